@@ -1,0 +1,288 @@
+"""Every setting of a run: nested dataclasses, the one home of every default.
+
+A recipe is YAML over these classes. A field without a default must be given by the recipe.
+Times end in `_s` (seconds), sizes in `_bytes` or `_tokens`, paths are relative to the working directory.
+This module imports no torch, so that a recipe is checked in milliseconds.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Precision(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class LrSchedule(str, Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class AlgorithmName(str, Enum):
+    gspo = "gspo"
+
+
+class AdvantageName(str, Enum):
+    grpo = "grpo"
+    """(r - mean) / (std + 1e-6) within the group."""
+    dr_grpo = "dr_grpo"
+    """r - mean within the group."""
+    rloo = "rloo"
+    """r minus the mean of the other rewards of the group."""
+
+
+class TruncatedRule(str, Enum):
+    score = "score"
+    """A truncated trajectory is rewarded like any other."""
+    zero = "zero"
+    """It gets reward 0 and is trained on."""
+    mask = "mask"
+    """It counts in its group's baseline, but its own tokens are not trained on."""
+
+
+class TransportName(str, Enum):
+    ipc = "ipc"
+    """Same node: CUDA IPC on a GPU, a named shared-memory segment on a CPU."""
+    collective = "collective"
+    """Across nodes: NCCL or gloo broadcast from trainer rank 0."""
+
+
+class VerifyMode(str, Enum):
+    off = "off"
+    sampled = "sampled"
+    full = "full"
+
+
+class WandbMode(str, Enum):
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    name: str = MISSING
+    """Name of the run; its folder is `<dir>/<name>`."""
+    dir: str = "runs"
+    """Folder that holds the run folders."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    path: str = MISSING
+    """Hugging Face checkpoint folder: config.json, safetensors, tokenizer with chat template."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    """Model chunks per pipeline rank; None for the plain 1F1B schedule."""
+    expert: int = 1
+    expert_tensor: int = 1
+    """Tensor parallelism inside an expert (ETP), independent of `tensor`."""
+    context: int = 1
+    sequence: bool = False
+    """Sequence parallelism over the tensor-parallel group; a MoE with tensor > 1 needs it."""
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    lr: float = MISSING
+    schedule: LrSchedule = LrSchedule.constant
+    warmup_steps: int = 0
+    """Optimizer updates over which the rate rises linearly from 0."""
+    min_lr: float = 0.0
+    """Where `linear` and `cosine` end."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    distributed: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    num_ranks: int = 1
+    """World size of the trainer: tensor * pipeline * context * data."""
+    threads_per_rank: int = 1
+    """CPU threads of each trainer process (OMP_NUM_THREADS)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: Precision = Precision.bf16
+    max_tokens_per_rank: int = MISSING
+    """Token budget of one packed micro-batch on one rank (a context-parallel group holds `context` times as many)."""
+    updates_per_rollout: int = 1
+    """Optimizer updates made of one rollout batch, each on its own share of the groups."""
+    logprob_chunk_tokens: int = 4096
+    """Tokens whose logits are turned into log-probs at a time; bounds the float32 [tokens, vocabulary] memory."""
+    max_skipped_steps: int = 3
+    """Updates in a row with a NaN or infinite gradient after which the run stops."""
+    startup_timeout_s: float = 600.0
+    timeout_s: float = 1800.0
+    """Deadline of one trainer call: a pass over a batch, a checkpoint, an export."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig."""
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    name: AlgorithmName = AlgorithmName.gspo
+    clip_low: float = 3e-4
+    """GSPO ratios are sequence means; ranges are three orders of magnitude below PPO's."""
+    clip_high: float = 4e-4
+    advantage: AdvantageName = AdvantageName.grpo
+    skip_zero_variance: bool = True
+    """Drop groups whose rewards are all equal: their advantages are zero."""
+    truncated: TruncatedRule = TruncatedRule.score
+    max_logprob_mismatch: float = MISSING
+    """Largest mismatch/logprob_abs_mean between trainer and engine that the run continues with; 1e-4 suits fp32, 0.05 bf16."""
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 is off."""
+    max_new_tokens: int = 1024
+    """Of one turn."""
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    num_engines: int = 1
+    engine_tensor: int = 1
+    """Tensor-parallel size of one engine."""
+    threads_per_engine: int = 1
+    """CPU threads of each engine process (OMP_NUM_THREADS)."""
+    router: bool = True
+    """Put smg in front of the engines; without it a session is pinned to an engine by its hash."""
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    max_concurrency: int = 256
+    """Trajectories under way at once."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    max_turns: int = 4
+    """Assistant turns of one trajectory."""
+    max_trajectory_tokens: int = MISSING
+    """Longest trajectory, prompt and tool results included; a longer one is truncated."""
+    stop_at_tool_call: bool = True
+    """End the turn at the first closed tool call instead of at the end-of-turn token."""
+    routed_experts: bool = False
+    """Have the engines report which experts each token took."""
+    request_timeout_s: float = 120.0
+    tool_timeout_s: float = 10.0
+    trajectory_timeout_s: float = 600.0
+    max_failed_fraction: float = 0.1
+    """Share of a step's trajectories that may fail (deadline, engine error) before the run stops."""
+    startup_timeout_s: float = 300.0
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Any field of SGLang's ServerArgs."""
+
+
+@dataclass(kw_only=True)
+class AgentConfig:
+    tools: list[str] = field(default_factory=list)
+    """Import paths `module:function` of the tools that the model may call; docstring and annotations make the schema."""
+    parser: str = "hermes"
+    """How tool calls are written: hermes is <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+    system_prompt: str | None = None
+    """Put before a prompt that has no system message of its own."""
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    function: str = MISSING
+    """Import path `module:function`, called with the trajectory and its prompt (slimrl/rewards)."""
+    group_filters: list[str] = field(default_factory=list)
+    """Import paths of functions that get the trajectories of one group and say whether to keep it."""
+
+
+@dataclass(kw_only=True)
+class ResyncConfig:
+    transport: TransportName = TransportName.ipc
+    bucket_bytes: int = 256 * 1024**2
+    """Most bytes gathered and sent at a time."""
+    verify: VerifyMode = VerifyMode.sampled
+    """Compare fingerprints of the engines' loaded tensors with the trainer's after each resync."""
+    sampled_tensors: int = 32
+    """Tensors compared per resync by `sampled`; the sample moves on each time."""
+    timeout_s: float = 300.0
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    train: str = MISSING
+    """JSONL of prompts (`slimrl train`) or of conversations (`slimrl sft`)."""
+    eval: dict[str, str] = field(default_factory=dict)
+    """Evaluation sets by name."""
+    shuffle: bool = True
+    """A new order each epoch, derived from the seed."""
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    every_steps: int = 0
+    """Steps between evaluations; 0 evaluates at the start and the end alone."""
+    at_start: bool = True
+    at_end: bool = True
+
+
+@dataclass(kw_only=True)
+class SftConfig:
+    batch_conversations: int = 64
+    """Conversations of one optimizer update."""
+    max_tokens: int = MISSING
+    """A longer conversation is refused, by line, before training starts."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every_steps: int = 0
+    """0 saves at the end alone."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    wandb: WandbMode = WandbMode.offline
+    wandb_project: str = "slimrl"
+    trajectories_per_step: int = 4
+    """Trajectories written out readably at each step."""
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """One run of `slimrl train`, `sft`, `eval` or `rollout`."""
+
+    seed: int = 0
+    deterministic: bool = False
+    """Same seed, same metrics: seeded requests, rollout in lock-step batches."""
+    steps: int = MISSING
+    """Rollout-and-train steps of `slimrl train`, optimizer updates of `slimrl sft`."""
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    resync: ResyncConfig = field(default_factory=ResyncConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
