@@ -111,7 +111,9 @@ def from_json(value: dict[str, Any]) -> Trajectory:
     segments = [
         Segment(
             **{
-                name: None if segment.get(name) is None and name == "routed_experts" else np.asarray(segment[name], dtype)
+                name: None
+                if segment.get(name) is None and name == "routed_experts"
+                else np.asarray(segment[name], dtype)
                 for name, dtype in _DTYPES.items()
             }
         )
