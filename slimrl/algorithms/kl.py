@@ -7,6 +7,9 @@ MAX_LOG_RATIO = 20.0
 
 
 def k3(logprobs_T: np.ndarray, reference_T: np.ndarray) -> np.ndarray:
-    """exp(-x) - 1 + x with x = log pi - log pi_ref, tokens sampled from pi; non-negative, unbiased for KL(pi, pi_ref)."""
+    """exp(-x) - 1 + x with x = log pi - log pi_ref on tokens sampled from pi.
+
+    Non-negative, and unbiased for KL(pi, pi_ref).
+    """
     x_T = np.clip(logprobs_T.astype(np.float64) - reference_T.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return np.exp(-x_T) - 1 + x_T

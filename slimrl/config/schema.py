@@ -145,7 +145,7 @@ class AlgorithmConfig:
     """Drop groups whose rewards are all equal: their advantages are zero."""
     truncated: TruncatedRule = TruncatedRule.score
     max_logprob_mismatch: float = MISSING
-    """Largest mismatch/logprob_abs_mean between trainer and engine that the run continues with; 1e-4 suits fp32, 0.05 bf16."""
+    """Largest mismatch/logprob_abs_mean that the run continues with; 1e-4 suits fp32, 0.05 bf16."""
 
 
 @dataclass(kw_only=True)
@@ -195,7 +195,7 @@ class RolloutConfig:
 @dataclass(kw_only=True)
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
-    """Import paths `module:function` of the tools that the model may call; docstring and annotations make the schema."""
+    """Import paths `module:function` of the tools that the model may call; their docstrings make the schema."""
     parser: str = "hermes"
     """How tool calls are written: hermes is <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
     system_prompt: str | None = None

@@ -108,18 +108,16 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 def from_json(value: dict[str, Any]) -> Trajectory:
     """Raises ValueError or KeyError or TypeError for an object that is no trajectory."""
-    segments = [
-        Segment(
-            **{
-                name: None
-                if segment.get(name) is None and name == "routed_experts"
-                else np.asarray(segment[name], dtype)
-                for name, dtype in _DTYPES.items()
-            }
-        )
-        for segment in value["segments"]
-    ]
+    segments = [Segment(**_arrays(segment)) for segment in value["segments"]]
     return Trajectory(**{**value, "status": Status(value["status"]), "segments": segments})
+
+
+def _arrays(segment: dict[str, Any]) -> dict[str, Any]:
+    optional = "routed_experts"
+    return {
+        name: None if name == optional and segment[name] is None else np.asarray(segment[name], dtype)
+        for name, dtype in _DTYPES.items()
+    }
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:

@@ -1,0 +1,103 @@
+"""Packing: every token exactly once, budgets kept, ranks balanced."""
+
+import numpy as np
+import pytest
+
+from slimrl.data.packing import PackedSequence, balanced_partition, first_fit_decreasing, is_split, pack
+
+
+def sequence(length: int, trajectory: int, rng: np.random.Generator) -> PackedSequence:
+    mask = rng.random(length) < 0.5
+    mask[0] = False
+    return PackedSequence(
+        tokens=rng.integers(1, 1000, length),
+        loss_mask=mask,
+        rollout_logprobs=rng.normal(size=length).astype(np.float32),
+        trajectory=trajectory,
+    )
+
+
+def batch(seed: int, count: int) -> list[PackedSequence]:
+    rng = np.random.default_rng(seed)
+    return [sequence(int(rng.integers(2, 60)), i, rng) for i in range(count)]
+
+
+@pytest.mark.parametrize(("alignment", "ranks", "multiple"), [(1, 1, 1), (8, 2, 1), (4, 3, 2), (16, 4, 2)])
+def test_every_token_is_packed_once_and_in_order(alignment, ranks, multiple):
+    sequences = batch(0, 50)
+    parts = pack(
+        sequences,
+        np.arange(50, dtype=np.float32),
+        budget_tokens=128,
+        alignment=alignment,
+        data_parallel=ranks,
+        micro_batch_multiple=multiple,
+    )
+    assert len({len(part) for part in parts}) == 1
+    assert len(parts[0]) % multiple == 0
+    found = {}
+    for micro_batch in (m for part in parts for m in part):
+        assert len(micro_batch.tokens) <= 128
+        for start, end in zip(micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False):
+            assert (end - start) % alignment == 0
+            real = ~micro_batch.padding[start:end]
+            if not real.any():
+                continue
+            assert micro_batch.position_ids[start:end].tolist() == list(range(end - start))
+            local = micro_batch.trajectory_ids[start]
+            found[int(micro_batch.trajectories[local])] = (micro_batch, slice(start, start + real.sum()), local)
+    assert sorted(found) == list(range(50))
+    for s in sequences:
+        micro_batch, span, local = found[s.trajectory]
+        assert micro_batch.tokens[span].tolist() == s.tokens[:-1].tolist()
+        assert micro_batch.targets[span].tolist() == s.tokens[1:].tolist()
+        assert micro_batch.mask[span].tolist() == s.loss_mask[1:].tolist()
+        sampled = s.loss_mask[1:]
+        assert (micro_batch.rollout_logprobs[span][sampled] == s.rollout_logprobs[1:][sampled]).all()
+        assert micro_batch.num_sampled[local] == sampled.sum()
+        assert micro_batch.advantages[local] == s.trajectory
+
+
+def test_segments_of_one_trajectory_count_together():
+    rng = np.random.default_rng(1)
+    sequences = [sequence(40, 0, rng), sequence(40, 0, rng), sequence(30, 1, rng)]
+    parts = pack(sequences, np.zeros(2, np.float32), budget_tokens=40, alignment=1, data_parallel=1)
+    total = sum(int(s.loss_mask[1:].sum()) for s in sequences[:2])
+    for micro_batch in parts[0]:
+        if micro_batch.trajectories.tolist() == [0]:
+            assert micro_batch.num_sampled.tolist() == [total]
+    assert is_split(parts)
+
+
+def test_a_batch_of_single_segments_is_not_split():
+    parts = pack(batch(2, 20), np.zeros(20, np.float32), budget_tokens=128, alignment=1, data_parallel=2)
+    assert not is_split(parts)
+
+
+def test_fewer_sequences_than_ranks_leave_pure_padding():
+    rng = np.random.default_rng(3)
+    parts = pack([sequence(10, 0, rng)], np.zeros(1, np.float32), budget_tokens=64, alignment=4, data_parallel=3)
+    assert [len(part) for part in parts] == [1, 1, 1]
+    assert sorted(m.num_tokens for part in parts for m in part) == [0, 0, 9]
+
+
+def test_a_sequence_above_the_budget_is_refused():
+    with pytest.raises(ValueError, match="a sequence of 65 tokens does not fit into a micro-batch of 64"):
+        first_fit_decreasing([3, 65], 64)
+
+
+def test_first_fit_decreasing_reaches_the_optimum_of_a_known_case():
+    assert len(first_fit_decreasing([6, 4, 6, 4, 5, 5], 10)) == 3
+
+
+def test_balanced_partition_beats_dealing_in_turn():
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        costs = rng.uniform(1, 3, size=24).tolist()
+        parts = balanced_partition(costs, 4)
+        assert sorted(i for part in parts for i in part) == list(range(24))
+        assert {len(part) for part in parts} == {6}
+        sums = [sum(costs[i] for i in part) for part in parts]
+        dealt = [sum(costs[i] for i in range(r, 24, 4)) for r in range(4)]
+        assert max(sums) <= max(dealt)
+        assert max(sums) < 1.03 * sum(costs) / 4
