@@ -1,0 +1,16 @@
+"""What a run raises when one of its parts fails."""
+
+
+class RunError(Exception):
+    """The run cannot go on; the message is the cause, in one or a few lines, for the user's terminal."""
+
+
+class StageError(RunError):
+    """A process of the run failed or outran its deadline.
+
+    `details` holds everything that is known, tracebacks included; it goes to the driver's log, not to the terminal.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
