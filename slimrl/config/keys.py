@@ -1,0 +1,73 @@
+"""The keys of a recipe as the schema gives them: their types, which are sections, and the one that was meant."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any, cast, get_type_hints
+
+from slimrl.config.problems import suggestion
+from slimrl.config.schema import Recipe
+
+PASSTHROUGH = ("trainer.megatron", "rollout.sglang")
+FREE_SECTIONS = ("data.eval", *PASSTHROUGH)
+"""Sections whose keys the schema does not name."""
+
+
+def _schema_types(cls: type, prefix: str) -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for name, annotation in get_type_hints(cls).items():
+        key = f"{prefix}.{name}".lstrip(".")
+        types[key] = annotation
+        if dataclasses.is_dataclass(annotation):
+            types |= _schema_types(cast(type, annotation), key)
+    return types
+
+
+KEY_TYPES = _schema_types(Recipe, "")
+"""Dotted key -> annotated type of every section and every value."""
+
+
+def is_section(key: str) -> bool:
+    return key in FREE_SECTIONS or dataclasses.is_dataclass(KEY_TYPES.get(key))
+
+
+def is_known(key: str) -> bool:
+    return key in KEY_TYPES or key.rpartition(".")[0] in FREE_SECTIONS
+
+
+def meant_key(key: str) -> str:
+    """` Did you mean X?`: a key of this name elsewhere, else a sibling with a similar name, else any similar key."""
+    parent, _, name = key.rpartition(".")
+    if same_name := [other for other in KEY_TYPES if other.rpartition(".")[2] == name]:
+        return f" Did you mean {get_close_matches(key, same_name, n=1, cutoff=0.0)[0]}?"
+    siblings = {other.rpartition(".")[2]: other for other in KEY_TYPES if other.rpartition(".")[0] == parent}
+    if close := get_close_matches(name, siblings, n=1, cutoff=0.6):
+        return f" Did you mean {siblings[close[0]]}?"
+    return suggestion(key, KEY_TYPES)
+
+
+def flatten(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every setting in schema order; an empty free section is one entry."""
+    yield from _flatten(recipe, "")
+
+
+def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _flatten(getattr(value, field.name), f"{prefix}.{field.name}".lstrip("."))
+    elif prefix in FREE_SECTIONS and value:
+        for name, inner in value.items():
+            yield f"{prefix}.{name}", inner
+    else:
+        yield prefix, value
+
+
+def nest(values: Iterable[tuple[str, Any]], into: dict[str, Any]) -> dict[str, Any]:
+    """Put (dotted key, value) pairs into a nested dict, which is changed and returned."""
+    for key, value in values:
+        *parents, name = key.split(".")
+        section = into
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return into

@@ -1,0 +1,177 @@
+"""Reading a recipe: YAML, inheritance, command-line overrides, and where every value came from.
+
+1. Read the file and, depth first, the files that it `extends`; a later value replaces an earlier one.
+2. Lay the overrides `a.b.c=value` over them.
+3. Refuse unknown keys, then resolve `${...}`, convert each value to the type of its field, look for what is missing.
+4. Raise one RecipeError that lists everything found, or return the recipe and its provenance.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, cast, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from slimrl.config.keys import KEY_TYPES, PASSTHROUGH, flatten, is_known, is_section, meant_key, nest
+from slimrl.config.passthrough import field_problem, passthrough_fields
+from slimrl.config.problems import Problem, RecipeError, suggestion
+from slimrl.config.schema import Recipe
+from slimrl.config.sources import read_file, read_override
+from slimrl.config.yaml_source import Entry, display_path
+
+Command = Literal["train", "sft", "eval", "rollout"]
+
+DEFAULT = "default"
+
+NOT_NEEDED: dict[str, tuple[str, ...]] = {
+    "train": ("sft",),
+    "sft": ("algorithm", "rollout", "reward"),
+    "eval": ("steps", "algorithm", "trainer", "sft", "data.train"),
+    "rollout": ("steps", "algorithm", "trainer", "sft"),
+}
+"""Sections and keys that a command does not read: mandatory values may be absent there, and then hold "???"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRecipe:
+    """A recipe whose keys and types are right, and the origin of each of its values."""
+
+    recipe: Recipe
+    provenance: dict[str, str]
+    """Dotted key -> `file:line`, `command line` or `default`; every key of the recipe has one."""
+    path: str
+    """The recipe's file as shown to the user."""
+    command: Command
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = (), command: Command = "train") -> LoadedRecipe:
+    """Read a recipe and check it against the schema; nothing outside the recipe files is looked at.
+
+    Args:
+        path: the recipe's YAML file.
+        overrides: `a.b.c=value` each, the value in YAML; later ones win.
+        command: whose mandatory keys must be there.
+
+    Raises:
+        RecipeError: unknown keys, wrong types, missing values, broken YAML, all of them at once.
+    """
+    path = Path(path)
+    problems: list[Problem] = []
+    entries = list(read_file(path, (), "", problems))
+    for override in overrides:
+        entries += read_override(override, problems)
+    readable = all(problem.key not in ("", "extends") for problem in problems)
+    known = {entry.key: entry for entry in entries if _check_key(entry, problems)}
+    values = _resolve(known, problems)
+    _check_passthrough(known, values, problems)
+    config = OmegaConf.structured(Recipe)
+    for key, value in values.items():
+        _assign(config, known[key], value, problems)
+    shown = display_path(path)
+    if readable:
+        refused = {problem.key for problem in problems}
+        problems += _missing(OmegaConf.missing_keys(config) - refused, shown, command)
+    if problems:
+        raise RecipeError(sorted(problems, key=_place))
+    recipe = _build(Recipe, cast(dict[str, Any], OmegaConf.to_container(config)))
+    provenance = {key: known[key].where if key in known else DEFAULT for key, _ in flatten(recipe)}
+    return LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command)
+
+
+def _missing(keys: set[str], shown: str, command: Command) -> list[Problem]:
+    return [
+        Problem(where=shown, key=key, message=f"missing; `slimrl {command}` needs a value.")
+        for key in keys
+        if is_needed(key, command)
+    ]
+
+
+def _place(problem: Problem) -> tuple[str, int, str]:
+    """Sorts by file, then line, then key."""
+    file, _, line = problem.where.rpartition(":")
+    return (file, int(line), problem.key) if line.isdigit() else (problem.where, 0, problem.key)
+
+
+def is_needed(key: str, command: str) -> bool:
+    """Whether a command reads this setting."""
+    return not any(key == parent or key.startswith(parent + ".") for parent in NOT_NEEDED[command])
+
+
+def _check_key(entry: Entry, problems: list[Problem]) -> bool:
+    """Whether the schema has the key; a section given a plain value is a problem too."""
+    if not is_known(entry.key):
+        message = "no such key." + meant_key(entry.key)
+        problems.append(Problem(where=entry.where, key=entry.key, message=message))
+        return False
+    if is_section(entry.key) and entry.value != {}:
+        message = f"is a section; expected keys below it, got {entry.value!r}."
+        problems.append(Problem(where=entry.where, key=entry.key, message=message))
+        return False
+    return not is_section(entry.key)
+
+
+def _resolve(known: dict[str, Entry], problems: list[Problem]) -> dict[str, Any]:
+    """Values with `${...}` replaced; a value that cannot be resolved becomes a problem and is left out."""
+    defaults = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Recipe)))
+    plain = OmegaConf.create(nest(((key, entry.value) for key, entry in known.items()), defaults))
+    values: dict[str, Any] = {}
+    for key, entry in known.items():
+        if "${" not in str(entry.value):
+            values[key] = entry.value
+            continue
+        try:
+            value = OmegaConf.select(plain, key, throw_on_missing=True)
+            values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except (OmegaConfBaseException, RecursionError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            problems.append(Problem(where=entry.where, key=key, message=f"{entry.value!r}: {reason}."))
+    return values
+
+
+def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems: list[Problem]) -> None:
+    for section in PASSTHROUGH:
+        keys = [key for key in values if key.startswith(section + ".")]
+        if not keys:
+            continue
+        try:
+            fields = passthrough_fields(section)
+        except ValueError as error:
+            problems.append(Problem(where=known[keys[0]].where, key=section, message=f"{error}."))
+            continue
+        for key in keys:
+            if message := field_problem(section, key.removeprefix(section + "."), values[key], fields):
+                problems.append(Problem(where=known[key].where, key=key, message=message))
+
+
+def _assign(config: Any, entry: Entry, value: Any, problems: list[Problem]) -> None:
+    """Put a value into the structured config, which converts it to its field's type."""
+    try:
+        OmegaConf.update(config, entry.key, value, merge=False, force_add=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        message = _type_message(KEY_TYPES.get(entry.key), value, str(error).splitlines()[0])
+        problems.append(Problem(where=entry.where, key=entry.key, message=message))
+
+
+def _type_message(annotation: Any, value: Any, reason: str) -> str:
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        choices = [member.value for member in annotation]
+        return f"{value!r} is not one of {', '.join(choices)}." + suggestion(str(value), choices)
+    if annotation is None:
+        return f"{reason.rstrip('.')}."
+    name = annotation.__name__ if type(annotation) is type else str(annotation)
+    return f"expected {name}, got {value!r}."
+
+
+def _build(cls: type, values: dict[str, Any]) -> Any:
+    """A dataclass from a plain container; unlike OmegaConf.to_object it lets absent values be."""
+    hints = get_type_hints(cls)
+    return cls(
+        **{
+            name: _build(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+            for name, value in values.items()
+        }
+    )

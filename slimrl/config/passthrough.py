@@ -1,0 +1,201 @@
+"""Fields of the installed megatron-core and SGLang that `trainer.megatron` and `rollout.sglang` may set.
+
+The names and types are read from the packages' source by its syntax tree, because importing either takes
+seconds and torch. A field that slimrl sets itself is refused with the key to use instead.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimrl.config.problems import suggestion
+
+MEGATRON_SOURCES = {
+    "ModelParallelConfig": "core/model_parallel_config.py",
+    "TransformerConfig": "core/transformer/transformer_config.py",
+    "OptimizerConfig": "core/optimizer/optimizer_config.py",
+    "DistributedDataParallelConfig": "core/distributed/distributed_data_parallel_config.py",
+}
+"""Classes whose fields `trainer.megatron` takes, and where they stand below the package."""
+
+OWNED = {
+    "trainer.megatron": {
+        "tensor_model_parallel_size": "trainer.parallel.tensor",
+        "pipeline_model_parallel_size": "trainer.parallel.pipeline",
+        "virtual_pipeline_model_parallel_size": "trainer.parallel.virtual_pipeline",
+        "expert_model_parallel_size": "trainer.parallel.expert",
+        "expert_tensor_parallel_size": "trainer.parallel.expert_tensor",
+        "context_parallel_size": "trainer.parallel.context",
+        "sequence_parallel": "trainer.parallel.sequence",
+        "lr": "trainer.optimizer.lr",
+        "min_lr": "trainer.optimizer.min_lr",
+        "weight_decay": "trainer.optimizer.weight_decay",
+        "adam_beta1": "trainer.optimizer.beta1",
+        "adam_beta2": "trainer.optimizer.beta2",
+        "adam_eps": "trainer.optimizer.eps",
+        "clip_grad": "trainer.optimizer.clip_grad",
+        "use_distributed_optimizer": "trainer.optimizer.distributed",
+        "bf16": "trainer.precision",
+        "fp16": "trainer.precision",
+        "params_dtype": "trainer.precision",
+    },
+    "rollout.sglang": {
+        "model_path": "model.path",
+        "tp_size": "rollout.engine_tensor",
+        "enable_return_routed_experts": "rollout.routed_experts",
+    },
+}
+"""Fields with a key of their own in the recipe."""
+
+_SCALARS = {"bool": bool, "int": int, "float": float, "str": str}
+_CONTAINERS = {"list": list, "List": list, "tuple": list, "Tuple": list, "dict": dict, "Dict": dict}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldType:
+    """What YAML may give to a field."""
+
+    types: frozenset[type]
+    """Plain types; `float` takes an int too. Empty where no YAML value fits, as for a callable."""
+    choices: tuple[Any, ...]
+    text: str
+    """The annotation as the package writes it."""
+    unchecked: bool = False
+    """The annotation names a type of the package, which its own constructor judges."""
+
+    def accepts(self, value: Any) -> bool:
+        if self.unchecked or (value is not None and value in self.choices):
+            return True
+        if isinstance(value, bool):
+            return bool in self.types
+        return type(value) in self.types or (isinstance(value, int) and float in self.types)
+
+
+def package_folder(name: str) -> Path:
+    """Folder of an installed package, without importing it.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"{name} is not installed, so its settings cannot be checked")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _alternatives(node: ast.expr) -> Iterator[ast.expr]:
+    """Members of a union, of Optional and of Annotated, down to what is none of these."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        yield from _alternatives(node.left)
+        yield from _alternatives(node.right)
+    elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if node.value.id == "Optional":
+            yield ast.Constant(value=None)
+            yield from _alternatives(parts[0])
+        elif node.value.id == "Union":
+            for part in parts:
+                yield from _alternatives(part)
+        elif node.value.id in ("A", "Annotated"):
+            yield from _alternatives(parts[0])
+        else:
+            yield node
+    else:
+        yield node
+
+
+def _field_type(annotation: ast.expr) -> FieldType:
+    types: set[type] = set()
+    choices: list[Any] = []
+    unchecked = False
+    members = list(_alternatives(annotation))
+    for member in members:
+        name = member.value if isinstance(member, ast.Subscript) else member
+        label = ast.unparse(name)
+        if isinstance(member, ast.Constant) and member.value is None:
+            types.add(type(None))
+        elif label in _SCALARS:
+            types.add(_SCALARS[label])
+        elif label in _CONTAINERS:
+            types.add(_CONTAINERS[label])
+        elif label == "Literal" and isinstance(member, ast.Subscript):
+            parts = member.slice.elts if isinstance(member.slice, ast.Tuple) else [member.slice]
+            choices += [ast.literal_eval(part) for part in parts]
+        elif label not in ("Callable", "torch.dtype", "ContextManager"):
+            unchecked = True
+    text = " | ".join(ast.unparse(member) for member in members)
+    return FieldType(types=frozenset(types), choices=tuple(choices), text=text, unchecked=unchecked)
+
+
+def _class_fields(node: ast.ClassDef) -> dict[str, FieldType]:
+    return {
+        statement.target.id: _field_type(statement.annotation)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not statement.target.id.startswith("_")
+        and "ClassVar" not in ast.unparse(statement.annotation)
+    }
+
+
+def _classes(path: Path) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+
+
+def megatron_fields() -> dict[str, FieldType]:
+    """Fields of TransformerConfig (inherited ones too), OptimizerConfig and DistributedDataParallelConfig.
+
+    Raises:
+        ValueError: megatron-core is not installed or lacks one of the classes.
+    """
+    folder = package_folder("megatron")
+    fields: dict[str, FieldType] = {}
+    for name, source in MEGATRON_SOURCES.items():
+        found = [node for node in _classes(folder / source) if node.name == name]
+        if not found:
+            raise ValueError(f"megatron-core: {source} holds no class {name}; this version is not supported")
+        fields |= _class_fields(found[0])
+    return fields
+
+
+def sglang_fields() -> dict[str, FieldType]:
+    """Fields of SGLang's ServerArgs, which its namespaces in srt/arg_groups/fields declare.
+
+    Raises:
+        ValueError: sglang is not installed or keeps its arguments elsewhere.
+    """
+    sources = sorted((package_folder("sglang") / "srt" / "arg_groups" / "fields").glob("*.py"))
+    fields: dict[str, FieldType] = {}
+    for source in sources:
+        for node in _classes(source):
+            if any(isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "_NS_PATH" for item in node.body):
+                fields |= _class_fields(node)
+    if not fields:
+        raise ValueError("sglang: no argument fields in srt/arg_groups/fields; this version is not supported")
+    return fields
+
+
+def passthrough_fields(section: str) -> dict[str, FieldType]:
+    """Fields that `trainer.megatron` or `rollout.sglang` may set; raises ValueError as the two above."""
+    return {"trainer.megatron": megatron_fields, "rollout.sglang": sglang_fields}[section]()
+
+
+def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldType]) -> str | None:
+    """What is wrong with `section.name: value`, or None."""
+    owned = OWNED[section]
+    if name in owned:
+        return f"is set by {owned[name]}."
+    if name not in fields:
+        return "no such field in the installed version." + suggestion(name, fields)
+    field = fields[name]
+    if field.accepts(value):
+        return None
+    if not field.types - {type(None)} and not field.choices:
+        return f"is a {field.text}, which a recipe cannot hold."
+    if field.choices and not field.types - {type(None)}:
+        known = [str(choice) for choice in field.choices]
+        return f"{value!r} is not one of {', '.join(known)}." + suggestion(str(value), known)
+    return f"expected {field.text}, got {value!r}."

@@ -1,0 +1,33 @@
+"""A recipe as text: the resolved YAML of a run folder, and the table of `slimrl config show`."""
+
+from enum import Enum
+from typing import Any
+
+import yaml
+from omegaconf import MISSING
+
+from slimrl.config.keys import flatten, nest
+from slimrl.config.load import LoadedRecipe
+from slimrl.config.schema import Recipe
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def resolved_dict(recipe: Recipe) -> dict[str, Any]:
+    """Every setting as nested plain Python; values that were neither given nor needed are left out."""
+    return nest(((key, _plain(value)) for key, value in flatten(recipe) if value != MISSING), {})
+
+
+def dump_resolved(recipe: Recipe) -> str:
+    """YAML of every setting, which load_recipe reads back as an equal recipe."""
+    return yaml.safe_dump(resolved_dict(recipe), sort_keys=False, allow_unicode=True)
+
+
+def show(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:
+    """(key, value, where it came from) of every setting in schema order; `-` for a value that is not given."""
+    return [
+        (key, "-" if value == MISSING else str(_plain(value)), loaded.provenance[key])
+        for key, value in flatten(loaded.recipe)
+    ]

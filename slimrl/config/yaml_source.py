@@ -1,0 +1,117 @@
+"""YAML with line numbers: a document becomes a flat list of values, each knowing its key and its place.
+
+Scalars follow the YAML 1.2 core rules, so that `off` is a word and `1e-6` a number.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from slimrl.config.problems import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A value that a file or the command line gives to a key."""
+
+    key: str
+    """Dotted."""
+    value: Any
+    where: str
+    """`file:line` or `command line`."""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalar rules of YAML 1.2 in place of those of 1.1."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), None)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), None)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9][0-9_]*$"), None)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    None,
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), None)
+
+
+def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    text = node.value.replace("_", "").lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(node.value.replace("_", ""))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+class YamlSource:
+    """One YAML text: its root node and the entries below it."""
+
+    def __init__(self, text: str, name: str, numbered: bool = True) -> None:
+        """Compose `text`; `name` is how a problem refers to it, with the line when `numbered`.
+
+        Raises:
+            yaml.YAMLError: the text is not YAML.
+        """
+        self._name = name
+        self._numbered = numbered
+        self._loader = _Loader(text)
+        self.root: yaml.Node | None = self._loader.get_single_node()
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self._name}:{node.start_mark.line + 1}" if self._numbered else self._name
+
+    def value(self, node: yaml.Node) -> Any:
+        """The node as plain Python; raises yaml.YAMLError for what the safe loader refuses."""
+        return self._loader.construct_object(node, deep=True)
+
+    def entries(
+        self, node: yaml.Node, prefix: str, is_section: Callable[[str], bool]
+    ) -> tuple[list[Entry], list[Problem]]:
+        """Flatten a mapping node; keys of which `is_section` is true are descended into, others are values.
+
+        Returns:
+            The entries in file order, and a problem for each repeated or impossible key.
+        """
+        if not isinstance(node, yaml.MappingNode):
+            return [Entry(key=prefix, value=self.value(node), where=self.where(node))], []
+        self._loader.flatten_mapping(node)
+        entries: list[Entry] = []
+        problems: list[Problem] = []
+        seen: dict[str, str] = {}
+        for key_node, value_node in node.value:
+            where = self.where(key_node)
+            name = key_node.value if isinstance(key_node, yaml.ScalarNode) else ""
+            key = f"{prefix}.{name}" if prefix else name
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                problems.append(Problem(where=where, key=key, message="a key is made of letters, digits, _ and -."))
+            elif name in seen:
+                problems.append(Problem(where=where, key=key, message=f"given twice, first at {seen[name]}."))
+            elif is_section(key) and isinstance(value_node, yaml.MappingNode):
+                below = self.entries(value_node, key, is_section)
+                entries += below[0]
+                problems += below[1]
+            else:
+                entries.append(Entry(key=key, value=self.value(value_node), where=where))
+            seen.setdefault(name, where)
+        return entries, problems
+
+
+def display_path(path: Path) -> str:
+    """The path relative to the working directory where it lies below it, else as it is."""
+    resolved = path.resolve()
+    return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(path)

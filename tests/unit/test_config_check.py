@@ -1,0 +1,181 @@
+"""Rules across the settings of a recipe, each by one recipe that breaks it alone."""
+
+import json
+
+import pytest
+
+from slimrl.config.check import check_loaded, check_recipe, padded_tokens
+from slimrl.config.load import load_recipe
+from slimrl.config.problems import RecipeError
+
+MODEL = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+}
+DENSE = {name: value for name, value in MODEL.items() if name not in ("num_experts", "moe_intermediate_size")}
+
+GIVEN = [
+    "steps=3", "run.name=demo", "model.path=model", "data.train=train.jsonl", "reward.function=a.b:c",
+    "trainer.max_tokens_per_rank=512", "trainer.optimizer.lr=1e-6", "algorithm.max_logprob_mismatch=1e-4",
+    "rollout.max_trajectory_tokens=512", "rollout.sampling.max_new_tokens=64",
+    "rollout.eval_sampling.max_new_tokens=64",
+    "sft.max_tokens=512",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("")
+    return tmp_path
+
+
+def problems_of(overrides, model=MODEL, command="train"):
+    recipe = load_recipe("recipe.yaml", GIVEN + overrides, command=command).recipe
+    return check_recipe(recipe, model, command)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "num_ranks=4,parallel.tensor=2,parallel.sequence=true,parallel.pipeline=2,parallel.expert=2",
+        "num_ranks=8,parallel.context=2,parallel.expert=8",
+        "num_ranks=4,parallel.pipeline=2,parallel.virtual_pipeline=2,parallel.expert=2",
+        "num_ranks=2,parallel.expert_tensor=2",
+    ],
+)
+def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
+    assert problems_of([f"trainer.{part}" for part in layout.split(",")]) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ("trainer.num_ranks=3 trainer.parallel.context=2", "trainer.num_ranks",
+         "3 is not a multiple of tensor 1 x pipeline 1 x context 2 = 2."),
+        ("trainer.num_ranks=2 trainer.parallel.expert=4", "trainer.parallel.expert",
+         "expert 4 x expert_tensor 1 x pipeline 1 = 4 does not divide trainer.num_ranks 2."),
+        ("trainer.num_ranks=12 trainer.parallel.expert=12", "trainer.parallel.expert",
+         "12 does not divide the model's 128 experts. Use 8 or 16."),
+        ("trainer.num_ranks=8 trainer.parallel.tensor=8 trainer.parallel.sequence=true", "trainer.parallel.tensor",
+         "8 does not divide the model's 4 key-value heads. Use 4."),
+        ("trainer.num_ranks=5 trainer.parallel.expert_tensor=5", "trainer.parallel.expert_tensor",
+         "5 does not divide the model's 768 columns of an expert. Use 4 or 6."),
+        ("trainer.num_ranks=3 trainer.parallel.pipeline=3", "trainer.parallel.pipeline",
+         "3 does not divide the model's 8 layers. Use 2 or 4."),
+        ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=3",
+         "trainer.parallel.virtual_pipeline",
+         "pipeline 2 x virtual_pipeline 3 = 6 does not divide the model's 8 layers."),
+        ("trainer.parallel.virtual_pipeline=2", "trainer.parallel.virtual_pipeline",
+         "needs trainer.parallel.pipeline above 1."),
+        ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=1",
+         "trainer.parallel.virtual_pipeline", "1: use 2 or more, or null."),
+        ("trainer.num_ranks=2 trainer.parallel.tensor=2", "trainer.parallel.sequence",
+         "a Mixture-of-Experts model with tensor above 1 needs sequence: true."),
+        ("trainer.parallel.sequence=true", "trainer.parallel.sequence",
+         "sequence parallelism needs trainer.parallel.tensor above 1."),
+        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt",
+         "1: grpo advantages compare samples of one prompt. Use 2 or more."),
+        ("rollout.prompts_per_step=7 trainer.updates_per_rollout=2", "rollout.prompts_per_step",
+         "7 groups do not divide into trainer.updates_per_rollout 2 equal shares."),
+        ("rollout.sampling.temperature=0", "rollout.sampling.temperature",
+         "0 is greedy: every sample of a group would be the same."),
+        ("trainer.num_ranks=2 trainer.parallel.context=2 trainer.max_tokens_per_rank=255",
+         "trainer.max_tokens_per_rank",
+         "255 x context 2 = 510 tokens cannot hold one sequence of rollout.max_trajectory_tokens 512 (padded 512). "
+         "Use 256 or more."),
+        ("rollout.sampling.max_new_tokens=512", "rollout.sampling.max_new_tokens",
+         "512 leaves no room for a prompt in rollout.max_trajectory_tokens 512."),
+        ("rollout.tool_timeout_s=700", "rollout.tool_timeout_s",
+         "700.0 is longer than rollout.trajectory_timeout_s 600.0."),
+        ("rollout.sglang.nnodes=2", "resync.transport",
+         "ipc reaches engines on the trainer's own node only. Use collective."),
+        ("rollout.engine_tensor=3", "rollout.engine_tensor",
+         "3 does not divide the model's 32 attention heads. Use 2 or 4."),
+        ("trainer.num_ranks=0", "trainer.num_ranks", "0: must be at least 1."),
+        ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "0.0: must be greater than 0 and at most 1."),
+        ("rollout.eval_sampling.top_k=0", "rollout.eval_sampling.top_k", "0: must be at least 1, or -1 for off."),
+        ("trainer.optimizer.lr=0", "trainer.optimizer.lr", "0.0: must be greater than 0."),
+        ("run.name=a/b", "run.name", "'a/b' is no folder name; use letters, digits, '.', '_' and '-'."),
+        ("agent.tools=[calculator]", "agent.tools", "'calculator' is no import path; write module:function."),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_is_named_by_key_with_what_to_use_instead(folder, overrides, key, message):
+    assert message in [problem.message for problem in problems_of(overrides.split()) if problem.key == key]
+
+
+def test_expert_parallelism_of_a_dense_model_is_refused(folder):
+    (problem,) = problems_of(["trainer.num_ranks=2", "trainer.parallel.expert=2"], model=DENSE)
+    assert (problem.key, problem.message) == ("trainer.parallel.expert", "2: the model has no experts. Use 1.")
+
+
+def test_engines_may_repeat_key_value_heads(folder):
+    assert problems_of(["rollout.engine_tensor=8"]) == []
+
+
+def test_uneven_pipelines_are_left_to_megatron_when_the_recipe_asks_for_them(folder):
+    layout = [
+        "trainer.num_ranks=3",
+        "trainer.parallel.pipeline=3",
+        "trainer.megatron.num_layers_in_first_pipeline_stage=2",
+    ]
+    assert problems_of(layout) == []
+
+
+def test_a_clip_range_made_for_token_ratios_is_a_warning(folder):
+    (problem,) = problems_of(["algorithm.clip_high=0.2"])
+    assert problem.warning
+    assert problem.key == "algorithm.clip_high"
+
+
+def test_sft_is_measured_by_its_own_conversation_length(folder):
+    (problem,) = problems_of(["sft.max_tokens=600"], command="sft")
+    assert problem.message.startswith("512 x context 1 = 512 tokens cannot hold one sequence of sft.max_tokens 600")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "padded"), [(1, 1, 101), (2, 1, 102), (1, 2, 104), (2, 2, 104), (1, 4, 104)]
+)
+def test_sequences_are_padded_for_tensor_and_context_parallelism(folder, tensor, context, padded):
+    overrides = [f"trainer.parallel.tensor={tensor}", f"trainer.parallel.context={context}"]
+    recipe = load_recipe("recipe.yaml", GIVEN + overrides).recipe
+    assert padded_tokens(101, recipe) == padded
+
+
+def test_missing_files_and_broken_rules_come_together_with_their_lines(folder):
+    (folder / "recipe.yaml").write_text(
+        "data:\n  eval:\n    heldout: nowhere.jsonl\nrollout:\n  samples_per_prompt: 1\n"
+    )
+    with pytest.raises(RecipeError) as caught:
+        check_loaded(load_recipe("recipe.yaml", [*GIVEN, "trainer.updates_per_rollout=5"]))
+    assert str(caught.value).splitlines() == [
+        "command line: data.train: train.jsonl: no such file.",
+        "recipe.yaml:3: data.eval.heldout: nowhere.jsonl: no such file.",
+        "command line: model.path: model: no such folder.",
+        "recipe.yaml:5: rollout.samples_per_prompt: 1: grpo advantages compare samples of one prompt. Use 2 or more.",
+        "recipe.yaml (default): rollout.prompts_per_step: 32 groups do not divide into trainer.updates_per_rollout 5 "
+        "equal shares.",
+        "5 problems. Nothing was started.",
+    ]
+
+
+def test_the_model_is_read_from_its_folder(folder):
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    (folder / "train.jsonl").write_text("")
+    assert check_loaded(load_recipe("recipe.yaml", GIVEN)) == []
+    with pytest.raises(RecipeError, match="does not divide the model's 32 attention heads"):
+        check_loaded(load_recipe("recipe.yaml", [*GIVEN, "rollout.engine_tensor=3"]))
+    (folder / "model" / "config.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"model/config\.json:1: not JSON"):
+        check_loaded(load_recipe("recipe.yaml", GIVEN))
+
+
+def test_eval_needs_an_evaluation_set(folder):
+    with pytest.raises(RecipeError, match=r"data\.eval: names no evaluation set"):
+        check_loaded(load_recipe("recipe.yaml", GIVEN, command="eval"))

@@ -1,0 +1,224 @@
+"""Reading recipes: inheritance, overrides, types, suggestions, provenance."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimrl.config.load import LoadedRecipe, load_recipe
+from slimrl.config.passthrough import megatron_fields, package_folder, sglang_fields
+from slimrl.config.problems import RecipeError
+from slimrl.config.schema import Recipe, VerifyMode
+from slimrl.config.show import dump_resolved, show
+
+MINIMAL = """\
+steps: 3
+run:
+  name: demo
+model:
+  path: models/toy
+trainer:
+  max_tokens_per_rank: 512
+  optimizer:
+    lr: 1e-6
+algorithm:
+  max_logprob_mismatch: 1e-4
+rollout:
+  max_trajectory_tokens: 256
+reward:
+  function: tasks.demo:reward
+data:
+  train: data/train.jsonl
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: str, text: str) -> Path:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+    return Path(path)
+
+
+def load(text: str, *overrides: str) -> LoadedRecipe:
+    return load_recipe(write("recipe.yaml", text), overrides)
+
+
+def refused(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load(text, *overrides)
+    return str(caught.value).splitlines()
+
+
+def test_a_minimal_recipe_has_the_defaults_of_the_schema_elsewhere(folder):
+    recipe = load(MINIMAL).recipe
+    assert isinstance(recipe, Recipe)
+    assert recipe.trainer.optimizer.lr == 1e-6
+    assert recipe.rollout.eval_sampling.temperature == 0.0
+    assert recipe.resync.verify is VerifyMode.sampled
+    assert recipe.trainer.optimizer.beta2 == Recipe().trainer.optimizer.beta2
+
+
+def test_every_value_says_which_line_it_came_from(folder):
+    loaded = load(MINIMAL, "seed=7")
+    assert loaded.provenance["trainer.optimizer.lr"] == "recipe.yaml:9"
+    assert loaded.provenance["seed"] == "command line"
+    assert loaded.provenance["rollout.num_engines"] == "default"
+    assert {key for key, _, _ in show(loaded)} == set(loaded.provenance)
+
+
+def test_a_recipe_replaces_values_of_the_files_that_it_extends_in_order(folder):
+    write("base/one.yaml", "seed: 1\nsteps: 10\nrollout:\n  sglang:\n    mem_fraction_static: 0.5\n")
+    write("base/two.yaml", "extends: one.yaml\nsteps: 20\nrollout:\n  num_engines: 2\n")
+    text = MINIMAL.replace("steps: 3\n", "extends: [base/two.yaml]\n").replace(
+        "rollout:\n", "rollout:\n  sglang:\n    page_size: 1\n"
+    )
+    loaded = load(text)
+    assert (loaded.recipe.seed, loaded.recipe.steps, loaded.recipe.rollout.num_engines) == (1, 20, 2)
+    assert loaded.recipe.rollout.sglang == {"mem_fraction_static": 0.5, "page_size": 1}
+    assert loaded.provenance["steps"] == "base/two.yaml:2"
+    assert loaded.provenance["rollout.sglang.mem_fraction_static"] == "base/one.yaml:5"
+
+
+def test_overrides_take_lists_sections_and_words_that_yaml_1_1_calls_booleans(folder):
+    loaded = load(
+        MINIMAL, "agent.tools=[a:f, b:g]", "rollout.sampling={temperature: 0.5, top_k: 4}", "resync.verify=off",
+        "data.eval.heldout=x.jsonl", "trainer.megatron.moe_aux_loss_coeff=1e-3", "agent.system_prompt=null",
+    )  # fmt: skip
+    assert loaded.recipe.agent.tools == ["a:f", "b:g"]
+    assert (loaded.recipe.rollout.sampling.temperature, loaded.recipe.rollout.sampling.top_k) == (0.5, 4)
+    assert loaded.recipe.resync.verify is VerifyMode.off
+    assert loaded.recipe.data.eval == {"heldout": "x.jsonl"}
+    assert loaded.recipe.trainer.megatron == {"moe_aux_loss_coeff": 0.001}
+
+
+def test_interpolation_refers_to_other_keys_whatever_their_order(folder):
+    text = MINIMAL + "  eval:\n    heldout: ${run.dir}/${run.name}/heldout.jsonl\nrollout.x: 1\n"
+    recipe = load(text.replace("rollout.x: 1\n", ""), "run.dir=out", "rollout.prompts_per_step=${steps}").recipe
+    assert recipe.data.eval["heldout"] == "out/demo/heldout.jsonl"
+    assert recipe.rollout.prompts_per_step == 3
+
+
+def test_an_interpolation_that_leads_nowhere_or_to_a_wrong_type_is_named(folder):
+    lines = refused(MINIMAL, "rollout.num_engines=${run.name}", "rollout.max_turns=${rollout.turns}")
+    assert (
+        lines[0] == "command line: rollout.max_turns: '${rollout.turns}': Interpolation key 'rollout.turns' not found."
+    )
+    assert lines[1] == "command line: rollout.num_engines: expected int, got 'demo'."
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.clip_hgih=1", "algorithm.clip_hgih: no such key. Did you mean algorithm.clip_high?"),
+        ("trainer.lr=1", "trainer.lr: no such key. Did you mean trainer.optimizer.lr?"),
+        ("algoritm.clip_high=1", "algoritm.clip_high: no such key. Did you mean algorithm.clip_high?"),
+        ("zebra=1", "zebra: no such key."),
+        ("trainer.num_ranks=two", "trainer.num_ranks: expected int, got 'two'."),
+        ("trainer.num_ranks=2.5", "trainer.num_ranks: expected int, got 2.5."),
+        ("trainer.num_ranks=null", "trainer.num_ranks: expected int, got None."),
+        ("deterministic=maybe", "deterministic: expected bool, got 'maybe'."),
+        ("agent.tools=a:f", "agent.tools: expected list[str], got 'a:f'."),
+        ("trainer.precision=fp23", "trainer.precision: 'fp23' is not one of fp32, bf16. Did you mean fp32?"),
+        ("trainer.parallel=4", "trainer.parallel: is a section; expected keys below it, got 4."),
+        ("rollout.sglang.page_siez=1",
+         "rollout.sglang.page_siez: no such field in the installed version. Did you mean page_size?"),
+        ("rollout.sglang.page_size=many", "rollout.sglang.page_size: expected None | int, got 'many'."),
+        ("rollout.sglang.tp_size=2", "rollout.sglang.tp_size: is set by rollout.engine_tensor."),
+        ("trainer.megatron.activation_func=gelu",
+         "trainer.megatron.activation_func: is a Callable, which a recipe cannot hold."),
+        ("trainer.megatron.recompute_granularity=ful",
+         "trainer.megatron.recompute_granularity: 'ful' is not one of full, selective. Did you mean full?"),
+        ("trainer.megatron.lr=1", "trainer.megatron.lr: is set by trainer.optimizer.lr."),
+        ("steps", "steps: an override is written key=value."),
+        ("agent.tools=[a", "agent.tools: '[a' is not YAML: expected ',' or ']', but got '<stream end>'."),
+    ],
+)  # fmt: skip
+def test_a_wrong_override_is_named_with_what_was_probably_meant(folder, override, message):
+    assert refused(MINIMAL, override) == [f"command line: {message}", "1 problem. Nothing was started."]
+
+
+def test_all_problems_are_listed_at_once_each_with_its_line(folder):
+    text = MINIMAL.replace("steps: 3", "stepz: 3").replace("lr: 1e-6", "lr: fast") + "  train: twice\n"
+    assert refused(text, "seed=x") == [
+        "command line: seed: expected int, got 'x'.",
+        "recipe.yaml: steps: missing; `slimrl train` needs a value.",
+        "recipe.yaml:1: stepz: no such key. Did you mean steps?",
+        "recipe.yaml:9: trainer.optimizer.lr: expected float, got 'fast'.",
+        "recipe.yaml:18: data.train: given twice, first at recipe.yaml:17.",
+        "5 problems. Nothing was started.",
+    ]
+
+
+def test_sft_needs_no_rollout_and_train_no_sft_settings(folder):
+    text = "steps: 1\nrun: {name: a}\nmodel: {path: m}\ndata: {train: t}\nsft: {max_tokens: 9}\n"
+    text += "trainer: {max_tokens_per_rank: 16, optimizer: {lr: 1}}\n"
+    assert load_recipe(write("sft.yaml", text), command="sft").recipe.sft.max_tokens == 9
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("sft.yaml", command="train")
+    assert {problem.key for problem in caught.value.problems} == {
+        "algorithm.max_logprob_mismatch", "rollout.max_trajectory_tokens", "reward.function",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: other.yaml\n", "recipe.yaml:1: extends: other.yaml: No such file or directory."),
+        ("extends: recipe.yaml\n", "recipe.yaml:1: extends: recipe.yaml -> recipe.yaml is a cycle."),
+        ("a: [1\nb: 2\n", "recipe.yaml:2: not YAML: expected ',' or ']', but got ':'."),
+        ("- 1\n", "recipe.yaml:1: a recipe is a mapping of keys to values."),
+    ],
+)
+def test_an_unreadable_recipe_is_one_problem(folder, text, message):
+    assert refused(text) == [message, "1 problem. Nothing was started."]
+
+
+def test_a_missing_recipe_file_is_one_problem(folder):
+    with pytest.raises(RecipeError, match=r"^absent.yaml: No such file or directory.\n1 problem"):
+        load_recipe("absent.yaml")
+
+
+def test_the_resolved_yaml_reads_back_as_the_same_recipe(folder):
+    recipe = load(
+        MINIMAL, "agent.tools=['a:f']", "data.eval.x=y", "rollout.sglang.page_size=1", "resync.verify=off"
+    ).recipe
+    again = load_recipe(write("resolved.yaml", dump_resolved(recipe)))
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(recipe)
+
+
+def test_megatron_fields_are_those_of_the_imported_classes():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    classes = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    assert set(megatron_fields()) == {
+        field.name for cls in classes for field in dataclasses.fields(cls) if not field.name.startswith("_")
+    }
+
+
+def test_sglang_fields_are_those_of_its_own_list_of_arguments():
+    tree = ast.parse((package_folder("sglang") / "srt" / "arg_groups" / "field_order.py").read_text())
+    lists = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    names = {name for name in ast.literal_eval(lists[0]) if not name.startswith("_")}
+    assert set(sglang_fields()) == names
+
+
+def test_the_configuration_imports_quickly_and_without_torch():
+    code = (
+        "import sys, time; start = time.process_time()\n"
+        "import slimrl.config.load, slimrl.config.check, slimrl.config.show\n"
+        "seconds = time.process_time() - start\n"
+        "heavy = {'torch', 'numpy', 'ray', 'megatron', 'sglang', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert seconds < 0.3, seconds\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
