@@ -1,0 +1,41 @@
+"""Logs: one file per process in `<run>/logs/`, Python's records and raw output alike."""
+
+import faulthandler
+import logging
+import os
+import sys
+from collections import deque
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def log_to_file(path: Path, level: int = logging.INFO) -> None:
+    """Send this process's log records to the file; whatever handlers the root logger had are replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=path, level=level, format=FORMAT, force=True)
+    logging.captureWarnings(True)
+
+
+def capture_output(path: Path, level: int = logging.INFO) -> None:
+    """Send everything that this process writes, C++ and crashes included, to the file; for worker processes.
+
+    Descriptors 1 and 2 are replaced, so the output of its later children goes there too.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    log_to_file(path, level)
+    faulthandler.enable(file=2)
+
+
+def last_lines(path: Path, count: int = 20) -> str:
+    """The end of a log file, for an error message; empty where there is no file."""
+    if not path.exists():
+        return ""
+    with path.open(errors="replace") as file:
+        return "".join(deque(file, maxlen=count)).rstrip()

@@ -1,0 +1,128 @@
+"""metrics.jsonl: one JSON object per step, complete or absent; and the names that it may hold (docs/metrics.md)."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+METRIC_NAMES = (
+    "step",
+    "reward/mean",
+    "reward/<part>",
+    "eval/<set>/accuracy",
+    "policy/loss",
+    "policy/clip_fraction",
+    "policy/entropy",
+    "policy/grad_norm",
+    "mismatch/logprob_abs_mean",
+    "mismatch/logprob_abs_max",
+    "mismatch/kl_k3",
+    "rollout/trajectories",
+    "rollout/tokens",
+    "rollout/tokens_per_s",
+    "rollout/turns_mean",
+    "rollout/truncated_fraction",
+    "rollout/failed_fraction",
+    "rollout/tool_error_fraction",
+    "rollout/zero_variance_fraction",
+    "moe/expert_load_max_over_mean",
+    "moe/router_entropy",
+    "train/lr",
+    "train/skipped_steps",
+    "resync/bytes",
+    "resync/seconds",
+    "resync/version",
+    "resync/fingerprint_mismatches",
+    "sft/loss",
+    "sft/tokens",
+    "time/rollout_s",
+    "time/logprobs_s",
+    "time/train_s",
+    "time/resync_s",
+    "time/eval_s",
+    "time/step_s",
+)
+"""Every metric; `<set>` and `<part>` stand for names that the recipe or the reward function gives."""
+
+
+def is_metric(name: str) -> bool:
+    """Whether METRIC_NAMES holds the name or a pattern of it."""
+    parts = name.split("/")
+    for known in METRIC_NAMES:
+        known_parts = known.split("/")
+        if len(known_parts) == len(parts) and all(
+            there.startswith("<") or there == here for there, here in zip(known_parts, parts, strict=True)
+        ):
+            return True
+    return False
+
+
+class MetricsWriter:
+    """Appends steps to a metrics file; a process that is killed leaves whole lines behind, and at most one broken."""
+
+    def __init__(self, path: Path, *, keep_through_step: int | None = None) -> None:
+        """Open the file for appending.
+
+        Args:
+            path: of the file, made if absent.
+            keep_through_step: step of the checkpoint that the run continues from; later lines, and a broken
+                last one, are cut off. None for a new run.
+
+        Raises:
+            ValueError: a new run's file exists already.
+        """
+        if keep_through_step is None and path.exists():
+            raise ValueError(f"{path} exists.")
+        if keep_through_step is not None and path.exists():
+            kept = [line for line in read_metrics(path) if line["step"] <= keep_through_step]
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            temporary.replace(path)
+        self._file = path.open("ab", buffering=0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step and push it to the disk; a value that is not finite is written as null."""
+        unknown = [name for name in metrics if not is_metric(name)]
+        assert not unknown, f"metrics without documentation: {unknown}"
+        line = {"step": step, **{name: plain_number(value) for name, value in metrics.items()}}
+        self._file.write((json.dumps(line) + "\n").encode())
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def plain_number(value: Any) -> int | float | None:
+    """A Python number of an int, float, or zero-dimensional array; None where it is NaN or infinite."""
+    number = value if isinstance(value, int | float) else value.item()
+    return number if math.isfinite(number) else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics file in order; a broken last line, which a killed process leaves, is left out.
+
+    Raises:
+        ValueError: another line is no JSON object with a `step`; names file and line.
+        OSError: the file cannot be read.
+    """
+    lines = path.read_text().split("\n")
+    steps = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            value = json.loads(line)
+            value["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a line of metrics: {error!r}") from error
+        steps.append(value)
+    return steps

@@ -1,0 +1,133 @@
+"""Progress on the terminal: a live line per phase, one summary row per step, plain lines where there is no terminal."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+PLAIN_INTERVAL_S = 10.0
+"""Without a terminal, a phase says how far it is this often."""
+
+HEADER_EVERY_ROWS = 20
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("clip", "policy/clip_fraction", "{:.3f}"),
+    ("mismatch", "mismatch/logprob_abs_mean", "{:.1e}"),
+    ("loss", "sft/loss", "{:.4f}"),
+    ("tok/s", "rollout/tokens_per_s", "{:.0f}"),
+    ("rollout", "time/rollout_s", "{:.1f}s"),
+    ("logprobs", "time/logprobs_s", "{:.1f}s"),
+    ("train", "time/train_s", "{:.1f}s"),
+    ("resync", "time/resync_s", "{:.1f}s"),
+    ("step", "time/step_s", "{:.1f}s"),
+)
+"""Title, metric and format of the columns of a summary row, after the step's number; those without a value drop out."""
+
+
+class Phase:
+    """One phase under way; `advance` and `update` may be called from any thread."""
+
+    def __init__(self, progress: "Progress", name: str, total: int, unit: str) -> None:
+        self._progress, self._name, self._total, self._unit = progress, name, total, unit
+        self._done = 0
+        self._lock = threading.Lock()
+        self._said_at = time.monotonic()
+        self._task = progress.live.add_task(name, total=total, unit=unit) if progress.live is not None else None
+
+    def advance(self, count: int = 1) -> None:
+        """Count some more as done."""
+        with self._lock:
+            self._done += count
+            self._show()
+
+    def update(self, done: int, total: int | None = None) -> None:
+        """Set what is done, and the total where it has become known only now."""
+        with self._lock:
+            self._done = done
+            self._total = self._total if total is None else total
+            self._show()
+
+    def _show(self) -> None:
+        live = self._progress.live
+        if live is not None and self._task is not None:
+            live.update(self._task, completed=self._done, total=self._total)
+        elif time.monotonic() - self._said_at >= PLAIN_INTERVAL_S:
+            self._said_at = time.monotonic()
+            self._progress.say(f"{self._name} {self._done}/{self._total} {self._unit}")
+
+    def end(self) -> None:
+        """Take the live line away."""
+        if self._progress.live is not None and self._task is not None:
+            self._progress.live.remove_task(self._task)
+
+
+class Progress:
+    """What `slimrl` prints while it runs; used as a context manager."""
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        """Args: the number of steps that rows count up to; where to print, standard output by default."""
+        self._total_steps = total_steps
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._rows = 0
+        self._titles: list[str] = []
+        self.live: RichProgress | None = None
+        if self._console.is_terminal:
+            self.live = RichProgress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[unit]}"),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+
+    def __enter__(self) -> Self:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    @contextmanager
+    def phase(self, name: str, total: int, unit: str) -> Iterator[Phase]:
+        """Show a phase, such as `rollout 12/256 trajectories`, while the block runs."""
+        phase = Phase(self, name, total, unit)
+        try:
+            yield phase
+        finally:
+            phase.end()
+
+    def say(self, text: str) -> None:
+        """Print a line above the live ones, as it is."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def summary(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the row of a step; evaluations stand at its end. A header comes first and every 20 rows."""
+        cells = [("step", f"{step}/{self._total_steps}", 9)]
+        cells += [
+            (title, form.format(metrics[name]), max(8, len(title))) for title, name, form in COLUMNS if name in metrics
+        ]
+        evals = [
+            f"{name.split('/')[1]} {value:.3f}"
+            for name, value in metrics.items()
+            if name.startswith("eval/") and name.endswith("/accuracy")
+        ]
+        titles = [title for title, _, _ in cells]
+        if self._rows % HEADER_EVERY_ROWS == 0 or titles != self._titles:
+            self.say("  ".join(f"{title:>{width}}" for title, _, width in cells))
+        row = "  ".join(f"{text:>{width}}" for _, text, width in cells)
+        self.say("  ".join([row, *evals]))
+        self._rows, self._titles = self._rows + 1, titles

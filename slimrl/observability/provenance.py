@@ -1,0 +1,82 @@
+"""provenance.json: what a run was made of, enough to make it again."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "slimrl",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "sglang",
+    "smg",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "omegaconf",
+    "wandb",
+)
+"""Packages that a result may depend on; those absent are recorded as null."""
+
+GIT_TIMEOUT_S = 20.0
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command about slimrl's own source; None where it is no git checkout or there is no git."""
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def collect_provenance(
+    config: dict[str, Any], origins: dict[str, str], argv: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Versions, commit, command line, host and the resolved recipe.
+
+    Args:
+        config: the resolved recipe as nested plain Python.
+        origins: dotted key -> where its value came from.
+        argv: the command line; this process's own by default.
+    """
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": list(sys.argv if argv is None else argv),
+        "git": {"commit": _git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)},
+        "packages": {package: _version(package) for package in PACKAGES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": {"name": platform.node(), "cpus": len(os.sched_getaffinity(0))},
+        "config": config,
+        "config_origins": origins,
+    }
+
+
+def append_provenance(path: Path, provenance: dict[str, Any]) -> None:
+    """Add one start of a run to provenance.json, a list with one entry for each start or resumption."""
+    starts = json.loads(path.read_text()) if path.exists() else []
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps([*starts, provenance], indent=2) + "\n")
+    temporary.replace(path)

@@ -1,0 +1,97 @@
+"""The folder of a run: what lies where, and that an existing one is never overwritten by accident."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside `runs/<name>/`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe; its presence marks a folder as a run folder."""
+        return self.path / "config.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "curve.png"
+
+    @property
+    def logs(self) -> Path:
+        """One file per process."""
+        return self.path / "logs"
+
+    @property
+    def trajectories(self) -> Path:
+        """Readable samples, one file per step."""
+        return self.path / "trajectories"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The trained model as a Hugging Face checkpoint."""
+        return self.path / "export" / "hf"
+
+    def sample_file(self, step: int) -> Path:
+        return self.trajectories / f"step_{step:06d}.jsonl"
+
+    def log_file(self, process: str) -> Path:
+        return self.logs / f"{process}.log"
+
+
+def open_run_folder(
+    folder: Path, name: str, config_yaml: str, *, resume: bool = False, overwrite: bool = False
+) -> RunFolder:
+    """Create `folder/name` with its subfolders and config.yaml, or take up the existing one.
+
+    Args:
+        folder: where runs live; made if absent.
+        name: of the run.
+        config_yaml: the resolved recipe, written to config.yaml; a resumed run keeps the one it started with
+            and gets this one beside it as config.resumed.yaml.
+        resume: continue an existing run.
+        overwrite: remove an existing run first.
+
+    Raises:
+        ValueError: the run exists and neither flag is given; `resume` and there is none; both flags;
+            `overwrite` and the folder is not a run's.
+    """
+    run = RunFolder(folder / name)
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other.")
+    if resume and not run.config.is_file():
+        raise ValueError(f"{run.path}: there is no run to resume.")
+    if overwrite and run.path.exists():
+        if not run.config.is_file() and any(run.path.iterdir()):
+            raise ValueError(f"{run.path} holds no config.yaml, so it is no run folder. Remove it yourself.")
+        shutil.rmtree(run.path)
+    if not resume:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            run.path.mkdir()
+        except FileExistsError as error:
+            message = f"{run.path} exists. Use --resume to continue it, --overwrite to start anew, or another run.name."
+            raise ValueError(message) from error
+    (run.path / "config.resumed.yaml" if resume else run.config).write_text(config_yaml)
+    for path in (run.logs, run.trajectories, run.checkpoints):
+        path.mkdir(exist_ok=True)
+    return run

@@ -1,0 +1,34 @@
+"""Trajectories for people: a few of each step, as conversations, without their token arrays."""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slimrl.data.trajectory import Trajectory
+
+
+def readable(trajectory: Trajectory) -> dict[str, Any]:
+    """The conversation, the reward and the figures of a trajectory as plain JSON values."""
+    return {
+        "group_id": trajectory.group_id,
+        "trajectory_id": trajectory.trajectory_id,
+        "status": trajectory.status.value,
+        "reward": trajectory.reward if math.isfinite(trajectory.reward) else None,
+        "rewards": trajectory.rewards,
+        "num_tokens": trajectory.num_tokens,
+        "num_sampled_tokens": trajectory.num_sampled_tokens,
+        "messages": trajectory.messages,
+        "metadata": trajectory.metadata,
+    }
+
+
+def write_samples(path: Path, trajectories: Iterable[Trajectory], limit: int) -> None:
+    """Write the first trajectory of each of the first `limit` groups, one JSON object a line."""
+    chosen: dict[str, Trajectory] = {}
+    for trajectory in trajectories:
+        if len(chosen) < limit:
+            chosen.setdefault(trajectory.group_id, trajectory)
+    lines = (json.dumps(readable(trajectory), ensure_ascii=False, default=str) for trajectory in chosen.values())
+    path.write_text("".join(line + "\n" for line in lines))

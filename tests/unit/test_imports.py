@@ -1,0 +1,102 @@
+"""The direction of imports, read from the source: who may know whom."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+MAY_IMPORT = {
+    "config": set(),
+    "data": {"config"},
+    "models": {"config", "data"},
+    "algorithms": {"config", "data", "models"},
+    "agent": {"config", "data", "models", "algorithms"},
+    "rewards": {"config", "data", "models", "algorithms", "agent"},
+    "device": {"config"},
+    "observability": {"config", "data"},
+    "megatron_patches": {"config", "device"},
+    "rollout": {"config", "data", "models", "algorithms", "agent", "rewards", "device", "observability"},
+    "trainer": {"config", "data", "models", "algorithms", "device", "observability", "megatron_patches"},
+    "resync": {"config", "data", "models", "algorithms", "device", "observability"},
+    "runtime": {
+        "config", "data", "models", "algorithms", "agent", "rewards", "device", "observability", "rollout", "trainer",
+        "resync",
+    },
+}  # fmt: skip
+"""Part -> the other parts that it may import. cli may import all; slimrl_tools too, except cli and runtime."""
+
+LIGHT = {"config", "data", "algorithms"}
+"""Parts that import neither ray, megatron nor sglang."""
+
+
+def python_files(part: str) -> list[Path]:
+    folder = ROOT / ("megatron_patches" if part == "megatron_patches" else f"slimrl/{part}")
+    return (
+        sorted(folder.rglob("*.py"))
+        if folder.is_dir()
+        else [path for path in [folder.with_suffix(".py")] if path.exists()]
+    )
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Dotted names of everything that a file imports anywhere in it; `from a import b` gives a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def parts_imported(path: Path) -> set[str]:
+    parts = set()
+    for name in imported_modules(path):
+        top, *rest = name.split(".")
+        if top == "slimrl" and rest:
+            parts.add(rest[0])
+        elif top in ("megatron_patches", "slimrl_tools"):
+            parts.add(top)
+    return parts
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_go_down_only(part):
+    wrong = {
+        str(path.relative_to(ROOT)): sorted(unknown)
+        for path in python_files(part)
+        if (unknown := parts_imported(path) - MAY_IMPORT[part] - {part})
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("part", sorted(LIGHT))
+def test_light_parts_import_neither_ray_nor_megatron_nor_sglang(part):
+    heavy = {
+        str(path.relative_to(ROOT)): name
+        for path in python_files(part)
+        for name in imported_modules(path)
+        if name.split(".")[0] in ("ray", "megatron", "sglang")
+    }
+    assert heavy == {}
+
+
+def test_every_part_of_the_package_has_a_rule():
+    parts = {
+        path.stem for path in (ROOT / "slimrl").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert parts - {"__init__", "__main__", "cli"} <= set(MAY_IMPORT)
+
+
+def test_nothing_imports_the_command_line_and_tools_leave_the_runtime_alone():
+    for part in MAY_IMPORT:
+        assert all("cli" not in parts_imported(path) for path in python_files(part))
+    for path in sorted((ROOT / "tools").rglob("*.py")):
+        assert not parts_imported(path) & {"cli", "runtime"}, path
+
+
+def test_the_training_framework_around_megatron_core_is_never_imported():
+    for path in [*(ROOT / "slimrl").rglob("*.py"), *(ROOT / "megatron_patches").rglob("*.py")]:
+        assert not any(name.startswith("megatron.training") for name in imported_modules(path)), path

@@ -1,0 +1,197 @@
+"""Metrics files, run folders, samples, progress and the curve."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.observability import progress as progress_module
+from slimrl.observability.logs import last_lines
+from slimrl.observability.metrics import METRIC_NAMES, MetricsWriter, is_metric, read_metrics
+from slimrl.observability.progress import Progress
+from slimrl.observability.provenance import append_provenance, collect_provenance
+from slimrl.observability.report import mean_series, series, write_curve
+from slimrl.observability.run_folder import open_run_folder
+from slimrl.observability.samples import write_samples
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def trajectory(group: str, index: int) -> Trajectory:
+    segment = Segment(
+        tokens=np.arange(3, dtype=np.int32), loss_mask=np.array([False, True, True]),
+        rollout_logprobs=np.zeros(3, np.float32), weight_versions=np.zeros(3, np.int32), turn_ids=np.zeros(3, np.int16),
+    )  # fmt: skip
+    return Trajectory(
+        group_id=group, trajectory_id=f"{group}/{index}", segments=[segment], status=Status.completed,
+        messages=[{"role": "user", "content": "größer?"}],
+    )  # fmt: skip
+
+
+def test_every_metric_is_documented_and_nothing_else_is():
+    documented = re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert documented == list(METRIC_NAMES)
+
+
+def test_names_given_by_recipes_stand_for_one_path_component():
+    assert is_metric("eval/heldout/accuracy")
+    assert is_metric("reward/format")
+    assert not is_metric("eval/accuracy")
+    assert not is_metric("policy/los")
+
+
+def test_each_step_is_one_json_object_and_what_is_not_finite_is_null(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.log(0, {"reward/mean": 0.5, "policy/loss": float("nan"), "rollout/tokens": np.int64(7)})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 0, "reward/mean": 0.5, "policy/loss": None, "rollout/tokens": 7}
+    ]
+
+
+def test_an_undocumented_metric_is_refused(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer, pytest.raises(AssertionError, match="policy/los"):
+        writer.log(0, {"policy/los": 1.0})
+
+
+def test_a_resumed_file_loses_the_steps_after_the_checkpoint_and_a_broken_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in range(5):
+            writer.log(step, {"reward/mean": step / 10})
+    uninterrupted = path.read_bytes()
+    path.write_bytes(uninterrupted + b'{"step": 5, "rewa')
+    with MetricsWriter(path, keep_through_step=2) as writer:
+        writer.log(3, {"reward/mean": 0.3})
+        writer.log(4, {"reward/mean": 0.4})
+    assert path.read_bytes() == uninterrupted
+
+
+def test_a_broken_line_inside_a_metrics_file_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n[]\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a line of metrics"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_an_existing_run_is_kept_unless_asked_otherwise(tmp_path):
+    run = open_run_folder(tmp_path, "demo", "seed: 1\n")
+    run.metrics.write_text("kept")
+    with pytest.raises(ValueError, match=r"demo exists\. Use --resume to continue it, --overwrite"):
+        open_run_folder(tmp_path, "demo", "seed: 2\n")
+    resumed = open_run_folder(tmp_path, "demo", "seed: 2\n", resume=True)
+    assert (resumed.metrics.read_text(), resumed.config.read_text()) == ("kept", "seed: 1\n")
+    fresh = open_run_folder(tmp_path, "demo", "seed: 3\n", overwrite=True)
+    assert not fresh.metrics.exists()
+    assert fresh.config.read_text() == "seed: 3\n"
+
+
+def test_a_folder_that_is_no_run_is_never_removed_and_no_run_is_never_resumed(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="no run folder"):
+        open_run_folder(tmp_path, "home", "", overwrite=True)
+    assert (tmp_path / "home" / "thesis.tex").exists()
+    with pytest.raises(ValueError, match="no run to resume"):
+        open_run_folder(tmp_path, "absent", "", resume=True)
+
+
+def test_samples_are_one_trajectory_per_group_and_readable(tmp_path):
+    write_samples(tmp_path / "s.jsonl", [trajectory(group, index) for group in "abc" for index in range(2)], limit=2)
+    text = (tmp_path / "s.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["trajectory_id"] for row in rows] == ["a/0", "b/0"]
+    assert "größer?" in text
+    assert rows[0]["reward"] is None
+    assert (rows[0]["num_tokens"], rows[0]["num_sampled_tokens"]) == (3, 2)
+
+
+def test_without_a_terminal_progress_is_plain_lines(monkeypatch):
+    monkeypatch.setattr(progress_module, "PLAIN_INTERVAL_S", 0.0)
+    output = io.StringIO()
+    with Progress(10, Console(file=output, force_terminal=False, soft_wrap=True)) as progress:
+        with progress.phase("rollout", 2, "trajectories") as phase:
+            phase.advance()
+        progress.summary(3, {"reward/mean": 0.25, "time/step_s": 1.5, "eval/heldout/accuracy": 0.5})
+        progress.summary(4, {"reward/mean": 0.5, "time/step_s": 1.25})
+    lines = output.getvalue().splitlines()
+    assert lines[0] == "rollout 1/2 trajectories"
+    assert [line.split() for line in lines[1:]] == [
+        ["step", "reward", "step"],
+        ["3/10", "0.250", "1.5s", "heldout", "0.500"],
+        ["4/10", "0.500", "1.2s"],
+    ]
+    assert "\x1b" not in output.getvalue()
+
+
+def test_on_a_terminal_a_phase_is_a_live_line_that_goes_away():
+    output = io.StringIO()
+    with Progress(1, Console(file=output, force_terminal=True, width=100)) as progress:
+        with progress.phase("rollout", 4, "trajectories") as phase:
+            phase.update(3)
+            progress.live.refresh()
+        assert progress.live.tasks == []
+    assert "3/4" in output.getvalue()
+
+
+def test_the_mean_over_seeds_is_taken_where_all_of_them_have_a_value():
+    runs = [
+        series([{"step": 0, "x": 1.0}, {"step": 1, "x": None}, {"step": 2, "x": 3.0}], "x"),
+        series([{"step": 0, "x": 2.0}, {"step": 1, "x": 9.0}, {"step": 2, "x": 5.0}], "x"),
+    ]
+    assert mean_series(runs) == ([0, 2], [1.5, 4.0])
+
+
+@pytest.mark.parametrize("num_seeds", [1, 2])
+def test_the_curve_draws_each_seed_and_their_mean(tmp_path, monkeypatch, num_seeds):
+    from matplotlib.axes import Axes
+
+    files = []
+    for seed in range(num_seeds):
+        files.append(tmp_path / f"{seed}.jsonl")
+        with MetricsWriter(files[-1]) as writer:
+            for step in range(3):
+                writer.log(step, {"reward/mean": step / 4, "eval/heldout/accuracy": (step + seed) / 4})
+    drawn: dict[str, list[float]] = {}
+    plot = Axes.plot
+
+    def record(self, x, y, **options):
+        if "label" in options:
+            drawn[options["label"]] = list(y)
+        return plot(self, x, y, **options)
+
+    monkeypatch.setattr(Axes, "plot", record)
+    write_curve(files, tmp_path / "curve.png", "title")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    shift = (num_seeds - 1) / 8
+    assert drawn == {
+        "reward/mean (training)": [0, 0.25, 0.5],
+        "eval/heldout/accuracy": [shift, 0.25 + shift, 0.5 + shift],
+    }
+
+
+def test_a_curve_without_steps_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds no steps"):
+        write_curve([tmp_path / "metrics.jsonl"], tmp_path / "curve.png")
+
+
+def test_provenance_grows_by_one_entry_at_each_start(tmp_path):
+    path = tmp_path / "provenance.json"
+    for argv in (["slimrl", "train"], ["slimrl", "train", "--resume"]):
+        append_provenance(path, collect_provenance({"seed": 1}, {"seed": "default"}, argv))
+    first, second = json.loads(path.read_text())
+    assert first["config"] == {"seed": 1}
+    assert second["command"][-1] == "--resume"
+    assert first["packages"]["omegaconf"].count(".") == 2
+    assert first["host"]["cpus"] >= 1
+
+
+def test_the_last_lines_of_a_log_are_for_error_messages(tmp_path):
+    (tmp_path / "x.log").write_text("".join(f"{number}\n" for number in range(50)))
+    assert last_lines(tmp_path / "x.log", 2) == "48\n49"
+    assert last_lines(tmp_path / "absent.log") == ""
