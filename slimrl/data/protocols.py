@@ -59,6 +59,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     """As torch prints it without the prefix: float32, bfloat16."""
+    atomic: str | None = None
+    """Neighbouring tensors of one such name reach an engine in one bucket, because it fuses them."""
 
 
 @dataclass(frozen=True, kw_only=True)

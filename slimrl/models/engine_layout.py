@@ -1,0 +1,148 @@
+"""Where each Hugging Face tensor lies in a loaded SGLang model, whose parameters are fused.
+
+One table: engine name pattern -> the Hugging Face tensors in it and how a tensor-parallel engine shards them.
+A parameter that no rule names is held whole, under its Hugging Face name, by every rank.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """The sizes that the fusions depend on."""
+
+    num_heads: int
+    num_kv_heads: int
+    num_experts: int
+    vocab_size: int
+    tensor_parallel: int = 1
+
+    @classmethod
+    def of_config(cls, config: Any, tensor_parallel: int) -> "EngineShape":
+        """From a Hugging Face config; families name the number of experts differently."""
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        experts = next((value for name in names if (value := getattr(config, name, None))), 0)
+        return cls(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            num_experts=experts,
+            vocab_size=config.vocab_size,
+            tensor_parallel=tensor_parallel,
+        )
+
+    @property
+    def kv_replicas(self) -> int:
+        """Ranks that hold the same key-value heads, where there are more ranks than heads."""
+        return max(1, self.tensor_parallel // self.num_kv_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSlice:
+    """One Hugging Face tensor within an engine parameter."""
+
+    hf_name: str
+    expert: int | None = None
+    """Index into the parameter's first dimension."""
+    part: tuple[int, int, int] | None = None
+    """(first, end, of): which of `of` equal pieces of the rows, after the expert was taken."""
+    shard_dim: int | None = None
+    """Dimension over which tensor-parallel ranks split it; None where each holds the whole."""
+    replicas: int = 1
+    """Neighbouring ranks that hold the same shard."""
+    rows: int | None = None
+    """Rows of the whole tensor, where the engine pads them."""
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The view of this rank's shard."""
+        if self.expert is not None:
+            parameter = parameter[self.expert]
+        if self.part is not None:
+            first, end, of = self.part
+            if parameter.shape[0] % of:
+                raise ValueError(f"{self.hf_name}: {parameter.shape[0]} rows of the engine do not divide into {of}")
+            unit = parameter.shape[0] // of
+            parameter = parameter[first * unit : end * unit]
+        return parameter
+
+
+_Rule = Callable[[re.Match[str], EngineShape], list[EngineSlice]]
+_SUFFIX = r"(weight|bias|weight_scale_inv)"
+
+
+def _qkv(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    path, suffix = match.groups()
+    query_heads = shape.num_heads // shape.tensor_parallel
+    kv_heads = max(1, shape.num_kv_heads // shape.tensor_parallel)
+    rows = query_heads + 2 * kv_heads
+    bounds = {
+        "q": (0, query_heads),
+        "k": (query_heads, query_heads + kv_heads),
+        "v": (query_heads + kv_heads, rows),
+    }
+    return [
+        EngineSlice(
+            hf_name=f"{path}.{name}_proj.{suffix}",
+            part=(first, end, rows),
+            shard_dim=0,
+            replicas=1 if name == "q" else shape.kv_replicas,
+        )
+        for name, (first, end) in bounds.items()
+    ]
+
+
+def _gate_up(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    path, suffix = match.groups()
+    return [
+        EngineSlice(hf_name=f"{path}.{name}_proj.{suffix}", part=(half, half + 1, 2), shard_dim=0)
+        for half, name in enumerate(("gate", "up"))
+    ]
+
+
+def _experts_gate_up(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    path, suffix = match.groups()
+    return [
+        EngineSlice(
+            hf_name=f"{path}.{expert}.{name}_proj.{suffix}", expert=expert, part=(half, half + 1, 2), shard_dim=0
+        )
+        for expert in range(shape.num_experts)
+        for half, name in enumerate(("gate", "up"))
+    ]
+
+
+def _experts_down(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    path, suffix = match.groups()
+    return [
+        EngineSlice(hf_name=f"{path}.{expert}.down_proj.{suffix}", expert=expert, shard_dim=1)
+        for expert in range(shape.num_experts)
+    ]
+
+
+def _columns(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    return [EngineSlice(hf_name=match.group(), shard_dim=1)]
+
+
+def _vocabulary(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    return [EngineSlice(hf_name=match.group(), shard_dim=0, rows=shape.vocab_size)]
+
+
+_RULES: list[tuple[str, _Rule]] = [
+    (rf"(.+\.self_attn)\.qkv_proj\.{_SUFFIX}", _qkv),
+    (rf"(.+\.experts)\.w13_{_SUFFIX}", _experts_gate_up),
+    (rf"(.+\.experts)\.w2_{_SUFFIX}", _experts_down),
+    (rf"(.+)\.gate_up_proj\.{_SUFFIX}", _gate_up),
+    (r".+\.(o_proj|down_proj)\.(weight|weight_scale_inv)", _columns),
+    (r"(.+\.embed_tokens|lm_head)\.weight", _vocabulary),
+]
+
+
+def engine_slices(engine_name: str, shape: EngineShape) -> list[EngineSlice]:
+    """The Hugging Face tensors that the engine's parameter of this name holds."""
+    for pattern, rule in _RULES:
+        if match := re.fullmatch(pattern, engine_name):
+            return rule(match, shape)
+    return [EngineSlice(hf_name=engine_name)]

@@ -1,0 +1,60 @@
+"""Model families: how a Hugging Face config becomes a Megatron model, and which weights it has."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slimrl.data.protocols import TensorSpec
+from slimrl.models import qwen3, qwen3_moe
+from slimrl.models.hf_config import dtype_name
+from slimrl.models.megatron_config import MegatronModelConfig
+from slimrl.models.weight_map import WeightMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    name: str
+    model_types: tuple[str, ...]
+    """Values of `model_type` in config.json."""
+    megatron_config: Callable[[dict[str, Any]], MegatronModelConfig]
+    """Of a Hugging Face config. Raises ValueError naming what of the config is not supported."""
+    _weight_map: Callable[[dict[str, Any], int | None], WeightMap]
+
+    def weight_map(self, hf_config: dict[str, Any], padded_vocab_size: int | None = None) -> WeightMap:
+        """The table of weights; the vocabulary has `padded_vocab_size` rows in Megatron, None for as many as in HF."""
+        return self._weight_map(hf_config, padded_vocab_size)
+
+    def hf_tensor_specs(self, hf_config: dict[str, Any]) -> list[TensorSpec]:
+        """Every tensor of the checkpoint in export order, in the checkpoint's dtype."""
+        return self.weight_map(hf_config).specs(dtype_name(hf_config))
+
+
+FAMILIES = (
+    Family(
+        name="qwen3",
+        model_types=("qwen3",),
+        megatron_config=qwen3.megatron_config,
+        _weight_map=qwen3.weight_map,
+    ),
+    Family(
+        name="qwen3_moe",
+        model_types=("qwen3_moe",),
+        megatron_config=qwen3_moe.megatron_config,
+        _weight_map=qwen3_moe.weight_map,
+    ),
+)
+"""One row per family; everything that depends on the family asks this table."""
+
+
+def family_of(hf_config: dict[str, Any]) -> Family:
+    """The family of a config.
+
+    Raises:
+        ValueError: its `model_type` is missing or unknown.
+    """
+    model_type = hf_config.get("model_type")
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
+    raise ValueError(f"config.json: model_type {model_type!r} is not supported; known: {known}")

@@ -1,0 +1,85 @@
+"""Reading a Hugging Face config.json, whichever release of transformers wrote it, and the published ones we ship."""
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+DEFAULT_DTYPE = "float32"
+"""What a checkpoint holds whose config names no dtype."""
+
+
+def read_hf_config(model_path: Path) -> dict[str, Any]:
+    """The checkpoint folder's config.json.
+
+    Raises:
+        ValueError: there is none, or it is not JSON.
+    """
+    path = model_path / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; a Hugging Face checkpoint folder is needed") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: holds a {type(config).__name__}, not an object")
+    return config
+
+
+def required(hf_config: dict[str, Any], *names: str) -> Any:
+    """The first of these keys that is there and not null; transformers 5 renamed some.
+
+    Raises:
+        ValueError: none is.
+    """
+    for name in names:
+        if hf_config.get(name) is not None:
+            return hf_config[name]
+    raise ValueError(f"config.json: no {' or '.join(names)}")
+
+
+def head_dim(hf_config: dict[str, Any]) -> int:
+    explicit = hf_config.get("head_dim")
+    return int(explicit or required(hf_config, "hidden_size") // required(hf_config, "num_attention_heads"))
+
+
+def dtype_name(hf_config: dict[str, Any]) -> str:
+    """Element type of the checkpoint, as torch prints it without the prefix."""
+    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or DEFAULT_DTYPE).removeprefix("torch.")
+
+
+def rope_theta(hf_config: dict[str, Any]) -> float:
+    """Base of the rotary embedding, from `rope_parameters` (transformers 5) or `rope_theta`.
+
+    Raises:
+        ValueError: neither is there, or the positions are scaled (yarn and others).
+    """
+    rope = hf_config.get("rope_parameters") or {}
+    scaling = hf_config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind != "default":
+        raise ValueError(f"config.json: rope type {kind!r} is not supported, only unscaled rotary embeddings are")
+    if "rope_theta" in rope:
+        return float(rope["rope_theta"])
+    return float(required(hf_config, "rope_theta"))
+
+
+def published_names() -> list[str]:
+    """Models whose config this package holds."""
+    return sorted(file.name.removesuffix(".json") for file in _folder().iterdir() if file.name.endswith(".json"))
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """The full-size config of a published model, for checks that need no checkpoint.
+
+    Raises:
+        ValueError: a name that is not in `published_names`.
+    """
+    if name not in published_names():
+        raise ValueError(f"no published config {name!r}; known: {', '.join(published_names())}")
+    return json.loads((_folder() / f"{name}.json").read_text())
+
+
+def _folder() -> Any:
+    return resources.files("slimrl.models") / "hf_configs"

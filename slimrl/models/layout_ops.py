@@ -1,0 +1,74 @@
+"""How one Megatron tensor is laid out from the Hugging Face tensors that it holds.
+
+Each operation is invertible, and it commutes with sharding: applied to the i-th of n equal parts of every Hugging Face
+tensor it gives the i-th shard of the Megatron tensor. A rank therefore reads only the rows that it needs, and shards of
+a tensor-parallel group are turned back one by one and then joined in Hugging Face layout.
+
+Shape suffixes: G query groups, Q query heads per group, D head dimension, H hidden, F feed-forward.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class LayoutOp(Protocol):
+    def to_megatron(self, *weights: Tensor) -> Tensor:
+        """The Megatron tensor (or shard) of the Hugging Face tensors (or their parts), in the rule's order."""
+        ...
+
+    def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """The inverse; may return views."""
+        ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One tensor, equal on both sides."""
+
+    def to_megatron(self, *weights: Tensor) -> Tensor:
+        (weight,) = weights
+        return weight
+
+    def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return (weight,)
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """Rows [gate; up] of a gated MLP: two [F, H] to [2F, H]. A tensor-parallel shard holds a piece of each."""
+
+    def to_megatron(self, *weights: Tensor) -> Tensor:
+        gate_FH, up_FH = weights
+        return torch.cat([gate_FH, up_FH])
+
+    def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
+        gate_FH, up_FH = weight.chunk(2)
+        return gate_FH, up_FH
+
+
+@dataclass(frozen=True)
+class GroupedQKV:
+    """Query, key and value interleaved by group: G times [Q query heads, 1 key head, 1 value head], each D rows.
+
+    Takes weights [rows, H] and biases [rows] alike.
+    """
+
+    queries_per_group: int
+    head_dim: int
+
+    def to_megatron(self, *weights: Tensor) -> Tensor:
+        query, key, value = weights
+        tail = query.shape[1:]
+        query_GRH = query.reshape(-1, self.queries_per_group * self.head_dim, *tail)
+        key_GDH, value_GDH = (weight.reshape(-1, self.head_dim, *tail) for weight in (key, value))
+        return torch.cat([query_GRH, key_GDH, value_GDH], dim=1).reshape(-1, *tail)
+
+    def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
+        tail = weight.shape[1:]
+        sizes = [self.queries_per_group * self.head_dim, self.head_dim, self.head_dim]
+        grouped = weight.reshape(-1, sum(sizes), *tail)
+        query, key, value = (part.reshape(-1, *tail) for part in grouped.split(sizes, dim=1))
+        return query, key, value

@@ -1,0 +1,142 @@
+"""Weight maps against transformers: every parameter of the full-size models, by name and shape, exactly once."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slimrl.models.family import FAMILIES, family_of
+from slimrl.models.hf_config import published_config, published_names, read_hf_config, rope_theta
+
+TINY_MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def transformers_tensors(hf_config: dict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes on disk: transformers holds experts stacked and writes them one by one."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config))
+    result: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        stacked = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
+        if not stacked:
+            result[name] = tuple(parameter.shape)
+            continue
+        prefix, kind = stacked.groups()
+        for expert in range(parameter.shape[0]):
+            rows, columns = parameter.shape[1:]
+            if kind == "down_proj":
+                result[f"{prefix}.{expert}.down_proj.weight"] = (rows, columns)
+            else:
+                for half in ("gate_proj", "up_proj"):
+                    result[f"{prefix}.{expert}.{half}.weight"] = (rows // 2, columns)
+    return result
+
+
+@pytest.mark.parametrize("name", published_names())
+def test_every_parameter_of_the_published_model_is_covered_exactly_once(name):
+    hf_config = published_config(name)
+    specs = family_of(hf_config).hf_tensor_specs(hf_config)
+    assert len({spec.name for spec in specs}) == len(specs)
+    assert {spec.name: spec.shape for spec in specs} == transformers_tensors(hf_config)
+    assert {spec.dtype for spec in specs} == {"bfloat16"}
+
+
+def test_layers_without_experts_take_the_dense_rules():
+    specs = family_of(TINY_MOE).hf_tensor_specs(TINY_MOE)
+    assert {spec.name: spec.shape for spec in specs} == transformers_tensors(TINY_MOE)
+    config = family_of(TINY_MOE).megatron_config(TINY_MOE)
+    assert config.transformer["moe_layer_freq"] == [0, 1, 0, 0]
+
+
+def test_export_runs_layer_by_layer_and_expert_by_expert():
+    names = [spec.name for spec in family_of(TINY_MOE).hf_tensor_specs(TINY_MOE)]
+    layers = [int(match[1]) for name in names if (match := re.search(r"layers\.(\d+)\.", name))]
+    experts = [int(match[1]) for name in names if (match := re.search(r"experts\.(\d+)\.", name))]
+    assert layers == sorted(layers)
+    assert experts == sorted(experts)
+    assert names[0] == "model.embed_tokens.weight"
+    assert names[-1] == "lm_head.weight"
+
+
+def test_both_spellings_of_megatron_s_layers_lead_to_one_entry():
+    weight_map = family_of(TINY_MOE).weight_map(TINY_MOE)
+    pairs = {
+        "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight": (
+            "decoder.layers.1.mlp.experts.linear_fc1.weight3"
+        ),
+        "decoder.layers.0.input_layernorm.weight": "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.pre_mlp_layernorm.weight": "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    }
+    for local, engine in pairs.items():
+        assert weight_map.index_of(local) is not None
+        assert weight_map.index_of(local) == weight_map.index_of(engine)
+    assert weight_map.index_of("decoder.layers.0.mlp.experts.linear_fc1.weight0") is None
+
+
+def test_a_tied_head_is_the_embedding_on_the_last_stage():
+    tied = {**TINY_MOE, "tie_word_embeddings": True}
+    weight_map = family_of(tied).weight_map(tied)
+    assert weight_map.index_of("output_layer.weight") == weight_map.index_of("embedding.word_embeddings.weight") == 0
+    assert "lm_head.weight" not in weight_map.hf_tensors
+
+
+def test_an_unknown_family_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"model_type 'llama' is not supported; known: .*qwen3, qwen3_moe"):
+        family_of({"model_type": "llama"})
+
+
+def test_a_model_type_belongs_to_one_family():
+    types = [model_type for family in FAMILIES for model_type in family.model_types]
+    assert len(types) == len(set(types))
+
+
+def test_configs_of_transformers_4_and_5_mean_the_same():
+    new = {**TINY_MOE, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "num_local_experts": 4}
+    del new["rope_theta"], new["num_experts"]
+    family = family_of(TINY_MOE)
+    assert family.megatron_config(new) == family.megatron_config(TINY_MOE)
+    assert family.hf_tensor_specs(new) == family.hf_tensor_specs(TINY_MOE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rope_scaling": {"type": "yarn", "factor": 4}}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}],
+)
+def test_scaled_positions_are_refused(change):
+    with pytest.raises(ValueError, match="'yarn' is not supported"):
+        rope_theta({**TINY_MOE, **change})
+
+
+@pytest.mark.parametrize("change", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"use_sliding_window": True}])
+def test_options_that_no_rule_covers_are_refused_by_name(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=name):
+        family_of(TINY_MOE).megatron_config({**TINY_MOE, **change})
+
+
+def test_a_config_that_is_missing_or_broken_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json: no such file"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": 1,\n}')
+    with pytest.raises(ValueError, match=r"config\.json:2: not JSON"):
+        read_hf_config(tmp_path)

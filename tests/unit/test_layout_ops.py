@@ -1,0 +1,102 @@
+"""Layout operations: exact inverses, the layouts that Megatron documents, and equal under any sharding."""
+
+import pytest
+import torch
+
+from slimrl.models.layout_ops import GateUp, GroupedQKV, Identity
+from slimrl.models.weight_map import Entry, HfTensor, Rule, Shard, WeightMap
+
+HIDDEN, GROUPS, QUERIES, DIM, WIDE = 12, 4, 3, 5, 8
+QKV = Rule(
+    megatron=("qkv",),
+    hf=(
+        HfTensor(name="q", shape=(GROUPS * QUERIES * DIM, HIDDEN)),
+        HfTensor(name="k", shape=(GROUPS * DIM, HIDDEN)),
+        HfTensor(name="v", shape=(GROUPS * DIM, HIDDEN)),
+    ),
+    op=GroupedQKV(QUERIES, DIM),
+    shard=Shard(dim=0),
+)
+GATE_UP = Rule(
+    megatron=("fc1",),
+    hf=(HfTensor(name="gate", shape=(WIDE, HIDDEN)), HfTensor(name="up", shape=(WIDE, HIDDEN))),
+    op=GateUp(),
+    shard=Shard(dim=0),
+)
+DOWN = Rule(megatron=("fc2",), hf=(HfTensor(name="down", shape=(HIDDEN, WIDE)),), op=Identity(), shard=Shard(dim=1))
+NORM = Rule(megatron=("norm",), hf=(HfTensor(name="norm", shape=(HIDDEN,)),))
+EMBED = Rule(megatron=("embed",), hf=(HfTensor(name="embed", shape=(13, HIDDEN)),), shard=Shard(dim=0, padded_size=24))
+
+
+def entry_of(rule: Rule) -> Entry:
+    (entry,) = WeightMap([rule]).entries
+    return entry
+
+
+def random_weights(rule: Rule) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in rule.hf}
+
+
+def shards(rule: Rule, weights: dict[str, torch.Tensor], count: int) -> list[torch.Tensor]:
+    entry = entry_of(rule)
+    return [entry.to_megatron(lambda name, where: weights[name][where], i, count) for i in range(count)]
+
+
+@pytest.mark.parametrize("rule", [QKV, GATE_UP, DOWN, EMBED], ids=lambda rule: rule.megatron[0])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_shards_turn_back_into_the_tensors_they_came_from(rule, count):
+    weights = random_weights(rule)
+    back = entry_of(rule).to_hf(shards(rule, weights, count))
+    for tensor, result in zip(rule.hf, back, strict=True):
+        assert torch.equal(result, weights[tensor.name])
+
+
+@pytest.mark.parametrize("rule", [QKV, GATE_UP, DOWN, EMBED, NORM], ids=lambda rule: rule.megatron[0])
+def test_declared_shard_shapes_are_the_real_ones(rule):
+    count = 1 if rule is NORM else 4
+    for shard in shards(rule, random_weights(rule), count):
+        assert tuple(shard.shape) == entry_of(rule).shard_shape(count)
+
+
+def test_grouped_qkv_puts_each_group_s_queries_before_its_key_and_value():
+    weights = random_weights(QKV)
+    (fused,) = shards(QKV, weights, 1)
+    rows = []
+    for group in range(GROUPS):
+        rows.append(weights["q"][group * QUERIES * DIM : (group + 1) * QUERIES * DIM])
+        rows.append(weights["k"][group * DIM : (group + 1) * DIM])
+        rows.append(weights["v"][group * DIM : (group + 1) * DIM])
+    assert torch.equal(fused, torch.cat(rows))
+
+
+def test_a_shard_of_fc1_holds_a_piece_of_gate_and_a_piece_of_up():
+    weights = random_weights(GATE_UP)
+    _, second = shards(GATE_UP, weights, 2)
+    assert torch.equal(second, torch.cat([weights["gate"][4:], weights["up"][4:]]))
+
+
+def test_query_key_value_shards_are_row_blocks_of_the_fused_tensor():
+    weights = random_weights(QKV)
+    (whole,) = shards(QKV, weights, 1)
+    assert torch.equal(torch.cat(shards(QKV, weights, 2)), whole)
+
+
+def test_padding_rows_are_zero_even_where_a_shard_is_padding_alone():
+    weights = random_weights(EMBED)
+    parts = shards(EMBED, weights, 4)
+    assert [tuple(part.shape) for part in parts] == [(6, HIDDEN)] * 4
+    assert torch.equal(torch.cat(parts)[:13], weights["embed"])
+    assert not torch.cat(parts)[13:].any()
+
+
+def test_biases_take_the_same_operation_as_weights():
+    op = GroupedQKV(QUERIES, DIM)
+    query, key, value = torch.arange(60), torch.arange(100, 120), torch.arange(200, 220)
+    back = op.to_hf(op.to_megatron(query, key, value))
+    assert all(torch.equal(a, b) for a, b in zip(back, (query, key, value), strict=True))
+
+
+def test_a_dimension_that_does_not_divide_is_refused_by_name():
+    with pytest.raises(ValueError, match="gate: dimension 0 of 8 does not divide over 3 ranks"):
+        shards(GATE_UP, random_weights(GATE_UP), 3)
