@@ -1,0 +1,58 @@
+# Two commands start everything: `make quickstart` and `make test`. Each sets up .venv first when it is missing or old.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+# Newer than what it depends on when .venv holds what requirements/ asks for.
+STAMP := $(VENV)/.installed
+
+# Where `make quickstart` puts its model, data and runs; removed and made anew each time.
+QUICKSTART ?= runs/quickstart
+RL := recipes/tiny_moe/gspo_calculator.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-all lint format bench lock
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install the pinned dependencies (once; again when requirements/ changes)
+
+$(STAMP): requirements/cpu.txt requirements/dev.txt requirements/no-deps.txt requirements/lock.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint requirements/lock.txt --requirement requirements/cpu.txt --requirement requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/no-deps.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve
+	rm -rf $(QUICKSTART)
+	$(BIN)/slimrl-tools toy qwen3_moe $(QUICKSTART)/model
+	$(BIN)/slimrl-tools calculator-data $(QUICKSTART)/data
+	$(BIN)/slimrl sft recipes/tiny_moe/sft.yaml run.dir=$(QUICKSTART) model.path=$(QUICKSTART)/model
+	$(BIN)/slimrl eval $(RL) --checkpoint $(QUICKSTART)/sft/export/hf --json $(QUICKSTART)/before.json
+	$(BIN)/slimrl train $(RL) run.dir=$(QUICKSTART) model.path=$(QUICKSTART)/sft/export/hf
+	$(BIN)/slimrl eval $(RL) --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/after.json
+
+test: $(STAMP) ## unit tests, then representative integration tests (about 15 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and not gpu" tests/unit tests/integration
+
+test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/unit tests/integration
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## put the source into ruff's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## decoding against SGLang's own CPU attention, in one run
+	mkdir -p runs/bench
+	$(BIN)/python benchmarks/decode.py --json runs/bench/decode.json
+
+lock: ## write requirements/lock.txt anew from what .venv holds
+	(sed -n '/^#/p' requirements/lock.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//') > requirements/lock.new
+	mv requirements/lock.new requirements/lock.txt
