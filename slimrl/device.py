@@ -1,0 +1,37 @@
+"""The one place that answers what hardware this process computes on, and what follows from it."""
+
+import importlib.util
+
+import torch
+
+
+def device_type() -> str:
+    """`cuda` where a GPU is present, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def compute_device() -> torch.device:
+    """The device of this process's parameters and activations."""
+    return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+
+
+def select_device(rank: int) -> None:
+    """Bind this process to one of the GPUs that it sees, by rank."""
+    if device_type() == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def collective_backend() -> str:
+    """Backend of torch.distributed for tensors on the compute device."""
+    return "nccl" if device_type() == "cuda" else "gloo"
+
+
+def has_transformer_engine() -> bool:
+    """Whether models are built of Transformer Engine layers: it is installed, and there is a GPU to run it on."""
+    return device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def empty_cache() -> None:
+    """Return cached GPU memory to the driver, so that an engine on the same GPU can have it."""
+    if device_type() == "cuda":
+        torch.cuda.empty_cache()

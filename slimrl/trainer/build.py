@@ -1,0 +1,160 @@
+"""From a recipe and a model's facts to Megatron modules, wrapped for mixed precision and data parallelism."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import nn
+
+from slimrl import device
+from slimrl.config.schema import ParallelConfig, Precision, TrainerConfig
+from slimrl.models.megatron_config import MegatronModelConfig
+from slimrl.trainer.passthrough import fields_for
+
+
+def padded_vocab(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding: the smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    return -(-vocab_size // tensor) * tensor
+
+
+def build_model(trainer: TrainerConfig, model: MegatronModelConfig) -> list[DistributedDataParallel]:
+    """This rank's model chunks, one, or `virtual_pipeline` of them, randomly initialised and ready to train.
+
+    Raises:
+        ValueError: `trainer.megatron` holds something that cannot be.
+    """
+    config = transformer_config(trainer, model)
+    chunks = []
+    for index in range(trainer.parallel.virtual_pipeline or 1):
+        chunk: Any = _gpt(trainer.parallel, model, config, index)
+        chunk.to(device.compute_device())
+        if trainer.precision == Precision.bf16:
+            chunk = Float16Module(config, chunk)
+        _mark_experts(chunk)
+        chunks.append(DistributedDataParallel(config, ddp_config(trainer), chunk, disable_bucketing=index > 0))
+    for chunk in chunks:
+        chunk.broadcast_params()
+    if ddp_config(trainer).overlap_grad_reduce:
+        functions = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = functions if len(chunks) > 1 else functions[0]
+    config.finalize_model_grads_func = finalize_model_grads
+    return chunks
+
+
+def unwrap(chunk: nn.Module) -> GPTModel:
+    """The GPTModel inside the wrappers that `build_model` put around it."""
+    inner: Any = chunk
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
+
+
+def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig) -> TransformerConfig:
+    """Megatron's model configuration: the family's facts, the layout, the precision, then `trainer.megatron`.
+
+    Raises:
+        ValueError: `trainer.megatron` names an unknown field, one with a setting of its own, or FP8 without
+            Transformer Engine.
+    """
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    user = fields_for(kind, trainer.megatron)
+    if user.get("fp8") and not device.has_transformer_engine():
+        raise ValueError("trainer.megatron.fp8: FP8 training needs a GPU and Transformer Engine")
+    family = fields_for(kind, model.transformer)
+    family.setdefault("activation_func", torch.nn.functional.silu)
+    return kind(**{**_defaults(), **family, **_layout(trainer.parallel), **_precision(trainer), **user})
+
+
+def ddp_config(trainer: TrainerConfig) -> DistributedDataParallelConfig:
+    """Gradients are reduced in float32; a NaN is left to the optimizer step, which skips it."""
+    user = fields_for(DistributedDataParallelConfig, trainer.megatron)
+    ours = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": trainer.optimizer.distributed,
+        "check_for_nan_in_grad": False,
+    }
+    return DistributedDataParallelConfig(**{**ours, **user})
+
+
+def _defaults() -> dict[str, Any]:
+    """Settings that follow from how slimrl trains: packed sequences, per-token loss, fused kernels where they exist."""
+    fused = device.has_transformer_engine()
+    return {
+        "calculate_per_token_loss": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": fused,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+    }
+
+
+def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+    interleaved = parallel.virtual_pipeline is not None and parallel.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence,
+        # Packed micro-batches differ in length, which pipeline stages must tell each other.
+        "variable_seq_lengths": parallel.pipeline > 1,
+        # Two interleaved stages exchange in both directions at once; batched operations would then be mixed up.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def _precision(trainer: TrainerConfig) -> dict[str, Any]:
+    dtype = torch.bfloat16 if trainer.precision == Precision.bf16 else torch.float32
+    return {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
+
+
+def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: TransformerConfig, index: int) -> GPTModel:
+    stage = index if config.virtual_pipeline_model_parallel_size is not None else None
+    place: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=device.has_transformer_engine(),
+        normalization=config.normalization,
+        vp_stage=stage,
+    )
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=padded_vocab(model.vocab_size, parallel.tensor),
+        max_sequence_length=model.max_position,
+        pre_process=mpu.is_pipeline_first_stage(**place),
+        post_process=mpu.is_pipeline_last_stage(**place),
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        rotary_percent=model.rotary_percent,
+        vp_stage=stage,
+    )
+
+
+def _mark_experts(chunk: nn.Module) -> None:
+    """Expert gradients are reduced over the expert-data-parallel group, with one expert rank too.
+
+    Megatron marks experts only if expert parallelism is on, and then leaves their gradients unreduced where expert
+    tensor parallelism differs from tensor parallelism.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]

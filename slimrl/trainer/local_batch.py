@@ -1,0 +1,120 @@
+"""What one rank computes on: a micro-batch as torch tensors, cut for its place in the context-parallel group."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_patches.zigzag import zigzag_indices
+from slimrl import device
+from slimrl.data.packing import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalBatch:
+    """T tokens of this rank in zigzag order, n trajectories of the whole micro-batch. Fields as in MicroBatch."""
+
+    tokens_T: Tensor
+    targets_T: Tensor
+    mask_T: Tensor
+    padding_T: Tensor
+    position_ids_T: Tensor
+    trajectory_ids_T: Tensor
+    rollout_logprobs_T: Tensor
+    old_logprobs_T: Tensor | None
+    trajectories_N: Tensor
+    num_sampled_N: Tensor
+    advantages_N: Tensor
+    elsewhere_log_ratio_N: Tensor
+    index_T: Tensor
+    """int64, position of each token in the whole micro-batch"""
+    total_tokens: int
+    """Length of the whole micro-batch, padding included"""
+    packed_seq_params: PackedSeqParams
+    """Boundaries of the sequences in the whole micro-batch"""
+    context_group: Any
+    """Process group of the ranks that hold the other tokens; None if this rank holds all"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank that are not padding."""
+        return int((~self.padding_T).sum())
+
+    @property
+    def sum_over_ranks(self) -> Callable[[Tensor], Tensor] | None:
+        """Adds a tensor over the ranks that hold pieces of these sequences; None where this rank holds them whole."""
+        if self.context_group is None:
+            return None
+
+        def add(tensor: Tensor) -> Tensor:
+            total = tensor.clone()
+            dist.all_reduce(total, group=self.context_group)
+            return total
+
+        return add
+
+
+def cut(batch: MicroBatch, context_group: Any) -> LocalBatch:
+    """This rank's slice of a micro-batch on the compute device.
+
+    Args:
+        context_group: the context-parallel process group, possibly of one rank.
+
+    Raises:
+        ValueError: a sequence's length is no multiple of twice the number of context-parallel ranks.
+    """
+    ranks = context_group.size()
+    bounds = batch.cu_seqlens.tolist()
+    index_T = zigzag_indices(bounds, ranks, context_group.rank())
+    target = device.compute_device()
+
+    def per_token(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values)[index_T].to(target)
+
+    def per_trajectory(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(target)
+
+    return LocalBatch(
+        tokens_T=per_token(batch.tokens),
+        targets_T=per_token(batch.targets),
+        mask_T=per_token(batch.mask),
+        padding_T=per_token(batch.padding),
+        position_ids_T=per_token(batch.position_ids),
+        trajectory_ids_T=per_token(batch.trajectory_ids),
+        rollout_logprobs_T=per_token(batch.rollout_logprobs),
+        old_logprobs_T=None if batch.old_logprobs is None else per_token(batch.old_logprobs),
+        trajectories_N=per_trajectory(batch.trajectories),
+        num_sampled_N=per_trajectory(batch.num_sampled),
+        advantages_N=per_trajectory(batch.advantages),
+        elsewhere_log_ratio_N=per_trajectory(batch.elsewhere_log_ratio),
+        index_T=index_T.to(target),
+        total_tokens=bounds[-1],
+        packed_seq_params=_packed_seq_params(batch.cu_seqlens, target),
+        context_group=context_group if ranks > 1 else None,
+    )
+
+
+def join(values_T: Tensor, batch: LocalBatch) -> Tensor:
+    """Values [T] of all context-parallel ranks in the order of the whole micro-batch, on every rank of the group."""
+    if batch.context_group is None:
+        return values_T
+    parts = [torch.empty_like(values_T) for _ in range(batch.context_group.size())]
+    dist.all_gather(parts, values_T.contiguous(), group=batch.context_group)
+    indices = [torch.empty_like(batch.index_T) for _ in parts]
+    dist.all_gather(indices, batch.index_T, group=batch.context_group)
+    whole = values_T.new_empty(batch.total_tokens)
+    whole[torch.cat(indices)] = torch.cat(parts)
+    return whole
+
+
+def _packed_seq_params(cu_seqlens: np.ndarray, target: torch.device) -> PackedSeqParams:
+    bounds = torch.from_numpy(cu_seqlens).to(target)
+    longest = int(np.diff(cu_seqlens).max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )

@@ -1,0 +1,228 @@
+"""Passes over micro-batches through Megatron's schedule: log-probs without gradient, and one optimizer update.
+
+T tokens of a micro-batch on this rank, V rows of its vocabulary shard.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from slimrl.data.packing import MicroBatch
+from slimrl.trainer.build import unwrap
+from slimrl.trainer.forward import vocab_parallel_logprobs
+from slimrl.trainer.local_batch import LocalBatch, cut, join
+from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.parallel import Layout
+from slimrl.trainer.router_stats import RouterStats
+
+LossFunction = Callable[[Tensor, Tensor, LocalBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(log-probs [T], entropy [T], batch) to a loss in the form of a sum, and sums to be reported.
+
+Called on the last pipeline stage, on every context-parallel rank for its own tokens; what it returns is added over
+micro-batches, context- and data-parallel ranks.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LogProbs:
+    """Of one micro-batch, in the order of its tokens."""
+
+    logprobs: np.ndarray
+    """float32 [T], of `targets`; of no meaning where there is no target"""
+    entropy: np.ndarray
+    """float32 [T], of the distribution at each position"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    """One optimizer update, equal on every rank."""
+
+    sums: dict[str, float]
+    """What the loss function reported, added over the whole update batch"""
+    grad_norm: float
+    """Before clipping; NaN or infinite if the update was skipped"""
+    skipped: bool
+    lr: float
+    num_tokens: int
+    """Tokens of the update batch that are not padding"""
+    expert_load_max_over_mean: float
+    router_entropy: float
+
+
+class Stepper:
+    """Runs micro-batches through this rank's model chunks."""
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: Optimizer,
+        layout: Layout,
+        *,
+        vocab_size: int,
+        chunk_tokens: int,
+    ) -> None:
+        """
+        Args:
+            vocab_size: real tokens, without the padding of the embedding.
+            chunk_tokens: tokens whose logits become log-probs at a time.
+        """
+        self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
+        self.vocab_size, self.chunk_tokens = vocab_size, chunk_tokens
+        config = unwrap(chunks[0]).config
+        self.router_stats = RouterStats(chunks, config.num_layers, layout.tensor_rank, config.sequence_parallel)
+        self.overlaps_param_gather = optimizer.megatron.config.overlap_param_gather
+
+    def compute_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[LogProbs] | None:
+        """Log-probs of the targets and entropies, without gradient and without dropout; every rank calls it.
+
+        Returns:
+            One for each micro-batch on the rank that reports for its data-parallel group, None on the others.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            outputs = self._run(micro_batches, temperature, self._collect_logprobs, forward_only=True)
+        if not self.layout.is_last_stage:
+            return None
+        joined = [[join(values_T, batch) for values_T in values] for batch, *values in outputs]
+        if not self.layout.reports:
+            return None
+        return [LogProbs(logprobs=lp.cpu().numpy(), entropy=entropy.cpu().numpy()) for lp, entropy in joined]
+
+    def train_update(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction,
+        *,
+        denominator: float,
+        temperature: float,
+    ) -> UpdateResult:
+        """Gradients of the loss over all micro-batches of all ranks, then one optimizer step; every rank calls it.
+
+        Args:
+            denominator: the gradient is that of the summed loss divided by this.
+            temperature: divides the logits, as in the rollout.
+
+        Raises:
+            ValueError: the update batch has no tokens.
+        """
+        num_tokens = self._count_tokens(micro_batches)
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.router_stats.reset()
+        # Megatron divides all gradients by the number of tokens; this leaves the denominator asked for.
+        loss_scale = num_tokens / denominator
+        collect = functools.partial(self._compute_loss, loss_function, loss_scale)
+        reported = self._run(micro_batches, temperature, collect, forward_only=False)
+        outcome = self.optimizer.step()
+        if self.overlaps_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        routers = self.router_stats.summary()
+        return UpdateResult(
+            sums=self._reduce(reported),
+            grad_norm=outcome.grad_norm,
+            skipped=outcome.skipped,
+            lr=self.optimizer.lr,
+            num_tokens=num_tokens,
+            expert_load_max_over_mean=routers.expert_load_max_over_mean,
+            router_entropy=routers.router_entropy,
+        )
+
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        collect: Callable[[Tensor, Tensor, LocalBatch], Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """What `collect` made of each micro-batch, in order; empty on all but the last pipeline stage."""
+        multiple = self.layout.micro_batch_multiple
+        assert micro_batches, "a rank needs at least one micro-batch"
+        assert len(micro_batches) % multiple == 0, (len(micro_batches), multiple)
+        group = mpu.get_context_parallel_group()
+        # Every model chunk passes over the same micro-batches; the cut is made once.
+        copies = itertools.tee((cut(batch, group) for batch in micro_batches), len(self.chunks))
+        several = len(self.chunks) > 1
+        return get_forward_backward_func()(
+            forward_step_func=functools.partial(self._forward, temperature, collect),
+            data_iterator=list(copies) if several else copies[0],
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=max(len(batch.tokens) for batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _forward(
+        self, temperature: float, collect: Callable[..., Any], batches: Iterator[LocalBatch], model: nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        """Megatron's forward step: the model's output, and what makes a result of it on the last stage."""
+        batch = next(batches)
+        with self.router_stats.observe(batch.padding_T):
+            output = model(
+                batch.tokens_T[None],
+                batch.position_ids_T[None],
+                None,
+                packed_seq_params=batch.packed_seq_params,
+            )
+
+        def finish(logits_1TV: Tensor, non_loss_data: bool = False) -> Any:
+            logprobs_T, entropy_T = vocab_parallel_logprobs(
+                logits_1TV[0],
+                batch.targets_T,
+                temperature=temperature,
+                vocab_size=self.vocab_size,
+                chunk_tokens=self.chunk_tokens,
+                group=mpu.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None,
+            )
+            return collect(logprobs_T, entropy_T, batch)
+
+        return output, finish
+
+    def _collect_logprobs(
+        self, logprobs_T: Tensor, entropy_T: Tensor, batch: LocalBatch
+    ) -> tuple[LocalBatch, Tensor, Tensor]:
+        return batch, logprobs_T, entropy_T
+
+    def _compute_loss(
+        self, loss_function: LossFunction, loss_scale: float, logprobs_T: Tensor, entropy_T: Tensor, batch: LocalBatch
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss, reported = loss_function(logprobs_T, entropy_T, batch)
+        num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=loss.device)
+        return loss * loss_scale, num_tokens, {name: value.detach() for name, value in reported.items()}
+
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
+        device = self.router_stats.counts_LE.device
+        count = torch.tensor(sum(batch.num_tokens for batch in micro_batches), device=device)
+        dist.all_reduce(count, group=mpu.get_data_parallel_group())
+        if not count.item():
+            raise ValueError("the update batch has no tokens")
+        return int(count.item())
+
+    def _reduce(self, reported: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Sums over micro-batches and over data- and context-parallel ranks, handed to the other pipeline stages."""
+        sums: list[dict[str, float]] = [{}]
+        if self.layout.is_last_stage:
+            names = sorted(reported[0])
+            totals = torch.stack([torch.stack([part[name].double() for name in names]) for part in reported]).sum(0)
+            dist.all_reduce(totals, group=mpu.get_data_parallel_group(with_context_parallel=True))
+            sums = [dict(zip(names, totals.tolist(), strict=True))]
+        if self.layout.pipeline > 1:
+            last = mpu.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(sums, src=last, group=mpu.get_pipeline_model_parallel_group())
+        return sums[0]

@@ -1,0 +1,81 @@
+"""Runs one function on N ranks, each a process of its own, and brings back what each returned.
+
+Ranks are forked from a server process that has imported the trainer already, which saves seconds per rank; each is
+ended by its pid, and none outlives `run_ranks`.
+"""
+
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def run_ranks(body: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """`body(rank, num_ranks, port, *args)` on every rank; results by rank.
+
+    Args:
+        body: a module-level function; its result must be picklable.
+        timeout_s: deadline of the whole run.
+
+    Raises:
+        RuntimeError: a rank raised, with its traceback, or died.
+        TimeoutError: the deadline passed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["slimrl.trainer.checkpoint", "slimrl.trainer.step"])
+    results: Any = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_rank, args=(body, rank, num_ranks, port, args, results)) for rank in range(num_ranks)
+    ]
+    previous = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        for process in processes:
+            process.start()
+        return _collect(processes, results, time.monotonic() + timeout_s)
+    finally:
+        if previous is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = previous
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join(10)
+
+
+def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
+    answers: dict[int, Any] = {}
+    while len(answers) < len(processes):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(set(range(len(processes))) - set(answers))} did not finish")
+        try:
+            rank, error, value = results.get(timeout=0.2)
+        except queue.Empty:
+            dead = [rank for rank, p in enumerate(processes) if rank not in answers and p.exitcode not in (None, 0)]
+            if dead:
+                raise RuntimeError(f"ranks {dead} died") from None
+            continue
+        if error is not None:
+            raise RuntimeError(f"rank {rank} raised:\n{error}")
+        answers[rank] = value
+    return [answers[rank] for rank in range(len(processes))]
+
+
+def _rank(body: Callable[..., Any], rank: int, num_ranks: int, port: int, args: tuple[Any, ...], results: Any) -> None:
+    try:
+        results.put((rank, None, body(rank, num_ranks, port, *args)))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+        raise
