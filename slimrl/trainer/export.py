@@ -1,0 +1,77 @@
+"""A trained model as a Hugging Face checkpoint folder, complete or absent."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from slimrl.data.protocols import WeightSource
+from slimrl.models.hf_config import read_hf_config
+from slimrl.models.safetensors_folder import write_safetensors
+
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+)
+"""Files beside the weights that a checkpoint keeps from the one that it was trained from."""
+
+
+def export_hf(source: WeightSource, src_model_dir: Path, out_dir: Path) -> None:
+    """Write the source's weights with the configuration and the tokenizer of `src_model_dir`; all ranks call it.
+
+    Everything is written beside `out_dir` and renamed at the end, so that no half-written folder ever has its name.
+
+    Raises:
+        ValueError: `out_dir` exists.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    _refuse_existing(out_dir, rank)
+    if rank == 0:
+        _write(source, src_model_dir, out_dir)
+    else:
+        for _ in source.tensors():
+            pass
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _refuse_existing(out_dir: Path, rank: int) -> None:
+    """Rank 0 looks, so that all ranks decide alike."""
+    exists = [rank == 0 and out_dir.exists()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(exists)
+    if exists[0]:
+        raise ValueError(f"{out_dir}: exists; an export never overwrites")
+
+
+def _write(source: WeightSource, src_model_dir: Path, out_dir: Path) -> None:
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        specs = source.specs()
+        write_safetensors(partial, specs, source.tensors())
+        (partial / "config.json").write_text(json.dumps(_config(src_model_dir, specs[0].dtype), indent=2) + "\n")
+        for pattern in COPIED:
+            for file in sorted(src_model_dir.glob(pattern)):
+                if file.is_file():
+                    shutil.copyfile(file, partial / file.name)
+        partial.rename(out_dir)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _config(src_model_dir: Path, dtype: str) -> dict[str, Any]:
+    config = read_hf_config(src_model_dir)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {**config, key: dtype}

@@ -1,0 +1,129 @@
+"""Hugging Face tensors into live Megatron modules, under any parallel layout, and the names that connect the two.
+
+A Megatron parameter's name is made global first (layer index over pipeline stages and virtual chunks, expert index
+over expert-parallel ranks) and then looked up in the family's weight map.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from slimrl.models.family import Family
+from slimrl.models.safetensors_folder import SafetensorsFolder
+from slimrl.models.weight_map import Entry, WeightMap
+from slimrl.trainer.build import unwrap
+
+MAX_LISTED = 20
+"""Problems of a checkpoint that an error spells out; the rest are counted."""
+
+_LAYER = re.compile(r"(decoder\.layers\.\d+)\.(.+)")
+_LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)")
+_GROUPED_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.weight)(\d+)()")
+
+
+def model_weight_map(chunks: Sequence[nn.Module], family: Family, hf_config: dict[str, Any]) -> WeightMap:
+    """The family's table with the padded vocabulary of these modules."""
+    return family.weight_map(hf_config, unwrap(chunks[0]).vocab_size)
+
+
+def local_weights(chunks: Sequence[nn.Module], weight_map: WeightMap) -> list[tuple[int, Tensor]]:
+    """(index in the map's entries, live tensor) of every weight that this rank holds.
+
+    Parameters all have an entry. Buffers are counters and the like, except those that the map knows.
+
+    Raises:
+        ValueError: the map lacks parameters that the model has.
+    """
+    found: list[tuple[int, Tensor]] = []
+    unknown: list[str] = []
+    for chunk in map(unwrap, chunks):
+        layers = {name: m.layer_number - 1 for name, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
+        for name, tensor in _named_tensors(chunk):
+            index = weight_map.index_of(_global_name(name, layers, chunk.config.num_moe_experts))
+            if index is not None:
+                found.append((index, tensor))
+            elif isinstance(tensor, nn.Parameter):
+                unknown.append(name)
+    if unknown:
+        raise ValueError(f"no rule of the weight map covers {', '.join(unknown)}")
+    return found
+
+
+def shard_place(entry: Entry) -> tuple[int, int]:
+    """(index, count): which of how many shards of an entry this rank holds."""
+    if entry.rule.shard is None:
+        return 0, 1
+    if entry.rule.shard.group == "expert_tensor":
+        return mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
+    return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+
+
+def load_hf_weights(chunks: Sequence[nn.Module], path: Path, family: Family, hf_config: dict[str, Any]) -> None:
+    """Fill the modules from a checkpoint folder; each rank reads the slices that it holds.
+
+    Call it before the optimizer is built, which copies the weights.
+
+    Raises:
+        ValueError: tensors of the checkpoint are missing, unknown or misshaped; all of them in one message.
+    """
+    weight_map = model_weight_map(chunks, family, hf_config)
+    with SafetensorsFolder(path) as folder, torch.no_grad():
+        check_tensors(folder, weight_map)
+        for index, tensor in local_weights(chunks, weight_map):
+            entry = weight_map.entries[index]
+            value = entry.to_megatron(folder.read, *shard_place(entry))
+            if value.shape != tensor.shape:
+                raise ValueError(
+                    f"{entry.megatron[0]}: {path} gives {list(value.shape)}, the model has {list(tensor.shape)}"
+                )
+            tensor.copy_(value)
+
+
+def check_tensors(folder: SafetensorsFolder, weight_map: WeightMap) -> None:
+    """Compare names, shapes and kinds of a checkpoint with what the model's config implies.
+
+    Raises:
+        ValueError: listing every difference, MAX_LISTED of them spelled out.
+    """
+    expected, found = weight_map.hf_tensors, folder.specs
+    problems = [f"{name}: missing" for name in expected if name not in found]
+    problems += [f"{name}: not part of this model" for name in found if name not in expected]
+    for name, tensor in expected.items():
+        if name not in found:
+            continue
+        if found[name].shape != tensor.shape:
+            problems.append(f"{name}: shape {list(found[name].shape)}, config.json implies {list(tensor.shape)}")
+        if found[name].dtype not in ("float32", "bfloat16", "float16"):
+            problems.append(f"{name}: {found[name].dtype} is not supported, convert it to bfloat16 or float32 first")
+    if problems:
+        more = [f"and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
+        raise ValueError(
+            f"{folder.path}: the checkpoint does not match its config.json:\n  "
+            + "\n  ".join(problems[:MAX_LISTED] + more)
+        )
+
+
+def _named_tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    yield from chunk.named_parameters()
+    yield from chunk.named_buffers()
+
+
+def _global_name(name: str, layers: dict[str, int], num_experts: int | None) -> str:
+    in_layer = _LAYER.fullmatch(name)
+    if not in_layer:
+        return name
+    prefix, rest = in_layer.groups()
+    expert = _LOCAL_EXPERT.fullmatch(rest) or _GROUPED_EXPERT.fullmatch(rest)
+    if expert:
+        assert num_experts is not None
+        offset = mpu.get_expert_model_parallel_rank() * (num_experts // mpu.get_expert_model_parallel_world_size())
+        before, local, after = expert.groups()
+        rest = f"{before}{offset + int(local)}{after}"
+    return f"decoder.layers.{layers[prefix]}.{rest}"
