@@ -3,6 +3,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Newer than what it depends on when .venv holds what requirements/ asks for.
 STAMP := $(VENV)/.installed
 
@@ -19,10 +20,11 @@ help: ## list the targets
 setup: $(STAMP) ## create .venv and install the pinned dependencies (once; again when requirements/ changes)
 
 $(STAMP): requirements/cpu.txt requirements/dev.txt requirements/no-deps.txt requirements/lock.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint requirements/lock.txt --requirement requirements/cpu.txt --requirement requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/no-deps.txt
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the pinned dependencies into $(VENV); this takes a few minutes."
+	@$(PIP) --constraint requirements/lock.txt --requirement requirements/cpu.txt --requirement requirements/dev.txt
+	@$(PIP) --no-deps --requirement requirements/no-deps.txt
+	@$(PIP) --no-deps --editable .
 	@touch $@
 
 quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve

@@ -1,5 +1,6 @@
 """Metrics files, run folders, samples, progress and the curve."""
 
+import ast
 import io
 import json
 import re
@@ -195,3 +196,15 @@ def test_the_last_lines_of_a_log_are_for_error_messages(tmp_path):
     (tmp_path / "x.log").write_text("".join(f"{number}\n" for number in range(50)))
     assert last_lines(tmp_path / "x.log", 2) == "48\n49"
     assert last_lines(tmp_path / "absent.log") == ""
+
+
+def test_every_metric_name_written_in_the_source_is_a_known_one():
+    pattern = re.compile(r"(reward|eval|policy|mismatch|rollout|moe|train|resync|time|sft)/[a-z0-9_]+(/[a-z0-9_]+)?")
+    unknown = {
+        f"{path.name}:{node.lineno}": node.value
+        for path in (DOCUMENT.parents[1] / "slimrl").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and pattern.fullmatch(node.value)
+        if not is_metric(node.value)
+    }
+    assert unknown == {}
