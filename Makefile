@@ -3,7 +3,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
 # Newer than what it depends on when .venv holds what requirements/ asks for.
 STAMP := $(VENV)/.installed
 
