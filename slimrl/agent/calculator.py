@@ -1,0 +1,99 @@
+"""The calculator tool: exact arithmetic on what an expression says, nothing else evaluated.
+
+Numbers are fractions, so integers of any size and decimals are exact; sizes are bounded, so that no expression takes
+long or answers with a page of digits.
+"""
+
+import ast
+import operator
+from collections.abc import Callable
+from decimal import Context, Decimal
+from fractions import Fraction
+
+from slimrl.agent.tools import ToolError
+
+MAX_CHARACTERS = 400
+MAX_BITS = 4096
+"""Of the numerator and of the denominator of every intermediate value; 1234 decimal digits."""
+DECIMALS = Context(prec=15)
+"""Significant digits of an answer that is no integer."""
+
+
+def calculator(expression: str) -> str:
+    """Evaluate arithmetic.
+
+    Args:
+        expression: Arithmetic.
+    """
+    if len(expression) > MAX_CHARACTERS:
+        raise ToolError(f"the expression is longer than {MAX_CHARACTERS} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ToolError("invalid expression") from error
+    value = _evaluate(tree.body, expression)
+    if value.denominator == 1:
+        return str(value.numerator)
+    return str(DECIMALS.divide(Decimal(value.numerator), Decimal(value.denominator)))
+
+
+def _evaluate(node: ast.expr, expression: str) -> Fraction:
+    match node:
+        case ast.Constant(value=bool() | complex()):
+            raise ToolError("invalid expression")
+        case ast.Constant(value=int() | float()):
+            return _number(ast.get_source_segment(expression.strip(), node))
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _evaluate(operand, expression)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand, expression)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_evaluate(left, expression), _evaluate(right, expression))
+        case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATIONS:
+            return _apply(_OPERATIONS[type(symbol)], _evaluate(left, expression), _evaluate(right, expression))
+        case _:
+            raise ToolError("invalid expression")
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _number(text: str | None) -> Fraction:
+    try:
+        decimal = Decimal(text or "")
+    except ArithmeticError as error:
+        raise ToolError("invalid expression") from error
+    if decimal.adjusted() > MAX_CHARACTERS or decimal.adjusted() < -MAX_CHARACTERS:
+        raise ToolError("the numbers are too large")
+    return Fraction(decimal)
+
+
+def _apply(operation: Callable[[Fraction, Fraction], Fraction | int], left: Fraction, right: Fraction) -> Fraction:
+    try:
+        return _bounded(Fraction(operation(left, right)))
+    except ZeroDivisionError as error:
+        raise ToolError("division by zero") from error
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise ToolError("an exponent must be an integer")
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if bits > 1 and bits * abs(exponent.numerator) > MAX_BITS:
+        raise ToolError("the numbers are too large")
+    if base == 0 and exponent < 0:
+        raise ToolError("division by zero")
+    return _bounded(Fraction(base**exponent.numerator))
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ToolError("the numbers are too large")
+    return value

@@ -1,0 +1,31 @@
+"""Import paths of a recipe, `module:function`, resolved to what they name."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def resolve(path: str) -> Callable[..., Any]:
+    """The function that `module:function` names.
+
+    Raises:
+        ValueError: it is not written so, the module is not found, or it has no such function. An error inside the
+            module itself is raised as it is.
+    """
+    module_name, separator, name = path.partition(":")
+    if not separator or not module_name or not name:
+        raise ValueError(f"{path!r} is no import path; write module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise
+        raise ValueError(f"{path}: no module {error.name}") from error
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise ValueError(f"{path}: {module_name} has no {name}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise ValueError(f"{path}: {name} is no function but {type(value).__name__}")
+    return value
