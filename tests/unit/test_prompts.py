@@ -1,0 +1,128 @@
+"""Prompt and conversation files, and the order in which training goes through them."""
+
+import json
+
+import pytest
+
+from slimrl.data.prompts import Sampler, read_conversations, read_prompts
+
+
+def write(path, *lines):
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def test_a_prompt_text_becomes_one_user_message_and_gets_an_id_from_its_line(tmp_path):
+    path = write(tmp_path / "train.jsonl", {"prompt": "1+1?", "label": 2}, "", {"prompt": "q", "label": "a", "id": "x"})
+    first, second = read_prompts(path)
+    assert first.messages == [{"role": "user", "content": "1+1?"}]
+    assert (first.prompt_id, first.label, first.metadata) == ("train:1", 2, {})
+    assert second.prompt_id == "x"
+
+
+def test_messages_and_metadata_are_kept_as_they_are(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path = write(tmp_path / "p.jsonl", {"messages": messages, "label": None, "metadata": {"source": "book"}})
+    (prompt,) = read_prompts(path)
+    assert (prompt.messages, prompt.label, prompt.metadata) == (messages, None, {"source": "book"})
+
+
+BROKEN_PROMPTS = [
+    ("{", "not JSON"),
+    ("[1]", "a JSON object is needed, not list"),
+    ({"prompt": "q"}, "`label` is missing"),
+    ({"label": 1}, "exactly one of `prompt` and `messages`"),
+    ({"prompt": "q", "messages": [], "label": 1}, "exactly one of"),
+    ({"prompt": "", "label": 1}, "`prompt` must be a text"),
+    ({"prompt": "q", "lable": 1}, "unknown key lable"),
+    ({"messages": [{"role": "robot", "content": ""}], "label": 1}, "messages[0].role is 'robot'"),
+    ({"messages": [{"role": "user"}], "label": 1}, "messages[0].content must be a text"),
+    ({"messages": [{"role": "assistant", "content": "a"}], "label": 1}, "ends with an assistant message"),
+    ({"prompt": "q", "label": 1, "metadata": 3}, "`metadata` must be an object"),
+    ({"prompt": "q", "label": 1, "id": "same"}, "id same is that of line 1 too"),
+]
+
+
+def test_every_broken_line_is_named_in_one_error(tmp_path):
+    path = write(tmp_path / "p.jsonl", {"prompt": "q", "label": 1, "id": "same"}, *(line for line, _ in BROKEN_PROMPTS))
+    with pytest.raises(ValueError, match="12 broken lines") as caught:
+        read_prompts(path)
+    lines = str(caught.value).splitlines()
+    for number, (_, problem) in enumerate(BROKEN_PROMPTS, 2):
+        assert lines[number - 2].startswith(f"{path}:{number}: ")
+        assert problem in lines[number - 2]
+
+
+def test_no_more_than_twenty_broken_lines_are_shown_and_the_rest_is_counted(tmp_path):
+    path = write(tmp_path / "p.jsonl", *["{"] * 33)
+    with pytest.raises(ValueError, match="and 13 more broken lines\n33 broken lines"):
+        read_prompts(path)
+
+
+def test_a_missing_an_empty_and_a_non_utf8_file_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        read_prompts(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="has no lines"):
+        read_prompts(write(tmp_path / "empty.jsonl", ""))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9", "label": 1}\n')
+    with pytest.raises(ValueError, match="latin.jsonl:1: not UTF-8"):
+        read_prompts(tmp_path / "latin.jsonl")
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+
+
+def test_a_conversation_keeps_its_calls_its_tools_and_where_it_stands(tmp_path):
+    messages = [{"role": "user", "content": "u"}, CALL, {"role": "tool", "content": "1"}]
+    path = write(tmp_path / "sft.jsonl", {"messages": messages, "tools": [{"type": "function"}]})
+    (conversation,) = read_conversations(path)
+    assert conversation.messages == messages
+    assert conversation.tools == [{"type": "function"}]
+    assert conversation.source == f"{path}:1"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ({"tools": []}, "`messages` is missing"),
+        ({"messages": [{"role": "user", "content": "u"}]}, "no assistant message"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tools": {}}, "`tools` must be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "function.name is missing"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+            "arguments must be an object",
+        ),
+        ({"messages": [{"role": "user", "content": "u", "tool_calls": []}]}, "in an assistant message"),
+    ],
+)
+def test_a_broken_conversation_is_named(tmp_path, line, problem):
+    with pytest.raises(ValueError, match="sft.jsonl:1: ") as caught:
+        read_conversations(write(tmp_path / "sft.jsonl", line))
+    assert problem in str(caught.value)
+
+
+def test_each_epoch_has_every_item_once_in_another_order():
+    sampler = Sampler(range(100), seed=3, shuffle=True)
+    first, second = sampler.take(100), sampler.take(100)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+
+
+def test_the_seed_alone_decides_the_order_and_without_shuffling_it_is_the_files():
+    assert Sampler(range(50), seed=3, shuffle=True).take(70) == Sampler(range(50), seed=3, shuffle=True).take(70)
+    assert Sampler(range(50), seed=3, shuffle=True).take(50) != Sampler(range(50), seed=4, shuffle=True).take(50)
+    assert Sampler(range(3), seed=3, shuffle=False).take(5) == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("taken", [0, 7, 10, 23])
+def test_a_restored_sampler_goes_on_with_what_would_have_come_next(taken):
+    uninterrupted = Sampler(range(10), seed=1, shuffle=True)
+    uninterrupted.take(taken)
+    resumed = Sampler(range(10), seed=1, shuffle=True)
+    resumed.restore(json.loads(json.dumps(uninterrupted.state())))
+    assert resumed.take(25) == uninterrupted.take(25)
+
+
+def test_a_position_in_another_file_is_refused():
+    with pytest.raises(ValueError, match="set of 10 items, this one has 11"):
+        Sampler(range(11), seed=1, shuffle=True).restore(Sampler(range(10), seed=1, shuffle=True).state())
