@@ -198,6 +198,8 @@ class AgentConfig:
     """Import paths `module:function` of the tools that the model may call; their docstrings make the schema."""
     parser: str = "hermes"
     """How tool calls are written: hermes is <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+    max_result_chars: int = 4000
+    """Longest tool result; the middle of a longer one is left out."""
     system_prompt: str | None = None
     """Put before a prompt that has no system message of its own."""
 
@@ -246,6 +248,8 @@ class SftConfig:
     """Conversations of one optimizer update."""
     max_tokens: int = MISSING
     """A longer conversation is refused, by line, before training starts."""
+    summary_every_steps: int = 20
+    """Updates between two summary rows on the terminal; metrics.jsonl has every update."""
 
 
 @dataclass(kw_only=True)

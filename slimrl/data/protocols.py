@@ -50,6 +50,10 @@ class Engine(Protocol):
         """Raises EngineError."""
         ...
 
+    async def aclose(self) -> None:
+        """Let go of connections; on the event loop that used it."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
@@ -93,6 +97,11 @@ class EngineControl(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the engine (its tensor-parallel size); each joins a broadcast group."""
+        ...
 
     def pause(self) -> None:
         """Stop scheduling; running requests are put back into the queue."""

@@ -73,7 +73,7 @@ class Progress:
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         """Args: the number of steps that rows count up to; where to print, standard output by default."""
-        self._total_steps = total_steps
+        self.total_steps = total_steps
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._rows = 0
         self._titles: list[str] = []
@@ -116,7 +116,7 @@ class Progress:
 
     def summary(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the row of a step; evaluations stand at its end. A header comes first and every 20 rows."""
-        cells = [("step", f"{step}/{self._total_steps}", 9)]
+        cells = [("step", f"{step}/{self.total_steps}", 9)]
         cells += [
             (title, form.format(metrics[name]), max(8, len(title))) for title, name, form in COLUMNS if name in metrics
         ]

@@ -84,22 +84,30 @@ def call_all(
     Raises:
         StageError: one actor raised, died, or did not answer in time; the first one known, without waiting for others.
     """
-    names = {
-        getattr(actor, method).remote(*(arguments[name] if arguments else ())): name for name, actor in actors.items()
+    refs = {
+        name: getattr(actor, method).remote(*(arguments[name] if arguments else ())) for name, actor in actors.items()
     }
+    return wait_all(refs, method, timeout_s=timeout_s, while_waiting=while_waiting)
+
+
+def wait_all(
+    refs: Mapping[str, Any], method: str, *, timeout_s: float, while_waiting: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """Results of calls of `method` that are under way, by actor name; otherwise as `call_all`."""
     results: dict[str, Any] = {}
     deadline = time.monotonic() + timeout_s
-    while len(results) < len(names):
+    names = {ref: name for name, ref in refs.items()}
+    while len(results) < len(refs):
         waiting = [ref for ref, name in names.items() if name not in results]
         done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
         for ref in done:
             results[names[ref]] = _result(ref, names[ref], method)
         if while_waiting is not None:
             while_waiting()
-        if len(results) < len(names) and time.monotonic() > deadline:
-            late = ", ".join(name for name in actors if name not in results)
+        if len(results) < len(refs) and time.monotonic() > deadline:
+            late = ", ".join(name for name in refs if name not in results)
             raise StageError(f"{late}: {method} did not finish within {timeout_s:.0f} s")
-    return {name: results[name] for name in actors}
+    return {name: results[name] for name in refs}
 
 
 def _result(ref: Any, name: str, method: str) -> Any:

@@ -1,0 +1,157 @@
+"""The `slimrl` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
+app.add_typer(config_app, name="config")
+
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove an existing run of this name first.")]
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turns what a command raises into one message and an exit code; everything known goes to the log."""
+    from slimrl.runtime.errors import RunError
+
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    try:
+        yield
+    except ValueError as error:
+        logging.getLogger(__name__).exception("refused")
+        errors.print(str(error))
+        raise typer.Exit(2) from None
+    except RunError as error:
+        logging.getLogger(__name__).error("failed: %s", getattr(error, "details", "") or error)
+        errors.print(f"failed: {error}")
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    trajectories: Annotated[
+        Path | None, typer.Option(help="Train on this trajectory file instead of rolling out.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="With --trajectories: how often to train on the file.")] = None,
+) -> None:
+    """Train with reinforcement learning."""
+    with _exit_codes():
+        if (trajectories is None) != (steps is None):
+            raise ValueError("--trajectories and --steps go together.")
+        from slimrl.runtime import commands
+
+        if trajectories is None or steps is None:
+            commands.train(recipe, overrides or [], resume=resume, overwrite=overwrite)
+            return
+        if resume:
+            raise ValueError("--resume does not go with --trajectories.")
+        commands.train_on_file(recipe, overrides or [], trajectories=trajectories, steps=steps, overwrite=overwrite)
+
+
+@app.command()
+def sft(recipe: Recipe, overrides: Overrides = None, resume: Resume = False, overwrite: Overwrite = False) -> None:
+    """Train on conversations (supervised)."""
+    with _exit_codes():
+        from slimrl.runtime import commands
+
+        commands.sft(recipe, overrides or [], resume=resume, overwrite=overwrite)
+
+
+@app.command("eval")
+def evaluate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    checkpoint: Annotated[Path, typer.Option(help="Hugging Face checkpoint folder, such as RUN/export/hf.")] = ...,  # type: ignore[assignment]
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Measure a checkpoint on the recipe's evaluation sets."""
+    with _exit_codes():
+        from slimrl.runtime import commands
+
+        commands.evaluate(recipe, overrides or [], checkpoint=checkpoint, json_file=json_file)
+
+
+@app.command()
+def rollout(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Trajectory file to write (JSONL).")] = ...,  # type: ignore[assignment]
+) -> None:
+    """Make one step's trajectories with model.path and write them to a file."""
+    with _exit_codes():
+        from slimrl.runtime import commands
+
+        commands.rollout(recipe, overrides or [], out=out)
+
+
+@app.command()
+def export(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint of a run, such as RUN/checkpoints/step_000010.")] = ...,  # type: ignore[assignment]
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = ...,  # type: ignore[assignment]
+) -> None:
+    """Turn a checkpoint of a run into a Hugging Face checkpoint."""
+    with _exit_codes():
+        from slimrl.runtime import commands
+
+        commands.export(recipe, overrides or [], checkpoint=checkpoint, out=out)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are seeds of one run.")],
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("curve.png"),
+    title: Annotated[str, typer.Option(help="Above the drawing.")] = "",
+) -> None:
+    """Draw the learning curve of one run, or of several seeds."""
+    with _exit_codes():
+        from slimrl.observability.report import write_curve
+        from slimrl.observability.run_folder import RunFolder
+
+        missing = [str(run) for run in runs if not RunFolder(run).metrics.is_file()]
+        if missing:
+            raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
+        write_curve([RunFolder(run).metrics for run in runs], out, title)
+
+
+@config_app.command("show")
+def config_show(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    command: Annotated[
+        str, typer.Option(help="The command whose settings are needed: train, sft, eval, rollout.")
+    ] = "train",
+) -> None:
+    """Print every setting with its value and where that came from."""
+    with _exit_codes():
+        from slimrl.config.load import load_recipe
+        from slimrl.config.show import show
+
+        if command not in ("train", "sft", "eval", "rollout"):
+            raise ValueError(f"--command {command}: train, sft, eval or rollout")
+        table = Table(box=None, header_style="bold")
+        for title in ("key", "value", "from"):
+            table.add_column(title, overflow="fold")
+        for row in show(load_recipe(recipe, overrides or [], command)):  # type: ignore[arg-type]
+            table.add_row(*row)
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    app()

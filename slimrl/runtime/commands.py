@@ -1,0 +1,197 @@
+"""What each command of the CLI does, with its arguments as plain values."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from slimrl.config.problems import Problem, RecipeError
+from slimrl.config.show import resolved_dict
+from slimrl.data.trajectory import Trajectory, read_trajectories, write_trajectories
+from slimrl.observability.progress import Progress
+from slimrl.observability.run_folder import RunFolder
+from slimrl.observability.trackers import Trackers
+from slimrl.runtime.learner import Learner
+from slimrl.runtime.loop import train as train_loop
+from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.runtime.sft import read_examples, sft_loop
+from slimrl.runtime.start import engine_client, logs_of_command, open_run, prepare, started
+from slimrl.runtime.state import CheckpointFolder, RunState
+from slimrl.runtime.step import Step
+from slimrl.runtime.task import load_task
+from slimrl.runtime.train_run import TrainRun
+
+
+def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) -> None:
+    """`slimrl train`: rollout and training until the recipe's number of steps."""
+    with Progress(0) as progress:
+        loaded = prepare(path, overrides, "train", progress)
+        recipe = loaded.recipe
+        progress.total_steps = recipe.steps
+        task = load_task(loaded, Path(recipe.model.path), train=True, evaluate=True)
+        folder = open_run(loaded, resume=resume, overwrite=overwrite)
+        checkpoint, state = _resume_point(folder) if resume else (None, RunState())
+        updates = recipe.steps * recipe.trainer.updates_per_rollout
+        with (
+            Trackers(
+                folder,
+                recipe.tracking,
+                resolved_dict(recipe),
+                keep_through_step=state.step if resume else None,
+            ) as trackers,
+            started(recipe, folder, progress, with_engines=True, total_updates=updates) as processes,
+        ):
+            assert processes.engines is not None
+            assert processes.trainers is not None
+            if checkpoint is not None:
+                processes.trainers.load_checkpoint(checkpoint / "trainer")
+            with RolloutStage(recipe, task, engine_client(recipe, processes.engines), progress) as stage:
+                train_loop(
+                    TrainRun(
+                        recipe=recipe,
+                        folder=folder,
+                        task=task,
+                        trainers=processes.trainers,
+                        engines=processes.engines,
+                        stage=stage,
+                        trackers=trackers,
+                        progress=progress,
+                        state=state,
+                    )
+                )
+
+
+def train_on_file(path: Path, overrides: Sequence[str], *, trajectories: Path, steps: int, overwrite: bool) -> None:
+    """`slimrl train --trajectories`: every step trains on the same trajectories; no engine runs.
+
+    Raises:
+        RecipeError: the file is missing or holds no trajectories.
+    """
+    with Progress(steps) as progress:
+        loaded = prepare(path, [*overrides, f"steps={steps}"], "train", progress)
+        recipe = loaded.recipe
+        batch = _read_batch(trajectories)
+        task = load_task(loaded, Path(recipe.model.path), train=False, evaluate=False)
+        folder = open_run(loaded, overwrite=overwrite)
+        updates = steps * recipe.trainer.updates_per_rollout
+        with (
+            Trackers(folder, recipe.tracking, resolved_dict(recipe)) as trackers,
+            started(recipe, folder, progress, with_engines=False, total_updates=updates) as processes,
+        ):
+            assert processes.trainers is not None
+            state = RunState()
+            learner = Learner(recipe, processes.trainers, state, task.group_filters)
+            for number in range(1, steps + 1):
+                step = Step(number)
+                prepared = learner.prepare(step, batch)
+                with step.timed("logprobs"):
+                    learner.compute_old_logprobs(step, prepared, enforce_limit=number == 1)
+                with step.timed("train"):
+                    learner.train(step, prepared)
+                step.close()
+                trackers.log(number, step.metrics)
+                progress.summary(number, step.metrics)
+            processes.trainers.export_hf(folder.export)
+            progress.say(f"model: {folder.export}")
+
+
+def sft(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) -> None:
+    """`slimrl sft`: supervised training on conversations."""
+    with Progress(0) as progress:
+        loaded = prepare(path, overrides, "sft", progress)
+        recipe = loaded.recipe
+        progress.total_steps = recipe.steps
+        examples = read_examples(loaded)
+        folder = open_run(loaded, resume=resume, overwrite=overwrite)
+        checkpoint, state = _resume_point(folder) if resume else (None, RunState())
+        with (
+            Trackers(
+                folder,
+                recipe.tracking,
+                resolved_dict(recipe),
+                keep_through_step=state.step if resume else None,
+            ) as trackers,
+            started(recipe, folder, progress, with_engines=False, total_updates=recipe.steps) as processes,
+        ):
+            assert processes.trainers is not None
+            if checkpoint is not None:
+                processes.trainers.load_checkpoint(checkpoint / "trainer")
+            sft_loop(recipe, examples, processes.trainers, folder, trackers, progress, state)
+
+
+def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: Path, json_file: Path | None) -> None:
+    """`slimrl eval`: accuracy of a Hugging Face checkpoint on the recipe's evaluation sets."""
+    with Progress(1) as progress:
+        loaded = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress)
+        recipe = loaded.recipe
+        task = load_task(loaded, checkpoint, train=False, evaluate=True)
+        if not task.eval_sets:
+            raise RecipeError([Problem(key="data.eval", message="names no evaluation set", where=loaded.path)])
+        with (
+            logs_of_command(recipe.run.dir, "eval") as folder,
+            started(recipe, folder, progress, with_engines=True, total_updates=None) as processes,
+        ):
+            assert processes.engines is not None
+            with RolloutStage(recipe, task, engine_client(recipe, processes.engines), progress) as stage:
+                results = [stage.evaluate(name, prompts, label="eval")[0] for name, prompts in task.eval_sets.items()]
+    for result in results:
+        progress.say(
+            f"{result.name}: accuracy {result.accuracy:.3f} on {result.num_prompts} prompts, "
+            f"{result.turns_mean:.2f} turns and {result.tool_calls_mean:.2f} tool calls on average"
+        )
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        report = {"checkpoint": str(checkpoint), "sets": {result.name: asdict(result) for result in results}}
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def rollout(path: Path, overrides: Sequence[str], *, out: Path) -> None:
+    """`slimrl rollout`: one step's trajectories into a file; no trainer runs."""
+    if out.exists():
+        raise ValueError(f"{out} exists; remove it or give another --out.")
+    with Progress(1) as progress:
+        loaded = prepare(path, overrides, "rollout", progress)
+        recipe = loaded.recipe
+        task = load_task(loaded, Path(recipe.model.path), train=True, evaluate=False)
+        prompts = task.prompt_sampler(recipe).take(recipe.rollout.prompts_per_step)
+        with (
+            logs_of_command(recipe.run.dir, "rollout") as folder,
+            started(recipe, folder, progress, with_engines=True, total_updates=None) as processes,
+        ):
+            assert processes.engines is not None
+            with RolloutStage(recipe, task, engine_client(recipe, processes.engines), progress) as stage:
+                batch = stage.rollout(prompts, label="step_000001")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_trajectories(out, batch.trajectories)
+        progress.say(f"{len(batch.trajectories)} trajectories: {out}")
+
+
+def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path) -> None:
+    """`slimrl export`: a training checkpoint as a Hugging Face checkpoint, under the recipe's layout."""
+    if out.exists():
+        raise ValueError(f"{out} exists; an export never overwrites.")
+    with Progress(1) as progress:
+        loaded = prepare(path, overrides, "train", progress)
+        with (
+            logs_of_command(loaded.recipe.run.dir, "export") as folder,
+            started(loaded.recipe, folder, progress, with_engines=False, total_updates=1) as processes,
+        ):
+            assert processes.trainers is not None
+            processes.trainers.load_checkpoint(checkpoint / "trainer")
+            processes.trainers.export_hf(out)
+        progress.say(f"model: {out}")
+
+
+def _resume_point(folder: RunFolder) -> tuple[Path | None, RunState]:
+    """The newest checkpoint, or the start for a run that was ended before its first one."""
+    found = CheckpointFolder(folder.checkpoints).latest()
+    return found if found is not None else (None, RunState())
+
+
+def _read_batch(path: Path) -> list[Trajectory]:
+    if not path.is_file():
+        raise ValueError(f"--trajectories {path}: no such file.")
+    batch = list(read_trajectories(path))
+    if not batch:
+        raise ValueError(f"--trajectories {path}: holds no trajectories.")
+    return batch

@@ -1,0 +1,107 @@
+"""The engines of a run as the driver sees them: one actor each, the router in front, and the client to them."""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slimrl.config.schema import Recipe
+from slimrl.data.protocols import Engine
+from slimrl.observability.run_folder import RunFolder
+from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.lockstep import LockstepEngine
+from slimrl.rollout.pinned import PinnedEngines
+from slimrl.rollout.process import ServerError
+from slimrl.rollout.router import Router
+from slimrl.runtime.cluster import call_all, wait_all
+from slimrl.runtime.engine_actor import EngineActor, EngineAddress
+from slimrl.runtime.errors import StageError
+from slimrl.runtime.placement import engine_options
+
+CHECK_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 60.0
+
+
+class EngineGroup:
+    """All engines. Making it starts their processes; `wait_ready` waits until they answer."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, model_path: Path, *, num_ranks: int) -> None:
+        """
+        Args:
+            model_path: checkpoint that they load.
+            num_ranks: trainer ranks that share the machine.
+        """
+        self._recipe, self._folder = recipe, folder
+        options = engine_options(recipe, num_ranks=num_ranks)
+        self._actors: dict[str, Any] = {
+            f"engine {index}": EngineActor.options(**options).remote(  # type: ignore[attr-defined]
+                recipe, model_path.absolute(), folder.logs.absolute(), index
+            )
+            for index in range(recipe.rollout.num_engines)
+        }
+        self._starts = {name: actor.start.remote() for name, actor in self._actors.items()}
+        self._router: Router | None = None
+        self.addresses: list[EngineAddress] = []
+
+    def wait_ready(self) -> None:
+        """Raises StageError with the cause from its log if an engine or the router does not come up."""
+        rollout = self._recipe.rollout
+        self.addresses = list(wait_all(self._starts, "start", timeout_s=rollout.startup_timeout_s + 60).values())
+        if self._uses_router:
+            try:
+                self._router = Router(
+                    [address.url for address in self.addresses],
+                    self._folder.log_file("router"),
+                    timeout_s=rollout.startup_timeout_s,
+                    request_timeout_s=rollout.request_timeout_s,
+                )
+                self._router.wait_ready()
+            except ServerError as error:
+                raise StageError(str(error)) from error
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Actor and server processes, and the router's."""
+        router = () if self._router is None else (self._router.process.pid,)
+        return (*(pid for address in self.addresses for pid in address.pids), *router)
+
+    def client(self, *, vocab_size: int, routed_experts_shape: tuple[int, int] | None) -> Engine:
+        """What episodes talk to; it belongs to the event loop that first uses it."""
+        urls = [address.url for address in self.addresses]
+
+        def connect(url: str, engine_urls: list[str]) -> SglangEngine:
+            return SglangEngine(
+                url, engine_urls=engine_urls, vocab_size=vocab_size, routed_experts_shape=routed_experts_shape
+            )
+
+        if self._router is not None:
+            return connect(self._router.url, urls)
+        engines = [connect(url, [url]) for url in urls]
+        if self._recipe.deterministic:
+            return LockstepEngine(engines, urls)
+        return PinnedEngines(engines)
+
+    def check(self) -> None:
+        """Raises StageError with the cause from its log if an engine or the router has ended."""
+        call_all(self._actors, "check", timeout_s=CHECK_TIMEOUT_S)
+        if self._router is not None:
+            try:
+                self._router.check()
+            except ServerError as error:
+                raise StageError(str(error)) from error
+
+    def stop(self) -> None:
+        """End the router and the engines, then their actors; whatever happens the actors end."""
+        try:
+            if self._router is not None:
+                self._router.stop()
+            call_all(self._actors, "stop", timeout_s=STOP_TIMEOUT_S)
+        finally:
+            for actor in self._actors.values():
+                ray.kill(actor)
+
+    @property
+    def _uses_router(self) -> bool:
+        # Lock-step batches need to know which engine serves a session.
+        rollout = self._recipe.rollout
+        return rollout.router and rollout.num_engines > 1 and not self._recipe.deterministic

@@ -1,0 +1,100 @@
+"""The rollout as one call: prompts in, scored trajectories out."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from slimrl.config.schema import Recipe, SamplingConfig
+from slimrl.data.protocols import Engine
+from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.observability.progress import Progress
+from slimrl.rewards.scoring import score
+from slimrl.rollout.collector import EpisodeRequest, collect, episode_requests
+from slimrl.rollout.evaluate import EvalResult, evaluate
+from slimrl.runtime.errors import RunError
+from slimrl.runtime.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """Trajectories in the order of their prompts and samples."""
+
+    trajectories: list[Trajectory]
+    seconds: float
+
+
+class RolloutStage:
+    """Runs episodes on the engines, on one event loop that lives as long as the stage."""
+
+    def __init__(self, recipe: Recipe, task: Task, engine: Engine, progress: Progress) -> None:
+        self._recipe, self._task, self._progress = recipe, task, progress
+        self._engine = engine
+        self._episodes = task.episode_runner(recipe, engine)
+        self._loop = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.run(self._engine.aclose())
+        self._loop.close()
+
+    def rollout(self, prompts: Sequence[Prompt], *, label: str) -> RolloutBatch:
+        """`samples_per_prompt` trajectories of each prompt under the training sampling settings.
+
+        Args:
+            label: part of every trajectory id; unique in the run.
+
+        Raises:
+            RunError: more than `rollout.max_failed_fraction` of the trajectories failed.
+        """
+        requests = episode_requests(
+            prompts, samples_per_prompt=self._recipe.rollout.samples_per_prompt, label=label, seed=self._recipe.seed
+        )
+        return self._collect("rollout", requests, self._recipe.rollout.sampling)
+
+    def evaluate(self, name: str, prompts: Sequence[Prompt], *, label: str) -> tuple[EvalResult, RolloutBatch]:
+        """One trajectory of each prompt under the evaluation sampling settings."""
+        requests = episode_requests(prompts, samples_per_prompt=1, label=f"{label}/{name}", seed=self._recipe.seed)
+        batch = self._collect(f"eval {name}", requests, self._recipe.rollout.eval_sampling)
+        return evaluate(name, batch.trajectories), batch
+
+    def _collect(self, name: str, requests: Sequence[EpisodeRequest], sampling: SamplingConfig) -> RolloutBatch:
+        start = time.monotonic()
+        with self._progress.phase(name, len(requests), "trajectories") as phase:
+
+            async def one(request: EpisodeRequest) -> Trajectory:
+                return await self._episode(request, sampling)
+
+            trajectories = self._loop.run(
+                collect(
+                    requests,
+                    one,
+                    max_concurrency=self._recipe.rollout.max_concurrency,
+                    on_done=lambda _: phase.advance(),
+                )
+            )
+        _refuse_failures(trajectories, self._recipe.rollout.max_failed_fraction)
+        return RolloutBatch(trajectories=trajectories, seconds=time.monotonic() - start)
+
+    async def _episode(self, request: EpisodeRequest, sampling: SamplingConfig) -> Trajectory:
+        trajectory = await self._episodes.run(
+            request.prompt, trajectory_id=request.trajectory_id, sampling=sampling, seed=request.seed
+        )
+        await score(trajectory, request.prompt, self._task.reward, self._recipe.rollout.trajectory_timeout_s)
+        return trajectory
+
+
+def _refuse_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
+    failed = [t for t in trajectories if t.status is Status.failed]
+    if len(failed) > limit * len(trajectories):
+        causes = sorted({str(t.metadata.get("error")) for t in failed})
+        raise RunError(
+            f"{len(failed)} of {len(trajectories)} trajectories failed, more than rollout.max_failed_fraction "
+            f"= {limit:g} allows: {'; '.join(causes[:3])}"
+        )

@@ -1,0 +1,151 @@
+"""Starting a run, and ending every process that it started whatever happens.
+
+What can be refused is refused by `prepare`, before anything starts. `started` then brings up Ray, the engines and the
+trainer side by side and takes them down again; a signal that asks the driver to end takes the same way out.
+"""
+
+import logging
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from slimrl.config.check import check_loaded
+from slimrl.config.load import Command, LoadedRecipe, load_recipe
+from slimrl.config.schema import Recipe
+from slimrl.config.show import dump_resolved, resolved_dict
+from slimrl.data.protocols import Engine
+from slimrl.models.hf_config import read_hf_config
+from slimrl.observability.logs import log_to_file
+from slimrl.observability.progress import Progress
+from slimrl.observability.provenance import append_provenance, collect_provenance
+from slimrl.observability.run_folder import RunFolder, open_run_folder
+from slimrl.resync.transports.shared_buffer import clean_stale_segments
+from slimrl.runtime.cluster import ray_cluster
+from slimrl.runtime.engine_group import EngineGroup
+from slimrl.runtime.errors import RunError
+from slimrl.runtime.trainer_group import TrainerGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """The started parts; None for what the command does not need."""
+
+    engines: EngineGroup | None
+    trainers: TrainerGroup | None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(pid for part in (self.engines, self.trainers) if part is not None for pid in part.pids)
+
+
+def prepare(path: Path, overrides: Sequence[str], command: Command, progress: Progress) -> LoadedRecipe:
+    """The checked recipe; warnings are said.
+
+    Raises:
+        RecipeError: it is refused, with all the reasons.
+    """
+    loaded = load_recipe(path, overrides, command)
+    for warning in check_loaded(loaded):
+        progress.say(str(warning))
+    return loaded
+
+
+def open_run(loaded: LoadedRecipe, *, resume: bool = False, overwrite: bool = False) -> RunFolder:
+    """The run's folder with what it is made of; the driver's log goes there from here on.
+
+    Raises:
+        ValueError: the folder exists and neither flag is given.
+    """
+    recipe = loaded.recipe
+    folder = open_run_folder(
+        Path(recipe.run.dir), recipe.run.name, dump_resolved(recipe), resume=resume, overwrite=overwrite
+    )
+    append_provenance(folder.provenance, collect_provenance(resolved_dict(recipe), loaded.provenance))
+    log_to_file(folder.log_file("driver"))
+    return folder
+
+
+@contextmanager
+def started(
+    recipe: Recipe,
+    folder: RunFolder,
+    progress: Progress,
+    *,
+    with_engines: bool,
+    total_updates: int | None,
+) -> Iterator[Processes]:
+    """Engines that answer and a trainer that has loaded `model.path`.
+
+    Args:
+        total_updates: optimizer updates of the run; None for a command without a trainer.
+
+    Raises:
+        StageError: a process did not start.
+    """
+    num_ranks = 0 if total_updates is None else recipe.trainer.num_ranks
+    num_engines = recipe.rollout.num_engines if with_engines else 0
+    for name in clean_stale_segments():
+        log.info("removed shared memory of a process that is gone: %s", name)
+    with ExitStack() as ends, _ending_on_signals():
+        with progress.phase("starting Ray", 1, ""):
+            ends.enter_context(ray_cluster())
+        engines = trainers = None
+        with progress.phase("starting processes", num_ranks + num_engines, ""):
+            if with_engines:
+                engines = EngineGroup(recipe, folder, Path(recipe.model.path), num_ranks=num_ranks)
+                ends.callback(engines.stop)
+            if total_updates is not None:
+                trainers = TrainerGroup(recipe, folder, progress, total_updates=total_updates, num_engines=num_engines)
+                ends.callback(trainers.kill)
+                trainers.start()
+            if engines is not None:
+                engines.wait_ready()
+        processes = Processes(engines=engines, trainers=trainers)
+        log.info("processes: %s", processes.pids)
+        yield processes
+        if trainers is not None:
+            trainers.close()
+
+
+def engine_client(recipe: Recipe, engines: EngineGroup) -> Engine:
+    """What episodes talk to, told what it needs to know of the model."""
+    config = read_hf_config(Path(recipe.model.path))
+    shape = None
+    if recipe.rollout.routed_experts:
+        shape = (int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]))
+    return engines.client(vocab_size=int(config["vocab_size"]), routed_experts_shape=shape)
+
+
+class Interrupted(RunError):
+    """A signal asked the run to end."""
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: by an exception in the driver."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(f"ended by {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def logs_of_command(directory: str, command: str) -> Iterator[RunFolder]:
+    """Where a command that is no training run keeps its logs: `<directory>/<command>-<time>/logs`."""
+    folder = RunFolder(Path(directory) / f"{command}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
+    folder.logs.mkdir(parents=True)
+    log_to_file(folder.log_file("driver"))
+    yield folder

@@ -1,0 +1,149 @@
+"""Everything that a run of `slimrl train` holds, and the parts of a step that need the engines."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from slimrl.config.schema import Recipe
+from slimrl.data.trajectory import Trajectory
+from slimrl.observability.progress import Progress
+from slimrl.observability.report import write_curve
+from slimrl.observability.run_folder import RunFolder
+from slimrl.observability.samples import write_samples
+from slimrl.observability.trackers import Trackers
+from slimrl.resync.session import ResyncReport
+from slimrl.rollout.statistics import rollout_metrics
+from slimrl.runtime.batch import apply_truncation_rule
+from slimrl.runtime.engine_group import EngineGroup
+from slimrl.runtime.errors import RunError
+from slimrl.runtime.learner import Learner
+from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.runtime.state import CheckpointFolder, RunState
+from slimrl.runtime.step import Step
+from slimrl.runtime.task import Task
+from slimrl.runtime.trainer_group import TrainerGroup
+
+
+class TrainRun:
+    """A started run: the engines answer, the trainer has the weights of `state`."""
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        folder: RunFolder,
+        task: Task,
+        trainers: TrainerGroup,
+        engines: EngineGroup,
+        stage: RolloutStage,
+        trackers: Trackers,
+        progress: Progress,
+        state: RunState,
+    ) -> None:
+        self.recipe, self.state = recipe, state
+        self.learner = Learner(recipe, trainers, state, task.group_filters)
+        self._folder, self._task = folder, task
+        self._trainers, self._engines, self._stage = trainers, engines, stage
+        self._trackers, self._progress = trackers, progress
+        self._prompts = task.prompt_sampler(recipe)
+        if state.cursor:
+            self._prompts.restore(state.cursor)
+        self._checkpoints = CheckpointFolder(folder.checkpoints)
+
+    def meet_engines(self) -> None:
+        """Give the engines the trainer's weights, and evaluate what a fresh run starts from as step 0."""
+        self._trainers.connect_engines(self._engines.addresses)
+        fresh = self.state.step == 0
+        start = Step(0)
+        self._send_weights(start)
+        if fresh and self.recipe.eval.at_start and self._task.eval_sets:
+            with start.timed("eval"):
+                self.evaluate(start)
+        if fresh:
+            self._write(start)
+
+    @contextmanager
+    def next_step(self) -> Iterator[Step]:
+        """A step that counts, and whose metrics are written, when it is complete."""
+        step = Step(self.state.step + 1)
+        yield step
+        self.state.step = step.number
+        self.state.cursor = self._prompts.state()
+        self._write(step)
+
+    def rollout(self, step: Step) -> list[Trajectory]:
+        """Scored trajectories of the next prompts.
+
+        Raises:
+            StageError: an engine has ended.
+            RunError: too many trajectories failed.
+        """
+        prompts = self._prompts.take(self.recipe.rollout.prompts_per_step)
+        try:
+            batch = self._stage.rollout(prompts, label=f"step_{step.number:06d}")
+        except RunError:
+            self._engines.check()
+            raise
+        apply_truncation_rule(batch.trajectories, self.recipe.algorithm.truncated)
+        step.record(rollout_metrics(batch.trajectories, batch.seconds))
+        write_samples(
+            self._folder.sample_file(step.number), batch.trajectories, self.recipe.tracking.trajectories_per_step
+        )
+        return batch.trajectories
+
+    def resync(self, step: Step) -> None:
+        """Send the weights as the next version."""
+        self.state.weight_version += 1
+        self._send_weights(step)
+
+    def evaluation_is_due(self, step: Step) -> bool:
+        settings = self.recipe.eval
+        last = step.number == self.recipe.steps
+        return bool(self._task.eval_sets) and (
+            (last and settings.at_end) or (settings.every_steps > 0 and step.number % settings.every_steps == 0)
+        )
+
+    def evaluate(self, step: Step) -> None:
+        """Accuracy on every evaluation set."""
+        for name, prompts in self._task.eval_sets.items():
+            result, _ = self._stage.evaluate(name, prompts, label=f"eval_{step.number:06d}")
+            step.record({f"eval/{name}/accuracy": result.accuracy})
+
+    def checkpoint_is_due(self) -> bool:
+        every = self.recipe.checkpoint.every_steps
+        return self.state.step == self.recipe.steps or (every > 0 and self.state.step % every == 0)
+
+    def save_checkpoint(self) -> None:
+        """Write what a resume needs; the folder appears under its name when it is whole."""
+        partial = self._checkpoints.begin(self.state.step)
+        self._trainers.save_checkpoint(partial / "trainer")
+        self._checkpoints.finish(partial, self.state, self.recipe.checkpoint.keep)
+
+    def finish(self) -> None:
+        """The model as a Hugging Face checkpoint, and the curve."""
+        self._trainers.export_hf(self._folder.export)
+        write_curve([self._folder.metrics], self._folder.curve, title=self.recipe.run.name)
+        self._progress.say(f"model: {self._folder.export}")
+        self._progress.say(f"curve: {self._folder.curve}")
+
+    def _send_weights(self, step: Step) -> None:
+        report = self._trainers.resync(self.state.weight_version)
+        step.record(resync_metrics(report))
+        if report.fingerprint_mismatches:
+            raise RunError(
+                f"weight version {report.version}: {report.fingerprint_mismatches} tensors differ between trainer and "
+                f"engines after the resync: {', '.join(report.mismatching[:5])}"
+            )
+
+    def _write(self, step: Step) -> None:
+        step.close()
+        self._trackers.log(step.number, step.metrics)
+        self._progress.summary(step.number, step.metrics)
+
+
+def resync_metrics(report: ResyncReport) -> dict[str, float]:
+    return {
+        "resync/bytes": report.bytes,
+        "resync/seconds": report.seconds,
+        "resync/version": report.version,
+        "resync/fingerprint_mismatches": report.fingerprint_mismatches,
+    }

@@ -1,0 +1,122 @@
+"""One trainer rank as a Ray actor: a process that holds a TrainerWorker and its side of the resync."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import ray
+from ray.util import get_node_ip_address
+
+from slimrl.config.schema import Recipe
+from slimrl.data.packing import MicroBatch
+from slimrl.observability.logs import capture_output
+from slimrl.resync.session import ResyncReport, ResyncSession
+from slimrl.rollout.control import SglangControl
+from slimrl.rollout.process import free_port
+from slimrl.runtime.engine_actor import EngineAddress
+from slimrl.trainer.objectives import gspo_objective, sft_objective
+from slimrl.trainer.parallel import Layout
+from slimrl.trainer.step import LogProbs, UpdateResult
+from slimrl.trainer.worker import TrainerWorker
+
+ObjectiveName = Literal["policy", "sft"]
+
+
+@ray.remote(max_restarts=0)
+class TrainerActor:
+    """Every rank of the trainer is one. Calls come from the driver, to all ranks at once and in one order."""
+
+    def __init__(self, recipe: Recipe, log_file: Path, rank: int, total_updates: int) -> None:
+        capture_output(log_file)
+        self.recipe, self.rank, self.total_updates = recipe, rank, total_updates
+        self.done, self.total = 0, 0
+        self.resync_session: ResyncSession | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and free port at which rank 0 is found."""
+        address = get_node_ip_address()
+        return address, free_port(address)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def start(self, address: str, port: int) -> Layout:
+        """Join the other ranks and build the model; weights are random until loaded."""
+        self.worker = TrainerWorker(
+            self.recipe.trainer,
+            Path(self.recipe.model.path),
+            seed=self.recipe.seed,
+            rank=self.rank,
+            world_size=self.recipe.trainer.num_ranks,
+            master_addr=address,
+            master_port=port,
+            total_updates=self.total_updates,
+        )
+        return self.worker.layout
+
+    def load_hf(self) -> None:
+        self.worker.load_hf()
+
+    def compute_logprobs(self, micro_batches: list[MicroBatch], temperature: float) -> list[LogProbs] | None:
+        self._count(len(micro_batches))
+        return self.worker.compute_logprobs(micro_batches, temperature, on_micro_batch=self._advance)
+
+    def train_update(
+        self, micro_batches: list[MicroBatch], objective: ObjectiveName, denominator: float, temperature: float
+    ) -> UpdateResult:
+        self._count(len(micro_batches))
+        loss_function = gspo_objective(self.recipe.algorithm) if objective == "policy" else sft_objective()
+        return self.worker.train_update(
+            micro_batches,
+            loss_function,
+            denominator=denominator,
+            temperature=temperature,
+            on_micro_batch=self._advance,
+        )
+
+    def connect_engines(self, engines: list[EngineAddress]) -> None:
+        """Meet the engines that `resync` will update."""
+        settings = self.recipe.resync
+        controls = [SglangControl(e.name, e.url, num_ranks=e.tensor, timeout_s=settings.timeout_s) for e in engines]
+        self.resync_session = ResyncSession(
+            self.worker.weight_source(),
+            controls,
+            settings,
+            rank=self.rank,
+            run_id=self.recipe.run.name,
+            address=get_node_ip_address(),
+        )
+
+    def resync(self, version: int) -> ResyncReport | None:
+        """Send this trainer's weights to all engines; the report is rank 0's."""
+        assert self.resync_session is not None, "connect_engines comes first"
+        self._count(0)
+        return self.resync_session.run(version, self._set_progress)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        self.worker.save_checkpoint(directory)
+
+    def load_checkpoint(self, directory: Path) -> None:
+        self.worker.load_checkpoint(directory)
+
+    def export_hf(self, directory: Path) -> None:
+        self.worker.export_hf(directory)
+
+    def close(self) -> None:
+        """Leave the groups and remove what lies in shared memory."""
+        if self.resync_session is not None:
+            self.resync_session.close()
+
+    @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
+    def progress(self) -> tuple[int, int]:
+        """(done, total) of the call under way: micro-batches or buckets."""
+        return self.done, self.total
+
+    def _count(self, total: int) -> None:
+        self.done, self.total = 0, total
+
+    def _advance(self) -> None:
+        self.done += 1
+
+    def _set_progress(self, done: int, total: int) -> None:
+        self.done, self.total = done, total

@@ -1,0 +1,142 @@
+"""The trainer of a run as the driver sees it: one actor per rank, called together."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slimrl.config.schema import Recipe
+from slimrl.data.packing import MicroBatch
+from slimrl.observability.progress import Phase, Progress
+from slimrl.observability.run_folder import RunFolder
+from slimrl.resync.session import ResyncReport
+from slimrl.runtime.cluster import call_all
+from slimrl.runtime.engine_actor import EngineAddress
+from slimrl.runtime.placement import trainer_options
+from slimrl.runtime.trainer_actor import ObjectiveName, TrainerActor
+from slimrl.trainer.parallel import Layout
+from slimrl.trainer.step import LogProbs, UpdateResult
+
+PackedBatch = list[list[MicroBatch]]
+"""Micro-batches by data-parallel rank."""
+
+
+class TrainerGroup:
+    """All ranks of the trainer. Every method raises StageError if a rank fails or is late."""
+
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, progress: Progress, *, total_updates: int, num_engines: int
+    ) -> None:
+        """Start the processes; `start` waits for them.
+
+        Args:
+            total_updates: optimizer updates of the whole run, at which learning-rate schedules end.
+            num_engines: that share the machine.
+        """
+        self._recipe, self._progress = recipe, progress
+        options = trainer_options(recipe, num_engines=num_engines)
+        self._actors: dict[str, Any] = {}
+        for rank in range(recipe.trainer.num_ranks):
+            name = f"trainer {rank}"
+            log_file = folder.log_file(f"trainer_{rank}").absolute()
+            self._actors[name] = TrainerActor.options(  # type: ignore[attr-defined]
+                **options, concurrency_groups={"progress": 1}
+            ).remote(recipe, log_file, rank, total_updates)
+        self._layouts: dict[str, Layout] = {}
+        self.pids: tuple[int, ...] = ()
+
+    def start(self) -> None:
+        """Join the ranks, build the model and load the weights of `model.path`."""
+        timeout_s = self._recipe.trainer.startup_timeout_s
+        self.pids = tuple(call_all(self._actors, "pid", timeout_s=timeout_s).values())
+        first = next(iter(self._actors))
+        place = call_all({first: self._actors[first]}, "rendezvous", timeout_s=timeout_s)[first]
+        self._layouts = call_all(self._actors, "start", self._same(*place), timeout_s=timeout_s)
+        call_all(self._actors, "load_hf", timeout_s=timeout_s)
+
+    @property
+    def layout(self) -> Layout:
+        """Rank 0's; the sizes in it are everyone's."""
+        return next(iter(self._layouts.values()))
+
+    def compute_logprobs(self, batch: PackedBatch, temperature: float) -> list[list[LogProbs]]:
+        """Log-probs of every micro-batch, by data-parallel rank."""
+        results = self._call_counted(
+            "log-probs", "micro-batches", "compute_logprobs", self._per_data_rank(batch, temperature)
+        )
+        reported = {self._layouts[name].data_rank: result for name, result in results.items() if result is not None}
+        return [reported[rank] for rank in range(len(batch))]
+
+    def train_update(
+        self, batch: PackedBatch, objective: ObjectiveName, *, denominator: float, temperature: float
+    ) -> UpdateResult:
+        """One optimizer update; see Stepper.train_update."""
+        arguments = self._per_data_rank(batch, objective, denominator, temperature)
+        results = self._call_counted("train", "micro-batches", "train_update", arguments)
+        return next(iter(results.values()))
+
+    def connect_engines(self, engines: Sequence[EngineAddress]) -> None:
+        self._call("connect_engines", list(engines))
+
+    def resync(self, version: int) -> ResyncReport:
+        """Send the weights to the engines as `version`, which they serve when this returns."""
+        results = self._call_counted("resync", "buckets", "resync", self._same(version))
+        return next(report for report in results.values() if report is not None)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        self._call("save_checkpoint", directory.absolute())
+
+    def load_checkpoint(self, directory: Path) -> None:
+        self._call("load_checkpoint", directory.absolute())
+
+    def export_hf(self, directory: Path) -> None:
+        self._call("export_hf", directory.absolute())
+
+    def close(self) -> None:
+        """Have the ranks give back what outlives a process; for the way out of a run that went well."""
+        self._call("close")
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _same(self, *arguments: Any) -> dict[str, tuple[Any, ...]]:
+        return dict.fromkeys(self._actors, arguments)
+
+    def _per_data_rank(self, batch: PackedBatch, *rest: Any) -> dict[str, tuple[Any, ...]]:
+        shares = [ray.put(share) for share in batch]
+        return {name: (shares[layout.data_rank], *rest) for name, layout in self._layouts.items()}
+
+    def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
+        return call_all(self._actors, method, self._same(*arguments), timeout_s=self._recipe.trainer.timeout_s)
+
+    def _call_counted(self, name: str, unit: str, method: str, arguments: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """A call whose progress on rank 0 is shown."""
+        first = next(iter(self._actors.values()))
+        with self._progress.phase(name, 0, unit) as phase:
+            watch = _Watch(first, phase)
+            return call_all(
+                self._actors, method, arguments, timeout_s=self._recipe.trainer.timeout_s, while_waiting=watch
+            )
+
+
+class _Watch:
+    """Asks an actor for its progress whenever it has answered the last question."""
+
+    def __init__(self, actor: Any, phase: Phase) -> None:
+        self._actor, self._phase = actor, phase
+        self._asked: Any = None
+
+    def __call__(self) -> None:
+        if self._asked is not None:
+            answered, _ = ray.wait([self._asked], timeout=0)
+            if not answered:
+                return
+            # A failed rank is reported by the call itself.
+            try:
+                self._phase.update(*ray.get(self._asked))
+            except ray.exceptions.RayError:
+                return
+        self._asked = self._actor.progress.remote()

@@ -1,0 +1,156 @@
+"""Selection, dealing to updates, and what lies elsewhere, without any process."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slimrl.config.schema import Recipe, TruncatedRule
+from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.runtime.batch import (
+    apply_truncation_rule,
+    fill_elsewhere,
+    fill_old_logprobs,
+    make_updates,
+    mismatch_metrics,
+    num_sampled_tokens,
+    select,
+)
+
+LAYOUT = SimpleNamespace(alignment=4, data=2, micro_batch_multiple=1)
+
+
+def recipe(**algorithm) -> Recipe:
+    made = Recipe()
+    made.trainer.max_tokens_per_rank = 64
+    made.trainer.updates_per_rollout = 2
+    for name, value in algorithm.items():
+        setattr(made.algorithm, name, value)
+    return made
+
+
+def segment(length: int, rng: np.random.Generator) -> Segment:
+    mask = np.ones(length, np.bool_)
+    mask[:3] = False
+    return Segment(
+        tokens=rng.integers(1, 50, length).astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, -rng.random(length), 0).astype(np.float32),
+        weight_versions=np.where(mask, 0, -1).astype(np.int32),
+        turn_ids=np.where(mask, 0, -1).astype(np.int16),
+    )
+
+
+def trajectory(group: str, sample: int, reward: float, status: Status = Status.completed, lengths=(12,)) -> Trajectory:
+    rng = np.random.default_rng(hash((group, sample)) % 1000)
+    return Trajectory(
+        group_id=group,
+        trajectory_id=f"{group}/{sample}",
+        segments=[segment(length, rng) for length in lengths],
+        status=status,
+        reward=reward,
+    )
+
+
+def test_failed_trajectories_filters_and_equal_groups_are_left_out():
+    batch = [
+        *(trajectory("mixed", i, float(i == 0)) for i in range(3)),
+        trajectory("mixed", 3, math.nan, Status.failed),
+        *(trajectory("equal", i, 1.0) for i in range(3)),
+        *(trajectory("refused", i, float(i)) for i in range(3)),
+        trajectory("alone", 0, 1.0),
+        trajectory("alone", 1, math.nan, Status.failed),
+    ]
+    chosen = select(batch, recipe(), [lambda group: group[0].group_id != "refused"])
+    assert [t.trajectory_id for t in chosen.trajectories] == ["mixed/0", "mixed/1", "mixed/2"]
+    assert chosen.zero_variance_fraction == 0.5
+    std = math.sqrt(1 / 3) + 1e-6
+    assert chosen.advantages == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std])
+
+
+def test_equal_groups_stay_with_zero_advantage_when_the_recipe_keeps_them():
+    batch = [trajectory("equal", i, 1.0) for i in range(3)]
+    chosen = select(batch, recipe(skip_zero_variance=False), [])
+    assert len(chosen.trajectories) == 3
+    assert chosen.advantages.tolist() == [0, 0, 0]
+
+
+def test_masked_truncated_trajectories_count_in_the_baseline_alone():
+    batch = [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0), trajectory("a", 2, 0.0, Status.truncated)]
+    masked = select(batch, recipe(truncated=TruncatedRule.mask), [])
+    scored = select(batch, recipe(truncated=TruncatedRule.score), [])
+    assert [t.trajectory_id for t in masked.trajectories] == ["a/0", "a/1"]
+    assert masked.advantages.tolist() == scored.advantages[:2].tolist()
+
+
+def test_the_zero_rule_takes_the_reward_of_truncated_trajectories():
+    batch = [trajectory("a", 0, 1.0), trajectory("a", 1, 1.0, Status.truncated)]
+    apply_truncation_rule(batch, TruncatedRule.score)
+    assert [t.reward for t in batch] == [1.0, 1.0]
+    apply_truncation_rule(batch, TruncatedRule.zero)
+    assert [t.reward for t in batch] == [1.0, 0.0]
+
+
+def test_groups_are_dealt_whole_to_the_updates():
+    batch = [trajectory(g, i, float(i)) for g in "abcde" for i in range(2)]
+    updates = make_updates(select(batch, recipe(), []), recipe(), LAYOUT)
+    assert [u.num_trajectories for u in updates] == [6, 4]
+    assert sum(map(num_sampled_tokens, updates)) == sum(t.num_sampled_tokens for t in batch)
+    assert all(len(u.parts) == 2 for u in updates)
+
+
+def test_fewer_groups_than_updates_make_fewer_updates():
+    batch = [trajectory("a", i, float(i)) for i in range(2)]
+    assert len(make_updates(select(batch, recipe(), []), recipe(), LAYOUT)) == 1
+    assert make_updates(select([], recipe(), []), recipe(), LAYOUT) == []
+
+
+def results(update, offset: float) -> list[list[SimpleNamespace]]:
+    """Stand-ins of the trainer's answer: NaN where nothing was sampled."""
+    return [
+        [
+            SimpleNamespace(
+                logprobs=np.where(m.mask, m.rollout_logprobs + offset * (1 + m.position_ids), np.nan).astype(
+                    np.float32
+                ),
+                entropy=np.full(len(m.tokens), 0.5, np.float32),
+            )
+            for m in part
+        ]
+        for part in update.parts
+    ]
+
+
+def test_mismatch_is_measured_on_sampled_tokens_alone():
+    batch = [trajectory("a", i, float(i)) for i in range(2)]
+    (update,) = make_updates(select(batch, recipe(), []), recipe(), LAYOUT)
+    fill_old_logprobs(update, results(update, 1e-3))
+    metrics = mismatch_metrics([update])
+    # 12 tokens, the first three of the prompt: targets at input positions 2..10.
+    expected = np.array([1e-3 * (1 + p) for p in range(2, 11)])
+    assert metrics["mismatch/logprob_abs_mean"] == pytest.approx(expected.mean(), rel=1e-3)
+    assert metrics["mismatch/logprob_abs_max"] == pytest.approx(expected.max(), rel=1e-3)
+    assert metrics["mismatch/kl_k3"] == pytest.approx((np.exp(expected) - 1 - expected).mean(), rel=1e-2)
+    assert update.entropy_sum == pytest.approx(0.5 * 18)
+
+
+def test_what_lies_elsewhere_is_the_rest_of_the_trajectory():
+    batch = [trajectory("a", i, float(i), lengths=(60, 50, 40)) for i in range(2)]
+    (update,) = make_updates(select(batch, recipe(), []), recipe(), LAYOUT)
+    fill_old_logprobs(update, results(update, 0.0))
+    current = results(update, 1e-3)
+    fill_elsewhere(update, current)
+    totals = {}
+    pieces = [
+        (m, r) for part, answers in zip(update.parts, current, strict=True) for m, r in zip(part, answers, strict=True)
+    ]
+    for m, r in pieces:
+        for local, index in enumerate(m.trajectories):
+            here = m.mask & (m.trajectory_ids == local)
+            totals[index] = totals.get(index, 0) + float((r.logprobs - m.old_logprobs)[here].sum())
+    for m, r in pieces:
+        for local, index in enumerate(m.trajectories):
+            here = m.mask & (m.trajectory_ids == local)
+            own = float((r.logprobs - m.old_logprobs)[here].sum())
+            assert m.elsewhere_log_ratio[local] == pytest.approx(totals[index] - own, rel=1e-4)
