@@ -1,11 +1,11 @@
 """The chat template as token ids: prompts, tool turns and loss masks, against whole renderings of the template."""
 
 import pytest
+from slimrl_tools.toy_tokenizer import MAX_VOCABULARY, build_tokenizer
 
 from slimrl.agent.calculator import calculator
 from slimrl.agent.tools import make_tool
 from slimrl.data.chat import ChatFormat
-from slimrl_tools.toy_tokenizer import MAX_VOCABULARY, build_tokenizer
 
 SYSTEM = {"role": "system", "content": "Put the answer in \\boxed{}."}
 USER = {"role": "user", "content": "Compute 34*17+2."}

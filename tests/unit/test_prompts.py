@@ -65,7 +65,7 @@ def test_a_missing_an_empty_and_a_non_utf8_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has no lines"):
         read_prompts(write(tmp_path / "empty.jsonl", ""))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9", "label": 1}\n')
-    with pytest.raises(ValueError, match="latin.jsonl:1: not UTF-8"):
+    with pytest.raises(ValueError, match=r"latin\.jsonl:1: not UTF-8"):
         read_prompts(tmp_path / "latin.jsonl")
 
 
@@ -96,7 +96,7 @@ def test_a_conversation_keeps_its_calls_its_tools_and_where_it_stands(tmp_path):
     ],
 )
 def test_a_broken_conversation_is_named(tmp_path, line, problem):
-    with pytest.raises(ValueError, match="sft.jsonl:1: ") as caught:
+    with pytest.raises(ValueError, match=r"sft\.jsonl:1: ") as caught:
         read_conversations(write(tmp_path / "sft.jsonl", line))
     assert problem in str(caught.value)
 

@@ -1,0 +1,263 @@
+"""Tools: schemas, deadlines and errors; the calculator against Python's own integers and fractions."""
+
+import asyncio
+import operator
+import random
+import time
+from fractions import Fraction
+
+import pytest
+
+from slimrl.agent.calculator import MAX_BITS, calculator
+from slimrl.agent.parsers import HermesParser, MalformedCall, ToolCall, make_parser
+from slimrl.agent.tools import ToolBox, ToolBroken, ToolError, make_tool
+from slimrl.data.import_path import resolve
+
+
+def scale(value: int, factor: float = 2.0) -> float:
+    """Multiply.
+
+    Args:
+        value: What is multiplied.
+        factor: What it is multiplied with.
+    """
+    return value * factor
+
+
+async def slow_echo(text: str, delay_s: float) -> str:
+    """Echo.
+
+    Args:
+        text: What comes back.
+        delay_s: How much later.
+    """
+    await asyncio.sleep(delay_s)
+    return text
+
+
+def sleep(seconds: float) -> str:
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "slept"
+
+
+def broken() -> str:
+    """Break."""
+    raise KeyError("inside")
+
+
+def no_docstring(x: int) -> int:
+    return x
+
+
+TOOLS = ToolBox([make_tool(function) for function in (scale, slow_echo, sleep, broken, calculator)])
+
+
+def test_annotations_and_docstring_make_the_schema():
+    function = make_tool(scale).schema["function"]
+    assert (function["name"], function["description"]) == ("scale", "Multiply.")
+    assert function["parameters"]["properties"]["value"] == {"type": "integer", "description": "What is multiplied."}
+    assert function["parameters"]["required"] == ["value"]
+    assert set(function) == {"name", "description", "parameters"}
+
+
+def test_a_function_without_docstring_makes_no_tool():
+    with pytest.raises(ValueError, match=r"tool .*no_docstring"):
+        make_tool(no_docstring)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="one name"):
+        ToolBox([make_tool(scale), make_tool(scale)])
+
+
+async def test_synchronous_and_asynchronous_tools_answer_with_text():
+    assert await TOOLS.call("scale", {"value": 4}, 5) == "8.0"
+    assert await TOOLS.call("slow_echo", {"text": "hi", "delay_s": 0}, 5) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("nothing", {}, "unknown tool nothing; known: scale, slow_echo"),
+        ("scale", {}, "value: Missing required argument"),
+        ("scale", {"value": "many"}, "value: Input should be a valid integer"),
+        ("scale", {"value": 1, "more": 2}, "more: Unexpected keyword argument"),
+        ("scale", {"value": [[]]}, "value: "),
+        ("calculator", {"expression": "1/0"}, "division by zero"),
+        ("calculator", {"expression": 5}, "expression: Input should be a valid string"),
+    ],
+)
+async def test_what_the_model_did_wrong_is_said_in_one_line(name, arguments, problem):
+    with pytest.raises(ToolError) as caught:
+        await TOOLS.call(name, arguments, 5)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("sleep", {"seconds": 3}), ("slow_echo", {"text": "", "delay_s": 3})])
+async def test_a_tool_that_hangs_is_left_at_its_deadline(name, arguments):
+    start = time.monotonic()
+    with pytest.raises(ToolError, match=r"no answer within 0.05 s"):
+        await TOOLS.call(name, arguments, 0.05)
+    assert time.monotonic() - start < 2
+
+
+async def test_hanging_tools_do_not_hold_up_others():
+    hanging = [asyncio.create_task(TOOLS.call("sleep", {"seconds": 3}, 2)) for _ in range(40)]
+    await asyncio.sleep(0)
+    start = time.monotonic()
+    assert await TOOLS.call("scale", {"value": 1}, 5) == "2.0"
+    assert time.monotonic() - start < 1.5
+    for task in hanging:
+        task.cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)
+
+
+async def test_an_error_that_the_tool_did_not_foresee_is_not_the_models():
+    with pytest.raises(ToolBroken, match="tool broken: KeyError"):
+        await TOOLS.call("broken", {}, 5)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("os.path.join", "write module:function"),
+        ("no_such_module:f", "no module no_such_module"),
+        ("slimrl.no_such:f", "no module slimrl.no_such"),
+        ("os.path:no_such", "has no no_such"),
+        ("os:sep", "no function but str"),
+    ],
+)
+def test_an_import_path_that_names_no_function_is_refused(path, problem):
+    with pytest.raises(ValueError, match=problem):
+        resolve(path)
+
+
+def test_an_import_path_names_a_function():
+    assert resolve("operator:add") is operator.add
+    assert ToolBox.from_import_paths(["slimrl.agent.calculator:calculator"]).schemas[0]["function"]["name"] == (
+        "calculator"
+    )
+
+
+def test_the_calculator_agrees_with_python_integers_on_random_expressions():
+    rng = random.Random(0)
+    for _ in range(300):
+        terms = [str(rng.randint(0, 10**9)) for _ in range(4)]
+        a, b, c = (rng.choice(["+", "-", "*", "//", "%"]) for _ in range(3))
+        expression = f"({terms[0]}{a}{terms[1]}){b}-{terms[2]}{c}{terms[3]}"
+        try:
+            expected = str(eval(expression))
+        except ZeroDivisionError:
+            continue
+        assert calculator(expression) == expected
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer"),
+    [
+        ("2**100", str(2**100)),
+        ("12345678901234567890*98765432109876543210", str(12345678901234567890 * 98765432109876543210)),
+        ("10**30/10**29", "10"),
+        ("0.1+0.2", "0.3"),
+        ("1/3", "0.333333333333333"),
+        ("2**-2", "0.25"),
+        (" ( 1 + 2 ) * +3 ", "9"),
+        ("1e3", "1000"),
+        ("-7//2", "-4"),
+        ("7.5%2", "1.5"),
+        ("1**999999999", "1"),
+        ("-" * 399 + "1", "-1"),
+    ],
+)
+def test_the_calculator_is_exact(expression, answer):
+    assert calculator(expression) == answer
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1+",
+        "x",
+        "f(1)",
+        "__import__('os')",
+        "'a'*3",
+        "True+1",
+        "1 if 2 else 3",
+        "[1]",
+        "1j",
+        "1;2",
+        "2^3",
+        "(" * 300,
+        "9**9**9",
+        "10**2000",
+        "2**0.5",
+        "0**-1",
+        "1%0",
+        "1e999999999",
+        "1+" * 300 + "1",
+    ],
+)
+def test_the_calculator_refuses_what_is_no_bounded_arithmetic(expression):
+    start = time.monotonic()
+    with pytest.raises(ToolError):
+        calculator(expression)
+    assert time.monotonic() - start < 1
+
+
+def test_the_bound_of_the_calculator_is_where_it_says():
+    assert Fraction(calculator(f"2**{MAX_BITS // 2}")) == 2 ** (MAX_BITS // 2)
+    with pytest.raises(ToolError, match="too large"):
+        calculator(f"2**{MAX_BITS}")
+
+
+GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "}"]}}\n</tool_call>'
+
+
+def test_a_call_is_read_and_the_text_around_it_kept():
+    turn = HermesParser().parse(f"Let me see. {GOOD}")
+    assert turn.content == "Let me see."
+    assert turn.calls == [ToolCall(name="f", arguments={"x": [1, "}"]})]
+
+
+def test_several_calls_keep_their_order_and_one_bad_one_does_not_hide_the_others():
+    bad = "<tool_call>{1}</tool_call>"
+    calls = HermesParser().parse(GOOD + bad + GOOD.replace('"f"', '"g"')).calls
+    assert [type(call) for call in calls] == [ToolCall, MalformedCall, ToolCall]
+    assert calls[2] == ToolCall(name="g", arguments={"x": [1, "}"]})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>", "not closed"),
+        (GOOD.removesuffix("</tool_call>"), "not closed"),
+        ("<tool_call></tool_call>", "not JSON"),
+        ('<tool_call>{"name": "f", "arguments": {}</tool_call>', "not JSON"),
+        ("<tool_call>[]</tool_call>", "no name"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "no name"),
+        ('<tool_call>{"name": "f", "arguments": "1"}</tool_call>', "arguments are no object"),
+        ("</tool_call>", "nothing opened it"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
+    ],
+)
+def test_a_malformed_call_is_a_value_that_says_what_is_wrong(text, problem):
+    (call,) = HermesParser().parse(text).calls
+    assert isinstance(call, MalformedCall)
+    assert problem in call.problem
+
+
+def test_text_without_calls_has_none_and_missing_arguments_are_no_arguments():
+    assert HermesParser().parse("The answer is 4.").calls == []
+    assert HermesParser().parse('<tool_call>{"name": "f"}</tool_call>').calls == [ToolCall(name="f", arguments={})]
+
+
+def test_an_unknown_parser_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="no parser xml; known are hermes"):
+        make_parser("xml")
