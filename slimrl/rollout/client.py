@@ -1,0 +1,144 @@
+"""Asks an engine, or the router before several, for one assistant turn: token ids in, token ids and log-probs out."""
+
+import asyncio
+import base64
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+
+from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
+
+ROUTING_HEADER = "X-SMG-Routing-Key"
+"""The router sends requests with one value to one engine."""
+_ABORT_TIMEOUT_S = 5.0
+
+
+def request_body(request: GenerateRequest, rid: str, *, routed_experts: bool) -> dict[str, Any]:
+    """The JSON of /generate. Without stop tokens the turn runs to `max_new_tokens`."""
+    sampling: dict[str, Any] = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "max_new_tokens": request.max_new_tokens,
+    }
+    if request.stop_token_ids:
+        sampling["stop_token_ids"] = request.stop_token_ids
+    else:
+        sampling["ignore_eos"] = True
+    if request.seed is not None:
+        sampling["sampling_seed"] = request.seed
+    body = {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "return_logprob": True}
+    return {**body, "return_routed_experts": True} if routed_experts else body
+
+
+def parse_answer(
+    answer: dict[str, Any], num_input_tokens: int, routed_experts_shape: tuple[int, int] | None
+) -> GenerateResult:
+    """Raises KeyError, TypeError or ValueError for an answer that is not one of /generate."""
+    meta = answer["meta_info"]
+    pairs = meta["output_token_logprobs"]
+    experts = None
+    if routed_experts_shape is not None:
+        rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
+        expected = (num_input_tokens + len(pairs) - 1, *routed_experts_shape)
+        experts = rows.reshape(expected).astype(np.int16)
+    finish = (meta["finish_reason"] or {})["type"]
+    if finish not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason {finish!r}")
+    return GenerateResult(
+        tokens=[pair[1] for pair in pairs],
+        logprobs=[pair[0] for pair in pairs],
+        weight_version=int(meta["weight_version"]),
+        finish_reason=finish,
+        routed_experts=experts,
+        cached_tokens=meta["cached_tokens"],
+    )
+
+
+class SglangEngine:
+    """Implements Engine. One per event loop; holds its connections until `aclose`."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        engine_urls: Sequence[str] = (),
+        vocab_size: int | None = None,
+        routed_experts_shape: tuple[int, int] | None = None,
+    ) -> None:
+        """Connects at the first request.
+
+        Args:
+            url: of the router, or of the one engine.
+            engine_urls: of the engines themselves, to which aborts go; the router does not pass them on.
+            vocab_size: tokens from here on are refused, since they would end the engine's process.
+            routed_experts_shape: (MoE layers, experts per token) where the engine reports routing.
+        """
+        self._url = url
+        self._engine_urls = tuple(engine_urls) or (url,)
+        self._vocab_size = vocab_size
+        self._routed_experts_shape = routed_experts_shape
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
+        # Deadlines are per request, in `generate`; trust_env off spares reading proxies at each one.
+        self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """One turn.
+
+        Raises:
+            EngineError: the engine refused, ended, or had not answered at the deadline. What it was still
+                computing for this request is aborted, as it is when the caller cancels.
+        """
+        if self._vocab_size is not None and max(request.input_ids, default=0) >= self._vocab_size:
+            raise EngineError(f"{self._name(request)}: token {max(request.input_ids)} is outside of the vocabulary")
+        rid = uuid.uuid4().hex
+        answered = False
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                response = await self._post(request, rid)
+            answered = True
+        except TimeoutError as error:
+            raise EngineError(f"{self._name(request)}: no answer within {request.timeout_s:g} s") from error
+        except httpx.TransportError as error:
+            raise EngineError(f"{self._name(request)}: {type(error).__name__} {error}".rstrip()) from error
+        finally:
+            if not answered:
+                self._abort_later(rid)
+        if response.status_code != 200:
+            raise EngineError(f"{self._name(request)}: {response.status_code} {response.text[:500]}")
+        try:
+            answer = orjson.loads(response.content)
+            return parse_answer(answer, len(request.input_ids), self._routed_experts_shape)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{self._name(request)}: not an answer to /generate: {error!r}") from error
+
+    async def aclose(self) -> None:
+        """Close the connections, once aborts under way have been sent."""
+        await asyncio.gather(*self._aborts)
+        await self._http.aclose()
+
+    async def _post(self, request: GenerateRequest, rid: str) -> httpx.Response:
+        body = request_body(request, rid, routed_experts=self._routed_experts_shape is not None)
+        headers = {"content-type": "application/json", ROUTING_HEADER: request.session_id}
+        return await self._http.post(f"{self._url}/generate", content=orjson.dumps(body), headers=headers)
+
+    def _abort_later(self, rid: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._abort(rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, rid: str) -> None:
+        calls = [
+            self._http.post(f"{url}/abort_request", json={"rid": rid}, timeout=_ABORT_TIMEOUT_S)
+            for url in self._engine_urls
+        ]
+        # An engine that is gone has nothing left to abort; which one held the request is not known here.
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _name(self, request: GenerateRequest) -> str:
+        return f"{self._url}, session {request.session_id}"

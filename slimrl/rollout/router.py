@@ -1,0 +1,109 @@
+"""smg in front of the engines: one address, and every session on one engine.
+
+Requests are spread by consistent hashing of the header X-SMG-Routing-Key, so that a session's turns meet the
+prefix cache that its earlier turns filled. The control plane (`--enable-rl`) lists the engines with their health
+and weight version, and sends one call to all of them with an answer from each; slimrl uses it for status and for
+what is the same for every engine. It lacks what an update needs besides: a body of its own for each engine (the
+broadcast group's ranks differ), a deadline per call (it has one for all, set at start), and knowledge of an
+engine's failure before the next call. So resync speaks to each engine (control.py).
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smg.rl import RL, FanoutError, RlError, Worker
+
+from slimrl.data.protocols import EngineError
+from slimrl.rollout.process import ServerError, ServerProcess, free_port
+
+_SELECTOR = "engine=sglang"
+
+
+class Router:
+    """A running router. Making one starts the process; `wait_ready` waits until it serves every engine."""
+
+    def __init__(
+        self,
+        engine_urls: Sequence[str],
+        log: Path,
+        *,
+        timeout_s: float,
+        request_timeout_s: float,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Start it.
+
+        Args:
+            engine_urls: of running engines.
+            log: file for its output.
+            timeout_s: deadline of its start and of each control call.
+            request_timeout_s: of one generation; the client's own deadline is the shorter one.
+            host: address to listen on.
+        """
+        port, metrics_port = free_port(host), free_port(host)
+        self.url = f"http://{host}:{port}"
+        self._num_engines = len(engine_urls)
+        self._timeout_s = timeout_s
+        options = {
+            "host": host,
+            "port": port,
+            "policy": "consistent_hashing",
+            "prometheus-host": host,
+            "prometheus-port": metrics_port,
+            "request-timeout-secs": int(request_timeout_s) + 60,
+            "rl-control-timeout-secs": max(1, int(timeout_s)),
+            # The number of requests under way is slimrl's to decide.
+            "max-concurrent-requests": 0,
+            "log-level": "warn",
+        }
+        flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        self.process = ServerProcess(
+            "router",
+            [sys.executable, "-m", "slimrl.rollout.launch_router", str(os.getpid()), *flags, "--enable-rl",
+             "--worker-urls", *engine_urls],
+            {},
+            log,
+        )  # fmt: skip
+
+    def wait_ready(self) -> None:
+        """Wait until every engine is served; raises ServerError with the cause from the log."""
+        deadline = time.monotonic() + self._timeout_s
+        self.process.wait_ready(f"{self.url}/readiness", self._timeout_s)
+        while (found := sum(worker.health.lower() in ("healthy", "ready", "ok", "up") or print(worker) for worker in self.workers())) < self._num_engines:
+            self.check()
+            if time.monotonic() > deadline:
+                raise ServerError(f"the router serves {found} of {self._num_engines} engines")
+            time.sleep(0.1)
+
+    def workers(self) -> list[Worker]:
+        """The engines as the router sees them: url, health, weight_version."""
+        try:
+            return RL(self.url, timeout=self._timeout_s).workers()
+        except (OSError, RlError) as error:
+            raise EngineError(f"router: {error}") from error
+
+    def call_all(self, route: str, **body: Any) -> dict[str, Any]:
+        """POST one call to every engine; their answers by engine URL.
+
+        Raises:
+            EngineError: names the engines that failed.
+        """
+        try:
+            result = RL(self.url, timeout=self._timeout_s).fanout(route, body, selector=_SELECTOR)
+        except FanoutError as error:
+            reasons = "; ".join(f"{failure.url}: {failure.message}" for failure in error.result.failed)
+            raise EngineError(f"{route}: {reasons}") from error
+        except (OSError, RlError) as error:
+            raise EngineError(f"router, {route}: {error}") from error
+        return {answer.url: answer.body for answer in result.results.values()}
+
+    def check(self) -> None:
+        """Raises ServerError with the cause from the log if the router has ended."""
+        self.process.check()
+
+    def stop(self) -> None:
+        self.process.stop()

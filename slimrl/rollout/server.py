@@ -1,0 +1,123 @@
+"""One SGLang engine: its command line from the recipe, its process, its readiness.
+
+Usable from any process, a Ray actor included: the engine ends when the process that made it does.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.rollout.process import ServerProcess, free_port
+
+_DTYPE = {Precision.fp32: "float32", Precision.bf16: "bfloat16"}
+
+
+def engine_arguments(
+    rollout: RolloutConfig, model: Path | str, *, host: str, port: int, precision: Precision, cuda: bool, seed: int
+) -> list[str]:
+    """SGLang's command line; `rollout.sglang` is applied last and wins.
+
+    A value of `rollout.sglang` becomes a flag by the rules of SGLang's parser: True a bare flag, False or None
+    nothing, a list several values.
+    """
+    values: dict[str, Any] = {
+        "model_path": str(model),
+        "host": host,
+        "port": port,
+        "dtype": _DTYPE[precision],
+        "tp_size": rollout.engine_tensor,
+        "random_seed": seed,
+        "skip_server_warmup": True,
+        # Tokens go in and come out, and versions are numbers from the first token on.
+        "weight_version": "0",
+        "enable_return_routed_experts": rollout.routed_experts,
+        # Without this an idle engine burns a core.
+        "sleep_on_idle": True,
+        "log_level": "warning",
+    }
+    if not cuda:
+        values |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": max(16384, rollout.max_concurrency * rollout.max_trajectory_tokens),
+        }
+    flags: list[str] = []
+    for name, value in {**values, **rollout.sglang}.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif isinstance(value, list | tuple):
+            flags += [flag, *map(str, value)]
+        elif value is not None and value is not False:
+            flags += [flag, str(value)]
+    return flags
+
+
+def engine_environment(rollout: RolloutConfig, *, cuda: bool) -> dict[str, str]:
+    """Variables of the engine's process."""
+    threads = {"OMP_NUM_THREADS": str(rollout.threads_per_engine)}
+    if cuda:
+        return threads
+    cpu = {"SGLANG_USE_CPU_ENGINE": "1"}
+    if rollout.engine_tensor > 1:
+        per_rank = rollout.threads_per_engine
+        bounds = [(rank * per_rank, (rank + 1) * per_rank - 1) for rank in range(rollout.engine_tensor)]
+        cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(a) if a == b else f"{a}-{b}" for a, b in bounds)
+    return {**threads, **cpu}
+
+
+class EngineServer:
+    """A running engine. Making one starts the process; `wait_ready` waits for it."""
+
+    def __init__(
+        self,
+        index: int,
+        rollout: RolloutConfig,
+        model: Path | str,
+        log: Path,
+        *,
+        precision: Precision,
+        cuda: bool = False,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Start engine `index`.
+
+        Args:
+            index: number of the engine within its fleet; names it in errors.
+            rollout: its settings.
+            model: Hugging Face checkpoint folder.
+            log: file for its output.
+            precision: of the weights and of all computation.
+            cuda: whether it runs on a GPU.
+            host: address to listen on.
+            port: None for a free one.
+            seed: of what a request does not seed.
+        """
+        self.index = index
+        self._timeout_s = rollout.startup_timeout_s
+        port = port or free_port(host)
+        self.url = f"http://{host}:{port}"
+        arguments = engine_arguments(rollout, model, host=host, port=port, precision=precision, cuda=cuda, seed=seed)
+        self.process = ServerProcess(
+            f"engine {index}",
+            [sys.executable, "-m", "slimrl.rollout.launch", str(os.getpid()), *arguments],
+            engine_environment(rollout, cuda=cuda),
+            log,
+        )
+
+    def wait_ready(self) -> None:
+        """Raises ServerError with the cause from the log if the engine does not come up in time."""
+        self.process.wait_ready(f"{self.url}/health", self._timeout_s)
+
+    def check(self) -> None:
+        """Raises ServerError with the cause from the log if the engine has ended."""
+        self.process.check()
+
+    def stop(self) -> None:
+        """End the engine and its children; idempotent."""
+        self.process.stop()

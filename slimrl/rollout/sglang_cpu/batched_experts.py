@@ -1,0 +1,76 @@
+"""Experts in two batched products instead of a Python loop over them.
+
+Tokens are sorted by expert and padded to the busiest expert's load. Where the load is so uneven that padding
+would more than quadruple the work, or the layer has something this file does not know, the original runs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+_MAX_PADDING = 4
+
+
+def around_forward(
+    original: Callable[..., Tensor], layer: Any, hidden_TH: Tensor, topk_output: Any, config: Any
+) -> Tensor:
+    """Wraps sglang.srt.layers.moe.fused_moe_native.moe_forward_native."""
+    plain = (
+        config.activation == "silu"
+        and config.gemm1_alpha is None
+        and not config.apply_router_weight_on_input
+        and getattr(layer, "w13_weight_bias", None) is None
+        and getattr(layer, "w2_weight_bias", None) is None
+    )
+    weights_TK, experts_TK = topk_output[:2]
+    if plain and len(hidden_TH):
+        loads_E = torch.bincount(experts_TK.flatten(), minlength=len(layer.w13_weight))
+        capacity = int(loads_E.max())
+        if capacity * len(loads_E) <= _MAX_PADDING * experts_TK.numel() or len(hidden_TH) == 1:
+            return experts_forward(
+                hidden_TH, weights_TK, experts_TK, layer.w13_weight, layer.w2_weight, loads_E, capacity
+            )
+    return original(layer, hidden_TH, topk_output, config)
+
+
+def experts_forward(
+    hidden_TH: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    gate_up_EFH: Tensor,
+    down_EHI: Tensor,
+    loads_E: Tensor,
+    capacity: int,
+) -> Tensor:
+    """Weighted sum of each token's experts.
+
+    Args:
+        hidden_TH: inputs.
+        weights_TK: router weight of each of a token's K experts.
+        experts_TK: integer, the experts.
+        gate_up_EFH: rows [gate; up] of each expert, F = 2 I.
+        down_EHI: second projection of each expert.
+        loads_E: tokens of each expert.
+        capacity: the largest of them.
+
+    Returns:
+        [T, H] in the dtype of `hidden_TH`.
+    """
+    num_experts, tokens, topk = len(loads_E), *experts_TK.shape
+    expert_P = experts_TK.flatten().long()
+    order_P = expert_P.argsort(stable=True)
+    expert_P = expert_P[order_P]
+    first_E = loads_E.cumsum(0) - loads_E
+    slot_P = expert_P * capacity + torch.arange(len(expert_P)) - first_E[expert_P]
+    padded = hidden_TH.new_zeros(num_experts * capacity, hidden_TH.shape[1])
+    padded[slot_P] = hidden_TH[order_P // topk]
+    gate_up = torch.bmm(padded.view(num_experts, capacity, -1), gate_up_EFH.transpose(1, 2))
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.bmm(silu(gate).mul_(up), down_EHI.transpose(1, 2)).flatten(0, 1)
+    out_PH = torch.empty(tokens * topk, out.shape[1], dtype=out.dtype)
+    out_PH[order_P] = out[slot_P]
+    out_TKH = out_PH.view(tokens, topk, -1).to(weights_TK.dtype)
+    return (out_TKH * weights_TK[..., None]).sum(1).to(hidden_TH.dtype)

@@ -1,0 +1,70 @@
+"""What slimrl adds to an SGLang engine, by SGLang's own plugin mechanism (entry-point group sglang.srt.plugins).
+
+On every device: weights from a shared buffer (bucket_loader.py), fingerprints of the loaded weights
+(weight_fingerprints.py). Without a GPU in addition: batched attention, batched experts, seeded sampling without
+a compiler, and no pinning of host memory. No file of SGLang is changed.
+SGLang imports this module in every engine process and logs, but survives, a hook that does not fit;
+`require_applied` turns that into a failure to start.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Hook = tuple[str, str, Callable[..., Any]]
+
+_BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_CHECKER = "sglang.srt.utils.weight_checker.WeightChecker"
+_HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
+_SAMPLER = "sglang.srt.layers.sampler"
+_SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+
+
+def _no_pinning(buffer: Any, granularity: int | None = None) -> None:
+    """Replaces cudaHostRegister, which the routed-experts buffer calls on every device."""
+
+
+def hooks() -> list[Hook]:
+    """(target, kind of hook, function) for this process's device."""
+    import torch
+
+    from slimrl.rollout import bucket_loader, weight_fingerprints
+
+    common: list[Hook] = [
+        (f"{_UPDATER}._update_weights_from_flattened_bucket", "around", bucket_loader.around_update),
+        (f"{_UPDATER}.receive_weights_from_distributed", "after", bucket_loader.after_receive),
+        (f"{_CHECKER}.handle", "around", weight_fingerprints.around_handle),
+    ]
+    if torch.cuda.is_available():
+        return common
+    from slimrl.rollout.sglang_cpu import batched_attention, batched_experts, seeded_sampling
+
+    return [
+        *common,
+        (f"{_HOST_POOL}._cuda_host_register", "replace", _no_pinning),
+        (f"{_BACKEND}.__init__", "after", batched_attention.after_init),
+        (f"{_BACKEND}.init_forward_metadata", "after", batched_attention.after_init_forward_metadata),
+        (f"{_BACKEND}._run_sdpa_forward_decode", "around", batched_attention.around_decode),
+        (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
+        ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
+        (f"{_SAMPLER}.multinomial_with_seed", "replace", seeded_sampling.multinomial_with_seed),
+        (f"{_SAMPLER}.sampling_from_probs_torch", "replace", seeded_sampling.sampling_from_probs),
+        (f"{_SAMPLING_INFO}.from_schedule_batch", "after", seeded_sampling.after_from_schedule_batch),
+    ]
+
+
+def register() -> None:
+    """The entry point."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, kind, function in hooks():
+        HookRegistry.register(target, function, HookType(kind))
+
+
+def require_applied() -> None:
+    """Raises RuntimeError naming the hooks that are not in place in this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = sorted(target for target, _, _ in hooks() if target not in HookRegistry._patched)
+    if missing:
+        raise RuntimeError(f"SGLang lacks what slimrl hooks into: {', '.join(missing)}")
