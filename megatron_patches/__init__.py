@@ -25,7 +25,11 @@ class PatchSet:
 
 PATCHES = {
     "0.16.1": PatchSet(
-        any_device=(layers.replicate_mla_down_projections, moe.scale_aux_loss_by_its_group),
+        any_device=(
+            layers.replicate_mla_down_projections,
+            moe.scale_aux_loss_by_its_group,
+            checkpointing.keep_results_in_process,
+        ),
         cpu_only=(
             cuda_calls.replace_torch_cuda,
             cuda_calls.make_cuda_moves_identity,
@@ -44,7 +48,6 @@ PATCHES = {
             layers.offer_core_attention,
             collectives.emulate_uneven_collectives,
             checkpointing.respell_metadata_check,
-            checkpointing.fork_the_result_queue,
         ),
     ),
 }

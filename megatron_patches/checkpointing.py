@@ -1,6 +1,8 @@
-"""Distributed checkpoints without a GPU."""
+"""Distributed checkpoints: the queue of write results on any device, a flag on "cuda" without one."""
 
-from megatron_patches.respell import respell
+import queue
+
+from megatron_patches.respell import rebind, respell
 
 
 def respell_metadata_check() -> None:
@@ -9,10 +11,14 @@ def respell_metadata_check() -> None:
     respell(module, "verify_global_md_reuse", ("device='cuda'", "device='cpu'", 1))
 
 
-def fork_the_result_queue() -> None:
-    """dist_checkpointing/strategies/filesystem_async.py:54 starts its queue in a spawned process.
+def keep_results_in_process() -> None:
+    """dist_checkpointing/strategies/filesystem_async.py:54 passes write results through a manager process.
 
-    That process imports `__main__` again: seconds per save, and a script without a main guard runs twice.
+    That process is spawned, so it imports `__main__` again, which costs seconds per save and runs a script without a
+    main guard twice; and it outlives a trainer that is killed. The results cross a process boundary only if the save
+    is asynchronous, which slimrl's is not: a queue of this process serves.
     """
-    module = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-    respell(module, "_get_write_results_queue", ('mp.get_context("spawn")', 'mp.get_context("fork")', 1))
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    results: queue.Queue = queue.Queue()
+    rebind(filesystem_async, "_get_write_results_queue", lambda: results)

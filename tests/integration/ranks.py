@@ -43,7 +43,10 @@ def run_ranks(body: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: f
     try:
         for process in processes:
             process.start()
-        return _collect(processes, results, time.monotonic() + timeout_s)
+        values = _collect(processes, results, time.monotonic() + timeout_s)
+        for process in processes:
+            process.join(10)
+        return values
     finally:
         if previous is None:
             del os.environ["OMP_NUM_THREADS"]

@@ -1,0 +1,186 @@
+"""A tiny Qwen3-MoE, fixed packed data and one rank's work on it, shared by the trainer's integration tests."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+
+from slimrl.algorithms.losses import cross_entropy, gspo_loss
+from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.data.packing import MicroBatch, PackedSequence, pack
+from slimrl.models.megatron_config import MegatronModelConfig
+from slimrl.trainer.build import build_model, unwrap
+from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.parallel import Layout, destroy_parallel, init_model_parallel, init_parallel
+from slimrl.trainer.step import Stepper, UpdateResult
+
+VOCAB, LAYERS = 101, 4
+"""An odd vocabulary: its padding differs between tensor-parallel sizes."""
+
+
+def model_config() -> MegatronModelConfig:
+    return MegatronModelConfig(
+        transformer={
+            "num_layers": LAYERS,
+            "hidden_size": 64,
+            "ffn_hidden_size": 96,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "kv_channels": 16,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": 1e-6,
+            "gated_linear_unit": True,
+            "activation_func": "silu",
+            "add_bias_linear": False,
+            "qk_layernorm": True,
+            "num_moe_experts": 8,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 32,
+            "moe_router_load_balancing_type": "none",
+            "init_method_std": 0.1,
+        },
+        multi_latent_attention=False,
+        vocab_size=VOCAB,
+        rotary_base=10000.0,
+        rotary_percent=1.0,
+        tie_embeddings=False,
+        max_position=256,
+    )
+
+
+def trainer_config(num_ranks: int = 1, **settings: Any) -> TrainerConfig:
+    """`settings` go to the parallel layout where they are its fields, to the trainer otherwise."""
+    parallel = {name: settings.pop(name) for name in list(settings) if hasattr(ParallelConfig(), name)}
+    defaults = {
+        "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.01),
+        "precision": Precision.fp32,
+        "max_tokens_per_rank": 128,
+        "logprob_chunk_tokens": 48,
+    }
+    return TrainerConfig(num_ranks=num_ranks, parallel=ParallelConfig(**parallel), **{**defaults, **settings})
+
+
+def sequences(step: int, count: int = 12) -> tuple[list[PackedSequence], np.ndarray]:
+    """Random sequences of 9 to 57 tokens, each a trajectory, and their advantages."""
+    rng = np.random.default_rng(1000 + step)
+    packed = []
+    for index in range(count):
+        length = int(rng.integers(9, 58))
+        mask = rng.random(length) < 0.6
+        packed.append(
+            PackedSequence(
+                tokens=rng.integers(0, VOCAB, length),
+                loss_mask=mask,
+                rollout_logprobs=rng.normal(-4, 0.1, length).astype(np.float32),
+                trajectory=index,
+            )
+        )
+    return packed, rng.normal(size=count).astype(np.float32)
+
+
+def packed_batches(step: int, layout: Layout, budget_tokens: int) -> list[MicroBatch]:
+    """This rank's micro-batches of one update."""
+    packed, advantages_N = sequences(step)
+    parts = pack(
+        packed,
+        advantages_N,
+        budget_tokens=budget_tokens * layout.context,
+        alignment=layout.alignment,
+        data_parallel=layout.data,
+        micro_batch_multiple=layout.micro_batch_multiple,
+    )
+    return parts[layout.data_rank]
+
+
+def gspo(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, batch: Any) -> Any:
+    """Old log-probs are the rollout's, so that ratios leave 1."""
+    sums = gspo_loss(
+        logprobs_T,
+        batch.rollout_logprobs_T,
+        batch.mask_T,
+        batch.trajectory_ids_T,
+        batch.advantages_N,
+        batch.num_sampled_N,
+        batch.elsewhere_log_ratio_N,
+        clip_low=0.9,
+        clip_high=5.0,
+        sum_over_ranks=batch.sum_over_ranks,
+    )
+    return sums.loss, sums.reported
+
+
+def token_cross_entropy(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, batch: Any) -> Any:
+    sums = cross_entropy(logprobs_T, batch.mask_T)
+    return sums.loss, {**sums.reported, "entropy": torch.where(batch.mask_T, entropy_T, 0.0).sum().detach()}
+
+
+LOSSES = {"cross_entropy": token_cross_entropy, "gspo": gspo}
+
+
+class Run:
+    """One rank of a trainer of the tiny model, starting from saved weights if any."""
+
+    def __init__(self, trainer: TrainerConfig, layout: Layout, weights: str | None) -> None:
+        self.trainer, self.layout = trainer, layout
+        self.chunks = build_model(trainer, model_config())
+        if weights is not None:
+            self._load(weights)
+        self.optimizer = Optimizer(trainer, self.chunks, total_updates=10)
+        self.stepper = Stepper(
+            self.chunks, self.optimizer, layout, vocab_size=VOCAB, chunk_tokens=trainer.logprob_chunk_tokens
+        )
+
+    def update(self, step: int, loss: str = "cross_entropy") -> UpdateResult:
+        batches = packed_batches(step, self.layout, self.trainer.max_tokens_per_rank)
+        return self.stepper.train_update(batches, LOSSES[loss], denominator=100.0, temperature=0.7)
+
+    def _state(self) -> dict[str, Any]:
+        return {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(self.chunks)}
+
+    def save_weights(self, path: str) -> None:
+        Path(path).mkdir()
+        dist_checkpointing.save(self._state(), path)
+
+    def _load(self, path: str) -> None:
+        loaded = dist_checkpointing.load(self._state(), path)
+        for i, chunk in enumerate(self.chunks):
+            unwrap(chunk).load_state_dict(loaded[f"model{i}"])
+
+
+def save_initial_weights(rank: int, num_ranks: int, port: int, path: str) -> None:
+    layout = start(trainer_config(), rank, num_ranks, port)
+    Run(trainer_config(), layout, None).save_weights(path)
+    destroy_parallel()
+
+
+def start(trainer: TrainerConfig, rank: int, num_ranks: int, port: int) -> Layout:
+    return init_parallel(
+        trainer.parallel,
+        rank=rank,
+        world_size=num_ranks,
+        master_addr="127.0.0.1",
+        master_port=port,
+        timeout_s=60,
+        seed=7,
+    )
+
+
+def run_layouts(
+    rank: int, num_ranks: int, port: int, weights: str, cases: list[tuple[dict[str, Any], str]], steps: int
+) -> list[list[UpdateResult]]:
+    """Several layouts of equally many ranks one after another in one process group, `steps` updates each."""
+    results = []
+    for number, (settings, loss) in enumerate(cases):
+        trainer = trainer_config(num_ranks, **settings)
+        if number == 0:
+            layout = start(trainer, rank, num_ranks, port)
+        else:
+            mpu.destroy_model_parallel()
+            layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
+        run = Run(trainer, layout, weights)
+        results.append([run.update(step, loss) for step in range(steps)])
+    destroy_parallel()
+    return results
