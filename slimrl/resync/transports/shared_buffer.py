@@ -1,0 +1,115 @@
+"""Memory that engines of the same node map: a file in /dev/shm on a CPU, device memory behind CUDA IPC on a GPU.
+
+A file is named `slimrl-<run>-<pid>-<number>`, so that a later run finds what a killed one left behind.
+"""
+
+import base64
+import mmap
+import os
+import pickle
+import re
+from itertools import count
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slimrl import device
+
+SHARED_MEMORY_DIR = Path("/dev/shm")
+
+CUDA_PREFIX = "cuda-ipc:"
+"""Before the base64 of the pickled arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor."""
+
+_NAME = re.compile(r"slimrl-.+-(\d+)-\d+")
+
+
+class SharedBuffer(Protocol):
+    tensor: Tensor
+    """uint8 [nbytes]"""
+
+    def segment(self) -> str:
+        """What an engine needs to map the buffer, once; what was written to `tensor` before is visible there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def shared_buffer(nbytes: int, run_id: str) -> SharedBuffer:
+    """The kind that this process's device has."""
+    return CudaBuffer(nbytes) if device.device_type() == "cuda" else FileBuffer(nbytes, run_id)
+
+
+class FileBuffer:
+    """Raises OSError: /dev/shm has no room for `nbytes`."""
+
+    def __init__(self, nbytes: int, run_id: str) -> None:
+        safe_id = re.sub(r"[^A-Za-z0-9_.]+", "_", run_id)[:64] or "run"
+        self._path, descriptor = _create(f"slimrl-{safe_id}-{os.getpid()}")
+        try:
+            # Reserves the memory now; without it a full /dev/shm is a SIGBUS in the middle of a write.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            mapping = mmap.mmap(descriptor, nbytes)
+        except OSError:
+            self._path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def segment(self) -> str:
+        return self._path.name
+
+    def close(self) -> None:
+        """Remove the name; the memory is freed once nobody maps it."""
+        self._path.unlink(missing_ok=True)
+
+
+class CudaBuffer:
+    """Device memory of this process; the engines' processes open it by handle."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device.compute_device())
+
+    def segment(self) -> str:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        # The engine reads on a stream of its own, which knows nothing of the copies queued here.
+        torch.cuda.synchronize()
+        _, arguments = reduce_tensor(self.tensor)
+        return CUDA_PREFIX + base64.b64encode(pickle.dumps(arguments)).decode()
+
+    def close(self) -> None:
+        """The memory goes back when the last reference to `tensor` is gone."""
+
+
+def clean_stale_segments() -> list[str]:
+    """Remove files of processes that no longer live, and return their names; called when a run starts."""
+    removed = []
+    for path in sorted(SHARED_MEMORY_DIR.glob("slimrl-*")):
+        match = _NAME.fullmatch(path.name)
+        if match and not _is_alive(int(match.group(1))):
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed
+
+
+def _create(stem: str) -> tuple[Path, int]:
+    for number in count():
+        path = SHARED_MEMORY_DIR / f"{stem}-{number}"
+        try:
+            return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            continue
+    raise AssertionError("count() does not end")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,318 @@
+"""A resync against engines that live in this process: order, contents, verification, and engines that fail."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from math import ceil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from slimrl import device
+from slimrl.config.schema import ResyncConfig, TransportName, VerifyMode
+from slimrl.data.protocols import EngineError, TensorSpec
+from slimrl.models.fingerprint import fingerprint
+from slimrl.resync.fan_out import fan_out
+from slimrl.resync.session import ResyncError, ResyncSession, verified_names
+from slimrl.resync.transports.collective import LEAVE_TIMEOUT_S
+from slimrl.resync.transports.shared_buffer import SHARED_MEMORY_DIR, FileBuffer, clean_stale_segments
+
+pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
+
+
+@pytest.fixture(autouse=True)
+def _one_process_plays_all_engines(monkeypatch):
+    """torch keeps a process's groups by name; here several members of one group live in one process."""
+    monkeypatch.setattr(distributed_c10d, "_register_pg_in_world", lambda *args, **kwargs: None)
+
+
+class Source:
+    """Weights of a trainer of one rank."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.weights = tensors
+
+    def specs(self):
+        return [
+            TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
+            for name, t in self.weights.items()
+        ]
+
+    def tensors(self):
+        yield from self.weights.items()
+
+
+class Engine:
+    """Keeps what it loads, and a log of what it was told."""
+
+    def __init__(self, name: str, num_ranks: int = 1) -> None:
+        self.name, self.num_ranks = name, num_ranks
+        self.calls: list[str] = []
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.version = -1
+        self.fails_at: tuple[str, int] | None = None
+        self.groups: dict[str, list] = {}
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if self.fails_at is not None and (call, self.calls.count(call)) == self.fails_at:
+            raise EngineError(f"{self.name}: {call}: refused")
+
+    def pause(self):
+        self._note("pause")
+
+    def begin_update(self):
+        self._note("begin")
+
+    def end_update(self):
+        self._note("end")
+
+    def flush_cache(self):
+        self._note("flush")
+
+    def set_version(self, version):
+        self._note("version")
+        self.version = version
+
+    def resume(self):
+        self._note("resume")
+
+    def fingerprints(self, names):
+        self._note("fingerprints")
+        return {name: fingerprint(self.loaded[name]) for name in (self.loaded if names is None else names)}
+
+    def load_shared_bucket(self, segment, bucket):
+        self._note("load")
+        data = (SHARED_MEMORY_DIR / segment).read_bytes()[: bucket.nbytes]
+        self._take(torch.frombuffer(bytearray(data), dtype=torch.uint8), bucket)
+
+    def join_group(self, address, port, rank, world_size, group, backend):
+        """As SGLang does it: rendezvous by address, keys by group name, torch's own way of making a group."""
+        self._note("join")
+        self.groups[group] = []
+        threads = [
+            threading.Thread(target=self._join, args=(address, port, rank + i, world_size, group, backend))
+            for i in range(self.num_ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _join(self, address, port, rank, world_size, group, backend):
+        timeout = timedelta(seconds=4)
+        rendezvous = dist.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
+        store, _, _ = next(rendezvous)
+        keys = dist.PrefixStore(group, store)
+        made, _ = distributed_c10d._new_process_group_helper(
+            world_size, rank, [], dist.Backend(backend), keys, group_name=group, timeout=timeout
+        )
+        self.groups[group].append(made)
+
+    def receive_bucket(self, group, bucket):
+        self._note("receive")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        buffers = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for _ in self.groups[group]]
+        works = [
+            member.broadcast([buffer], options) for member, buffer in zip(self.groups[group], buffers, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(buffer, buffers[0]) for buffer in buffers)
+        self._take(buffers[0], bucket)
+
+    def leave_group(self, group):
+        self._note("leave")
+        # Kept: destroying a group waits, with the interpreter's lock, until a broadcast that broke off is out of time.
+        self.left = self.groups.pop(group)
+
+    def _take(self, flat, bucket):
+        for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+            dtype = getattr(torch, spec.dtype)
+            nbytes = torch.Size(spec.shape).numel() * dtype.itemsize
+            self.loaded[spec.name] = flat[offset : offset + nbytes].clone().view(dtype).view(spec.shape)
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(7, 3), (64,), (5, 5), (2, 2, 2), (33,), (1,)]
+    return {
+        f"w{i}": torch.randn(shape, generator=generator).to(torch.bfloat16 if i % 2 else torch.float32)
+        for i, shape in enumerate(shapes)
+    }
+
+
+def config(**changes) -> ResyncConfig:
+    return ResyncConfig(**{"bucket_bytes": 160, "timeout_s": 20.0, "verify": VerifyMode.full, **changes})
+
+
+def session(source, engines, settings, **changes) -> ResyncSession:
+    return ResyncSession(source, engines, settings, **{"rank": 0, "run_id": "test", **changes})
+
+
+@pytest.mark.parametrize("transport", list(TransportName))
+def test_engines_hold_the_source_s_bytes_under_the_new_version(transport):
+    source, engines = Source(weights()), [Engine("engine 0"), Engine("engine 1")]
+    resync = session(source, engines, config(transport=transport), run_id=f"contents-{transport.value}")
+    seen = []
+    try:
+        for version in (3, 4):
+            source.weights = weights(version)
+            report = resync.run(version, on_progress=lambda done, total: seen.append((done, total)))
+            assert report.version == version
+            assert report.fingerprint_mismatches == 0
+            assert report.bytes == sum(t.numel() * t.element_size() for t in source.weights.values())
+            assert report.verified_tensors == 2 * len(source.weights)
+            for engine in engines:
+                assert engine.version == version
+                assert set(engine.loaded) == set(source.weights)
+                for name, tensor in source.weights.items():
+                    assert torch.equal(engine.loaded[name].view(torch.uint8), tensor.view(torch.uint8))
+    finally:
+        resync.close()
+    assert seen == [(i, report.buckets) for i in range(1, report.buckets + 1)] * 2
+    assert report.buckets > 2
+
+
+def test_the_group_has_a_rank_for_every_process_of_every_engine():
+    engines = [Engine("engine 0", num_ranks=2), Engine("engine 1")]
+    resync = session(Source(weights()), engines, config(transport=TransportName.collective), run_id="ranks")
+    try:
+        assert resync.run(1).fingerprint_mismatches == 0
+    finally:
+        resync.close()
+    assert [engine.calls[-1] for engine in engines] == ["leave", "leave"]
+
+
+def test_an_engine_is_told_in_order_and_served_again_last():
+    engine = Engine("engine 0")
+    resync = session(Source(weights()), [engine], config())
+    report = resync.run(1)
+    resync.close()
+    loads = ["load"] * report.buckets
+    assert engine.calls == ["pause", "begin", *loads, "end", "flush", "version", "fingerprints", "resume"]
+
+
+def test_a_tensor_that_arrived_wrong_is_named_with_its_engine():
+    class Corrupting(Engine):
+        def end_update(self):
+            super().end_update()
+            self.loaded["w2"][3, 3] += 1
+
+    engines = [Engine("engine 0"), Corrupting("engine 1")]
+    resync = session(Source(weights()), engines, config())
+    report = resync.run(1)
+    resync.close()
+    assert report.mismatching == ("engine 1: w2",)
+    assert report.fingerprint_mismatches == 1
+
+
+def test_an_engine_that_fails_in_the_middle_is_named_with_the_bucket_and_nothing_resumes():
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    engines[1].fails_at = ("load", 2)
+    resync = session(Source(weights()), engines, config())
+    with pytest.raises(ResyncError, match=r"version 7 failed at bucket 2 of \d: engine 1: load: refused"):
+        resync.run(7)
+    resync.close()
+    for engine in engines:
+        assert "resume" not in engine.calls
+        assert "version" not in engine.calls
+
+
+def test_a_refused_broadcast_does_not_wait_for_its_deadline():
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    engines[0].fails_at = ("receive", 1)
+    resync = session(Source(weights()), engines, config(transport=TransportName.collective), run_id="refused")
+    start = time.monotonic()
+    with pytest.raises(ResyncError, match="engine 0: receive: refused"):
+        resync.run(1)
+    assert time.monotonic() - start < 3
+    resync.close()
+    assert time.monotonic() - start < 3 + LEAVE_TIMEOUT_S
+
+
+def test_an_engine_that_hangs_runs_into_the_deadline():
+    class Hanging(Engine):
+        def pause(self):
+            threading.Event().wait(30)
+
+    resync = session(Source(weights()), [Engine("engine 0"), Hanging("engine 1")], config(timeout_s=0.3))
+    with pytest.raises(ResyncError, match="engine 1: pause did not finish within"):
+        resync.run(1)
+    resync.close()
+
+
+def test_other_ranks_run_the_source_to_its_end_and_leave_the_engines_alone():
+    class Counting(Source):
+        ended = 0
+
+        def tensors(self):
+            yield from ((name, None) for name in self.weights)
+            self.ended += 1
+
+    source, engine = Counting(weights()), Engine("engine 0")
+    resync = session(source, [engine], config(), rank=1)
+    assert resync.run(1) is None
+    resync.close()
+    assert source.ended == 1
+    assert engine.calls == []
+
+
+def test_sampling_reaches_every_tensor_within_the_stated_number_of_versions():
+    names = [f"w{i}" for i in range(23)]
+    settings = config(verify=VerifyMode.sampled, sampled_tensors=5)
+    for first in range(40):
+        window = range(first, first + ceil(len(names) / 5))
+        assert frozenset().union(*(verified_names(names, settings, version) for version in window)) == set(names)
+        assert len(verified_names(names, settings, first)) == 5
+
+
+def test_verification_can_be_off():
+    engine = Engine("engine 0")
+    resync = session(Source(weights()), [engine], config(verify=VerifyMode.off))
+    report = resync.run(1)
+    resync.close()
+    assert report.verified_tensors == 0
+    assert "fingerprints" not in engine.calls
+
+
+def test_the_segment_is_gone_after_close():
+    before = set(SHARED_MEMORY_DIR.glob(f"slimrl-*-{os.getpid()}-*"))
+    resync = session(Source(weights()), [Engine("engine 0")], config())
+    resync.run(1)
+    assert set(SHARED_MEMORY_DIR.glob(f"slimrl-*-{os.getpid()}-*")) > before
+    resync.close()
+    resync.close()
+    assert set(SHARED_MEMORY_DIR.glob(f"slimrl-*-{os.getpid()}-*")) == before
+
+
+def test_segments_of_dead_processes_are_removed_and_those_of_living_ones_kept():
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = Path(SHARED_MEMORY_DIR / f"slimrl-killed-run-{dead.pid}-0")
+    left.write_bytes(b"x")
+    living = FileBuffer(16, "living/run")
+    try:
+        assert left.name in clean_stale_segments()
+        assert not left.exists()
+        assert (SHARED_MEMORY_DIR / living.segment()).exists()
+    finally:
+        living.close()
+
+
+def test_fan_out_keeps_the_order_of_its_calls_and_runs_them_at_once():
+    barrier = threading.Barrier(3, timeout=5)
+
+    def call(value):
+        barrier.wait()
+        return value
+
+    calls = {f"engine {i}": lambda i=i: call(i) for i in range(3)}
+    assert list(fan_out(calls, "call", 10).items()) == [("engine 0", 0), ("engine 1", 1), ("engine 2", 2)]
