@@ -1,0 +1,80 @@
+"""The `slimrl-tools` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimrl_tools.calculator_data import write_calculator_data
+from slimrl_tools.toy import ToySize, write_toy
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+Seed = Annotated[int, typer.Option(help="The same seed gives the same files.")]
+Count = Annotated[int, typer.Option(min=1)]
+
+_SIZE = ToySize()
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"failed: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def toy(
+    family: Annotated[str, typer.Argument(help="qwen3_moe or qwen3.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
+    seed: Seed = 0,
+    layers: Count = _SIZE.layers,
+    hidden: Count = _SIZE.hidden,
+    heads: Count = _SIZE.heads,
+    kv_heads: Count = _SIZE.kv_heads,
+    head_dim: Count = _SIZE.head_dim,
+    experts: Count = _SIZE.experts,
+    experts_per_token: Count = _SIZE.experts_per_token,
+    moe_intermediate: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = _SIZE.moe_intermediate,
+) -> None:
+    """Write a small random checkpoint with tokenizer and chat template."""
+    size = ToySize(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        experts=experts,
+        experts_per_token=experts_per_token,
+        moe_intermediate=moe_intermediate,
+    )
+    with _exit_codes():
+        parameters = write_toy(family, out, size, seed)
+        typer.echo(f"{out}: {family}, {parameters / 1e6:.2f} million parameters")
+
+
+@app.command()
+def calculator_data(
+    out: Annotated[Path, typer.Argument(help="New folder for train.jsonl, heldout.jsonl and sft.jsonl.")],
+    seed: Seed = 0,
+    num_train: Count = 4096,
+    num_heldout: Count = 512,
+    num_conversations: Count = 12000,
+) -> None:
+    """Write the calculator task: problems to train and evaluate on, and conversations for the cold start."""
+    with _exit_codes():
+        write_calculator_data(
+            out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations
+        )
+        typer.echo(f"{out}: {num_train} + {num_heldout} problems, {num_conversations} conversations")
+
+
+if __name__ == "__main__":
+    app()
