@@ -1,4 +1,8 @@
-"""Asks an engine, or the router before several, for one assistant turn: token ids in, token ids and log-probs out."""
+"""Asks an engine, or the router before several, for one assistant turn: token ids in, token ids and log-probs out.
+
+aiohttp and not httpx: with 256 requests under way httpx's connection pool, which scans all its connections at each
+request, took 7 to 10 ms of processor time a request here, aiohttp 0.2 ms.
+"""
 
 import asyncio
 import base64
@@ -6,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
+import aiohttp
 import numpy as np
 import orjson
 
@@ -82,9 +86,7 @@ class SglangEngine:
         self._engine_urls = tuple(engine_urls) or (url,)
         self._vocab_size = vocab_size
         self._routed_experts_shape = routed_experts_shape
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
-        # Deadlines are per request, in `generate`; trust_env off spares reading proxies at each one.
-        self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        self._http: aiohttp.ClientSession | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -100,19 +102,19 @@ class SglangEngine:
         answered = False
         try:
             async with asyncio.timeout(request.timeout_s):
-                response = await self._post(request, rid)
+                status, content = await self._post(request, rid)
             answered = True
         except TimeoutError as error:
             raise EngineError(f"{self._name(request)}: no answer within {request.timeout_s:g} s") from error
-        except httpx.TransportError as error:
+        except aiohttp.ClientError as error:
             raise EngineError(f"{self._name(request)}: {type(error).__name__} {error}".rstrip()) from error
         finally:
             if not answered:
                 self._abort_later(rid)
-        if response.status_code != 200:
-            raise EngineError(f"{self._name(request)}: {response.status_code} {response.text[:500]}")
+        if status != 200:
+            raise EngineError(f"{self._name(request)}: {status} {content[:500].decode(errors='replace')}")
         try:
-            answer = orjson.loads(response.content)
+            answer = orjson.loads(content)
             return parse_answer(answer, len(request.input_ids), self._routed_experts_shape)
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{self._name(request)}: not an answer to /generate: {error!r}") from error
@@ -120,12 +122,23 @@ class SglangEngine:
     async def aclose(self) -> None:
         """Close the connections, once aborts under way have been sent."""
         await asyncio.gather(*self._aborts)
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
-    async def _post(self, request: GenerateRequest, rid: str) -> httpx.Response:
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            # No limit and no deadline of its own: both are the caller's, per request.
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        return self._http
+
+    async def _post(self, request: GenerateRequest, rid: str) -> tuple[int, bytes]:
+        """Status and content."""
         body = request_body(request, rid, routed_experts=self._routed_experts_shape is not None)
         headers = {"content-type": "application/json", ROUTING_HEADER: request.session_id}
-        return await self._http.post(f"{self._url}/generate", content=orjson.dumps(body), headers=headers)
+        async with self._session().post(f"{self._url}/generate", data=orjson.dumps(body), headers=headers) as response:
+            return response.status, await response.read()
 
     def _abort_later(self, rid: str) -> None:
         task = asyncio.get_running_loop().create_task(self._abort(rid))
@@ -133,12 +146,13 @@ class SglangEngine:
         task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, rid: str) -> None:
-        calls = [
-            self._http.post(f"{url}/abort_request", json={"rid": rid}, timeout=_ABORT_TIMEOUT_S)
-            for url in self._engine_urls
-        ]
+        async def post(url: str) -> None:
+            timeout = aiohttp.ClientTimeout(total=_ABORT_TIMEOUT_S)
+            async with self._session().post(f"{url}/abort_request", json={"rid": rid}, timeout=timeout) as response:
+                await response.read()
+
         # An engine that is gone has nothing left to abort; which one held the request is not known here.
-        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*map(post, self._engine_urls), return_exceptions=True)
 
     def _name(self, request: GenerateRequest) -> str:
         return f"{self._url}, session {request.session_id}"

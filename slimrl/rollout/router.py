@@ -73,7 +73,7 @@ class Router:
         """Wait until every engine is served; raises ServerError with the cause from the log."""
         deadline = time.monotonic() + self._timeout_s
         self.process.wait_ready(f"{self.url}/readiness", self._timeout_s)
-        while (found := sum(worker.health.lower() in ("healthy", "ready", "ok", "up") or print(worker) for worker in self.workers())) < self._num_engines:
+        while (found := sum(worker.health == "ready" for worker in self.workers())) < self._num_engines:
             self.check()
             if time.monotonic() > deadline:
                 raise ServerError(f"the router serves {found} of {self._num_engines} engines")
