@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from slimrl_tools.calculator_data import write_calculator_data
 from slimrl_tools.toy import ToySize, write_toy
 

@@ -4,6 +4,7 @@ Shapes and dtypes are read from the files' headers (8 bytes of length, then JSON
 """
 
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,9 @@ def write_safetensors(
         "weight_map": {spec.name: file for group, file in zip(groups, names, strict=True) for spec in group},
     }
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    for file_name in names:
+        # safetensors makes its files readable to their owner alone; they get the mode that other files here have.
+        shutil.copymode(folder / INDEX_NAME, folder / file_name)
 
 
 def _group(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
@@ -160,6 +164,8 @@ def _check_index(path: Path, found: dict[str, Path]) -> None:
 def _header(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file}: not a safetensors file, or cut short")
         raw = stream.read(length)
     try:
         header = json.loads(raw)

@@ -16,15 +16,24 @@ from slimrl.rollout.bucket_loader import bucket_name, bucket_payload
 class SglangControl:
     """Implements EngineControl for the engine at `url`."""
 
-    def __init__(self, name: str, url: str, *, timeout_s: float) -> None:
-        """timeout_s: deadline of each call."""
+    def __init__(self, name: str, url: str, *, timeout_s: float, num_ranks: int = 1) -> None:
+        """
+        Args:
+            timeout_s: deadline of each call.
+            num_ranks: tensor-parallel size of the engine.
+        """
         self._name = name
+        self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
 
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def num_ranks(self) -> int:
+        return self._num_ranks
 
     def pause(self) -> None:
         self._call("pause_generation", mode="retract")

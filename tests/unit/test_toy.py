@@ -1,0 +1,65 @@
+"""Toy checkpoints: what transformers loads, the same for the same seed, complete or absent."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from slimrl_tools.cli import app
+from slimrl_tools.toy import ToySize, write_toy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+SMALL = ToySize(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, moe_intermediate=16)
+WEIGHTS = "model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+def test_transformers_loads_the_toy_with_every_weight_and_its_chat_template(tmp_path, family):
+    count = write_toy(family, tmp_path / "toy", SMALL, seed=1)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "toy", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.dtype == torch.float32
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "toy")
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+1?"}], add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_the_default_toy_has_the_promised_size(tmp_path):
+    count = write_toy("qwen3_moe", tmp_path / "toy", ToySize(), seed=0)
+    assert 1e6 < count < 3e6
+
+
+def test_the_same_seed_gives_the_same_file_and_another_another(tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        write_toy("qwen3_moe", tmp_path / name, SMALL, seed=seed)
+    a, b, c = ((tmp_path / name / WEIGHTS).read_bytes() for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_no_two_matrices_are_equal(tmp_path):
+    write_toy("qwen3_moe", tmp_path / "toy", SMALL, seed=0)
+    tensors = [t for name, t in load_file(tmp_path / "toy" / WEIGHTS).items() if not name.endswith("norm.weight")]
+    assert len({float(tensor.double().sum()) for tensor in tensors}) == len(tensors)
+
+
+def test_the_command_refuses_with_exit_code_2(tmp_path):
+    runner = CliRunner()
+    out = tmp_path / "toy"
+    out.mkdir()
+    cases = {
+        (str(out),): "it is not overwritten",
+        (str(tmp_path / "x"), "--heads", "3"): "--kv-heads 2 does not divide --heads 3",
+        (str(tmp_path / "x"), "--experts", "1"): "--experts-per-token 2 is more than --experts 1",
+    }
+    for arguments, message in cases.items():
+        result = runner.invoke(app, ["toy", "qwen3_moe", *arguments])
+        assert result.exit_code == 2
+        assert message in result.output
+    assert runner.invoke(app, ["toy", "llama", str(tmp_path / "x")]).exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["toy"]
