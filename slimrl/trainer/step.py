@@ -78,6 +78,8 @@ class Stepper:
         """
         self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
         self.vocab_size, self.chunk_tokens = vocab_size, chunk_tokens
+        self.on_micro_batch: Callable[[], None] | None = None
+        """Called after each forward pass of a micro-batch, to show progress."""
         config = unwrap(chunks[0]).config
         self.router_stats = RouterStats(chunks, config.num_layers, layout.tensor_rank, config.sequence_parallel)
         self.overlaps_param_gather = optimizer.megatron.config.overlap_param_gather
@@ -180,6 +182,8 @@ class Stepper:
                 None,
                 packed_seq_params=batch.packed_seq_params,
             )
+        if self.on_micro_batch is not None and model is self.chunks[-1]:
+            self.on_micro_batch()
 
         def finish(logits_1TV: Tensor, non_loss_data: bool = False) -> Any:
             logprobs_T, entropy_T = vocab_parallel_logprobs(

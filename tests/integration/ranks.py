@@ -4,6 +4,7 @@ Ranks are forked from a server process that has imported the trainer already, wh
 ended by its pid, and none outlives `run_ranks`.
 """
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -71,9 +72,19 @@ def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
                 raise RuntimeError(f"ranks {dead} died") from None
             continue
         if error is not None:
-            raise RuntimeError(f"rank {rank} raised:\n{error}")
+            raise RuntimeError(_report(rank, error, results))
         answers[rank] = value
     return [answers[rank] for rank in range(len(processes))]
+
+
+def _report(rank: int, error: str, results: Any) -> str:
+    """This rank's traceback and those of the ranks that failed within a second of it: one of them is the cause."""
+    failures = [f"rank {rank} raised:\n{error}"]
+    with contextlib.suppress(queue.Empty):
+        while True:
+            rank, error, _ = results.get(timeout=1)
+            failures.append(f"rank {rank} raised:\n{error}")
+    return "\n".join(failures)
 
 
 def _rank(body: Callable[..., Any], rank: int, num_ranks: int, port: int, args: tuple[Any, ...], results: Any) -> None:

@@ -29,7 +29,6 @@ FOUR_RANKS_MORE = [
         "expert": 2,
         "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     },
-    {"expert": 2, "megatron": {"moe_token_dispatcher_type": "allgather"}},
     {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
 ]
 LOSSES = ("cross_entropy", "gspo")

@@ -1,0 +1,84 @@
+"""The patches of megatron-core: the machinery refuses changed sources, and what is patched computes the right thing."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megatron_patches
+from megatron_patches.respell import respell
+from megatron_patches.zigzag import zigzag_indices
+
+
+def test_a_second_application_changes_nothing():
+    assert megatron_patches.apply() == megatron_patches.apply()
+
+
+def test_an_unknown_version_is_refused_by_name(monkeypatch):
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "9.9.9")
+    with pytest.raises(RuntimeError, match=r"9\.9\.9 is installed; patches exist for 0\.16\.1"):
+        megatron_patches.apply()
+
+
+def test_a_literal_that_occurs_another_number_of_times_is_refused():
+    with pytest.raises(RuntimeError, match="occurs 0 times, 1 expected"):
+        respell("megatron_patches.zigzag", "zigzag_indices", ("no such text", "", 1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_zigzag_pieces_cover_every_token_once_and_balance_causal_work(ranks):
+    bounds = [0, 16, 40, 48]
+    pieces = [zigzag_indices(bounds, ranks, rank) for rank in range(ranks)]
+    assert torch.cat(pieces).sort().values.tolist() == list(range(48))
+    assert len({int(piece.sum()) for piece in pieces}) == 1
+
+
+def test_a_length_that_zigzag_cannot_cut_is_refused():
+    with pytest.raises(ValueError, match="6 tokens cannot be cut for 2"):
+        zigzag_indices([0, 8, 14], 2, 0)
+
+
+def one_rank():
+    return SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+def naive_attention(query, key, value, bounds):
+    """Softmax attention token by token in float64; key-value heads shared by groups of query heads."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    output = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
+    for start, end in itertools.pairwise(bounds):
+        for t in range(start, end):
+            scores = torch.einsum("hd,shd->hs", query[t], key[start : t + 1]) / math.sqrt(query.shape[2])
+            output[t] = torch.einsum("hs,she->he", scores.softmax(-1), value[start : t + 1])
+    return output.flatten(1)
+
+
+@pytest.mark.parametrize("value_channels", [8, 5])
+def test_packed_attention_equals_token_by_token_attention_with_its_gradient(value_channels):
+    megatron_patches.apply()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patches.core_attention import CoreAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    groups = SimpleNamespace(cp=one_rank())
+    attention = CoreAttention(config, 1, None, "self", k_channels=8, pg_collection=groups)
+    bounds = [0, 3, 4, 11]
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((11, 4, 8), (11, 2, 8), (11, 2, value_channels))
+    inputs = [torch.randn(*shape, generator=generator, requires_grad=True) for shape in shapes]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor(bounds), cu_seqlens_q_padded=None)
+    weights = torch.randn(11, 4 * value_channels, generator=generator)
+    ours = attention(*inputs, None, packed_seq_params=packed)
+    theirs = naive_attention(*doubles, bounds)
+    torch.testing.assert_close(ours.double(), theirs, atol=1e-6, rtol=1e-5)
+    (ours * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    for x, y in zip(inputs, doubles, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,91 @@
+"""What a recipe becomes in Megatron's terms."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slimrl.config.schema import LrSchedule, OptimizerConfig, TrainerConfig
+from slimrl.trainer.build import ddp_config, padded_vocab, transformer_config
+from slimrl.trainer.checkpoint import check_architecture
+from slimrl.trainer.optimizer import build_scheduler
+from slimrl.trainer.passthrough import OWNED, SECTIONS, fields_for
+
+
+def rates(updates, **settings):
+    optimizer = SimpleNamespace(param_groups=[{}])
+    trainer = TrainerConfig(max_tokens_per_rank=1, optimizer=OptimizerConfig(lr=2.0, **settings))
+    scheduler = build_scheduler(trainer, optimizer, updates)
+    result = []
+    for _ in range(updates):
+        scheduler.step(1)
+        result.append(optimizer.param_groups[0]["lr"])
+    return result
+
+
+def test_the_constant_schedule_warms_up_linearly_to_its_rate():
+    assert rates(6, warmup_steps=4) == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
+
+
+def test_the_linear_schedule_ends_at_the_smallest_rate():
+    assert rates(6, warmup_steps=2, schedule=LrSchedule.linear, min_lr=0.4) == pytest.approx(
+        [1.0, 2.0, 1.6, 1.2, 0.8, 0.4]
+    )
+
+
+def test_the_cosine_schedule_follows_half_a_cosine():
+    expected = [0.2 + 1.8 * (1 + math.cos(math.pi * n / 5)) / 2 for n in range(1, 6)]
+    assert rates(5, schedule=LrSchedule.cosine, min_lr=0.2) == pytest.approx(expected)
+
+
+def test_a_warm_up_that_leaves_no_schedule_is_refused():
+    with pytest.raises(ValueError, match="5 updates of warm-up leave none of the 5 updates"):
+        rates(5, warmup_steps=5, schedule=LrSchedule.linear)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tensor", "rows"), [(101, 1, 101), (101, 2, 102), (104, 8, 104), (151936, 4, 151936)]
+)
+def test_the_vocabulary_is_padded_to_what_tensor_parallelism_divides(vocab, tensor, rows):
+    assert padded_vocab(vocab, tensor) == rows
+
+
+def trainer(**megatron):
+    return TrainerConfig(max_tokens_per_rank=1, optimizer=OptimizerConfig(lr=1.0), megatron=megatron)
+
+
+MODEL = SimpleNamespace(
+    multi_latent_attention=False,
+    transformer={"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "activation_func": "silu"},
+)
+
+
+def test_passed_through_fields_reach_the_configuration_that_has_them():
+    settings = trainer(overlap_grad_reduce=True, recompute_granularity="selective", activation_func="relu")
+    assert ddp_config(settings).overlap_grad_reduce
+    config = transformer_config(settings, MODEL)
+    assert config.recompute_granularity == "selective"
+    assert config.activation_func is torch.nn.functional.relu
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_a_field_with_a_setting_of_its_own_is_refused_by_that_setting(name):
+    with pytest.raises(ValueError, match=f"trainer.megatron.{name}: set {OWNED[name]} instead"):
+        fields_for(SECTIONS[0], {name: 1})
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(ValueError, match=r"trainer\.megatron\.num_layerz: no such field"):
+        transformer_config(trainer(num_layerz=3), MODEL)
+
+
+def test_fp8_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="FP8 training needs a GPU"):
+        transformer_config(trainer(fp8="hybrid"), MODEL)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(tmp_path):
+    saved = {"hidden_size": 64, "num_layers": 4, "moe_layer_freq": [1, 1]}
+    with pytest.raises(ValueError, match="hidden_size is 64 there and 32 here; num_experts is absent there and 8 here"):
+        check_architecture(tmp_path, saved, {**saved, "moe_layer_freq": (1, 1), "hidden_size": 32, "num_experts": 8})
