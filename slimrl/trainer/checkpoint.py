@@ -56,6 +56,7 @@ def save(
         (partial / FACTS_FILE).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
     dist.barrier()
     torch.save(_rng_state(), partial / "rng" / f"{layout.rank:05d}.pt")
+    optimizer.create_state()
     metadata = _metadata()
     content = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     dist_checkpointing.save(_sharded_state(chunks, optimizer, metadata), str(partial), content_metadata=content)

@@ -66,6 +66,18 @@ class Optimizer:
         self.megatron.step_with_ready_grads()
         return StepOutcome(grad_norm=grad_norm, skipped=False)
 
+    def create_state(self) -> None:
+        """Give an optimizer that made no update yet the zero moments that it would start from, so that it can be saved.
+
+        Torch's Adam keeps a step with each parameter, which Megatron's own initialisation leaves out.
+        """
+        for part in self._parts():
+            part.init_state_fn(part.optimizer, part.config)
+            if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+                for group in part.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
+
     def resume_schedule(self, saved: dict[str, Any]) -> None:
         """Take over the number of updates from a saved schedule; rates follow this run's own settings."""
         for group in self.megatron.param_groups:
@@ -74,11 +86,14 @@ class Optimizer:
         self.scheduler.load_state_dict(saved)
 
     def _clip(self, grad_norm: float) -> None:
-        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
-            if part.is_stub_optimizer:
-                continue
+        for part in self._parts():
             decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, grad_norm, decoupled)
+
+    def _parts(self) -> list[Any]:
+        """Megatron's optimizers of dense and of expert parameters; those that hold nothing on this rank left out."""
+        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [part for part in parts if not part.is_stub_optimizer]
 
 
 def build_scheduler(

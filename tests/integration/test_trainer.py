@@ -195,6 +195,10 @@ def load_mismatch(rank, num_ranks, port, folder):
     with pytest.raises(ValueError, match="not a checkpoint"):
         checkpoint.load(Path(folder), run.chunks, run.optimizer, layout, ARCHITECTURE, seed=3)
     checkpoint.save(Path(folder), run.chunks, run.optimizer, layout, ARCHITECTURE)
+    # Saved before the first update, it leads on to the same first update.
+    first = run.update(0)
+    checkpoint.load(Path(folder), run.chunks, run.optimizer, layout, ARCHITECTURE, seed=3)
+    assert run.update(0) == first
     with pytest.raises(ValueError, match="there is a checkpoint already"):
         checkpoint.save(Path(folder), run.chunks, run.optimizer, layout, ARCHITECTURE)
     with pytest.raises(ValueError, match="hidden_size is 64 there and 128 here"):
