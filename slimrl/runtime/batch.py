@@ -14,10 +14,9 @@ from slimrl.algorithms.advantages import group_advantages, groups_of, zero_varia
 from slimrl.algorithms.kl import k3
 from slimrl.config.schema import Recipe, TruncatedRule
 from slimrl.data.packing import MicroBatch, pack, trajectory_sequences
+from slimrl.data.training import Layout, LogProbs
 from slimrl.data.trajectory import Status, Trajectory
 from slimrl.runtime.task import GroupFilter
-from slimrl.trainer.parallel import Layout
-from slimrl.trainer.step import LogProbs
 
 
 @dataclass(kw_only=True, eq=False)

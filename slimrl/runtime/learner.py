@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import is_split
+from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Trajectory
 from slimrl.runtime.batch import (
     UpdateBatch,
@@ -19,7 +20,6 @@ from slimrl.runtime.state import RunState
 from slimrl.runtime.step import Step, policy_metrics, update_metrics
 from slimrl.runtime.task import GroupFilter
 from slimrl.runtime.trainer_group import TrainerGroup
-from slimrl.trainer.step import UpdateResult
 
 
 class Learner:

@@ -109,7 +109,11 @@ def started(
                 engines.wait_ready()
         processes = Processes(engines=engines, trainers=trainers)
         log.info("processes: %s", processes.pids)
-        yield processes
+        try:
+            yield processes
+        except ValueError as error:
+            # The user's input has been accepted by now, so this is no refusal.
+            raise RunError(f"{type(error).__name__}: {error}") from error
         if trainers is not None:
             trainers.close()
 

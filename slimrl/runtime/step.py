@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from slimrl.trainer.step import UpdateResult
+from slimrl.data.training import UpdateResult
 
 
 class Step:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.parsers import Parser, make_parser
@@ -90,7 +90,7 @@ def load_task(loaded: LoadedRecipe, model_path: Path, *, train: bool, evaluate: 
 def load_chat_format(model_path: Path) -> ChatFormat:
     """Raises ValueError where the folder has no usable tokenizer."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
     except OSError as error:
         raise ValueError(f"no tokenizer in {model_path}: {error}") from error
-    return ChatFormat(cast(PreTrainedTokenizerFast, tokenizer))
+    return ChatFormat(tokenizer)

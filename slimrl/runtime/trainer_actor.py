@@ -1,4 +1,8 @@
-"""One trainer rank as a Ray actor: a process that holds a TrainerWorker and its side of the resync."""
+"""One trainer rank as a Ray actor: a process that holds a TrainerWorker and its side of the resync.
+
+Megatron is imported in the actor's process alone: the driver, which needs this module for the actor's name, does not
+pay for it.
+"""
 
 import os
 from pathlib import Path
@@ -9,20 +13,17 @@ from ray.util import get_node_ip_address
 
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import MicroBatch
+from slimrl.data.training import Layout, LogProbs, UpdateResult
 from slimrl.observability.logs import capture_output
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.control import SglangControl
 from slimrl.rollout.process import free_port
 from slimrl.runtime.engine_actor import EngineAddress
-from slimrl.trainer.objectives import gspo_objective, sft_objective
-from slimrl.trainer.parallel import Layout
-from slimrl.trainer.step import LogProbs, UpdateResult
-from slimrl.trainer.worker import TrainerWorker
 
 ObjectiveName = Literal["policy", "sft"]
 
 
-@ray.remote(max_restarts=0)
+@ray.remote(max_restarts=0, concurrency_groups={"progress": 1})  # type: ignore[call-overload]
 class TrainerActor:
     """Every rank of the trainer is one. Calls come from the driver, to all ranks at once and in one order."""
 
@@ -42,6 +43,8 @@ class TrainerActor:
 
     def start(self, address: str, port: int) -> Layout:
         """Join the other ranks and build the model; weights are random until loaded."""
+        from slimrl.trainer.worker import TrainerWorker
+
         self.worker = TrainerWorker(
             self.recipe.trainer,
             Path(self.recipe.model.path),
@@ -59,20 +62,16 @@ class TrainerActor:
 
     def compute_logprobs(self, micro_batches: list[MicroBatch], temperature: float) -> list[LogProbs] | None:
         self._count(len(micro_batches))
-        return self.worker.compute_logprobs(micro_batches, temperature, on_micro_batch=self._advance)
+        return self.worker.compute_logprobs(micro_batches, temperature)
 
     def train_update(
         self, micro_batches: list[MicroBatch], objective: ObjectiveName, denominator: float, temperature: float
     ) -> UpdateResult:
+        from slimrl.trainer.objectives import gspo_objective, sft_objective
+
         self._count(len(micro_batches))
         loss_function = gspo_objective(self.recipe.algorithm) if objective == "policy" else sft_objective()
-        return self.worker.train_update(
-            micro_batches,
-            loss_function,
-            denominator=denominator,
-            temperature=temperature,
-            on_micro_batch=self._advance,
-        )
+        return self.worker.train_update(micro_batches, loss_function, denominator=denominator, temperature=temperature)
 
     def connect_engines(self, engines: list[EngineAddress]) -> None:
         """Meet the engines that `resync` will update."""

@@ -8,6 +8,7 @@ import ray
 
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import MicroBatch
+from slimrl.data.training import Layout, LogProbs, UpdateResult
 from slimrl.observability.progress import Phase, Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.session import ResyncReport
@@ -15,8 +16,6 @@ from slimrl.runtime.cluster import call_all
 from slimrl.runtime.engine_actor import EngineAddress
 from slimrl.runtime.placement import trainer_options
 from slimrl.runtime.trainer_actor import ObjectiveName, TrainerActor
-from slimrl.trainer.parallel import Layout
-from slimrl.trainer.step import LogProbs, UpdateResult
 
 PackedBatch = list[list[MicroBatch]]
 """Micro-batches by data-parallel rank."""
@@ -40,9 +39,9 @@ class TrainerGroup:
         for rank in range(recipe.trainer.num_ranks):
             name = f"trainer {rank}"
             log_file = folder.log_file(f"trainer_{rank}").absolute()
-            self._actors[name] = TrainerActor.options(  # type: ignore[attr-defined]
-                **options, concurrency_groups={"progress": 1}
-            ).remote(recipe, log_file, rank, total_updates)
+            self._actors[name] = TrainerActor.options(**options).remote(  # type: ignore[attr-defined]
+                recipe, log_file, rank, total_updates
+            )
         self._layouts: dict[str, Layout] = {}
         self.pids: tuple[int, ...] = ()
 

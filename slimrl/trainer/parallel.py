@@ -1,7 +1,6 @@
 """Process groups of one trainer rank, and where that rank stands in the layout."""
 
 import math
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -10,53 +9,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slimrl import device
 from slimrl.config.schema import ParallelConfig
+from slimrl.data.training import Layout
 
 PIPELINE_SEED_STRIDE = 100
 """Pipeline stages draw from seeds this far apart; Megatron derives those of other ranks by adding smaller numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Sizes of all parallel dimensions, and this rank's place in them."""
-
-    rank: int
-    world_size: int
-    tensor: int
-    pipeline: int
-    virtual_pipeline: int
-    expert: int
-    expert_tensor: int
-    context: int
-    data: int
-    sequence: bool
-    tensor_rank: int
-    pipeline_rank: int
-    context_rank: int
-    data_rank: int
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pipeline_rank == self.pipeline - 1
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank returns the log-probs of its data-parallel group: exactly one of each group does."""
-        return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
-
-    @property
-    def alignment(self) -> int:
-        """Every packed sequence is padded to a multiple of this many tokens."""
-        return self.tensor * (2 * self.context if self.context > 1 else 1)
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """The interleaved schedule takes micro-batches in groups of the pipeline size."""
-        return self.pipeline if self.virtual_pipeline > 1 else 1
-
-    def sizes(self) -> dict[str, int]:
-        """What two layouts must share for a rank's own state, such as its random-number state, to carry over."""
-        places = {"rank", "tensor_rank", "pipeline_rank", "context_rank", "data_rank"}
-        return {name: int(value) for name, value in asdict(self).items() if name not in places}
 
 
 def init_parallel(

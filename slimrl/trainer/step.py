@@ -6,10 +6,8 @@ T tokens of a micro-batch on this rank, V rows of its vocabulary shard.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -18,11 +16,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from slimrl.data.packing import MicroBatch
+from slimrl.data.training import Layout, LogProbs, UpdateResult
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.forward import vocab_parallel_logprobs
 from slimrl.trainer.local_batch import LocalBatch, cut, join
 from slimrl.trainer.optimizer import Optimizer
-from slimrl.trainer.parallel import Layout
 from slimrl.trainer.router_stats import RouterStats
 
 LossFunction = Callable[[Tensor, Tensor, LocalBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -31,32 +29,6 @@ LossFunction = Callable[[Tensor, Tensor, LocalBatch], tuple[Tensor, dict[str, Te
 Called on the last pipeline stage, on every context-parallel rank for its own tokens; what it returns is added over
 micro-batches, context- and data-parallel ranks.
 """
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LogProbs:
-    """Of one micro-batch, in the order of its tokens."""
-
-    logprobs: np.ndarray
-    """float32 [T], of `targets`; of no meaning where there is no target"""
-    entropy: np.ndarray
-    """float32 [T], of the distribution at each position"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateResult:
-    """One optimizer update, equal on every rank."""
-
-    sums: dict[str, float]
-    """What the loss function reported, added over the whole update batch"""
-    grad_norm: float
-    """Before clipping; NaN or infinite if the update was skipped"""
-    skipped: bool
-    lr: float
-    num_tokens: int
-    """Tokens of the update batch that are not padding"""
-    expert_load_max_over_mean: float
-    router_entropy: float
 
 
 class Stepper:

@@ -1,0 +1,75 @@
+"""What a trainer says of itself and of a pass, free of Megatron, so that a driver need not import it."""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of all parallel dimensions, and this rank's place in them."""
+
+    rank: int
+    world_size: int
+    tensor: int
+    pipeline: int
+    virtual_pipeline: int
+    expert: int
+    expert_tensor: int
+    context: int
+    data: int
+    sequence: bool
+    tensor_rank: int
+    pipeline_rank: int
+    context_rank: int
+    data_rank: int
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank returns the log-probs of its data-parallel group: exactly one of each group does."""
+        return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
+
+    @property
+    def alignment(self) -> int:
+        """Every packed sequence is padded to a multiple of this many tokens."""
+        return self.tensor * (2 * self.context if self.context > 1 else 1)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The interleaved schedule takes micro-batches in groups of the pipeline size."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
+
+    def sizes(self) -> dict[str, int]:
+        """What two layouts must share for a rank's own state, such as its random-number state, to carry over."""
+        places = {"rank", "tensor_rank", "pipeline_rank", "context_rank", "data_rank"}
+        return {name: int(value) for name, value in asdict(self).items() if name not in places}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LogProbs:
+    """Of one micro-batch, in the order of its tokens."""
+
+    logprobs: np.ndarray
+    """float32 [T], of `targets`; of no meaning where there is no target"""
+    entropy: np.ndarray
+    """float32 [T], of the distribution at each position"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    """One optimizer update, equal on every rank."""
+
+    sums: dict[str, float]
+    """What the loss function reported, added over the whole update batch"""
+    grad_norm: float
+    """Before clipping; NaN or infinite if the update was skipped"""
+    skipped: bool
+    lr: float
+    num_tokens: int
+    """Tokens of the update batch that are not padding"""
+    expert_load_max_over_mean: float
+    router_entropy: float

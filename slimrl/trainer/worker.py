@@ -1,0 +1,97 @@
+"""One trainer rank: the model, its optimizer, and what can be asked of them. Every rank is asked together."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from slimrl.config.schema import TrainerConfig
+from slimrl.data.packing import MicroBatch
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import read_hf_config
+from slimrl.trainer import checkpoint
+from slimrl.trainer.build import build_model
+from slimrl.trainer.export import export_hf
+from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.parallel import init_parallel
+from slimrl.trainer.step import LogProbs, LossFunction, Stepper, UpdateResult
+from slimrl.trainer.weight_source import MegatronWeightSource
+from slimrl.trainer.weights import load_hf_weights
+
+
+class TrainerWorker:
+    """Joins the process group and builds the model with random weights; `load_hf` or `load_checkpoint` fills it."""
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        model_path: Path,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        total_updates: int,
+    ) -> None:
+        """
+        Args:
+            model_path: Hugging Face checkpoint folder, whose config.json says what is built.
+            total_updates: at which learning-rate schedules end.
+        """
+        self.seed, self.model_path = seed, model_path
+        self.hf_config = read_hf_config(model_path)
+        self.family = family_of(self.hf_config)
+        self.layout = init_parallel(
+            trainer.parallel,
+            rank=rank,
+            world_size=world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+            timeout_s=trainer.timeout_s,
+            seed=seed,
+        )
+        model = self.family.megatron_config(self.hf_config)
+        self.chunks = build_model(trainer, model)
+        self.optimizer = Optimizer(trainer, self.chunks, total_updates)  # type: ignore[arg-type]
+        self.stepper = Stepper(
+            self.chunks,
+            self.optimizer,
+            self.layout,
+            vocab_size=model.vocab_size,
+            chunk_tokens=trainer.logprob_chunk_tokens,
+        )
+
+    def load_hf(self) -> None:
+        """Load the weights of `model_path`."""
+        load_hf_weights(self.chunks, self.model_path, self.family, self.hf_config)
+        self.optimizer.megatron.reload_model_params()
+
+    def compute_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[LogProbs] | None:
+        return self.stepper.compute_logprobs(micro_batches, temperature)
+
+    def train_update(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction,
+        *,
+        denominator: float,
+        temperature: float,
+    ) -> UpdateResult:
+        return self.stepper.train_update(micro_batches, loss_function, denominator=denominator, temperature=temperature)
+
+    def weight_source(self) -> MegatronWeightSource:
+        """The weights as they are when iterated, under their Hugging Face names."""
+        return MegatronWeightSource(self.chunks, self.family, self.hf_config)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        checkpoint.save(directory, self.chunks, self.optimizer, self.layout, self._architecture())
+
+    def load_checkpoint(self, directory: Path) -> None:
+        checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint with the config and tokenizer of `model_path`."""
+        export_hf(self.weight_source(), self.model_path, directory)
+
+    def _architecture(self) -> dict[str, object]:
+        model = self.family.megatron_config(self.hf_config)
+        return {"family": self.family.name, "vocab_size": model.vocab_size, **model.transformer}
