@@ -11,7 +11,7 @@ from slimrl.trainer import checkpoint
 from slimrl.trainer.build import build_model
 from slimrl.trainer.export import export_hf
 from slimrl.trainer.optimizer import Optimizer
-from slimrl.trainer.parallel import init_parallel
+from slimrl.trainer.parallel import destroy_parallel, init_parallel
 from slimrl.trainer.step import LogProbs, LossFunction, Stepper, UpdateResult
 from slimrl.trainer.weight_source import MegatronWeightSource
 from slimrl.trainer.weights import load_hf_weights
@@ -51,7 +51,7 @@ class TrainerWorker:
         )
         model = self.family.megatron_config(self.hf_config)
         self.chunks = build_model(trainer, model)
-        self.optimizer = Optimizer(trainer, self.chunks, total_updates)  # type: ignore[arg-type]
+        self.optimizer = Optimizer(trainer, self.chunks, total_updates)
         self.stepper = Stepper(
             self.chunks,
             self.optimizer,
@@ -91,6 +91,10 @@ class TrainerWorker:
     def export_hf(self, directory: Path) -> None:
         """Write the weights as a Hugging Face checkpoint with the config and tokenizer of `model_path`."""
         export_hf(self.weight_source(), self.model_path, directory)
+
+    def close(self) -> None:
+        """Leave the process groups; every rank calls it."""
+        destroy_parallel()
 
     def _architecture(self) -> dict[str, object]:
         model = self.family.megatron_config(self.hf_config)

@@ -1,0 +1,144 @@
+"""The Megatron model of a Hugging Face checkpoint computes what transformers computes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from trainer_cases import trainer_config
+
+from slimrl.data.packing import MicroBatch, PackedSequence, pack
+from slimrl.trainer.build import unwrap
+from slimrl.trainer.local_batch import cut
+from slimrl.trainer.parallel import destroy_parallel
+from slimrl.trainer.worker import TrainerWorker
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+VOCAB = 90
+LENGTHS = (31, 5, 18, 24)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random Qwen3-MoE on disk, with norms that are not 1, and its logits by sequence."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        initializer_range=0.1,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=128,
+        attn_implementation="eager",
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+        path = tmp_path_factory.mktemp("model")
+        model.save_pretrained(path)
+        logits = [model(torch.from_numpy(tokens)[None, :-1]).logits[0] for tokens in token_sequences()]
+    return path, logits
+
+
+def token_sequences() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB, length) for length in LENGTHS]
+
+
+def micro_batches(worker: TrainerWorker) -> list[MicroBatch]:
+    packed = [
+        PackedSequence(
+            tokens=tokens,
+            loss_mask=np.ones(len(tokens), np.bool_),
+            rollout_logprobs=np.zeros(len(tokens), np.float32),
+            trajectory=index,
+        )
+        for index, tokens in enumerate(token_sequences())
+    ]
+    parts = pack(
+        packed,
+        np.zeros(len(packed), np.float32),
+        budget_tokens=64,
+        alignment=worker.layout.alignment,
+        data_parallel=worker.layout.data,
+        micro_batch_multiple=worker.layout.micro_batch_multiple,
+    )
+    return parts[worker.layout.data_rank]
+
+
+def make_worker(rank: int, num_ranks: int, port: int, path: str, **settings) -> TrainerWorker:
+    worker = TrainerWorker(
+        trainer_config(num_ranks, **settings),
+        Path(path),
+        seed=1,
+        rank=rank,
+        world_size=num_ranks,
+        master_addr="127.0.0.1",
+        master_port=port,
+        total_updates=1,
+    )
+    worker.load_hf()
+    return worker
+
+
+def packed_logits(rank, num_ranks, port, path):
+    """Logits of every sequence, by the packed forward pass of one rank."""
+    worker = make_worker(rank, num_ranks, port, path)
+    from megatron.core import parallel_state as mpu
+
+    result = {}
+    for batch in micro_batches(worker):
+        local = cut(batch, mpu.get_context_parallel_group())
+        with torch.no_grad():
+            logits_TV = unwrap(worker.chunks[0])(
+                local.tokens_T[None], local.position_ids_T[None], None, packed_seq_params=local.packed_seq_params
+            )[0]
+        for index, trajectory in enumerate(batch.trajectories):
+            chosen_T = torch.from_numpy((batch.trajectory_ids == index) & ~batch.padding)
+            result[int(trajectory)] = logits_TV[chosen_T].numpy()
+    destroy_parallel()
+    return result
+
+
+def test_packed_logits_equal_those_of_transformers(checkpoint):
+    path, expected = checkpoint
+    actual = run_ranks(packed_logits, 1, str(path))[0]
+    for index, logits_TV in enumerate(expected):
+        np.testing.assert_allclose(actual[index], logits_TV.numpy(), atol=1e-4)
+
+
+def logprobs(rank, num_ranks, port, path, settings):
+    worker = make_worker(rank, num_ranks, port, path, **settings)
+    batches = micro_batches(worker)
+    outputs = worker.compute_logprobs(batches, 0.8)
+    destroy_parallel()
+    return [
+        (int(trajectory), output.logprobs[(batch.trajectory_ids == index) & ~batch.padding])
+        for batch, output in zip(batches, outputs or [], strict=outputs is not None)
+        for index, trajectory in enumerate(batch.trajectories)
+    ]
+
+
+@pytest.mark.parametrize("settings", [{"expert": 2}, {"tensor": 2, "sequence": True, "expert": 2}])
+def test_logprobs_of_two_ranks_equal_the_log_softmax_of_transformers(checkpoint, settings):
+    path, expected = checkpoint
+    actual = dict(pair for rank in run_ranks(logprobs, 2, str(path), settings) for pair in rank)
+    for index, (tokens, logits_TV) in enumerate(zip(token_sequences(), expected, strict=True)):
+        log_p_TV = (logits_TV.double() / 0.8).log_softmax(-1)
+        wanted_T = log_p_TV.gather(1, torch.from_numpy(tokens[1:, None])).squeeze(1)
+        np.testing.assert_allclose(actual[index], wanted_T.numpy(), atol=2e-5)
