@@ -75,8 +75,8 @@ def write_calculator_data(out: Path, *, seed: int, num_train: int, num_heldout: 
 
 def make_problem(rng: random.Random) -> Problem:
     """Two or three operations on numbers of two or three digits, at least one of them a product."""
-    num_operations = rng.choice((2, 2, 3))
-    numbers = [rng.randint(12, 99) if rng.random() < 0.3 else rng.randint(100, 999) for _ in range(num_operations + 1)]
+    num_operations = rng.choice((2, 2, 2, 3))
+    numbers = [rng.randint(12, 99) if rng.random() < 0.5 else rng.randint(100, 999) for _ in range(num_operations + 1)]
     symbols = [rng.choice("+-*") for _ in range(num_operations)]
     symbols[rng.randrange(num_operations)] = "*"
     terms = [str(number) for number in numbers]
