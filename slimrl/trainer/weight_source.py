@@ -63,6 +63,7 @@ class MegatronWeightSource:
         dist.all_gather_object(held, (list(self._local), counts))
         self._counts = {index: count for _, theirs in held for index, count in theirs.items()}
         self._owners = self._choose_owners([keys for keys, _ in held])
+        self._shapes = [entry.shard_shape(self._counts[i]) for i, entry in enumerate(self._map.entries)]
         self._windows = self._cut_windows(window_bytes)
 
     def specs(self) -> list[TensorSpec]:
@@ -101,8 +102,8 @@ class MegatronWeightSource:
     def _cut_windows(self, window_bytes: int) -> list[list[int]]:
         windows: list[list[int]] = []
         filled = window_bytes
-        for index, entry in enumerate(self._map.entries):
-            size = self._counts[index] * self._shard_numel(index) * element_bytes(self._entry_dtype(entry))
+        for index in range(len(self._map.entries)):
+            size = self._counts[index] * self._shard_bytes(index)
             if not windows or filled + size > window_bytes:
                 windows.append([])
                 filled = 0
@@ -113,8 +114,9 @@ class MegatronWeightSource:
     def _entry_dtype(self, entry: Entry) -> str:
         return entry.hf[0].dtype or self._dtype
 
-    def _shard_numel(self, index: int) -> int:
-        return torch.Size(self._map.entries[index].shard_shape(self._counts[index])).numel()
+    def _shard_bytes(self, index: int) -> int:
+        numel = torch.Size(self._shapes[index]).numel()
+        return numel * element_bytes(self._entry_dtype(self._map.entries[index]))
 
     def _gather(self, window: list[int]) -> dict[Key, Tensor] | None:
         """Every shard of the window's entries on rank 0, in the dtype of the export; None elsewhere."""
@@ -138,18 +140,15 @@ class MegatronWeightSource:
         return self._local[key].to(getattr(torch, self._entry_dtype(self._map.entries[key[0]])))
 
     def _buffer(self, keys: list[Key]) -> Tensor:
-        nbytes = sum(
-            self._shard_numel(index) * element_bytes(self._entry_dtype(self._map.entries[index])) for index, _ in keys
-        )
+        nbytes = sum(self._shard_bytes(index) for index, _ in keys)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _unpack(self, buffer: Tensor, keys: list[Key]) -> Iterator[tuple[Key, Tensor]]:
         start = 0
         for index, shard in keys:
-            entry = self._map.entries[index]
-            shape, dtype = entry.shard_shape(self._counts[index]), self._entry_dtype(entry)
-            stop = start + torch.Size(shape).numel() * element_bytes(dtype)
-            yield (index, shard), _typed(buffer[start:stop], getattr(torch, dtype)).reshape(shape)
+            dtype = getattr(torch, self._entry_dtype(self._map.entries[index]))
+            stop = start + self._shard_bytes(index)
+            yield (index, shard), _typed(buffer[start:stop], dtype).reshape(self._shapes[index])
             start = stop
 
 

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import read_hf_config
-from slimrl.trainer.build import build_model, unwrap
+from slimrl.models.hf_config import published_config, read_hf_config
+from slimrl.trainer.build import _gpt, build_model, transformer_config, unwrap
 from slimrl.trainer.export import export_hf
 from slimrl.trainer.parallel import init_model_parallel, init_parallel
 from slimrl.trainer.weight_source import MegatronWeightSource
-from slimrl.trainer.weights import load_hf_weights
+from slimrl.trainer.weights import load_hf_weights, local_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -130,6 +130,41 @@ def test_the_dense_family_and_tied_embeddings_return_bit_for_bit(tmp_path, tied)
 def test_layers_without_experts_return_bit_for_bit(tmp_path):
     path = save_checkpoint(tmp_path / "hf", decoder_sparse_step=2, mlp_only_layers=[3])
     run_ranks(round_trip, 2, path, LAYOUTS_OF_2, timeout_s=120)
+
+
+def full_size_coverage(rank, world_size, port, names):
+    """(entries met, entries of the map, parameters) of each published model, built whole without memory."""
+    parallel = ParallelConfig()
+    init_parallel(
+        parallel, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        timeout_s=TIMEOUT_S, seed=0,
+    )  # fmt: skip
+    torch.cuda.current_device = lambda: torch.device("meta")
+    results = []
+    for name in names:
+        hf_config = published_config(name)
+        family = family_of(hf_config)
+        model = family.megatron_config(hf_config)
+        trainer = trainer_config(parallel, Precision.bf16)
+        trainer.megatron["perform_initialization"] = False
+        with torch.device("meta"):
+            chunk = _gpt(parallel, model, transformer_config(trainer, model), 0)
+        weight_map = family.weight_map(hf_config)
+        held = local_weights([chunk], weight_map)
+        wrong = [i for i, tensor in held if tuple(tensor.shape) != weight_map.entries[i].shard_shape(1)]
+        assert not wrong, [weight_map.entries[i].megatron[0] for i in wrong]
+        indices = sorted(index for index, _ in held)
+        results.append((indices, len(weight_map.entries), sum(tensor.numel() for _, tensor in held)))
+    dist.destroy_process_group()
+    return results
+
+
+def test_every_megatron_parameter_of_the_published_models_is_covered_exactly_once():
+    names = ["Qwen3-8B", "Qwen3-30B-A3B", "Qwen3-235B-A22B"]
+    (results,) = run_ranks(full_size_coverage, 1, names, timeout_s=150)
+    for indices, num_entries, _ in results:
+        assert indices == list(range(num_entries))
+    assert [round(count / 1e9, 1) for _, _, count in results] == [8.2, 30.5, 235.1]
 
 
 def refusals_and_export(rank, world_size, port, path, broken, out):
