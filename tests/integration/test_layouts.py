@@ -4,9 +4,12 @@ import pytest
 from ranks import run_ranks
 from trainer_cases import run_layouts, save_initial_weights
 
+from slimrl.config.schema import OptimizerConfig
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 TP2_SP = {"tensor": 2, "sequence": True}
+UNSHARDED = OptimizerConfig(lr=1e-3, weight_decay=0.01, distributed=False)
 TWO_RANKS = [
     {},
     {**TP2_SP, "expert_tensor": 2},
@@ -29,6 +32,7 @@ FOUR_RANKS_MORE = [
         "expert": 2,
         "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     },
+    {"expert": 2, "optimizer": UNSHARDED},
     {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
 ]
 LOSSES = ("cross_entropy", "gspo")

@@ -16,7 +16,7 @@ from trainer_cases import (
     trainer_config,
 )
 
-from slimrl.config.schema import Precision
+from slimrl.config.schema import OptimizerConfig, Precision
 from slimrl.trainer import checkpoint
 from slimrl.trainer.forward import vocab_parallel_logprobs
 from slimrl.trainer.parallel import destroy_parallel, init_model_parallel
@@ -177,8 +177,11 @@ def test_a_checkpoint_of_two_ranks_continues_on_more(weights, tmp_path, num_rank
 
 
 @pytest.mark.full
-def test_a_bfloat16_checkpoint_continues_to_the_bit(weights, tmp_path):
-    settings = {**TP2_SP_EP2, "precision": Precision.bf16}
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_checkpoint_of_either_optimizer_and_precision_continues_to_the_bit(weights, tmp_path, precision, distributed):
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.01, distributed=distributed)
+    settings = {**TP2_SP_EP2, "precision": precision, "optimizer": optimizer}
     folder = str(tmp_path / "step_2")
     whole = run_ranks(updates, 2, weights, settings, range(4), None, None)
     run_ranks(updates, 2, weights, settings, range(2), folder, None)
