@@ -2,12 +2,14 @@
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.packed_seq_params import PackedSeqParams
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
@@ -165,6 +167,49 @@ def test_every_megatron_parameter_of_the_published_models_is_covered_exactly_onc
     for indices, num_entries, _ in results:
         assert indices == list(range(num_entries))
     assert [round(count / 1e9, 1) for _, _, count in results] == [8.2, 30.5, 235.1]
+
+
+def logits_of_loaded_weights(rank, world_size, port, paths, tokens_T, bounds):
+    """float32 [T, V] of each checkpoint, sequences packed one after the other."""
+    parallel = ParallelConfig()
+    init_parallel(
+        parallel, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        timeout_s=TIMEOUT_S, seed=0,
+    )  # fmt: skip
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )  # fmt: skip
+    position_ids_T = torch.cat([torch.arange(int(length)) for length in cu_seqlens.diff()])
+    results = []
+    for path in paths:
+        chunks, _, _ = loaded_chunks(path, parallel)
+        chunks[0].eval()
+        with torch.no_grad():
+            logits_1TV = chunks[0](tokens_T[None], position_ids_T[None], None, packed_seq_params=packed)
+        results.append(logits_1TV[0].numpy())
+    dist.destroy_process_group()
+    return results
+
+
+def test_loaded_weights_give_the_logits_of_transformers(tmp_path):
+    paths = [
+        save_checkpoint(tmp_path / "moe"),
+        save_checkpoint(tmp_path / "not_normalised", norm_topk_prob=False),
+        save_checkpoint(tmp_path / "mixed", decoder_sparse_step=2, mlp_only_layers=[3]),
+        save_checkpoint(tmp_path / "dense_tied", kind="dense", tie_word_embeddings=True),
+    ]
+    bounds = [0, 17, 40, 41]
+    tokens_T = torch.randint(0, SHARED["vocab_size"], (bounds[-1],), generator=torch.Generator().manual_seed(5))
+    (results,) = run_ranks(logits_of_loaded_weights, 1, paths, tokens_T, bounds, timeout_s=90)
+    for path, logits_TV in zip(paths, results, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            expected = [model(tokens_T[None, a:b]).logits[0] for a, b in pairwise(bounds)]
+        difference = (torch.from_numpy(logits_TV) - torch.cat(expected)).abs().max()
+        assert difference < 1e-4, (path.name, difference)
 
 
 def refusals_and_export(rank, world_size, port, path, broken, out):
