@@ -39,6 +39,15 @@ def request_body(request: GenerateRequest, rid: str, *, routed_experts: bool) ->
     return {**body, "return_routed_experts": True} if routed_experts else body
 
 
+def batch_body(requests: Sequence[GenerateRequest], rids: Sequence[str], *, routed_experts: bool) -> dict[str, Any]:
+    """The JSON of one /generate for several requests; it reaches the engine's scheduler in one piece."""
+    bodies = [
+        request_body(request, rid, routed_experts=routed_experts) for request, rid in zip(requests, rids, strict=True)
+    ]
+    listed = {name: [body[name] for body in bodies] for name in ("rid", "input_ids", "sampling_params")}
+    return {**bodies[0], **listed}
+
+
 def parse_answer(
     answer: dict[str, Any], num_input_tokens: int, routed_experts_shape: tuple[int, int] | None
 ) -> GenerateResult:
@@ -96,28 +105,42 @@ class SglangEngine:
             EngineError: the engine refused, ended, or had not answered at the deadline. What it was still
                 computing for this request is aborted, as it is when the caller cancels.
         """
-        if self._vocab_size is not None and max(request.input_ids, default=0) >= self._vocab_size:
-            raise EngineError(f"{self._name(request)}: token {max(request.input_ids)} is outside of the vocabulary")
-        rid = uuid.uuid4().hex
+        return (await self.generate_batch([request]))[0]
+
+    async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """Several turns in one call, all or nothing; the deadline is the latest of theirs.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        name = self._name(requests)
+        largest = max(max(request.input_ids, default=0) for request in requests)
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise EngineError(f"{name}: token {largest} is outside of the vocabulary")
+        rids = [uuid.uuid4().hex for _ in requests]
+        timeout_s = max(request.timeout_s for request in requests)
         answered = False
         try:
-            async with asyncio.timeout(request.timeout_s):
-                status, content = await self._post(request, rid)
+            async with asyncio.timeout(timeout_s):
+                status, content = await self._post(requests, rids)
             answered = True
         except TimeoutError as error:
-            raise EngineError(f"{self._name(request)}: no answer within {request.timeout_s:g} s") from error
+            raise EngineError(f"{name}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise EngineError(f"{self._name(request)}: {type(error).__name__} {error}".rstrip()) from error
+            raise EngineError(f"{name}: {type(error).__name__} {error}".rstrip()) from error
         finally:
             if not answered:
-                self._abort_later(rid)
+                self._abort_later(rids)
         if status != 200:
-            raise EngineError(f"{self._name(request)}: {status} {content[:500].decode(errors='replace')}")
+            raise EngineError(f"{name}: {status} {content[:500].decode(errors='replace')}")
         try:
-            answer = orjson.loads(content)
-            return parse_answer(answer, len(request.input_ids), self._routed_experts_shape)
+            answers = orjson.loads(content)
+            return [
+                parse_answer(answer, len(request.input_ids), self._routed_experts_shape)
+                for request, answer in zip(requests, answers if len(requests) > 1 else [answers], strict=True)
+            ]
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{self._name(request)}: not an answer to /generate: {error!r}") from error
+            raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
 
     async def aclose(self) -> None:
         """Close the connections, once aborts under way have been sent."""
@@ -133,26 +156,31 @@ class SglangEngine:
             )
         return self._http
 
-    async def _post(self, request: GenerateRequest, rid: str) -> tuple[int, bytes]:
+    async def _post(self, requests: Sequence[GenerateRequest], rids: Sequence[str]) -> tuple[int, bytes]:
         """Status and content."""
-        body = request_body(request, rid, routed_experts=self._routed_experts_shape is not None)
-        headers = {"content-type": "application/json", ROUTING_HEADER: request.session_id}
+        experts = self._routed_experts_shape is not None
+        if len(requests) == 1:
+            body = request_body(requests[0], rids[0], routed_experts=experts)
+        else:
+            body = batch_body(requests, rids, routed_experts=experts)
+        headers = {"content-type": "application/json", ROUTING_HEADER: requests[0].session_id}
         async with self._session().post(f"{self._url}/generate", data=orjson.dumps(body), headers=headers) as response:
             return response.status, await response.read()
 
-    def _abort_later(self, rid: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._abort(rid))
+    def _abort_later(self, rids: Sequence[str]) -> None:
+        task = asyncio.get_running_loop().create_task(self._abort(rids))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    async def _abort(self, rid: str) -> None:
-        async def post(url: str) -> None:
+    async def _abort(self, rids: Sequence[str]) -> None:
+        async def post(url: str, rid: str) -> None:
             timeout = aiohttp.ClientTimeout(total=_ABORT_TIMEOUT_S)
             async with self._session().post(f"{url}/abort_request", json={"rid": rid}, timeout=timeout) as response:
                 await response.read()
 
         # An engine that is gone has nothing left to abort; which one held the request is not known here.
-        await asyncio.gather(*map(post, self._engine_urls), return_exceptions=True)
+        await asyncio.gather(*(post(url, rid) for url in self._engine_urls for rid in rids), return_exceptions=True)
 
-    def _name(self, request: GenerateRequest) -> str:
-        return f"{self._url}, session {request.session_id}"
+    def _name(self, requests: Sequence[GenerateRequest]) -> str:
+        more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
+        return f"{self._url}, session {requests[0].session_id}{more}"
