@@ -24,20 +24,22 @@ from slimrl.models.safetensors_folder import write_safetensors
 
 @dataclass(frozen=True, kw_only=True)
 class ToySize:
-    """The defaults make about 1.5 million parameters, which learn the calculator task."""
+    """The defaults make 1.15 million parameters, which learn the calculator task within minutes on two CPU cores."""
 
-    layers: int = 3
-    hidden: int = 128
+    layers: int = 4
+    hidden: int = 96
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
     experts: int = 8
     experts_per_token: int = 2
-    moe_intermediate: int = 128
+    moe_intermediate: int = 96
     """Width of one expert."""
     max_position: int = 1024
-    init_std: float = 0.02
-    """Standard deviation of all weights but norms, which are 1."""
+    rope_theta: float = 1000.0
+    """Base of the rotary embedding; small, since conversations are a few hundred tokens long."""
+    init_std: float = 0.1
+    """Standard deviation of all weights but norms, which are 1; about 1 / sqrt(hidden)."""
 
 
 def write_toy(family: str, out: Path, size: ToySize, seed: int) -> int:
@@ -90,7 +92,7 @@ def _qwen3(size: ToySize) -> dict[str, Any]:
         "max_position_embeddings": size.max_position,
         "initializer_range": size.init_std,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
+        "rope_theta": size.rope_theta,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
