@@ -1,10 +1,12 @@
 """Packing of sequences into micro-batches that are balanced over data-parallel ranks.
 
-1. First-fit-decreasing fills micro-batches up to a token budget.
-2. The largest micro-batches are halved until every rank gets equally many, a multiple of what the schedule needs;
-   where sequences run out, micro-batches of padding fill up.
-3. Balanced largest differencing (Karmarkar-Karp with equal counts; Yakir 1996, doi:10.1287/moor.21.1.85) deals them to
-   the ranks on estimated FLOPs: attention grows with the square of a sequence, the rest with its length.
+1. First-fit-decreasing says how many micro-batches the token budget needs.
+2. That number is rounded up to what all ranks and the schedule take, and the sequences are spread evenly over so many:
+   the most expensive first, each to the cheapest micro-batch that has room. Where they do not fit, there is one round
+   more; where sequences run out, micro-batches of padding fill up.
+3. Balanced largest differencing (Karmarkar-Karp with equal counts; Yakir 1996, doi:10.1287/moor.21.1.85) deals the
+   micro-batches to the ranks.
+Costs are estimated FLOPs: attention grows with the square of a sequence, the rest with its length.
 
 Everything is deterministic: equal input gives equal micro-batches in equal order.
 """
@@ -139,15 +141,16 @@ def pack(
         ValueError: a sequence is longer than the budget.
     """
     lengths = [_aligned(len(sequence.tokens) - 1, alignment) for sequence in sequences]
-    bins = first_fit_decreasing(lengths, budget_tokens)
-    _split_to_multiple(bins, lengths, max(data_parallel * micro_batch_multiple, 1))
-    costs = [sum(lengths[i] + lengths[i] ** 2 * ATTENTION_WEIGHT for i in indices) for indices in bins]
+    costs = [length + length**2 * ATTENTION_WEIGHT for length in lengths]
+    multiple = data_parallel * micro_batch_multiple
+    bins = _spread(lengths, costs, budget_tokens, multiple)
+    bin_costs = [sum(costs[i] for i in indices) for indices in bins]
     num_sampled_N = np.zeros(len(advantages_N), np.int64)
     for sequence in sequences:
         num_sampled_N[sequence.trajectory] += int(sequence.loss_mask[1:].sum())
     return [
         [_micro_batch([sequences[i] for i in sorted(bins[b])], advantages_N, num_sampled_N, alignment) for b in part]
-        for part in balanced_partition(costs, data_parallel)
+        for part in balanced_partition(bin_costs, data_parallel)
     ]
 
 
@@ -180,19 +183,29 @@ def _aligned(length: int, alignment: int) -> int:
     return -(-length // alignment) * alignment
 
 
-def _split_to_multiple(bins: list[list[int]], lengths: list[int], multiple: int) -> None:
-    while len(bins) % multiple or not bins:
-        splittable = [b for b in bins if len(b) > 1]
-        if not splittable:
-            bins.append([])
-            continue
-        largest = max(splittable, key=lambda b: sum(lengths[i] for i in b))
-        ordered = sorted(largest, key=lambda i: (-lengths[i], i))
-        halves: tuple[list[int], list[int]] = ([], [])
-        for i in ordered:
-            min(halves, key=lambda half: sum(lengths[j] for j in half)).append(i)
-        bins[bins.index(largest)] = halves[0]
-        bins.append(halves[1])
+def _spread(lengths: list[int], costs: list[float], budget: int, multiple: int) -> list[list[int]]:
+    """Bins of even cost within the budget, in a number that is a multiple of `multiple`."""
+    count = _aligned(max(len(first_fit_decreasing(lengths, budget)), 1), multiple)
+    while True:
+        bins = _spread_over(count, lengths, costs, budget)
+        if bins is not None:
+            return bins
+        count += multiple
+
+
+def _spread_over(count: int, lengths: list[int], costs: list[float], budget: int) -> list[list[int]] | None:
+    """The sequences over `count` bins, the most expensive first; None where one finds no room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    tokens, loads = [0] * count, [0.0] * count
+    for i in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+        with_room = [b for b in range(count) if tokens[b] + lengths[i] <= budget]
+        if not with_room:
+            return None
+        best = min(with_room, key=lambda b: (loads[b], b))
+        bins[best].append(i)
+        tokens[best] += lengths[i]
+        loads[best] += costs[i]
+    return bins
 
 
 def _micro_batch(

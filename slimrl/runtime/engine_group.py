@@ -9,6 +9,7 @@ from slimrl.config.schema import Recipe
 from slimrl.data.protocols import Engine
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.pinned import PinnedEngines
 from slimrl.rollout.process import ServerError
 from slimrl.rollout.router import Router
@@ -77,9 +78,7 @@ class EngineGroup:
             return connect(self._router.url, urls)
         engines = [connect(url, [url]) for url in urls]
         if self._recipe.deterministic:
-            from slimrl.rollout.lockstep import LockstepEngine
-
-            return LockstepEngine(engines, urls)
+            return LockstepEngine(engines)
         return PinnedEngines(engines)
 
     def check(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -14,6 +14,7 @@ from slimrl.observability.progress import Progress
 from slimrl.rewards.scoring import score
 from slimrl.rollout.collector import EpisodeRequest, collect, episode_requests
 from slimrl.rollout.evaluate import EvalResult, evaluate
+from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.runtime.errors import RunError
 from slimrl.runtime.task import Task
 
@@ -71,21 +72,36 @@ class RolloutStage:
             async def one(request: EpisodeRequest) -> Trajectory:
                 return await self._episode(request, sampling)
 
-            trajectories = self._loop.run(
-                collect(
-                    requests,
-                    one,
-                    max_concurrency=self._recipe.rollout.max_concurrency,
-                    on_done=lambda _: phase.advance(),
-                )
-            )
+            def advance(_: Trajectory) -> None:
+                phase.advance()
+
+            trajectories = self._loop.run(self._play(requests, one, advance))
         _refuse_failures(trajectories, self._recipe.rollout.max_failed_fraction)
         return RolloutBatch(trajectories=trajectories, seconds=time.monotonic() - start)
+
+    async def _play(
+        self,
+        requests: Sequence[EpisodeRequest],
+        one: Callable[[EpisodeRequest], Awaitable[Trajectory]],
+        on_done: Callable[[Trajectory], None],
+    ) -> list[Trajectory]:
+        """All episodes; in lock-step, wave after wave of as many as may be under way, each announced as a whole."""
+        most = self._recipe.rollout.max_concurrency
+        if not isinstance(self._engine, LockstepEngine):
+            return await collect(requests, one, max_concurrency=most, on_done=on_done)
+        trajectories: list[Trajectory] = []
+        for first in range(0, len(requests), most):
+            wave = requests[first : first + most]
+            self._engine.open([request.trajectory_id for request in wave])
+            trajectories += await collect(wave, one, max_concurrency=most, on_done=on_done)
+        return trajectories
 
     async def _episode(self, request: EpisodeRequest, sampling: SamplingConfig) -> Trajectory:
         trajectory = await self._episodes.run(
             request.prompt, trajectory_id=request.trajectory_id, sampling=sampling, seed=request.seed
         )
+        if isinstance(self._engine, LockstepEngine):
+            self._engine.close(request.trajectory_id)
         await score(trajectory, request.prompt, self._task.reward, self._recipe.rollout.trajectory_timeout_s)
         return trajectory
 

@@ -55,6 +55,7 @@ class TrainerActor:
             master_port=port,
             total_updates=self.total_updates,
         )
+        self.worker.stepper.on_micro_batch = self._advance
         return self.worker.layout
 
     def load_hf(self) -> None:
@@ -105,6 +106,7 @@ class TrainerActor:
         """Leave the groups and remove what lies in shared memory."""
         if self.resync_session is not None:
             self.resync_session.close()
+        self.worker.close()
 
     @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
     def progress(self) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from slimrl.config.schema import TrainerConfig
+from slimrl.config.schema import Precision, TrainerConfig
 from slimrl.data.packing import MicroBatch
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
@@ -39,6 +39,7 @@ class TrainerWorker:
         """
         self.seed, self.model_path = seed, model_path
         self.hf_config = read_hf_config(model_path)
+        self.dtype = "bfloat16" if trainer.precision is Precision.bf16 else "float32"
         self.family = family_of(self.hf_config)
         self.layout = init_parallel(
             trainer.parallel,
@@ -79,8 +80,8 @@ class TrainerWorker:
         return self.stepper.train_update(micro_batches, loss_function, denominator=denominator, temperature=temperature)
 
     def weight_source(self) -> MegatronWeightSource:
-        """The weights as they are when iterated, under their Hugging Face names."""
-        return MegatronWeightSource(self.chunks, self.family, self.hf_config)
+        """The weights as they are when iterated, under their Hugging Face names, in the precision of the training."""
+        return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype)
 
     def save_checkpoint(self, directory: Path) -> None:
         checkpoint.save(directory, self.chunks, self.optimizer, self.layout, self._architecture())
@@ -89,8 +90,8 @@ class TrainerWorker:
         checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)
 
     def export_hf(self, directory: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint with the config and tokenizer of `model_path`."""
-        export_hf(self.weight_source(), self.model_path, directory)
+        """Write the weights in `model_path`'s dtype, with its config and tokenizer."""
+        export_hf(MegatronWeightSource(self.chunks, self.family, self.hf_config), self.model_path, directory)
 
     def close(self) -> None:
         """Leave the process groups; every rank calls it."""

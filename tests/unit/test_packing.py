@@ -101,3 +101,12 @@ def test_balanced_partition_beats_dealing_in_turn():
         dealt = [sum(costs[i] for i in range(r, 24, 4)) for r in range(4)]
         assert max(sums) <= max(dealt)
         assert max(sums) < 1.03 * sum(costs) / 4
+
+
+@pytest.mark.parametrize("budget", [256, 1024, 4096])
+def test_ranks_get_nearly_equal_work(budget):
+    sequences = batch(5, 200)
+    parts = pack(sequences, np.zeros(200, np.float32), budget_tokens=budget, alignment=1, data_parallel=2)
+    tokens = [sum(m.num_tokens for m in part) for part in parts]
+    assert sum(tokens) == sum(len(s.tokens) - 1 for s in sequences)
+    assert max(tokens) < 1.02 * sum(tokens) / 2
