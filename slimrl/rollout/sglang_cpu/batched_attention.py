@@ -3,7 +3,7 @@
 Decode goes through the dense copy of decode_cache.py. Prefill, and decode batches too uneven for that copy, are
 grouped by size, gathered from the pages and answered by one call per group (`paged_attention`).
 The hooks have the signatures of the methods of TorchNativeAttnBackend that they wrap; attention over an encoder
-(cross attention) goes to the original.
+(cross attention) and decode batches of one or two go to the original.
 """
 
 from collections import defaultdict
@@ -18,6 +18,8 @@ from slimrl.rollout.sglang_cpu.decode_cache import DecodeCache
 
 _COPY_OVER_POOL = 2
 """The dense copy may be this many times as large as the pool of pages."""
+_FEW = 2
+"""So many sequences decode faster in the original loop."""
 _MAX_SCORES = 1 << 24
 """Attention scores (times heads) that one call may hold at a time: 64 MiB in float32."""
 
@@ -29,7 +31,7 @@ def after_init(result: None, backend: Any, model_runner: Any) -> None:
 def after_init_forward_metadata(result: None, backend: Any, batch: Any) -> None:
     """Once per forward pass: plan a decode step, or drop from the copy what a prefill is about to write."""
     cache: DecodeCache = backend.slimrl_decode_cache
-    if batch.forward_mode.is_decode():
+    if batch.forward_mode.is_decode() and len(batch.seq_lens) > _FEW:
         cache.begin_step(backend.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
     else:
         cache.forget(batch.req_pool_indices.tolist())
@@ -51,7 +53,7 @@ def around_decode(
     sliding_window_size: int | None,
     **rest: Any,
 ) -> Tensor:
-    if encoder_lens is not None or rest["is_cross_attn"]:
+    if encoder_lens is not None or rest["is_cross_attn"] or len(seq_lens) <= _FEW:
         kwargs = {**rest, "scaling": scaling, "sliding_window_size": sliding_window_size}
         cache_args = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
         return original(backend, query, output, *cache_args, **kwargs)
@@ -128,17 +130,49 @@ def paged_attention(
     groups = defaultdict(list)
     for index, (prefix, new) in enumerate(zip(prefix_lens, new_lens, strict=True)):
         # Equal bit lengths: padding at most doubles a request.
-        groups[new.bit_length(), (prefix + new).bit_length()].append(index)
-    for members in groups.values():
+        groups[prefix == 0, new.bit_length(), (prefix + new).bit_length()].append(index)
+    for (is_whole, _, _), members in groups.items():
         longest_new = max(new_lens[index] for index in members)
         longest = max(prefix_lens[index] + new_lens[index] for index in members)
         size = max(1, _MAX_SCORES // (query.shape[1] * longest_new * longest))
         for first in range(0, len(members), size):
-            _attend_group(
+            attend = _attend_whole if is_whole and window is None else _attend_group
+            attend(
                 query, output, keys_pool, values_pool, req_to_token, requests, members[first : first + size],
                 starts, prefix_lens, new_lens, scale, window,
             )  # fmt: skip
     return output
+
+
+def _attend_whole(
+    query: Tensor,
+    output: Tensor,
+    keys_pool: Tensor,
+    values_pool: Tensor,
+    req_to_token: Tensor,
+    requests: Tensor,
+    members: list[int],
+    starts: list[int],
+    prefix_lens: list[int],
+    new_lens: list[int],
+    scale: float | None,
+    window: int | None,
+) -> None:
+    """One padded call for requests without a cached prefix: the kernel's own causal order hides the padding."""
+    new_B = torch.tensor([new_lens[index] for index in members])
+    position_L = torch.arange(int(new_B.max()))
+    exists_BL = position_L < new_B[:, None]
+    tokens_BL = (torch.tensor([starts[index] for index in members])[:, None] + position_L).masked_fill_(~exists_BL, 0)
+    slots_BL = req_to_token[requests[members].long(), : len(position_L)].long().masked_fill_(~exists_BL, 0)
+    out_BHLD = scaled_dot_product_attention(
+        query[tokens_BL].transpose(1, 2),
+        keys_pool[slots_BL].to(query.dtype).transpose(1, 2),
+        values_pool[slots_BL].to(query.dtype).transpose(1, 2),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query.shape[1] != keys_pool.shape[1],
+    )
+    output[tokens_BL[exists_BL]] = out_BHLD.transpose(1, 2)[exists_BL]
 
 
 def _attend_group(

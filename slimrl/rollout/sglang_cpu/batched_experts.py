@@ -1,7 +1,8 @@
 """Experts in two batched products instead of a Python loop over them.
 
-Tokens are sorted by expert and padded to the busiest expert's load. Where the load is so uneven that padding
-would more than quadruple the work, or the layer has something this file does not know, the original runs.
+Tokens are sorted by expert and padded to the busiest expert's load, which pays where each has a few tokens, as in
+decode. The original runs where a loop is as good (a handful of tokens, or many for each expert), where the load is so
+uneven that padding would more than quadruple the work, and where the layer has something this file does not know.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 _MAX_PADDING = 4
+_MIN_PAIRS = 8
+"""Pairs of token and expert."""
+_MAX_LOAD = 128
+"""Pairs per expert."""
 
 
 def around_forward(
@@ -26,10 +31,11 @@ def around_forward(
         and getattr(layer, "w2_weight_bias", None) is None
     )
     weights_TK, experts_TK = topk_output[:2]
-    if plain and len(hidden_TH):
-        loads_E = torch.bincount(experts_TK.flatten(), minlength=len(layer.w13_weight))
+    pairs, num_experts = experts_TK.numel(), len(layer.w13_weight)
+    if plain and _MIN_PAIRS <= pairs <= _MAX_LOAD * num_experts:
+        loads_E = torch.bincount(experts_TK.flatten(), minlength=num_experts)
         capacity = int(loads_E.max())
-        if capacity * len(loads_E) <= _MAX_PADDING * experts_TK.numel() or len(hidden_TH) == 1:
+        if capacity * num_experts <= _MAX_PADDING * pairs:
             return experts_forward(
                 hidden_TH, weights_TK, experts_TK, layer.w13_weight, layer.w2_weight, loads_E, capacity
             )

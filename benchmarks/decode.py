@@ -1,0 +1,162 @@
+"""SGLang's CPU engine with slimrl's plugin against the same engine as shipped, in one run on the toy model.
+
+1. Both engines start, with one thread each.
+2. They answer in turn, `--repeats` times: prefill alone, then batches of 1, 8, 32 and 128 sequences.
+3. Greedy tokens and their log-probs are compared.
+Reported are tokens per second by the clock, the processor time of the engine's scheduler per token, which does not
+depend on what else runs on the machine, and the ratio of each: above 1, the plugin is faster.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from slimrl.rollout import sglang_cpu
+
+if __name__ in ("__main__", "__mp_main__"):
+    # The engine as shipped spawns processes that import this file; it needs the stand-ins too.
+    sglang_cpu.install()
+
+SERVE_SHIPPED = "--serve-shipped"
+PROMPT_TOKENS = 14
+NEW_TOKENS = 128
+PREFILL = (64, 150)
+"""Prompts and tokens of each in the prefill measurement."""
+BATCHES = (1, 8, 32, 128)
+
+
+def serve_shipped(arguments: list[str]) -> None:
+    """Be an SGLang server without the plugin."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+
+    from slimrl.rollout.lifeline import end_with
+
+    end_with(int(arguments[0]))
+    run_server(prepare_server_args(arguments[1:]))
+
+
+class Engine:
+    """One of the two engines."""
+
+    def __init__(self, name: str, model: Path, folder: Path) -> None:
+        from slimrl.config.schema import Precision, RolloutConfig
+        from slimrl.rollout.process import ServerProcess, free_port
+        from slimrl.rollout.server import engine_arguments, engine_environment
+
+        rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency=max(BATCHES))
+        port = free_port()
+        self.name, self.url = name, f"http://127.0.0.1:{port}"
+        arguments = engine_arguments(
+            rollout, model, host="127.0.0.1", port=port, precision=Precision.fp32, cuda=False, seed=0
+        )
+        main = ["-m", "slimrl.rollout.launch"] if name == "slimrl" else [__file__, SERVE_SHIPPED]
+        env = engine_environment(rollout, cuda=False)
+        if name == "shipped":
+            # A list of the plugins to load; none is called this.
+            env["SGLANG_PLUGINS"] = "none"
+        self.process = ServerProcess(
+            name, [sys.executable, *main, str(os.getpid()), *arguments], env, folder / f"{name}.log"
+        )
+
+    def wait_ready(self) -> None:
+        import psutil
+
+        self.process.wait_ready(f"{self.url}/health", 300)
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self._scheduler = max(children, key=lambda child: sum(child.cpu_times()[:2]))
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float = 1.0) -> list[dict]:
+        import httpx
+
+        sampling = {"max_new_tokens": new_tokens, "temperature": temperature, "ignore_eos": True}
+        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+        httpx.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+        return httpx.post(f"{self.url}/generate", json=body, timeout=300).raise_for_status().json()
+
+    def measure(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+        """(seconds by the clock, processor seconds of the scheduler)"""
+        wall, cpu = time.perf_counter(), sum(self._scheduler.cpu_times()[:2])
+        self.generate(prompts, new_tokens)
+        return time.perf_counter() - wall, sum(self._scheduler.cpu_times()[:2]) - cpu
+
+
+def prompts_of(count: int, length: int) -> list[list[int]]:
+    return [[3 + (7 * row + 13 * column) % 300 for column in range(length)] for row in range(count)]
+
+
+def compare(engines: list[Engine]) -> dict[str, float]:
+    """Greedy tokens that differ, and the largest difference of the log-probs where contexts are equal."""
+    prompts = [prompt[: 3 + 5 * row] for row, prompt in enumerate(prompts_of(32, 200))]
+    first, second = (engine.generate(prompts, 32, temperature=0.0) for engine in engines)
+    different, largest = 0, 0.0
+    for a, b in zip(first, second, strict=True):
+        pairs = zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True)
+        for (logprob_a, token_a, _), (logprob_b, token_b, _) in pairs:
+            if token_a != token_b:
+                different += 1
+                break
+            largest = max(largest, abs(logprob_a - logprob_b))
+    return {"sequences_with_other_tokens": different, "logprob_abs_max": largest}
+
+
+def run(engines: list[Engine], repeats: int) -> dict:
+    cases = {f"decode_{batch}": (prompts_of(batch, PROMPT_TOKENS), NEW_TOKENS, batch * NEW_TOKENS) for batch in BATCHES}
+    cases["prefill"] = (prompts_of(*PREFILL), 1, PREFILL[0] * PREFILL[1])
+    result: dict = {}
+    for case, (prompts, new_tokens, tokens) in cases.items():
+        samples: dict[str, list[tuple[float, float]]] = {engine.name: [] for engine in engines}
+        for repeat in range(repeats + 1):
+            for engine in engines:
+                sample = engine.measure(prompts, new_tokens)
+                # The first is a warm-up.
+                samples[engine.name] += [sample] if repeat else []
+        wall = {name: statistics.median(sample[0] for sample in values) for name, values in samples.items()}
+        cpu = {name: statistics.median(sample[1] for sample in values) for name, values in samples.items()}
+        result[case] = {
+            "tokens_per_s": {name: tokens / seconds for name, seconds in wall.items()},
+            "cpu_us_per_token": {name: 1e6 * seconds / tokens for name, seconds in cpu.items()},
+            "ratio": wall["shipped"] / wall["slimrl"],
+            "cpu_ratio": cpu["shipped"] / cpu["slimrl"],
+        }
+        speeds = ", ".join(f"{name} {speed:.0f} tok/s" for name, speed in result[case]["tokens_per_s"].items())
+        ratios = f"ratio {result[case]['ratio']:.2f}, of processor time {result[case]['cpu_ratio']:.2f}"
+        print(f"{case:12s} {speeds}; {ratios}", flush=True)
+    return result
+
+
+def main() -> None:
+    from slimrl_tools.toy import ToySize, write_toy
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", type=Path, help="a checkpoint instead of the toy")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.model is None:
+            write_toy("qwen3_moe", folder / "toy", ToySize(init_std=0.1), seed=0)
+        engines = [Engine(kind, options.model or folder / "toy", folder) for kind in ("shipped", "slimrl")]
+        try:
+            for engine in engines:
+                engine.wait_ready()
+            figures = {"cases": run(engines, options.repeats), "agreement": compare(engines)}
+        finally:
+            for engine in engines:
+                engine.process.stop()
+    print(f"agreement of greedy decoding: {figures['agreement']}")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [SERVE_SHIPPED]:
+        serve_shipped(sys.argv[2:])
+    else:
+        main()

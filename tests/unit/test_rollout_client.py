@@ -1,0 +1,200 @@
+"""What is sent to an engine and read from it, the log's cause, the command line, and rounds in lock-step."""
+
+import asyncio
+import base64
+import random
+
+import numpy as np
+import pytest
+
+from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
+from slimrl.rollout.client import batch_body, parse_answer, request_body
+from slimrl.rollout.lockstep import LockstepEngine
+from slimrl.rollout.process import find_cause
+from slimrl.rollout.server import engine_arguments
+
+
+def request_of(session, seed=1, **changes):
+    values = {
+        "session_id": session,
+        "input_ids": [1, 2, 3],
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "max_new_tokens": 5,
+        "stop_token_ids": (2, 9),
+        "timeout_s": 10.0,
+        "seed": seed,
+    }
+    return GenerateRequest(**values | changes)
+
+
+def answer_of(**changes):
+    meta = {
+        "output_token_logprobs": [[-0.5, 7, None], [-1.5, 9, None]],
+        "weight_version": "4",
+        "finish_reason": {"type": "stop", "matched": 9},
+        "cached_tokens": 2,
+    }
+    return {"output_ids": [7, 9], "meta_info": meta | changes}
+
+
+def test_without_stop_tokens_the_turn_runs_to_its_limit():
+    assert request_body(request_of("s"), "r", routed_experts=False)["sampling_params"] == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "max_new_tokens": 5,
+        "stop_token_ids": (2, 9),
+        "sampling_seed": 1,
+    }
+    sampling = request_body(request_of("s", seed=None, stop_token_ids=()), "r", routed_experts=False)["sampling_params"]
+    assert sampling["ignore_eos"] is True
+    assert not {"sampling_seed", "stop_token_ids"} & sampling.keys()
+
+
+def test_a_batch_keeps_each_requests_own_settings():
+    body = batch_body([request_of("a"), request_of("b", seed=2, max_new_tokens=8)], ["x", "y"], routed_experts=True)
+    assert body["rid"] == ["x", "y"]
+    assert [s["sampling_seed"] for s in body["sampling_params"]] == [1, 2]
+    assert [s["max_new_tokens"] for s in body["sampling_params"]] == [5, 8]
+    assert body["return_routed_experts"] is True
+
+
+def test_an_answer_gives_tokens_logprobs_version_and_routing():
+    experts = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)
+    encoded = base64.b64encode(experts.tobytes()).decode()
+    result = parse_answer(answer_of(routed_experts=encoded), 3, (3, 2))
+    assert (result.tokens, result.logprobs, result.weight_version) == ([7, 9], [-0.5, -1.5], 4)
+    assert (result.finish_reason, result.cached_tokens) == ("stop", 2)
+    assert result.routed_experts is not None
+    assert result.routed_experts.dtype == np.int16
+    np.testing.assert_array_equal(result.routed_experts, experts)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"meta_info": {}},
+        answer_of(finish_reason=None),
+        answer_of(finish_reason={"type": "?"}),
+        answer_of(weight_version="default"),
+    ],
+)
+def test_what_is_no_answer_is_refused(answer):
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        parse_answer(answer, 3, None)
+
+
+def test_the_cause_is_the_childs_exception_and_not_the_parents_complaint():
+    log = """starting
+[2026] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 3, in run
+    load()
+ValueError: no weights in /models/x
+
+Traceback (most recent call last):
+  File "engine.py", line 9, in wait
+    raise
+RuntimeError: Rank 0 scheduler died during initialization
+[2026] killed
+"""
+    assert find_cause(log.splitlines()) == "ValueError: no weights in /models/x"
+    assert find_cause(["error: unrecognized arguments: --foo"]) == "error: unrecognized arguments: --foo"
+    assert find_cause([]) == "its log is empty"
+
+
+def test_the_recipes_own_sglang_settings_win():
+    rollout = RolloutConfig(
+        max_trajectory_tokens=100,
+        max_concurrency=4,
+        sglang={"max_total_tokens": 999, "sleep_on_idle": False, "disable_radix_cache": True, "stop_words": ["a", "b"]},
+    )
+    flags = engine_arguments(rollout, "m", host="h", port=1, precision=Precision.fp32, cuda=False, seed=0)
+    assert flags[flags.index("--max-total-tokens") + 1] == "999"
+    assert flags[flags.index("--dtype") + 1] == "float32"
+    assert "--sleep-on-idle" not in flags
+    assert "--disable-radix-cache" in flags
+    assert flags[flags.index("--stop-words") + 1 :][:2] == ["a", "b"]
+    assert "--device" not in engine_arguments(
+        rollout, "m", host="h", port=1, precision=Precision.bf16, cuda=True, seed=0
+    )
+
+
+class RecordingEngine:
+    """Answers batches at once and remembers them."""
+
+    def __init__(self, fail=False):
+        self.batches, self.fail = [], fail
+
+    async def generate_batch(self, requests):
+        self.batches.append([request.session_id for request in requests])
+        await asyncio.sleep(0)
+        if self.fail:
+            raise EngineError("engine 0: gone")
+        return [
+            GenerateResult(
+                tokens=[request.seed], logprobs=[0.0], weight_version=0, finish_reason="stop", routed_experts=None,
+                cached_tokens=0,
+            )
+            for request in requests
+        ]  # fmt: skip
+
+    async def aclose(self):
+        pass
+
+
+async def play(lockstep, session, turns):
+    try:
+        for turn in range(turns):
+            result = await lockstep.generate(request_of(session, seed=turn))
+            assert result.tokens == [turn]
+            await asyncio.sleep(random.random() * 0.005)
+    finally:
+        lockstep.close(session)
+
+
+async def test_rounds_do_not_depend_on_who_arrives_first():
+    histories = []
+    for _ in range(3):
+        engines = [RecordingEngine(), RecordingEngine()]
+        lockstep = LockstepEngine(engines)
+        turns = {f"s{index}": 1 + index % 3 for index in range(7)}
+        lockstep.open(list(turns))
+        order = random.sample(sorted(turns), len(turns))
+        await asyncio.gather(*(play(lockstep, session, turns[session]) for session in order))
+        histories.append([engine.batches for engine in engines])
+    assert histories[0] == histories[1] == histories[2]
+    assert histories[0][0] == [["s0", "s2", "s4", "s6"], ["s2", "s4"], ["s2"]]
+    assert histories[0][1] == [["s1", "s3", "s5"], ["s1", "s5"], ["s5"]]
+
+
+async def test_a_failing_call_fails_its_requests_and_no_others():
+    lockstep = LockstepEngine([RecordingEngine(fail=True), RecordingEngine()])
+    lockstep.open(["a", "b"])
+    bad, good = await asyncio.gather(play(lockstep, "a", 1), play(lockstep, "b", 1), return_exceptions=True)
+    assert isinstance(bad, EngineError)
+    assert good is None
+
+
+async def test_a_session_that_is_cancelled_does_not_hold_up_the_round():
+    lockstep = LockstepEngine([RecordingEngine()])
+    lockstep.open(["a", "b"])
+    cancelled = asyncio.create_task(play(lockstep, "a", 1))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    async with asyncio.timeout(5):
+        await play(lockstep, "b", 2)
+
+
+async def test_a_request_out_of_turn_or_without_seed_is_refused():
+    lockstep = LockstepEngine([RecordingEngine()])
+    with pytest.raises(ValueError, match="was not opened"):
+        await lockstep.generate(request_of("a"))
+    lockstep.open(["a"])
+    with pytest.raises(ValueError, match="without a seed"):
+        await lockstep.generate(request_of("a", seed=None))
+    with pytest.raises(ValueError, match="already open"):
+        lockstep.open(["a"])
