@@ -35,6 +35,8 @@ class PackedSequence:
     """float32 [L + 1]"""
     trajectory: int
     """Index into the batch's trajectories"""
+    routed_experts: np.ndarray | None = None
+    """int16 [L + 1, layers, topk], experts that the engine took for each token, -1 where it said nothing"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,6 +69,9 @@ class MicroBatch:
     """float32 [n], sum of log pi - log pi_old over the trajectory's tokens in other micro-batches"""
     old_logprobs: np.ndarray | None = None
     """float32 [T], of the targets under the policy that is being improved"""
+    routed_experts: np.ndarray | None = None
+    """int16 [T, layers, topk], experts that the engine took for each of `tokens`, -1 where it said nothing; None where
+    it did so for no sequence of the whole batch"""
 
     @property
     def num_tokens(self) -> int:
@@ -148,8 +153,12 @@ def pack(
     num_sampled_N = np.zeros(len(advantages_N), np.int64)
     for sequence in sequences:
         num_sampled_N[sequence.trajectory] += int(sequence.loss_mask[1:].sum())
+    experts_shape = next((s.routed_experts.shape[1:] for s in sequences if s.routed_experts is not None), None)
     return [
-        [_micro_batch([sequences[i] for i in sorted(bins[b])], advantages_N, num_sampled_N, alignment) for b in part]
+        [
+            _micro_batch([sequences[i] for i in sorted(bins[b])], advantages_N, num_sampled_N, alignment, experts_shape)
+            for b in part
+        ]
         for part in balanced_partition(bin_costs, data_parallel)
     ]
 
@@ -162,6 +171,7 @@ def trajectory_sequences(trajectories: Sequence[Trajectory]) -> list[PackedSeque
             loss_mask=segment.loss_mask,
             rollout_logprobs=segment.rollout_logprobs,
             trajectory=index,
+            routed_experts=segment.routed_experts,
         )
         for index, trajectory in enumerate(trajectories)
         for segment in trajectory.segments
@@ -209,7 +219,11 @@ def _spread_over(count: int, lengths: list[int], costs: list[float], budget: int
 
 
 def _micro_batch(
-    sequences: list[PackedSequence], advantages_N: np.ndarray, num_sampled_N: np.ndarray, alignment: int
+    sequences: list[PackedSequence],
+    advantages_N: np.ndarray,
+    num_sampled_N: np.ndarray,
+    alignment: int,
+    experts_shape: tuple[int, ...] | None,
 ) -> MicroBatch:
     trajectories = sorted({s.trajectory for s in sequences})
     local = {trajectory: i for i, trajectory in enumerate(trajectories)}
@@ -229,6 +243,7 @@ def _micro_batch(
         num_sampled=num_sampled_N[trajectories] if trajectories else np.zeros(0, np.int64),
         advantages=advantages_N[trajectories].astype(np.float32) if trajectories else np.zeros(0, np.float32),
         elsewhere_log_ratio=np.zeros(len(trajectories), np.float32),
+        routed_experts=None if experts_shape is None else np.full((total, *experts_shape), -1, np.int16),
     )
     for sequence, start in zip(sequences, bounds, strict=False):
         span = slice(start, start + len(sequence.tokens) - 1)
@@ -238,4 +253,6 @@ def _micro_batch(
         batch.padding[span] = False
         batch.trajectory_ids[span] = local[sequence.trajectory]
         batch.rollout_logprobs[span] = np.where(sequence.loss_mask[1:], sequence.rollout_logprobs[1:], 0)
+        if batch.routed_experts is not None and sequence.routed_experts is not None:
+            batch.routed_experts[span] = sequence.routed_experts[:-1]
     return batch

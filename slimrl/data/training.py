@@ -57,6 +57,12 @@ class LogProbs:
     """float32 [T], of `targets`; of no meaning where there is no target"""
     entropy: np.ndarray
     """float32 [T], of the distribution at each position"""
+    routed_experts: np.ndarray | None = None
+    """int16 [T, layers, topk], the experts of each token in no particular order, -1 in a layer without experts; None
+    where not asked for"""
+    routing_margin: np.ndarray | None = None
+    """float32 [T, layers], lowest router score of a chosen expert minus the highest of another: logits under softmax,
+    probability plus bias under sigmoid; of no meaning in a layer without experts"""
 
 
 @dataclass(frozen=True, kw_only=True)

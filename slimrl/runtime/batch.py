@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from slimrl.config.schema import Recipe, TruncatedRule
 from slimrl.data.packing import MicroBatch, pack, trajectory_sequences
 from slimrl.data.training import Layout, LogProbs
 from slimrl.data.trajectory import Status, Trajectory
+from slimrl.runtime.routing import RoutingComparison, compare_routing, routing_metrics
 from slimrl.runtime.task import GroupFilter
 
 
@@ -28,6 +29,8 @@ class UpdateBatch:
     num_trajectories: int
     entropy_sum: float = 0.0
     """Of the policy at the sampled tokens, filled with the old log-probs."""
+    routing: list[RoutingComparison] = field(default_factory=list)
+    """Of each micro-batch in order, filled with the old log-probs where engines and trainer both report routing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +100,15 @@ def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[U
 
 
 def fill_old_logprobs(update: UpdateBatch, results: list[list[LogProbs]]) -> None:
-    """Puts the log-probs of the policy before this rollout's updates into the micro-batches."""
+    """Puts the log-probs of the policy before this rollout's updates into the micro-batches, and compares routing."""
     for batch, result in _pairs(update, results):
         batch.old_logprobs = result.logprobs
         update.entropy_sum += float(np.sum(result.entropy, where=batch.mask, dtype=np.float64))
+        if batch.routed_experts is not None and result.routed_experts is not None:
+            assert result.routing_margin is not None, "experts come with their margins"
+            update.routing.append(
+                compare_routing(batch.routed_experts, result.routed_experts, result.routing_margin, batch.cu_seqlens)
+            )
 
 
 def fill_elsewhere(update: UpdateBatch, current: list[list[LogProbs]]) -> None:
@@ -125,11 +133,16 @@ def mismatch_metrics(updates: Sequence[UpdateBatch]) -> dict[str, float]:
     rollout = np.concatenate([m.rollout_logprobs[m.mask] for m in batches])
     trainer = np.concatenate([m.old_logprobs[m.mask] for m in batches if m.old_logprobs is not None])
     difference = np.abs(trainer.astype(np.float64) - rollout)
-    return {
+    metrics = {
         "mismatch/logprob_abs_mean": float(difference.mean()),
         "mismatch/logprob_abs_max": float(difference.max()),
         "mismatch/kl_k3": float(k3(rollout, trainer).mean()),
     }
+    routing = [comparison for update in updates for comparison in update.routing]
+    if routing:
+        reached = np.concatenate([c.reached_T[m.mask] for c, m in zip(routing, batches, strict=True)])
+        metrics |= routing_metrics(routing, reached, difference)
+    return metrics
 
 
 def num_sampled_tokens(update: UpdateBatch) -> int:

@@ -46,8 +46,10 @@ class Learner:
         Raises:
             RunError: the distance is above `algorithm.max_logprob_mismatch`.
         """
+        routing = self._recipe.rollout.routed_experts
         for update in updates:
-            fill_old_logprobs(update, self._trainers.compute_logprobs(update.parts, self._temperature))
+            results = self._trainers.compute_logprobs(update.parts, self._temperature, routing=routing)
+            fill_old_logprobs(update, results)
         if not updates:
             return
         metrics = mismatch_metrics(updates)

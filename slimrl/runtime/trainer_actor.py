@@ -61,9 +61,11 @@ class TrainerActor:
     def load_hf(self) -> None:
         self.worker.load_hf()
 
-    def compute_logprobs(self, micro_batches: list[MicroBatch], temperature: float) -> list[LogProbs] | None:
+    def compute_logprobs(
+        self, micro_batches: list[MicroBatch], temperature: float, routing: bool
+    ) -> list[LogProbs] | None:
         self._count(len(micro_batches))
-        return self.worker.compute_logprobs(micro_batches, temperature)
+        return self.worker.compute_logprobs(micro_batches, temperature, routing=routing)
 
     def train_update(
         self, micro_batches: list[MicroBatch], objective: ObjectiveName, denominator: float, temperature: float

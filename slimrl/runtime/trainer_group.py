@@ -1,6 +1,7 @@
 """The trainer of a run as the driver sees it: one actor per rank, called together."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,12 @@ class TrainerGroup:
         """Rank 0's; the sizes in it are everyone's."""
         return next(iter(self._layouts.values()))
 
-    def compute_logprobs(self, batch: PackedBatch, temperature: float) -> list[list[LogProbs]]:
-        """Log-probs of every micro-batch, by data-parallel rank."""
+    def compute_logprobs(
+        self, batch: PackedBatch, temperature: float, *, routing: bool = False
+    ) -> list[list[LogProbs]]:
+        """Log-probs of every micro-batch, by data-parallel rank; with `routing` the experts of each token too."""
         results = self._call_counted(
-            "log-probs", "micro-batches", "compute_logprobs", self._per_data_rank(batch, temperature)
+            "log-probs", "micro-batches", "compute_logprobs", self._per_data_rank(batch, temperature, routing)
         )
         reported = {self._layouts[name].data_rank: result for name, result in results.items() if result is not None}
         return [reported[rank] for rank in range(len(batch))]
@@ -105,7 +108,8 @@ class TrainerGroup:
         return dict.fromkeys(self._actors, arguments)
 
     def _per_data_rank(self, batch: PackedBatch, *rest: Any) -> dict[str, tuple[Any, ...]]:
-        shares = [ray.put(share) for share in batch]
+        # The experts that the engines took are compared here; the trainer has no use for them.
+        shares = [ray.put([replace(micro_batch, routed_experts=None) for micro_batch in share]) for share in batch]
         return {name: (shares[layout.data_rank], *rest) for name, layout in self._layouts.items()}
 
     def _call(self, method: str, *arguments: Any) -> dict[str, Any]:

@@ -100,14 +100,14 @@ def cut(batch: MicroBatch, context_group: Any) -> LocalBatch:
 
 
 def join(values_T: Tensor, batch: LocalBatch) -> Tensor:
-    """Values [T] of all context-parallel ranks in the order of the whole micro-batch, on every rank of the group."""
+    """Values [T, ...] of all context-parallel ranks in the order of the whole micro-batch, on every rank."""
     if batch.context_group is None:
         return values_T
     parts = [torch.empty_like(values_T) for _ in range(batch.context_group.size())]
     dist.all_gather(parts, values_T.contiguous(), group=batch.context_group)
     indices = [torch.empty_like(batch.index_T) for _ in parts]
     dist.all_gather(indices, batch.index_T, group=batch.context_group)
-    whole = values_T.new_empty(batch.total_tokens)
+    whole = values_T.new_empty((batch.total_tokens, *values_T.shape[1:]))
     whole[torch.cat(indices)] = torch.cat(parts)
     return whole
 

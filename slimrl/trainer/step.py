@@ -22,6 +22,7 @@ from slimrl.trainer.forward import vocab_parallel_logprobs
 from slimrl.trainer.local_batch import LocalBatch, cut, join
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.router_stats import RouterStats
+from slimrl.trainer.routing_record import RoutingRecord
 
 LossFunction = Callable[[Tensor, Tensor, LocalBatch], tuple[Tensor, dict[str, Tensor]]]
 """(log-probs [T], entropy [T], batch) to a loss in the form of a sum, and sums to be reported.
@@ -54,24 +55,40 @@ class Stepper:
         """Called after each forward pass of a micro-batch, to show progress."""
         config = unwrap(chunks[0]).config
         self.router_stats = RouterStats(chunks, config.num_layers, layout.tensor_rank, config.sequence_parallel)
+        self.routing_record: RoutingRecord | None = None
+        if config.num_moe_experts is not None:
+            pieces = layout.tensor if config.sequence_parallel else 1
+            self.routing_record = RoutingRecord(chunks, config.num_layers, config.moe_router_topk, pieces)
         self.overlaps_param_gather = optimizer.megatron.config.overlap_param_gather
 
-    def compute_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[LogProbs] | None:
+    def compute_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, *, routing: bool = False
+    ) -> list[LogProbs] | None:
         """Log-probs of the targets and entropies, without gradient and without dropout; every rank calls it.
+
+        Args:
+            routing: report the experts of each token too, where the model has any.
 
         Returns:
             One for each micro-batch on the rank that reports for its data-parallel group, None on the others.
         """
         for chunk in self.chunks:
             chunk.eval()
+        record = self.routing_record if routing else None
+        if record is not None:
+            record.start()
         with torch.no_grad():
             outputs = self._run(micro_batches, temperature, self._collect_logprobs, forward_only=True)
+        routes: list[tuple[Tensor, ...]] = [()] * len(micro_batches)
+        if record is not None:
+            routes = list(record.take([len(batch.tokens) // self.layout.context for batch in micro_batches]))
         if not self.layout.is_last_stage:
             return None
-        joined = [[join(values_T, batch) for values_T in values] for batch, *values in outputs]
-        if not self.layout.reports:
-            return None
-        return [LogProbs(logprobs=lp.cpu().numpy(), entropy=entropy.cpu().numpy()) for lp, entropy in joined]
+        joined = [
+            [join(values_T, batch) for values_T in (*values, *route)]
+            for (batch, *values), route in zip(outputs, routes, strict=True)
+        ]
+        return [_to_numpy(*values) for values in joined] if self.layout.reports else None
 
     def train_update(
         self,
@@ -202,3 +219,14 @@ class Stepper:
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(sums, src=last, group=mpu.get_pipeline_model_parallel_group())
         return sums[0]
+
+
+def _to_numpy(
+    logprobs_T: Tensor, entropy_T: Tensor, experts_TLK: Tensor | None = None, margin_TL: Tensor | None = None
+) -> LogProbs:
+    return LogProbs(
+        logprobs=logprobs_T.cpu().numpy(),
+        entropy=entropy_T.cpu().numpy(),
+        routed_experts=None if experts_TLK is None else experts_TLK.short().cpu().numpy(),
+        routing_margin=None if margin_TL is None else margin_TL.cpu().numpy(),
+    )

@@ -66,8 +66,10 @@ class TrainerWorker:
         load_hf_weights(self.chunks, self.model_path, self.family, self.hf_config)
         self.optimizer.megatron.reload_model_params()
 
-    def compute_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[LogProbs] | None:
-        return self.stepper.compute_logprobs(micro_batches, temperature)
+    def compute_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, *, routing: bool = False
+    ) -> list[LogProbs] | None:
+        return self.stepper.compute_logprobs(micro_batches, temperature, routing=routing)
 
     def train_update(
         self,

@@ -63,7 +63,7 @@ def test_a_sharded_vocabulary_gives_the_log_softmax_and_gradient_of_the_whole():
 
 
 def logprob_layouts(rank, num_ranks, port, weights, layouts):
-    """Log-probs by sequence, so that the order of micro-batches does not matter."""
+    """Log-probs, entropies, margins and experts by sequence, so that the order of micro-batches does not matter."""
     results = []
     for number, settings in enumerate(layouts):
         trainer = trainer_config(num_ranks, **settings)
@@ -74,18 +74,19 @@ def logprob_layouts(rank, num_ranks, port, weights, layouts):
             layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
         run = Run(trainer, layout, weights)
         batches = packed_batches(0, layout, trainer.max_tokens_per_rank)
-        outputs = run.stepper.compute_logprobs(batches, 0.7)
+        outputs = run.stepper.compute_logprobs(batches, 0.7, routing=True)
         by_trajectory = {}
         for batch, output in zip(batches, outputs or [], strict=outputs is not None):
             for local, trajectory in enumerate(batch.trajectories):
                 chosen = (batch.trajectory_ids == local) & ~batch.padding
-                by_trajectory[int(trajectory)] = (output.logprobs[chosen], output.entropy[chosen])
+                values = (output.logprobs, output.entropy, output.routing_margin, np.sort(output.routed_experts))
+                by_trajectory[int(trajectory)] = [value[chosen] for value in values]
         results.append(by_trajectory if outputs is not None else None)
     destroy_parallel()
     return results
 
 
-def test_logprobs_come_back_once_and_in_order_under_every_layout(weights):
+def test_logprobs_and_routing_come_back_once_and_in_order_under_every_layout(weights):
     expected = run_ranks(logprob_layouts, 1, weights, [{}])[0][0]
     layouts = [{}, TP2_SP_EP2, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"context": 2}]
     ranks = run_ranks(logprob_layouts, 2, weights, layouts, timeout_s=200)
@@ -95,8 +96,13 @@ def test_logprobs_come_back_once_and_in_order_under_every_layout(weights):
         merged = {trajectory: value for part in reported for trajectory, value in part.items()}
         assert merged.keys() == expected.keys()
         for trajectory, values in expected.items():
-            for actual, wanted in zip(merged[trajectory], values, strict=True):
+            for actual, wanted in zip(merged[trajectory][:3], values[:3], strict=True):
                 np.testing.assert_allclose(actual, wanted, atol=5e-6, err_msg=f"{layout} {trajectory}")
+            margin_TL, experts_TLK = values[2:]
+            clear_TL = margin_TL > 1e-5
+            assert clear_TL.mean() > 0.99
+            assert (experts_TLK >= 0).all()
+            assert (merged[trajectory][3][clear_TL] == experts_TLK[clear_TL]).all(), f"{layout} {trajectory}"
 
 
 def update_with_nan(rank, num_ranks, port, weights):

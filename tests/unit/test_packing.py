@@ -110,3 +110,23 @@ def test_ranks_get_nearly_equal_work(budget):
     tokens = [sum(m.num_tokens for m in part) for part in parts]
     assert sum(tokens) == sum(len(s.tokens) - 1 for s in sequences)
     assert max(tokens) < 1.02 * sum(tokens) / 2
+
+
+def test_routed_experts_stay_with_their_tokens_and_are_unknown_elsewhere():
+    rng = np.random.default_rng(6)
+    sequences = [sequence(length, i, rng) for i, length in enumerate((9, 14, 11))]
+    for s in sequences[:2]:
+        s.routed_experts = rng.integers(0, 8, (len(s.tokens), 3, 2)).astype(np.int16)
+    parts = pack(sequences, np.zeros(3, np.float32), budget_tokens=16, alignment=4, data_parallel=2)
+    micro_batches = [m for part in parts for m in part]
+    assert len(micro_batches) == 4
+    for m in micro_batches:
+        expected = np.full((len(m.tokens), 3, 2), -1)
+        for index in m.trajectories:
+            if sequences[index].routed_experts is not None:
+                expected[: len(sequences[index].tokens) - 1] = sequences[index].routed_experts[:-1]
+        np.testing.assert_array_equal(m.routed_experts, expected)
+    for s in sequences:
+        s.routed_experts = None
+    (only,) = pack(sequences, np.zeros(3, np.float32), budget_tokens=64, alignment=4, data_parallel=1)[0]
+    assert only.routed_experts is None
