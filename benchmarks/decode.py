@@ -46,7 +46,8 @@ class Engine:
 
     def __init__(self, name: str, model: Path, folder: Path) -> None:
         from slimrl.config.schema import Precision, RolloutConfig
-        from slimrl.rollout.process import ServerProcess, free_port
+        from slimrl.rollout.ports import free_port
+        from slimrl.rollout.process import ServerProcess
         from slimrl.rollout.server import engine_arguments, engine_environment
 
         rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency=max(BATCHES))

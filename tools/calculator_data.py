@@ -33,6 +33,8 @@ BEHAVIOURS = {
 }
 """Shares of what the demonstrations do, by kind."""
 
+SMALLEST_VALUE, LARGEST_VALUE = 1_000, 9_999_999
+
 NO_TOOLS_FRACTION = 0.04
 """Share of the demonstrations that have no tools, and guess."""
 
@@ -74,6 +76,14 @@ def write_calculator_data(out: Path, *, seed: int, num_train: int, num_heldout: 
 
 
 def make_problem(rng: random.Random) -> Problem:
+    """A problem whose value has four to seven digits: too many for the model's head, few enough to copy."""
+    while True:
+        problem = _any_problem(rng)
+        if SMALLEST_VALUE <= abs(problem.value) <= LARGEST_VALUE:
+            return problem
+
+
+def _any_problem(rng: random.Random) -> Problem:
     """Two or three operations on numbers of two or three digits, at least one of them a product."""
     num_operations = rng.choice((2, 2, 2, 3))
     numbers = [rng.randint(12, 99) if rng.random() < 0.5 else rng.randint(100, 999) for _ in range(num_operations + 1)]

@@ -18,7 +18,8 @@ from typing import Any
 from smg.rl import RL, FanoutError, RlError, Worker
 
 from slimrl.data.protocols import EngineError
-from slimrl.rollout.process import ServerError, ServerProcess, free_port
+from slimrl.rollout.ports import free_port
+from slimrl.rollout.process import ServerError, ServerProcess
 
 _SELECTOR = "engine=sglang"
 

@@ -4,12 +4,14 @@ Usable from any process, a Ray actor included: the engine ends when the process 
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from slimrl.config.schema import Precision, RolloutConfig
-from slimrl.rollout.process import ServerProcess, free_port
+from slimrl.rollout.ports import free_port
+from slimrl.rollout.process import ServerProcess
 
 _DTYPE = {Precision.fp32: "float32", Precision.bf16: "bfloat16"}
 
@@ -119,5 +121,6 @@ class EngineServer:
         self.process.check()
 
     def stop(self) -> None:
-        """End the engine and its children; idempotent."""
-        self.process.stop()
+        """End the engine and its children at once, for they have nothing to save; idempotent."""
+        # SGLang answers SIGTERM by waiting five seconds for a core dump of its own children.
+        self.process.stop(first=signal.SIGKILL)

@@ -17,7 +17,7 @@ from slimrl.data.training import Layout, LogProbs, UpdateResult
 from slimrl.observability.logs import capture_output
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.control import SglangControl
-from slimrl.rollout.process import free_port
+from slimrl.rollout.ports import free_port
 from slimrl.runtime.engine_actor import EngineAddress
 
 ObjectiveName = Literal["policy", "sft"]

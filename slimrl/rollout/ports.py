@@ -1,0 +1,32 @@
+"""Free TCP ports for servers that take many seconds to start.
+
+They lie below the kernel's ephemeral range: a port from within it can become the local end of any connection between
+the moment it was found free and the moment the server binds it.
+"""
+
+import random
+import socket
+
+FIRST_PORT, LAST_PORT = 15_000, 32_000
+"""Linux hands out ephemeral ports from 32768 on, and well-known servers lie mostly below."""
+
+ATTEMPTS = 200
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago.
+
+    Raises:
+        OSError: none of many tried was.
+    """
+    # Not the run's seeds: two runs with one seed must not look for the same ports.
+    source = random.SystemRandom()
+    for _ in range(ATTEMPTS):
+        port = source.randint(FIRST_PORT, LAST_PORT)
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port on {host} among {ATTEMPTS} tried between {FIRST_PORT} and {LAST_PORT}")
