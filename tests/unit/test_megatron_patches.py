@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import megatron_patches
+from megatron_patches.page import patches_page
 from megatron_patches.respell import respell
 from megatron_patches.zigzag import zigzag_indices
 
@@ -82,3 +84,7 @@ def test_packed_attention_equals_token_by_token_attention_with_its_gradient(valu
     (theirs * weights).sum().backward()
     for x, y in zip(inputs, doubles, strict=True):
         torch.testing.assert_close(x.grad.double(), y.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_the_page_about_patches_is_current():
+    assert (Path(__file__).parents[2] / "docs" / "patches.md").read_text() == patches_page()
