@@ -7,7 +7,7 @@ from megatron_patches import PATCHES, Patch
 _INTRODUCTION = """# Changes to megatron-core
 
 slimrl uses the megatron-core package as it is published and changes it in memory, when `slimrl.trainer` is imported.
-Each change is one function in `megatron_patches/`, listed there by megatron-core version; an unknown version is refused.
+Each change is one function in `megatron_patches/`, listed by megatron-core version; an unknown version is refused.
 Most replace a literal in the source of one function and fail if it is not there exactly as often as expected, so a new
 version cannot slip past them. Those whose absence would raise nothing are guarded by tests that compare numbers
 (`tests/integration/test_layouts.py`, `test_trainer.py`).
