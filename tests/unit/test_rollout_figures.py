@@ -1,0 +1,63 @@
+"""Figures of a rollout batch and of an evaluation, counted by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.rollout.evaluate import evaluate
+from slimrl.rollout.statistics import rollout_metrics
+
+
+def trajectory(reward, status, sampled, turns, calls=0, errors=0, **rewards) -> Trajectory:
+    mask = np.array([False, *[True] * sampled])
+    length = len(mask)
+    return Trajectory(
+        group_id="g",
+        trajectory_id="t",
+        segments=[
+            Segment(
+                tokens=np.arange(length, dtype=np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.zeros(length, np.float32),
+                weight_versions=np.zeros(length, np.int32),
+                turn_ids=np.zeros(length, np.int16),
+            )
+        ],
+        status=status,
+        reward=reward,
+        rewards=rewards,
+        metadata={"num_turns": turns, "num_tool_calls": calls, "num_tool_errors": errors},
+    )
+
+
+BATCH = [
+    trajectory(1.5, Status.completed, 10, 2, 3, 1, answer=1.0, style=0.5),
+    trajectory(0.5, Status.truncated, 20, 4, 1, 0, answer=0.0, style=0.5),
+    trajectory(math.nan, Status.failed, 5, 1),
+    trajectory(1.0, Status.completed, 5, 1, answer=1.0),
+]
+
+
+def test_figures_of_a_rollout_batch():
+    metrics = rollout_metrics(BATCH, seconds=4.0)
+    assert metrics == {
+        "reward/mean": pytest.approx(1.0),
+        "reward/answer": pytest.approx(2 / 3),
+        "reward/style": pytest.approx(1 / 3),
+        "rollout/trajectories": 4,
+        "rollout/tokens": 40,
+        "rollout/tokens_per_s": 10.0,
+        "rollout/turns_mean": 2.0,
+        "rollout/truncated_fraction": 0.25,
+        "rollout/failed_fraction": 0.25,
+        "rollout/tool_error_fraction": 0.25,
+    }
+
+
+def test_a_failed_trajectory_counts_as_wrong_in_an_evaluation():
+    result = evaluate("heldout", BATCH)
+    assert result.accuracy == pytest.approx(3.0 / 4)
+    assert (result.num_prompts, result.turns_mean, result.tool_calls_mean) == (4, 2.0, 1.0)
+    assert (result.truncated_fraction, result.failed_fraction) == (0.25, 0.25)
