@@ -23,7 +23,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove an existing
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """Turns what a command raises into one message and an exit code; everything known goes to the log."""
-    from slimrl.runtime.errors import RunError
+    from slimrl.runtime.errors import Interrupted, RunError
 
     errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     try:
@@ -35,6 +35,10 @@ def _exit_codes() -> Iterator[None]:
     except RunError as error:
         logging.getLogger(__name__).error("failed: %s", getattr(error, "details", "") or error)
         errors.print(f"failed: {error}")
+        raise typer.Exit(1) from None
+    except Interrupted as error:
+        logging.getLogger(__name__).info("%s", error)
+        errors.print(str(error))
         raise typer.Exit(1) from None
 
 

@@ -15,6 +15,8 @@ def log_to_file(path: Path, level: int = logging.INFO) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=path, level=level, format=FORMAT, force=True)
     logging.captureWarnings(True)
+    # One line per HTTP request, dozens a second while something starts.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def capture_output(path: Path, level: int = logging.INFO) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -18,13 +17,6 @@ _LOG_LINES = 15
 
 class ServerError(RuntimeError):
     """A server process did not start, or ended; the message carries the cause from its log."""
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class ServerProcess:
@@ -52,6 +44,8 @@ class ServerProcess:
     def check(self) -> None:
         """Raises ServerError if the process has ended."""
         if (code := self._process.poll()) is not None:
+            if code < 0:
+                raise ServerError(f"{self.name} was ended by {signal.Signals(-code).name} (log: {self.log})")
             raise ServerError(f"{self.name} ended with exit code {code}: {self.cause()} (log: {self.log})")
 
     def wait_ready(self, url: str, timeout_s: float) -> None:
@@ -76,11 +70,11 @@ class ServerProcess:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return find_cause(lines)
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End the process and all below it: SIGTERM, and SIGKILL for those alive after `timeout_s`. Idempotent."""
+    def stop(self, timeout_s: float = 10.0, first: signal.Signals = signal.SIGTERM) -> None:
+        """End the process and all below it: by `first`, and SIGKILL for those alive after `timeout_s`. Idempotent."""
         members = self._members()
         for member in members:
-            _send(member, signal.SIGTERM)
+            _send(member, first)
         _, alive = psutil.wait_procs(members, timeout=timeout_s)
         # SIGTERM may have started more.
         alive = list({*alive, *self._members()})

@@ -170,6 +170,8 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path)
     """`slimrl export`: a training checkpoint as a Hugging Face checkpoint, under the recipe's layout."""
     if out.exists():
         raise ValueError(f"{out} exists; an export never overwrites.")
+    if not (checkpoint / "trainer").is_dir():
+        raise ValueError(f"--checkpoint {checkpoint}: no checkpoint of a run; it would hold a folder `trainer`.")
     with Progress(1) as progress:
         loaded = prepare(path, overrides, "train", progress)
         with (

@@ -1,9 +1,7 @@
 """The engines of a run as the driver sees them: one actor each, the router in front, and the client to them."""
 
+import logging
 from pathlib import Path
-from typing import Any
-
-import ray
 
 from slimrl.config.schema import Recipe
 from slimrl.data.protocols import Engine
@@ -13,13 +11,15 @@ from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.pinned import PinnedEngines
 from slimrl.rollout.process import ServerError
 from slimrl.rollout.router import Router
-from slimrl.runtime.cluster import call_all, wait_all
+from slimrl.runtime.actors import ActorGroup
 from slimrl.runtime.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.errors import StageError
 from slimrl.runtime.placement import engine_options
 
 CHECK_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 class EngineGroup:
@@ -33,20 +33,26 @@ class EngineGroup:
         """
         self._recipe, self._folder = recipe, folder
         options = engine_options(recipe, num_ranks=num_ranks)
-        self._actors: dict[str, Any] = {
-            f"engine {index}": EngineActor.options(**options).remote(  # type: ignore[attr-defined]
-                recipe, model_path.absolute(), folder.logs.absolute(), index
-            )
-            for index in range(recipe.rollout.num_engines)
-        }
-        self._starts = {name: actor.start.remote() for name, actor in self._actors.items()}
+        indices = range(recipe.rollout.num_engines)
+        self._actors = ActorGroup(
+            {
+                f"engine {index}": EngineActor.options(**options).remote(  # type: ignore[attr-defined]
+                    recipe, model_path.absolute(), folder.logs.absolute(), index
+                )
+                for index in indices
+            },
+            {f"engine {index}": folder.log_file(f"engine_{index}_actor") for index in indices},
+        )
+        self._starts = self._actors.begin("start")
         self._router: Router | None = None
         self.addresses: list[EngineAddress] = []
 
     def wait_ready(self) -> None:
         """Raises StageError with the cause from its log if an engine or the router does not come up."""
         rollout = self._recipe.rollout
-        self.addresses = list(wait_all(self._starts, "start", timeout_s=rollout.startup_timeout_s + 60).values())
+        self.addresses = list(
+            self._actors.wait(self._starts, "start", timeout_s=rollout.startup_timeout_s + 60).values()
+        )
         if self._uses_router:
             try:
                 self._router = Router(
@@ -83,7 +89,7 @@ class EngineGroup:
 
     def check(self) -> None:
         """Raises StageError with the cause from its log if an engine or the router has ended."""
-        call_all(self._actors, "check", timeout_s=CHECK_TIMEOUT_S)
+        self._actors.call("check", timeout_s=CHECK_TIMEOUT_S)
         if self._router is not None:
             try:
                 self._router.check()
@@ -91,14 +97,19 @@ class EngineGroup:
                 raise StageError(str(error)) from error
 
     def stop(self) -> None:
-        """End the router and the engines, then their actors; whatever happens the actors end."""
+        """End the router and the engines, side by side, then their actors.
+
+        An actor that is still starting its engine, or cannot end it, is killed, and its engine ends with it.
+        """
         try:
             if self._router is not None:
                 self._router.stop()
-            call_all(self._actors, "stop", timeout_s=STOP_TIMEOUT_S)
+            if self.addresses:
+                self._actors.call("stop", timeout_s=STOP_TIMEOUT_S)
+        except StageError as error:
+            log.warning("stopping the engines: %s", error)
         finally:
-            for actor in self._actors.values():
-                ray.kill(actor)
+            self._actors.kill()
 
     @property
     def _uses_router(self) -> bool:

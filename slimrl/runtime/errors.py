@@ -14,3 +14,10 @@ class StageError(RunError):
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the run to end.
+
+    Not an Exception, since an event loop would hand that to whichever callback it happened to run, and go on.
+    """

@@ -42,7 +42,7 @@ class RolloutStage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.run(self._engine.aclose())
+        self._loop.run(self._close())
         self._loop.close()
 
     def rollout(self, prompts: Sequence[Prompt], *, label: str) -> RolloutBatch:
@@ -95,6 +95,14 @@ class RolloutStage:
             self._engine.open([request.trajectory_id for request in wave])
             trajectories += await collect(wave, one, max_concurrency=most, on_done=on_done)
         return trajectories
+
+    async def _close(self) -> None:
+        """Ends episodes that an interrupted rollout left under way, then the connections."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._engine.aclose()
 
     async def _episode(self, request: EpisodeRequest, sampling: SamplingConfig) -> Trajectory:
         trajectory = await self._episodes.run(

@@ -6,19 +6,19 @@ trainer side by side and takes them down again; a signal that asks the driver to
 
 import logging
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 
 from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, load_recipe
+from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.config.show import dump_resolved, resolved_dict
 from slimrl.data.protocols import Engine
+from slimrl.models.checkpoint import check_checkpoint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
@@ -26,8 +26,9 @@ from slimrl.observability.provenance import append_provenance, collect_provenanc
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.resync.transports.shared_buffer import clean_stale_segments
 from slimrl.runtime.cluster import ray_cluster
+from slimrl.runtime.ending import Family, ending_on_signals
 from slimrl.runtime.engine_group import EngineGroup
-from slimrl.runtime.errors import RunError
+from slimrl.runtime.errors import RunError, StageError
 from slimrl.runtime.trainer_group import TrainerGroup
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Processes:
 
 
 def prepare(path: Path, overrides: Sequence[str], command: Command, progress: Progress) -> LoadedRecipe:
-    """The checked recipe; warnings are said.
+    """The checked recipe, whose model is a complete checkpoint; warnings are said.
 
     Raises:
         RecipeError: it is refused, with all the reasons.
@@ -54,6 +55,11 @@ def prepare(path: Path, overrides: Sequence[str], command: Command, progress: Pr
     loaded = load_recipe(path, overrides, command)
     for warning in check_loaded(loaded):
         progress.say(str(warning))
+    key = "model.path"
+    try:
+        check_checkpoint(Path(loaded.recipe.model.path))
+    except ValueError as error:
+        raise RecipeError([Problem(key=key, message=str(error), where=loaded.provenance[key])]) from error
     return loaded
 
 
@@ -91,31 +97,71 @@ def started(
     """
     num_ranks = 0 if total_updates is None else recipe.trainer.num_ranks
     num_engines = recipe.rollout.num_engines if with_engines else 0
-    for name in clean_stale_segments():
-        log.info("removed shared memory of a process that is gone: %s", name)
-    with ExitStack() as ends, _ending_on_signals():
+    _clean_shared_memory()
+    with ending_on_signals() as take_over_signals, ExitStack() as ends:
+        family = Family()
+        ends.callback(_clean_shared_memory)
+        ends.callback(family.end)
         with progress.phase("starting Ray", 1, ""):
             ends.enter_context(ray_cluster())
-        engines = trainers = None
-        with progress.phase("starting processes", num_ranks + num_engines, ""):
-            if with_engines:
-                engines = EngineGroup(recipe, folder, Path(recipe.model.path), num_ranks=num_ranks)
-                ends.callback(engines.stop)
-            if total_updates is not None:
-                trainers = TrainerGroup(recipe, folder, progress, total_updates=total_updates, num_engines=num_engines)
-                ends.callback(trainers.kill)
-                trainers.start()
-            if engines is not None:
-                engines.wait_ready()
-        processes = Processes(engines=engines, trainers=trainers)
-        log.info("processes: %s", processes.pids)
+            take_over_signals()
+        processes = Processes(engines=None, trainers=None)
         try:
+            with progress.phase("starting processes", num_ranks + num_engines, ""):
+                processes = _start(recipe, folder, progress, ends, with_engines=with_engines, updates=total_updates)
+            log.info("processes: %s", processes.pids)
             yield processes
+            if processes.trainers is not None:
+                processes.trainers.close()
         except ValueError as error:
             # The user's input has been accepted by now, so this is no refusal.
             raise RunError(f"{type(error).__name__}: {error}") from error
-        if trainers is not None:
-            trainers.close()
+        except RunError as error:
+            _raise_if_engine_ended(processes.engines, error)
+            raise
+        finally:
+            family.note()
+
+
+def _start(
+    recipe: Recipe,
+    folder: RunFolder,
+    progress: Progress,
+    ends: ExitStack,
+    *,
+    with_engines: bool,
+    updates: int | None,
+) -> Processes:
+    """Engines and trainer side by side, since both spend their start importing; `ends` gets what ends them."""
+    engines = trainers = None
+    num_ranks = 0 if updates is None else recipe.trainer.num_ranks
+    if with_engines:
+        engines = EngineGroup(recipe, folder, Path(recipe.model.path), num_ranks=num_ranks)
+        ends.callback(engines.stop)
+    if updates is not None:
+        num_engines = recipe.rollout.num_engines if with_engines else 0
+        trainers = TrainerGroup(recipe, folder, progress, total_updates=updates, num_engines=num_engines)
+        ends.callback(trainers.kill)
+        trainers.start()
+    if engines is not None:
+        engines.wait_ready()
+    return Processes(engines=engines, trainers=trainers)
+
+
+def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None:
+    """Raises StageError with the engine's own cause where an engine that ended is what stands behind `error`."""
+    if engines is None or not engines.addresses:
+        return
+    try:
+        engines.check()
+    except StageError as cause:
+        log.error("because of it: %s", error)
+        raise cause from error
+
+
+def _clean_shared_memory() -> None:
+    for name in clean_stale_segments():
+        log.info("removed shared memory of a process that is gone: %s", name)
 
 
 def engine_client(recipe: Recipe, engines: EngineGroup) -> Engine:
@@ -125,25 +171,6 @@ def engine_client(recipe: Recipe, engines: EngineGroup) -> Engine:
     if recipe.rollout.routed_experts:
         shape = (int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]))
     return engines.client(vocab_size=int(config["vocab_size"]), routed_experts_shape=shape)
-
-
-class Interrupted(RunError):
-    """A signal asked the run to end."""
-
-
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: by an exception in the driver."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(f"ended by {signal.Signals(number).name}")
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

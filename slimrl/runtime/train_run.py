@@ -74,15 +74,10 @@ class TrainRun:
         """Scored trajectories of the next prompts.
 
         Raises:
-            StageError: an engine has ended.
             RunError: too many trajectories failed.
         """
         prompts = self._prompts.take(self.recipe.rollout.prompts_per_step)
-        try:
-            batch = self._stage.rollout(prompts, label=f"step_{step.number:06d}")
-        except RunError:
-            self._engines.check()
-            raise
+        batch = self._stage.rollout(prompts, label=f"step_{step.number:06d}")
         apply_truncation_rule(batch.trajectories, self.recipe.algorithm.truncated)
         step.record(rollout_metrics(batch.trajectories, batch.seconds))
         write_samples(

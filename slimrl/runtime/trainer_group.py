@@ -13,7 +13,7 @@ from slimrl.data.training import Layout, LogProbs, UpdateResult
 from slimrl.observability.progress import Phase, Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.session import ResyncReport
-from slimrl.runtime.cluster import call_all
+from slimrl.runtime.actors import ActorGroup
 from slimrl.runtime.engine_actor import EngineAddress
 from slimrl.runtime.placement import trainer_options
 from slimrl.runtime.trainer_actor import ObjectiveName, TrainerActor
@@ -36,24 +36,27 @@ class TrainerGroup:
         """
         self._recipe, self._progress = recipe, progress
         options = trainer_options(recipe, num_engines=num_engines)
-        self._actors: dict[str, Any] = {}
-        for rank in range(recipe.trainer.num_ranks):
-            name = f"trainer {rank}"
-            log_file = folder.log_file(f"trainer_{rank}").absolute()
-            self._actors[name] = TrainerActor.options(**options).remote(  # type: ignore[attr-defined]
-                recipe, log_file, rank, total_updates
-            )
+        logs = {f"trainer {rank}": folder.log_file(f"trainer_{rank}") for rank in range(recipe.trainer.num_ranks)}
+        self._actors = ActorGroup(
+            {
+                name: TrainerActor.options(**options).remote(  # type: ignore[attr-defined]
+                    recipe, log_file.absolute(), rank, total_updates
+                )
+                for rank, (name, log_file) in enumerate(logs.items())
+            },
+            logs,
+        )
         self._layouts: dict[str, Layout] = {}
         self.pids: tuple[int, ...] = ()
 
     def start(self) -> None:
         """Join the ranks, build the model and load the weights of `model.path`."""
         timeout_s = self._recipe.trainer.startup_timeout_s
-        self.pids = tuple(call_all(self._actors, "pid", timeout_s=timeout_s).values())
-        first = next(iter(self._actors))
-        place = call_all({first: self._actors[first]}, "rendezvous", timeout_s=timeout_s)[first]
-        self._layouts = call_all(self._actors, "start", self._same(*place), timeout_s=timeout_s)
-        call_all(self._actors, "load_hf", timeout_s=timeout_s)
+        self.pids = tuple(self._actors.call("pid", timeout_s=timeout_s).values())
+        first = self._actors.names[0]
+        place = self._actors.call("rendezvous", {first: ()}, timeout_s=timeout_s)[first]
+        self._layouts = self._actors.call("start", self._same(*place), timeout_s=timeout_s)
+        self._actors.call("load_hf", timeout_s=timeout_s)
 
     @property
     def layout(self) -> Layout:
@@ -101,11 +104,10 @@ class TrainerGroup:
 
     def kill(self) -> None:
         """End all processes at once."""
-        for actor in self._actors.values():
-            ray.kill(actor)
+        self._actors.kill()
 
     def _same(self, *arguments: Any) -> dict[str, tuple[Any, ...]]:
-        return dict.fromkeys(self._actors, arguments)
+        return dict.fromkeys(self._actors.names, arguments)
 
     def _per_data_rank(self, batch: PackedBatch, *rest: Any) -> dict[str, tuple[Any, ...]]:
         # The experts that the engines took are compared here; the trainer has no use for them.
@@ -113,16 +115,13 @@ class TrainerGroup:
         return {name: (shares[layout.data_rank], *rest) for name, layout in self._layouts.items()}
 
     def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        return call_all(self._actors, method, self._same(*arguments), timeout_s=self._recipe.trainer.timeout_s)
+        return self._actors.call(method, self._same(*arguments), timeout_s=self._recipe.trainer.timeout_s)
 
     def _call_counted(self, name: str, unit: str, method: str, arguments: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
         """A call whose progress on rank 0 is shown."""
-        first = next(iter(self._actors.values()))
         with self._progress.phase(name, 0, unit) as phase:
-            watch = _Watch(first, phase)
-            return call_all(
-                self._actors, method, arguments, timeout_s=self._recipe.trainer.timeout_s, while_waiting=watch
-            )
+            watch = _Watch(self._actors.first, phase)
+            return self._actors.call(method, arguments, timeout_s=self._recipe.trainer.timeout_s, while_waiting=watch)
 
 
 class _Watch:

@@ -15,13 +15,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from slimrl.models.checkpoint import check_tensors
 from slimrl.models.family import Family
 from slimrl.models.safetensors_folder import SafetensorsFolder
 from slimrl.models.weight_map import Entry, WeightMap
 from slimrl.trainer.build import unwrap
-
-MAX_LISTED = 20
-"""Problems of a checkpoint that an error spells out; the rest are counted."""
 
 _LAYER = re.compile(r"(decoder\.layers\.\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)")
@@ -84,30 +82,6 @@ def load_hf_weights(chunks: Sequence[nn.Module], path: Path, family: Family, hf_
                     f"{entry.megatron[0]}: {path} gives {list(value.shape)}, the model has {list(tensor.shape)}"
                 )
             tensor.copy_(value)
-
-
-def check_tensors(folder: SafetensorsFolder, weight_map: WeightMap) -> None:
-    """Compare names, shapes and kinds of a checkpoint with what the model's config implies.
-
-    Raises:
-        ValueError: listing every difference, MAX_LISTED of them spelled out.
-    """
-    expected, found = weight_map.hf_tensors, folder.specs
-    problems = [f"{name}: missing" for name in expected if name not in found]
-    problems += [f"{name}: not part of this model" for name in found if name not in expected]
-    for name, tensor in expected.items():
-        if name not in found:
-            continue
-        if found[name].shape != tensor.shape:
-            problems.append(f"{name}: shape {list(found[name].shape)}, config.json implies {list(tensor.shape)}")
-        if found[name].dtype not in ("float32", "bfloat16", "float16"):
-            problems.append(f"{name}: {found[name].dtype} is not supported, convert it to bfloat16 or float32 first")
-    if problems:
-        more = [f"and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
-        raise ValueError(
-            f"{folder.path}: the checkpoint does not match its config.json:\n  "
-            + "\n  ".join(problems[:MAX_LISTED] + more)
-        )
 
 
 def _named_tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:

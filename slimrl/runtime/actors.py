@@ -1,0 +1,126 @@
+"""Named Ray actors that are called together, with a deadline and one clear error.
+
+Where several fail, one of them is the cause: a rank that dies makes the others fail in their next collective. So after
+the first failure the others get a moment to report theirs, and the likeliest cause is what is raised.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from slimrl.runtime.errors import StageError
+
+POLL_S = 0.2
+"""How often a waiting driver looks at its progress display."""
+GRACE_S = 2.0
+"""How long other actors may still report after the first failure."""
+
+_CONSEQUENCES = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""In the message of a collective that another rank's end broke."""
+
+
+class ActorGroup:
+    """Actors by the name that errors use, and the log file of each."""
+
+    def __init__(self, actors: Mapping[str, Any], logs: Mapping[str, Path]) -> None:
+        self._actors, self._logs = dict(actors), dict(logs)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._actors)
+
+    @property
+    def first(self) -> Any:
+        """Handle of the first actor."""
+        return next(iter(self._actors.values()))
+
+    def begin(self, method: str, arguments: Mapping[str, tuple[Any, ...]] | None = None) -> dict[str, Any]:
+        """Call `method` on the actors that `arguments` names, on all without any if it is None; for `wait`."""
+        if arguments is None:
+            arguments = dict.fromkeys(self._actors, ())
+        return {name: getattr(self._actors[name], method).remote(*given) for name, given in arguments.items()}
+
+    def call(
+        self,
+        method: str,
+        arguments: Mapping[str, tuple[Any, ...]] | None = None,
+        *,
+        timeout_s: float,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
+        """`begin` and `wait`."""
+        return self.wait(self.begin(method, arguments), method, timeout_s=timeout_s, while_waiting=while_waiting)
+
+    def wait(
+        self,
+        refs: Mapping[str, Any],
+        method: str,
+        *,
+        timeout_s: float,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
+        """Results of calls of `method` that are under way, by actor name.
+
+        Args:
+            while_waiting: called every POLL_S seconds, for progress displays.
+
+        Raises:
+            StageError: an actor raised, died, or did not answer in time.
+        """
+        results: dict[str, Any] = {}
+        failures: list[tuple[int, StageError]] = []
+        answered: set[str] = set()
+        names = {ref: name for name, ref in refs.items()}
+        deadline = time.monotonic() + timeout_s
+        while len(answered) < len(refs):
+            open_refs = [ref for ref, name in names.items() if name not in answered]
+            done, _ = ray.wait(open_refs, num_returns=len(open_refs), timeout=POLL_S)
+            for ref in done:
+                answered.add(names[ref])
+                try:
+                    results[names[ref]] = ray.get(ref)
+                except RayError as error:
+                    failures.append(self._failure(error, names[ref], method))
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+            if while_waiting is not None:
+                while_waiting()
+            if time.monotonic() > deadline:
+                break
+        if failures:
+            raise min(failures, key=lambda failure: failure[0])[1]
+        if late := [name for name in refs if name not in answered]:
+            raise StageError(f"{', '.join(late)}: {method} did not finish within {timeout_s:.0f} s{self._log(late[0])}")
+        return {name: results[name] for name in refs}
+
+    def kill(self) -> None:
+        """End all processes at once; those that they started and that watch them end too."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _failure(self, error: RayError, name: str, method: str) -> tuple[int, StageError]:
+        """How far from the cause it is, and what to raise."""
+        if isinstance(error, RayTaskError):
+            cause = error.cause
+            message = f"{name}: {method}: {type(cause).__name__}: {cause}"
+            distance = 2 if any(text in str(cause) for text in _CONSEQUENCES) else 1
+            return distance, StageError(message, str(error))
+        if isinstance(error, RayActorError):
+            crash = _crash(self._logs[name])
+            reason = f": {crash}" if crash else ", without an error of its own; it may have been killed"
+            return 0, StageError(f"{name}: its process died during {method}{reason}{self._log(name)}", str(error))
+        return 1, StageError(f"{name}: {method}: {type(error).__name__}{self._log(name)}", str(error))
+
+    def _log(self, name: str) -> str:
+        return f" (log: {self._logs[name]})"
+
+
+def _crash(log: Path) -> str | None:
+    """What the interpreter said of a crash, for example `Fatal Python error: Segmentation fault`."""
+    if not log.is_file():
+        return None
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.startswith("Fatal Python error")), None)

@@ -1,0 +1,181 @@
+"""What a user gets wrong is refused by one clear error with exit code 2, before a process or a run folder is made."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from slimrl_tools.calculator_data import write_calculator_data
+from slimrl_tools.toy import ToySize, write_toy
+from typer.testing import CliRunner, Result
+
+from slimrl.cli import app
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
+GSPO, SFT = RECIPES / "gspo_calculator.yaml", RECIPES / "sft.yaml"
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bad_input")
+    write_toy("qwen3_moe", path / "model", ToySize(layers=2, hidden=32, heads=2, kv_heads=1, moe_intermediate=32), 0)
+    write_calculator_data(path / "data", seed=0, num_train=8, num_heldout=4, num_conversations=8)
+    return path
+
+
+@pytest.fixture
+def cli(workspace: Path, tmp_path: Path) -> Cli:
+    """Calls `slimrl COMMAND RECIPE` with the workspace's model and data, laid under what the test overrides."""
+
+    def call(command: str, *arguments: str, recipe: Path | None = None) -> Result:
+        recipe = recipe or (SFT if command == "sft" else GSPO)
+        data = workspace / "data"
+        settings = [
+            f"run.dir={tmp_path / 'runs'}",
+            f"model.path={workspace / 'model'}",
+            f"data.train={data / ('sft.jsonl' if command == 'sft' else 'train.jsonl')}",
+        ]
+        if command != "sft":
+            settings.append(f"data.eval.heldout={data / 'heldout.jsonl'}")
+        return CliRunner().invoke(app, [command, str(recipe), *settings, *arguments])
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(tmp_path: Path):
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert not (tmp_path / "runs").exists()
+
+
+def refused(result: Result, *texts: str) -> None:
+    """Exit code 2 and an error with these texts and no traceback."""
+    assert result.exit_code == 2, f"{result.exit_code}: {result.output}"
+    for text in texts:
+        assert text in result.stderr, result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_unknown_key_is_named_with_its_line_and_the_one_that_was_meant(cli: Cli, tmp_path: Path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"extends: {GSPO}\nalgorithm:\n  clip_hgih: 1e-3\n")
+    refused(cli("train", recipe=recipe), f"{recipe}:3", "algorithm.clip_hgih", "algorithm.clip_high", "1 problem.")
+
+
+def test_all_problems_of_a_recipe_are_listed_at_once(cli: Cli):
+    result = cli("train", "trainer.parallel.expert=3", "rollout.samples_per_prompt=1", "data.train=/nowhere.jsonl")
+    refused(result, "trainer.parallel.expert", "rollout.samples_per_prompt", "/nowhere.jsonl: no such file", "command")
+
+
+def test_a_missing_recipe_is_named(cli: Cli, tmp_path: Path):
+    refused(cli("train", recipe=tmp_path / "absent.yaml"), str(tmp_path / "absent.yaml"))
+
+
+def test_a_missing_model_folder_is_named(cli: Cli):
+    refused(cli("train", "model.path=/nowhere"), "model.path", "/nowhere: no such folder")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "texts"),
+    [
+        (["trainer.num_ranks=3", "trainer.parallel.expert=3"], ["expert", "8 experts", "2 or 4"]),
+        (["trainer.num_ranks=2", "trainer.parallel.expert=4"], ["trainer.parallel.expert", "num_ranks 2"]),
+        (["trainer.num_ranks=3", "trainer.parallel.expert=1", "trainer.parallel.pipeline=3"], ["2 layers"]),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused(cli: Cli, overrides: list[str], texts: list[str]):
+    refused(cli("train", *overrides), *texts)
+
+
+def test_broken_lines_of_a_prompt_file_are_named(cli: Cli, tmp_path: Path):
+    data = tmp_path / "broken.jsonl"
+    lines = [{"prompt": "1+1", "label": "2"}, {"prompt": "1+2"}, {"label": "3"}, {"prompt": "2+2", "label": "4"}]
+    data.write_text("\n".join(map(json.dumps, lines)) + "\nnot json\n")
+    result = cli("train", f"data.train={data}")
+    refused(result, f"{data}:2: `label` is missing", f"{data}:3", f"{data}:5: not JSON", "3 broken lines")
+
+
+def test_broken_lines_of_a_conversation_file_are_named(cli: Cli, tmp_path: Path):
+    data = tmp_path / "broken.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n{"text": "hello"}\n')
+    refused(cli("sft", f"data.train={data}"), f"{data}:1", f"{data}:2", "data.train")
+
+
+def test_a_conversation_above_the_token_limit_is_named(cli: Cli, workspace: Path):
+    refused(cli("sft", "sft.max_tokens=8"), f"{workspace / 'data' / 'sft.jsonl'}:1", "sft.max_tokens is 8")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("reward.function", "slimrl.rewards.math:no_such", "has no no_such"),
+        ("reward.function", "no_such_module:reward", "no module no_such_module"),
+        ("agent.tools", "[slimrl.agent.calculator:no_such]", "has no no_such"),
+        ("reward.group_filters", "[not a path]", "module:function"),
+        ("agent.parser", "telepathy", "telepathy"),
+    ],
+)
+def test_an_import_path_that_leads_nowhere_is_refused(cli: Cli, key: str, value: str, text: str):
+    refused(cli("train", f"{key}={value}"), key, text)
+
+
+def test_a_model_whose_config_does_not_match_its_weights_is_refused(cli: Cli, workspace: Path, tmp_path: Path):
+    model = copy_of_model(workspace, tmp_path, hidden_size=48)
+    refused(cli("train", f"model.path={model}"), "model.path", "embed_tokens", "48")
+
+
+def test_a_model_of_an_unknown_family_is_refused(cli: Cli, workspace: Path, tmp_path: Path):
+    model = copy_of_model(workspace, tmp_path, model_type="elephant")
+    refused(cli("sft", f"model.path={model}"), "model.path", "elephant")
+
+
+def test_a_model_without_a_tokenizer_is_refused(cli: Cli, workspace: Path, tmp_path: Path):
+    model = copy_of_model(workspace, tmp_path)
+    (model / "tokenizer.json").unlink()
+    refused(cli("train", f"model.path={model}"), "model.path", "tokenizer")
+
+
+def test_resuming_a_run_that_does_not_exist_is_refused(cli: Cli, tmp_path: Path):
+    refused(cli("train", "--resume"), f"{tmp_path / 'runs' / 'gspo'}: there is no run to resume")
+
+
+def test_resume_and_overwrite_together_are_refused(cli: Cli):
+    refused(cli("train", "--resume", "--overwrite"), "--resume", "--overwrite")
+
+
+def test_evaluating_a_checkpoint_that_does_not_exist_is_refused(cli: Cli, tmp_path: Path):
+    refused(cli("eval", "--checkpoint", str(tmp_path / "absent")), f"{tmp_path / 'absent'}: no such folder")
+
+
+def test_training_on_a_file_that_holds_no_trajectories_is_refused(cli: Cli, tmp_path: Path):
+    path = tmp_path / "trajectories.jsonl"
+    refused(cli("train", "--trajectories", str(path), "--steps", "1"), f"{path}: no such file")
+    path.write_text("")
+    refused(cli("train", "--trajectories", str(path), "--steps", "1"), "holds no trajectories")
+    path.write_text('{"group_id": "a"}\n')
+    refused(cli("train", "--trajectories", str(path), "--steps", "1"), f"{path}:1: not a trajectory")
+
+
+def test_steps_without_a_trajectory_file_are_refused(cli: Cli):
+    refused(cli("train", "--steps", "3"), "--trajectories and --steps go together")
+
+
+def test_exporting_a_checkpoint_that_does_not_exist_is_refused(cli: Cli, tmp_path: Path):
+    result = cli("export", "--checkpoint", str(tmp_path / "absent"), "--out", str(tmp_path / "out"))
+    refused(result, f"{tmp_path / 'absent'}")
+
+
+def copy_of_model(workspace: Path, tmp_path: Path, **changes: object) -> Path:
+    """The workspace's model with another config."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in (workspace / "model").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    return model
