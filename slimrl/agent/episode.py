@@ -153,7 +153,7 @@ class _Episode:
             top_p=self.sampling.top_p,
             top_k=self.sampling.top_k,
             max_new_tokens=max_new_tokens,
-            stop_token_ids=self.runner.stop_token_ids,
+            stop_token_ids=() if self.sampling.ignore_end_of_turn else self.runner.stop_token_ids,
             timeout_s=self.runner.rollout.request_timeout_s,
             seed=None if self.seed is None else derive_seed(self.seed, "turn", turn),
         )

@@ -95,5 +95,7 @@ def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str, st
     groups = _first(hf_config, "num_key_value_heads") or heads
     if groups and not hf_config.get("kv_lora_rank") and groups % tensor and tensor % groups:
         yield key, f"{tensor} neither divides the model's {groups} key-value heads nor is a multiple of them."
+    if recipe.rollout.routed_experts and not num_experts(hf_config):
+        yield "rollout.routed_experts", "the model has no experts. Use false."
     if num_experts(hf_config):
         yield from _must_divide(key, tensor, _first(hf_config, "moe_intermediate_size"), "columns of an expert")

@@ -157,6 +157,8 @@ class SamplingConfig:
     """-1 is off."""
     max_new_tokens: int = 1024
     """Of one turn."""
+    ignore_end_of_turn: bool = False
+    """Sample `max_new_tokens` whatever comes, and truncate there: fixed work, for measurements of speed."""
 
 
 @dataclass(kw_only=True)

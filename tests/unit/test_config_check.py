@@ -114,6 +114,11 @@ def test_expert_parallelism_of_a_dense_model_is_refused(folder):
     assert (problem.key, problem.message) == ("trainer.parallel.expert", "2: the model has no experts. Use 1.")
 
 
+def test_a_dense_model_has_no_experts_to_report(folder):
+    (problem,) = problems_of(["rollout.routed_experts=true"], model=DENSE)
+    assert (problem.key, problem.message) == ("rollout.routed_experts", "the model has no experts. Use false.")
+
+
 def test_engines_may_repeat_key_value_heads(folder):
     assert problems_of(["rollout.engine_tensor=8"]) == []
 

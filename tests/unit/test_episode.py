@@ -81,7 +81,7 @@ def lookup(word: str) -> str:
 TOOLS = ToolBox([make_tool(calculator), make_tool(lookup)])
 
 
-def play(engine, tools=TOOLS, seed=11, max_result_chars=4000, max_new_tokens=64, **limits):
+def play(engine, tools=TOOLS, seed=11, max_result_chars=4000, sampling=None, max_new_tokens=64, **limits):
     config = RolloutConfig(**{"max_trajectory_tokens": 512, **limits})
     runner = EpisodeRunner(
         engine=engine,
@@ -92,7 +92,7 @@ def play(engine, tools=TOOLS, seed=11, max_result_chars=4000, max_new_tokens=64,
         system_prompt="Put the answer in \\boxed{}.",
         max_result_chars=max_result_chars,
     )
-    sampling = SamplingConfig(temperature=0.7, max_new_tokens=max_new_tokens)
+    sampling = sampling or SamplingConfig(temperature=0.7, max_new_tokens=max_new_tokens)
     return asyncio.run(runner.run(PROMPT, trajectory_id="t:1", sampling=sampling, seed=seed))
 
 
@@ -254,6 +254,15 @@ def test_running_out_of_turns_truncates_without_calling_the_tool():
     assert trajectory.metadata["num_turns"] == 2
     assert trajectory.metadata["num_tool_calls"] == 1
     assert trajectory.segments[0].loss_mask[-1]
+
+
+def test_a_turn_that_ignores_its_end_stops_at_no_token_and_is_truncated_at_its_length():
+    fixed = SamplingConfig(max_new_tokens=len(encode(CALL + ANSWER)), ignore_end_of_turn=True)
+    engine = ScriptedEngine((CALL + ANSWER, "length"))
+    trajectory = play(engine, sampling=fixed)
+    assert engine.requests[0].stop_token_ids == ()
+    assert trajectory.status is Status.truncated
+    assert trajectory.num_sampled_tokens == fixed.max_new_tokens
 
 
 def test_running_out_of_tokens_in_a_turn_truncates():
