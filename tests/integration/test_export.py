@@ -1,0 +1,195 @@
+"""A checkpoint that two trainer ranks export after an update is one model in Megatron, transformers and SGLang."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state as mpu
+from ranks import run_ranks
+from slimrl_tools.toy import ToySize, write_toy
+from trainer_cases import token_cross_entropy, trainer_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slimrl.agent.transcript import Transcript
+from slimrl.config.schema import OptimizerConfig, Precision, RolloutConfig
+from slimrl.data.chat import ChatFormat
+from slimrl.data.packing import MicroBatch, PackedSequence, pack, trajectory_sequences
+from slimrl.data.protocols import GenerateRequest
+from slimrl.data.trajectory import Status, Trajectory
+from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.server import EngineServer
+from slimrl.runtime.routing import compare_routing
+from slimrl.trainer.build import unwrap
+from slimrl.trainer.local_batch import cut
+from slimrl.trainer.parallel import destroy_parallel
+from slimrl.trainer.worker import TrainerWorker
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+SIZE = ToySize(layers=3, hidden=64, head_dim=16, moe_intermediate=48)
+NEW_TOKENS = 24
+
+
+def conversations(path) -> list[list[int]]:
+    """Tokens of tool-use conversations of different lengths, in the checkpoint's own chat template."""
+    chat = ChatFormat(AutoTokenizer.from_pretrained(path))
+    tokens = []
+    for number in range(6):
+        text = f"{number + 31}*{7 * number + 12}+{90 - number}"
+        call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": text}}}
+        messages = [
+            {"role": "user", "content": f"What is {text}?" + " Be brief." * number},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "1234"},
+            {"role": "assistant", "content": "\\boxed{1234}"},
+        ]
+        tokens.append(chat.conversation_tokens(messages, [])[0])
+    return tokens
+
+
+def make_worker(rank: int, num_ranks: int, port: int, path: str) -> TrainerWorker:
+    settings = trainer_config(num_ranks, expert=2, optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_rank=256)
+    worker = TrainerWorker(
+        settings, path, seed=1, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port,
+        total_updates=1,
+    )  # fmt: skip
+    worker.load_hf()
+    return worker
+
+
+def packed(worker: TrainerWorker, sequences: list[PackedSequence]) -> list[MicroBatch]:
+    """This rank's micro-batches."""
+    advantages = np.zeros(len(sequences), np.float32)
+    layout = worker.layout
+    parts = pack(sequences, advantages, budget_tokens=256, alignment=layout.alignment, data_parallel=layout.data)
+    return parts[layout.data_rank]
+
+
+def update_and_export(rank, num_ranks, port, path, out):
+    """One update on the conversations, the export, and the logits of the model in memory by conversation."""
+    worker = make_worker(rank, num_ranks, port, path)
+    sequences = [
+        PackedSequence(
+            tokens=np.array(tokens), loss_mask=np.ones(len(tokens), np.bool_),
+            rollout_logprobs=np.zeros(len(tokens), np.float32), trajectory=index,
+        )
+        for index, tokens in enumerate(conversations(path))
+    ]  # fmt: skip
+    batches = packed(worker, sequences)
+    worker.train_update(batches, token_cross_entropy, denominator=100.0, temperature=1.0)
+    worker.export_hf(out)
+    logits = {}
+    model = unwrap(worker.chunks[0]).eval()
+    for batch in batches:
+        local = cut(batch, mpu.get_context_parallel_group())
+        with torch.no_grad():
+            logits_TV = model(
+                local.tokens_T[None], local.position_ids_T[None], None, packed_seq_params=local.packed_seq_params
+            )[0]
+        for index, trajectory in enumerate(batch.trajectories):
+            logits[int(trajectory)] = logits_TV[(batch.trajectory_ids == index) & ~batch.padding].numpy()
+    destroy_parallel()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """(folder of the export, Megatron's logits by conversation)"""
+    folder = tmp_path_factory.mktemp("export")
+    write_toy("qwen3_moe", folder / "toy", SIZE, seed=0)
+    parts = run_ranks(update_and_export, 2, folder / "toy", folder / "hf")
+    return folder / "hf", {index: logits for part in parts for index, logits in part.items()}
+
+
+@pytest.fixture(scope="module")
+def model(exported):
+    return AutoModelForCausalLM.from_pretrained(exported[0], dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def answers(exported, tmp_path_factory):
+    """What an engine that loaded the export makes of each conversation's beginning: by temperature, with its prompt."""
+    path, _ = exported
+    rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency=16, routed_experts=True)
+    server = EngineServer(0, rollout, path, tmp_path_factory.mktemp("logs") / "engine.log", precision=Precision.fp32)
+    prompts = [tokens[:length] for tokens, length in zip(conversations(path), (20, 25, 30, 35, 40, 45), strict=True)]
+
+    async def ask():
+        client = SglangEngine(server.url, routed_experts_shape=(SIZE.layers, SIZE.experts_per_token))
+        requests = [
+            GenerateRequest(
+                session_id=f"{temperature}/{index}", input_ids=prompt, temperature=temperature, top_p=1.0, top_k=-1,
+                max_new_tokens=NEW_TOKENS, stop_token_ids=(), timeout_s=60,
+            )
+            for temperature in (0.0, 1.0)
+            for index, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        try:
+            results = await asyncio.gather(*map(client.generate, requests))
+        finally:
+            await client.aclose()
+        pairs = [(request.input_ids, result) for request, result in zip(requests, results, strict=True)]
+        return {0.0: pairs[: len(prompts)], 1.0: pairs[len(prompts) :]}
+
+    try:
+        server.wait_ready()
+        return asyncio.run(ask())
+    finally:
+        server.stop()
+
+
+def test_the_export_holds_the_updated_weights_whose_logits_are_megatrons(exported, model):
+    path, logits = exported
+    before = AutoModelForCausalLM.from_pretrained(path.parent / "toy", dtype=torch.float32).state_dict()
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for index, tokens in enumerate(conversations(path)):
+        with torch.no_grad():
+            expected_TV = model(torch.tensor([tokens[:-1]])).logits[0]
+        np.testing.assert_allclose(logits[index], expected_TV.numpy(), atol=1e-4)
+
+
+def test_greedy_answers_of_the_engine_are_those_of_transformers(model, answers):
+    for prompt, answer in answers[0.0]:
+        tokens = list(prompt)
+        for _ in range(NEW_TOKENS):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert answer.tokens == tokens[len(prompt) :]
+
+
+def routing_of_trainer(rank, num_ranks, port, path, trajectories):
+    """(comparison with the engine's routing, log-prob differences, of the sampled tokens) of each micro-batch."""
+    worker = make_worker(rank, num_ranks, port, path)
+    batches = packed(worker, trajectory_sequences(trajectories))
+    outputs = worker.compute_logprobs(batches, 1.0, routing=True)
+    destroy_parallel()
+    return [
+        (
+            compare_routing(batch.routed_experts, output.routed_experts, output.routing_margin, batch.cu_seqlens),
+            np.abs(output.logprobs - batch.rollout_logprobs)[batch.mask],
+            batch.mask,
+            np.isfinite(output.routing_margin).all(),
+        )
+        for batch, output in zip(batches, outputs, strict=True)
+    ]
+
+
+def test_engine_and_trainer_take_the_same_experts_but_at_near_ties(exported, answers):
+    trajectories = []
+    for index, (prompt, answer) in enumerate(answers[1.0]):
+        transcript = Transcript(prompt)
+        transcript.add_turn(answer)
+        trajectories.append(
+            Trajectory(group_id="g", trajectory_id=str(index), segments=[transcript.segment()], status=Status.completed)
+        )
+    parts = run_ranks(routing_of_trainer, 2, exported[0], trajectories)
+    sampled = 0
+    for comparison, difference, mask, every_layer_is_routed in (result for part in parts for result in part):
+        assert every_layer_is_routed
+        assert (comparison.first_margins < 1e-4).all()
+        unreached = difference[~comparison.reached_T[mask]]
+        assert unreached.max() < 2e-5
+        sampled += len(unreached)
+    # Flips are rare: most of the tokens have been compared.
+    assert sampled > 0.5 * len(trajectories) * NEW_TOKENS
