@@ -1,0 +1,263 @@
+"""Real SGLang engines behind the real router: what they compute, how they are controlled, how they end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from slimrl_tools.toy import ToySize, write_toy
+from transformers import AutoModelForCausalLM
+
+from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
+from slimrl.data.seeds import derive_seed
+from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.control import SglangControl
+from slimrl.rollout.fleet import Fleet
+from slimrl.rollout.lockstep import LockstepEngine
+from slimrl.rollout.process import ServerError
+from slimrl.rollout.server import EngineServer
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+SIZE = ToySize(init_std=0.1)
+ROLLOUT = RolloutConfig(
+    num_engines=2, max_trajectory_tokens=512, max_concurrency=64, routed_experts=True, startup_timeout_s=200
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("rollout") / "toy"
+    write_toy("qwen3_moe", path, SIZE, seed=0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def fleet(model, tmp_path_factory):
+    with Fleet(ROLLOUT, model, tmp_path_factory.mktemp("logs"), precision=Precision.fp32) as fleet:
+        yield fleet
+
+
+def vocab_size(model: Path) -> int:
+    return json.loads((model / "config.json").read_text())["vocab_size"]
+
+
+@pytest.fixture
+async def router(fleet, model):
+    client = SglangEngine(
+        fleet.url, engine_urls=fleet.engine_urls, vocab_size=vocab_size(model), routed_experts_shape=(SIZE.layers, 2)
+    )
+    yield client
+    await client.aclose()
+
+
+def control(fleet, index) -> SglangControl:
+    return SglangControl(f"engine {index}", fleet.engine_urls[index], timeout_s=60)
+
+
+def ask(session: str, tokens: list[int], new: int = 16, timeout_s: float = 60.0, seed: int = 1) -> GenerateRequest:
+    return GenerateRequest(
+        session_id=session, input_ids=tokens, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=new,
+        stop_token_ids=(), timeout_s=timeout_s, seed=seed,
+    )  # fmt: skip
+
+
+def prompt(index: int, length: int) -> list[int]:
+    return [3 + (17 * index + 7 * position) % 250 for position in range(length)]
+
+
+async def converse(engine, session: str, tokens: list[int], turns: int) -> list[tuple[list[int], GenerateResult]]:
+    """(context, answer) of each turn; three tokens come between two turns."""
+    history = []
+    for turn in range(turns):
+        result = await engine.generate(ask(session, tokens, 10 + turn, seed=derive_seed(session, turn)))
+        history.append((tokens, result))
+        tokens = [*tokens, *result.tokens, 5, 6, 7]
+    return history
+
+
+async def test_logprobs_and_routing_of_crowded_conversations_equal_transformers(router, model):
+    conversations = await asyncio.gather(
+        *(converse(router, f"parity-{index}", prompt(index, 1 + 9 * index), 3) for index in range(24))
+    )
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    worst, cached, rows, same_rows = 0.0, 0, 0, 0
+    for context, result in (turn for conversation in conversations for turn in conversation):
+        tokens = torch.tensor(context + result.tokens)
+        with torch.no_grad():
+            output = reference(tokens[None], output_router_logits=True)
+        logprobs_TV = output.logits[0, len(context) - 1 : -1].log_softmax(-1)
+        expected = logprobs_TV.gather(-1, torch.tensor(result.tokens)[:, None])[:, 0]
+        worst = max(worst, (expected - torch.tensor(result.logprobs)).abs().max().item())
+        cached += result.cached_tokens
+        routed = torch.stack([logits.topk(2).indices for logits in output.router_logits], 1)[:-1].sort(-1).values
+        engine = torch.from_numpy(result.routed_experts).long().sort(-1).values
+        rows, same_rows = rows + len(engine), same_rows + int((engine == routed).all(-1).all(-1).sum())
+    assert worst <= 5e-6
+    assert same_rows == rows
+    # Second and third turns find what the first ones left.
+    assert cached > sum(len(conversation[0][0]) for conversation in conversations)
+
+
+async def test_a_session_stays_on_its_engine_and_both_engines_work(router, fleet):
+    for index in range(2):
+        control(fleet, index).set_version(10 + index)
+    conversations = await asyncio.gather(
+        *(converse(router, f"sticky-{index}", prompt(index, 20), 3) for index in range(16))
+    )
+    versions = [{result.weight_version for _, result in conversation} for conversation in conversations]
+    assert all(len(seen) == 1 for seen in versions)
+    assert set.union(*versions) == {10, 11}
+    assert {worker.url for worker in fleet.router.workers()} == set(fleet.engine_urls)
+
+
+async def test_a_paused_request_goes_on_under_the_new_version(router, fleet):
+    first = control(fleet, 0)
+    direct = SglangEngine(fleet.engine_urls[0], routed_experts_shape=(SIZE.layers, 2))
+    task = asyncio.create_task(direct.generate(ask("paused", prompt(1, 10), 400)))
+    await asyncio.sleep(0.5)
+    fleet.router.call_all("pause_generation", mode="retract")
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    first.flush_cache()
+    first.set_version(21)
+    assert first.version() == 21
+    fleet.router.call_all("continue_generation")
+    result = await task
+    await direct.aclose()
+    assert (len(result.tokens), result.weight_version) == (400, 21)
+
+
+async def test_a_request_past_its_deadline_is_aborted_at_the_engine(router, fleet):
+    with pytest.raises(EngineError, match=r"session late: no answer within 0\.3 s"):
+        await router.generate(ask("late", prompt(2, 10), 490, timeout_s=0.3))
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            for index in range(2):
+                control(fleet, index).flush_cache()  # Refused while anything runs.
+            return
+        except EngineError:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+
+
+async def test_errors_name_the_engine_and_the_reason(router, fleet, model):
+    with pytest.raises(EngineError, match=r"token \d+ is outside of the vocabulary"):
+        await router.generate(ask("bad", [vocab_size(model)]))
+    with pytest.raises(EngineError, match=r"engine 0, update_weights_from_distributed: 400 .*begin_weight_update"):
+        control(fleet, 0)._call("update_weights_from_distributed", names=[], dtypes=[], shapes=[], group_name="g")
+    with pytest.raises(EngineError, match=r"no such tensors .*model\.nothing"):
+        control(fleet, 0).fingerprints(["model.nothing"])
+    nobody = SglangEngine("http://127.0.0.1:9")
+    with pytest.raises(EngineError, match="Connect"):
+        await nobody.generate(ask("nobody", [1]))
+    await nobody.aclose()
+
+
+async def test_lockstep_rollouts_are_bit_identical_on_two_processes(fleet):
+    async def rollout(url: str) -> dict[str, list[tuple[list[int], list[float]]]]:
+        engine = LockstepEngine([SglangEngine(url, routed_experts_shape=(SIZE.layers, 2))])
+        sessions = [f"lock-{index:02d}" for index in range(24)]
+        engine.open(sessions)
+
+        async def one(index: int) -> list[tuple[list[int], list[float]]]:
+            await asyncio.sleep((index * 7 % 5) * 0.01 if url == fleet.engine_urls[0] else 0)
+            try:
+                history = await converse(engine, sessions[index], prompt(index, 5 + 4 * index), 1 + index % 3)
+            finally:
+                engine.close(sessions[index])
+            return [(result.tokens, result.logprobs) for _, result in history]
+
+        results = await asyncio.gather(*map(one, range(24)))
+        await engine.aclose()
+        return dict(zip(sessions, results, strict=True))
+
+    for index in range(2):
+        control(fleet, index).flush_cache()
+    first, second = [await rollout(url) for url in fleet.engine_urls]
+    assert first == second
+
+
+def session_members(leader: int) -> list[int]:
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process.pid)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+    return members
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.rollout.router import Router
+from slimrl.rollout.server import EngineServer
+rollout = RolloutConfig(max_trajectory_tokens=64, max_concurrency=4, startup_timeout_s=200)
+server = EngineServer(0, rollout, sys.argv[1], Path(sys.argv[2]) / "engine.log", precision=Precision.fp32)
+server.wait_ready()
+router = Router([server.url], Path(sys.argv[2]) / "router.log", timeout_s=60, request_timeout_s=10)
+router.wait_ready()
+print(server.process.pid, router.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_survives_an_owner_that_was_killed(model, tmp_path):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(model), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        leaders = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(session_members(leaders[0])) >= 3
+        assert len(session_members(leaders[1])) == 1
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(10)
+    deadline = time.monotonic() + 10
+    while any(session_members(leader) for leader in leaders):
+        assert time.monotonic() < deadline, [session_members(leader) for leader in leaders]
+        time.sleep(0.1)
+
+
+def test_an_engine_that_cannot_start_names_the_cause_and_leaves_nothing(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    engine = EngineServer(3, ROLLOUT, tmp_path, tmp_path / "engine.log", precision=Precision.fp32)
+    with pytest.raises(ServerError, match=r"engine 3 ended with exit code \d+: .*(Error|error).*engine\.log"):
+        engine.wait_ready()
+    engine.stop()
+    assert not session_members(engine.process.pid)
+
+
+def first_error(fleet: Fleet, timeout_s: float = 10.0) -> str:
+    """What `check` says first; a killed process is a zombie for a moment while its threads end."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            fleet.check()
+        except ServerError as error:
+            return str(error)
+        time.sleep(0.05)
+    return "nothing"
+
+
+def test_a_fleet_ends_without_leaving_processes_and_a_dead_engine_is_noticed(fleet):
+    """Last: it ends the module's fleet."""
+    leaders = [*(engine.process.pid for engine in fleet.engines), fleet.router.process.pid]
+    fleet.check()
+    os.kill(leaders[0], signal.SIGKILL)
+    assert "engine 0 ended with exit code -9" in first_error(fleet)
+    fleet.stop()
+    assert not any(session_members(leader) for leader in leaders)
