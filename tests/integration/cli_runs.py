@@ -1,0 +1,186 @@
+"""Runs of the `slimrl` command in a process of their own, on a tiny model, with every process that they start noted."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from slimrl_tools.calculator_data import write_calculator_data
+from slimrl_tools.toy import ToySize, write_toy
+
+from slimrl.observability.metrics import read_metrics
+from slimrl.observability.run_folder import RunFolder
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
+SIZE = ToySize(layers=2, hidden=64, moe_intermediate=64)
+"""0.3 million parameters."""
+
+TIME_KEYS = ("time/", "resync/seconds", "rollout/tokens_per_s")
+"""Metrics that follow the clock."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder with a random tiny model in `model/` and a small calculator task in `data/`; runs go to `runs/`."""
+
+    path: Path
+
+    def overrides(self, *more: str) -> list[str]:
+        """Of the calculator recipe: few short trajectories of a model that cannot yet do anything."""
+        data = self.path / "data"
+        return [
+            f"run.dir={self.path / 'runs'}",
+            f"model.path={self.path / 'model'}",
+            f"data.train={data / 'train.jsonl'}",
+            f"data.eval.heldout={data / 'heldout.jsonl'}",
+            "eval.every_steps=0",
+            "eval.at_start=false",
+            "eval.at_end=false",
+            "rollout.prompts_per_step=4",
+            "rollout.samples_per_prompt=4",
+            "rollout.sampling.max_new_tokens=24",
+            "rollout.eval_sampling.max_new_tokens=24",
+            # The task's own reward is beyond a random model.
+            "reward.function=toy_reward:low_tokens",
+            "tracking.wandb=disabled",
+            *more,
+        ]
+
+    def run_folder(self, name: str) -> RunFolder:
+        return RunFolder(self.path / "runs" / name)
+
+
+def make_workspace(path: Path) -> Workspace:
+    write_toy("qwen3_moe", path / "model", SIZE, 0)
+    write_calculator_data(path / "data", seed=0, num_train=32, num_heldout=8, num_conversations=64)
+    return Workspace(path)
+
+
+def steps_without_times(folder: RunFolder) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl as they must repeat."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith(TIME_KEYS)}
+        for line in read_metrics(folder.metrics)
+    ]
+
+
+def num_logged_steps(folder: RunFolder) -> int:
+    """Lines in metrics.jsonl so far, step 0 included."""
+    return folder.metrics.read_text().count("\n") if folder.metrics.exists() else 0
+
+
+class CliRun:
+    """`slimrl ARGUMENTS` under way, as the leader of a process group, like a command in a terminal."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        # The reward lies beside this file.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "slimrl.cli", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.stdout, self.stderr = "", ""
+        self.family: set[psutil.Process] = {psutil.Process(self.process.pid)}
+        self._stop = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._reader.start()
+        self._watcher.start()
+
+    def _read(self) -> None:
+        self.stdout, self.stderr = self.process.communicate()
+
+    def _watch(self) -> None:
+        """Note descendants, those of descendants too whose parent has gone."""
+        while not self._stop.is_set():
+            for member in list(self.family):
+                try:
+                    self.family.update(member.children(recursive=True))
+                except psutil.NoSuchProcess:
+                    continue
+            self._stop.wait(0.3)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code; the processes that are left are for `left`."""
+        code = self.process.wait(timeout_s)
+        # Output ends when the last process that holds it does.
+        self._reader.join(30)
+        return code
+
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            if self.process.poll() is not None:
+                self._reader.join(30)
+                raise AssertionError(f"ended with {self.process.returncode}: {self.stdout}\n{self.stderr}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {timeout_s} s: {holds}")
+            time.sleep(0.05)
+
+    def members(self, text: str) -> list[psutil.Process]:
+        """Living processes whose command line has `text`, the oldest first."""
+        found = []
+        for member in self.family:
+            try:
+                if member.is_running() and text in " ".join(member.cmdline()):
+                    found.append((member.create_time(), member.pid, member))
+            except psutil.NoSuchProcess:
+                continue
+        return [member for *_, member in sorted(found, key=lambda item: item[:2])]
+
+    def interrupt_as_terminal(self) -> None:
+        """What Ctrl-C does: SIGINT to every process of the foreground group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def left(self, timeout_s: float = 30.0) -> list[str]:
+        """Command lines of processes of the run that still live after the deadline; the run has ended."""
+        time.sleep(0.5)
+        _, alive = psutil.wait_procs(self.family, timeout=timeout_s)
+        lines = []
+        for process in alive:
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
+            except psutil.NoSuchProcess:
+                continue
+        return lines
+
+    def close(self) -> None:
+        """End what is left, so that no test's processes outlive it."""
+        self._stop.set()
+        self._watcher.join(10)
+        for process in self.family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+def run_cli(*arguments: str, timeout_s: float) -> CliRun:
+    """A run that has ended; its exit code is `.process.returncode`."""
+    run = CliRun(arguments)
+    try:
+        run.wait(timeout_s)
+        assert not run.left(), f"left: {run.left(0)}"
+    finally:
+        run.close()
+    return run
+
+
+def succeed(*arguments: str, timeout_s: float) -> CliRun:
+    """A run that has to end well, leaving no process."""
+    run = run_cli(*arguments, timeout_s=timeout_s)
+    assert run.process.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    return run

@@ -1,0 +1,17 @@
+"""A reward that a random model earns: what it samples decides, so that a group's rewards differ."""
+
+from slimrl.data.trajectory import Prompt, Trajectory
+
+
+def low_tokens(trajectory: Trajectory, prompt: Prompt) -> float:
+    """Share of the sampled tokens whose id is below 256, about half of the vocabulary.
+
+    Raises:
+        AssertionError: a sampled token of step n was not sampled by weight version n - 1.
+    """
+    label = trajectory.trajectory_id.split("/")[0]
+    versions = {int(v) for s in trajectory.segments for v in s.weight_versions[s.loss_mask]}
+    if label.startswith("step_"):
+        assert versions == {int(label.removeprefix("step_")) - 1}, f"{trajectory.trajectory_id}: versions {versions}"
+    sampled = [int(t) for s in trajectory.segments for t in s.tokens[s.loss_mask]]
+    return sum(token < 256 for token in sampled) / max(1, len(sampled))
