@@ -258,6 +258,6 @@ def test_a_fleet_ends_without_leaving_processes_and_a_dead_engine_is_noticed(fle
     leaders = [*(engine.process.pid for engine in fleet.engines), fleet.router.process.pid]
     fleet.check()
     os.kill(leaders[0], signal.SIGKILL)
-    assert "engine 0 ended with exit code -9" in first_error(fleet)
+    assert "engine 0 was ended by SIGKILL" in first_error(fleet)
     fleet.stop()
     assert not any(session_members(leader) for leader in leaders)
