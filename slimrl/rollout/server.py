@@ -19,7 +19,7 @@ _KEEP_FREED_MEMORY = {
     "MALLOC_TOP_PAD_": str(64 * 1024**2),
 }
 """Settings of the C library's allocator. By default it gives the activations of each step back to the kernel and
-faults them in again at the next; keeping them took 40% off the time of a prefill."""
+faults them in again at the next: some 18,000 page faults in a prefill of 9,600 tokens, a few hundred with these."""
 
 _DTYPE = {Precision.fp32: "float32", Precision.bf16: "bfloat16"}
 
