@@ -15,7 +15,7 @@ from slimrl.config.keys import flatten
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.model_rules import model_violations
 from slimrl.config.problems import Problem, RecipeError
-from slimrl.config.schema import AlgorithmName, Recipe, TransportName
+from slimrl.config.schema import AlgorithmName, LrSchedule, Recipe, TransportName
 
 Violation = tuple[str, str]
 """(dotted key, what is wrong with it)."""
@@ -162,6 +162,16 @@ def padded_tokens(tokens: int, recipe: Recipe) -> int:
     return -(-tokens // alignment) * alignment
 
 
+def _warmup_violation(recipe: Recipe, updates: int) -> Iterator[Violation]:
+    warmup, schedule = recipe.trainer.optimizer.warmup_steps, recipe.trainer.optimizer.schedule
+    if schedule is not LrSchedule.constant and warmup >= updates:
+        yield (
+            "trainer.optimizer.warmup_steps",
+            f"{warmup} updates of warm-up leave none of the {updates} updates of the run for the {schedule.value} "
+            "schedule.",
+        )
+
+
 def _budget_violation(recipe: Recipe, key: str, tokens: int) -> Iterator[Violation]:
     trainer = recipe.trainer
     budget, needed = trainer.max_tokens_per_rank * trainer.parallel.context, padded_tokens(tokens, recipe)
@@ -175,7 +185,7 @@ def _budget_violation(recipe: Recipe, key: str, tokens: int) -> Iterator[Violati
 
 
 def batch_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Groups, updates and the token budget of `slimrl train`."""
+    """Groups, updates, the token budget and the schedule of `slimrl train`."""
     rollout, updates = recipe.rollout, recipe.trainer.updates_per_rollout
     if rollout.samples_per_prompt == 1:
         rule = recipe.algorithm.advantage.value
@@ -188,6 +198,7 @@ def batch_violations(recipe: Recipe) -> Iterator[Violation]:
     if rollout.sampling.temperature == 0:
         yield "rollout.sampling.temperature", "0 is greedy: every sample of a group would be the same."
     yield from _budget_violation(recipe, "rollout.max_trajectory_tokens", rollout.max_trajectory_tokens)
+    yield from _warmup_violation(recipe, recipe.steps * updates)
 
 
 def rollout_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -211,7 +222,8 @@ def rollout_violations(recipe: Recipe) -> Iterator[Violation]:
 
 
 def sft_violations(recipe: Recipe) -> Iterator[Violation]:
-    """The token budget of `slimrl sft`."""
+    """The token budget and the schedule of `slimrl sft`."""
+    yield from _warmup_violation(recipe, recipe.steps)
     yield from _budget_violation(recipe, "sft.max_tokens", recipe.sft.max_tokens)
 
 

@@ -1,12 +1,14 @@
 """What slimrl adds to an SGLang engine, by SGLang's own plugin mechanism (entry-point group sglang.srt.plugins).
 
 On every device: weights from a shared buffer (bucket_loader.py), fingerprints of the loaded weights
-(weight_fingerprints.py). Without a GPU in addition: batched attention, batched experts, seeded sampling without
-a compiler, and no pinning of host memory. No file of SGLang is changed.
+(weight_fingerprints.py), and a name for SGLang's own shared memory by which it is found and removed.
+Without a GPU in addition: batched attention, batched experts, seeded sampling without a compiler, and no pinning of
+host memory. No file of SGLang is changed.
 SGLang imports this module in every engine process and logs, but survives, a hook that does not fit;
 `require_applied` turns that into a failure to start.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +18,22 @@ _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBack
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
+_LOAD_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 
 def _no_pinning(buffer: Any, granularity: int | None = None) -> None:
     """Replaces cudaHostRegister, which the routed-experts buffer calls on every device."""
+
+
+def _load_file(instance_id: str) -> str:
+    """Replaces shm_path_for: where an engine's processes share figures of their load, which SGLang never removes.
+
+    The name carries the engine's main process, leader of its session, as the names of slimrl's own segments do, so it
+    is removed with those of processes that are gone.
+    """
+    return f"/dev/shm/slimrl-loads-{os.getsid(0)}-0"
 
 
 def hooks() -> list[Hook]:
@@ -34,6 +46,7 @@ def hooks() -> list[Hook]:
         (f"{_UPDATER}._update_weights_from_flattened_bucket", "around", bucket_loader.around_update),
         (f"{_UPDATER}.receive_weights_from_distributed", "after", bucket_loader.after_receive),
         (f"{_CHECKER}.handle", "around", weight_fingerprints.around_handle),
+        (_LOAD_FILE, "replace", _load_file),
     ]
     if torch.cuda.is_available():
         return common

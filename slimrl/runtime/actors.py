@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from slimrl.rollout.process import ServerError
 from slimrl.runtime.errors import StageError
 
 POLL_S = 0.2
@@ -96,6 +97,21 @@ class ActorGroup:
             raise StageError(f"{', '.join(late)}: {method} did not finish within {timeout_s:.0f} s{self._log(late[0])}")
         return {name: results[name] for name in refs}
 
+    def answered(self, refs: Mapping[str, Any], method: str) -> bool:
+        """Whether all calls that `begin` made have been answered; does not wait.
+
+        Raises:
+            StageError: an actor raised or died.
+        """
+        done, waiting = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
+        for name, ref in refs.items():
+            if ref in done:
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    raise self._failure(error, name, method)[1] from None
+        return not waiting
+
     def kill(self) -> None:
         """End all processes at once; those that they started and that watch them end too."""
         for actor in self._actors.values():
@@ -105,7 +121,9 @@ class ActorGroup:
         """How far from the cause it is, and what to raise."""
         if isinstance(error, RayTaskError):
             cause = error.cause
-            message = f"{name}: {method}: {type(cause).__name__}: {cause}"
+            # A server's error names the server.
+            is_server = isinstance(cause, ServerError)
+            message = str(cause) if is_server else f"{name}: {method}: {type(cause).__name__}: {cause}"
             distance = 2 if any(text in str(cause) for text in _CONSEQUENCES) else 1
             return distance, StageError(message, str(error))
         if isinstance(error, RayActorError):

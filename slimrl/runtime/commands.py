@@ -13,9 +13,8 @@ from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.loop import train as train_loop
-from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.sft import read_examples, sft_loop
-from slimrl.runtime.start import engine_client, logs_of_command, open_run, prepare, started
+from slimrl.runtime.start import logs_of_command, open_run, prepare, rollout_stage, started
 from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.step import Step
 from slimrl.runtime.task import load_task
@@ -45,7 +44,7 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool
             assert processes.trainers is not None
             if checkpoint is not None:
                 processes.trainers.load_checkpoint(checkpoint / "trainer")
-            with RolloutStage(recipe, task, engine_client(recipe, processes.engines), progress) as stage:
+            with rollout_stage(recipe, task, processes.engines, progress) as stage:
                 train_loop(
                     TrainRun(
                         recipe=recipe,
@@ -132,7 +131,7 @@ def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: Path, json_fil
             started(recipe, folder, progress, with_engines=True, total_updates=None) as processes,
         ):
             assert processes.engines is not None
-            with RolloutStage(recipe, task, engine_client(recipe, processes.engines), progress) as stage:
+            with rollout_stage(recipe, task, processes.engines, progress) as stage:
                 results = [stage.evaluate(name, prompts, label="eval")[0] for name, prompts in task.eval_sets.items()]
     for result in results:
         progress.say(
@@ -159,7 +158,7 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path) -> None:
             started(recipe, folder, progress, with_engines=True, total_updates=None) as processes,
         ):
             assert processes.engines is not None
-            with RolloutStage(recipe, task, engine_client(recipe, processes.engines), progress) as stage:
+            with rollout_stage(recipe, task, processes.engines, progress) as stage:
                 batch = stage.rollout(prompts, label="step_000001")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_trajectories(out, batch.trajectories)

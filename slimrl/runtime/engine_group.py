@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from slimrl.config.schema import Recipe
 from slimrl.data.protocols import Engine
@@ -44,6 +45,7 @@ class EngineGroup:
             {f"engine {index}": folder.log_file(f"engine_{index}_actor") for index in indices},
         )
         self._starts = self._actors.begin("start")
+        self._checks: dict[str, Any] | None = None
         self._router: Router | None = None
         self.addresses: list[EngineAddress] = []
 
@@ -90,6 +92,17 @@ class EngineGroup:
     def check(self) -> None:
         """Raises StageError with the cause from its log if an engine or the router has ended."""
         self._actors.call("check", timeout_s=CHECK_TIMEOUT_S)
+        self._check_router()
+
+    def watch(self) -> None:
+        """`check` in passing, to be called again and again: asks the actors, and reads their answers a call later."""
+        if self._checks is None:
+            self._checks = self._actors.begin("check")
+        elif self._actors.answered(self._checks, "check"):
+            self._checks = None
+        self._check_router()
+
+    def _check_router(self) -> None:
         if self._router is not None:
             try:
                 self._router.check()

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from slimrl.config.schema import Recipe, SamplingConfig
 from slimrl.data.protocols import Engine
@@ -27,12 +27,24 @@ class RolloutBatch:
     seconds: float
 
 
+WATCH_S = 1.0
+"""Time between two looks at whether the engines still live."""
+
+
 class RolloutStage:
     """Runs episodes on the engines, on one event loop that lives as long as the stage."""
 
-    def __init__(self, recipe: Recipe, task: Task, engine: Engine, progress: Progress) -> None:
+    def __init__(
+        self, recipe: Recipe, task: Task, engine: Engine, progress: Progress, *, watch: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            engine: what the episodes talk to.
+            watch: called every second of a rollout; raises StageError when an engine has ended, since the others
+                would go on with its sessions until the next resync fails.
+        """
         self._recipe, self._task, self._progress = recipe, task, progress
-        self._engine = engine
+        self._engine, self._watch = engine, watch
         self._episodes = task.episode_runner(recipe, engine)
         self._loop = asyncio.Runner()
 
@@ -75,9 +87,19 @@ class RolloutStage:
             def advance(_: Trajectory) -> None:
                 phase.advance()
 
-            trajectories = self._loop.run(self._play(requests, one, advance))
+            trajectories = self._loop.run(self._watched(self._play(requests, one, advance)))
         _refuse_failures(trajectories, self._recipe.rollout.max_failed_fraction)
         return RolloutBatch(trajectories=trajectories, seconds=time.monotonic() - start)
+
+    async def _watched(self, play: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
+        work = asyncio.create_task(play)
+        try:
+            while not (await asyncio.wait([work], timeout=WATCH_S))[0]:
+                self._watch()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        return work.result()
 
     async def _play(
         self,

@@ -17,7 +17,6 @@ from slimrl.config.load import Command, LoadedRecipe, load_recipe
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.config.show import dump_resolved, resolved_dict
-from slimrl.data.protocols import Engine
 from slimrl.models.checkpoint import check_checkpoint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.logs import log_to_file
@@ -29,6 +28,8 @@ from slimrl.runtime.cluster import ray_cluster
 from slimrl.runtime.ending import Family, ending_on_signals
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import RunError, StageError
+from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.runtime.task import Task
 from slimrl.runtime.trainer_group import TrainerGroup
 
 log = logging.getLogger(__name__)
@@ -164,13 +165,14 @@ def _clean_shared_memory() -> None:
         log.info("removed shared memory of a process that is gone: %s", name)
 
 
-def engine_client(recipe: Recipe, engines: EngineGroup) -> Engine:
-    """What episodes talk to, told what it needs to know of the model."""
+def rollout_stage(recipe: Recipe, task: Task, engines: EngineGroup, progress: Progress) -> RolloutStage:
+    """Episodes on these engines, whose client is told what it needs to know of the model."""
     config = read_hf_config(Path(recipe.model.path))
     shape = None
     if recipe.rollout.routed_experts:
         shape = (int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]))
-    return engines.client(vocab_size=int(config["vocab_size"]), routed_experts_shape=shape)
+    client = engines.client(vocab_size=int(config["vocab_size"]), routed_experts_shape=shape)
+    return RolloutStage(recipe, task, client, progress, watch=engines.watch)
 
 
 @contextmanager

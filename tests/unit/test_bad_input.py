@@ -92,6 +92,10 @@ def test_a_layout_that_does_not_divide_is_refused(cli: Cli, overrides: list[str]
     refused(cli("train", *overrides), *texts)
 
 
+def test_a_warm_up_as_long_as_the_run_is_refused(cli: Cli):
+    refused(cli("sft", "steps=20"), "trainer.optimizer.warmup_steps", "20 updates")
+
+
 def test_broken_lines_of_a_prompt_file_are_named(cli: Cli, tmp_path: Path):
     data = tmp_path / "broken.jsonl"
     lines = [{"prompt": "1+1", "label": "2"}, {"prompt": "1+2"}, {"label": "3"}, {"prompt": "2+2", "label": "4"}]
