@@ -7,9 +7,12 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-co
 # Newer than what it depends on when .venv holds what requirements/ asks for.
 STAMP := $(VENV)/.installed
 
-# Where `make quickstart` puts its model, data and runs; removed and made anew each time.
+# Where `make quickstart` puts its model, data and runs (removed and made anew each time), and the seed of all of them.
 QUICKSTART ?= runs/quickstart
-RL := recipes/tiny_moe/gspo_calculator.yaml
+SEED ?= 0
+OF_THIS_RUN := run.dir=$(QUICKSTART) seed=$(SEED)
+SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN)
+RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-all lint format bench lock
@@ -29,12 +32,13 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt requirements/no-deps.txt req
 
 quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve
 	rm -rf $(QUICKSTART)
-	$(BIN)/slimrl-tools toy qwen3_moe $(QUICKSTART)/model
-	$(BIN)/slimrl-tools calculator-data $(QUICKSTART)/data
-	$(BIN)/slimrl sft recipes/tiny_moe/sft.yaml run.dir=$(QUICKSTART) model.path=$(QUICKSTART)/model
+	$(BIN)/slimrl-tools toy qwen3_moe $(QUICKSTART)/model --seed $(SEED)
+	$(BIN)/slimrl-tools calculator-data $(QUICKSTART)/data --seed $(SEED)
+	$(BIN)/slimrl sft $(SFT) model.path=$(QUICKSTART)/model data.train=$(QUICKSTART)/data/sft.jsonl
 	$(BIN)/slimrl eval $(RL) --checkpoint $(QUICKSTART)/sft/export/hf --json $(QUICKSTART)/before.json
-	$(BIN)/slimrl train $(RL) run.dir=$(QUICKSTART) model.path=$(QUICKSTART)/sft/export/hf
+	$(BIN)/slimrl train $(RL) model.path=$(QUICKSTART)/sft/export/hf
 	$(BIN)/slimrl eval $(RL) --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/after.json
+	$(BIN)/slimrl eval $(RL) agent.tools=[] --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/without_calculator.json
 
 test: $(STAMP) ## unit tests, then representative integration tests (about 15 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and not gpu" tests/unit tests/integration
@@ -51,9 +55,10 @@ format: $(STAMP) ## put the source into ruff's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## decoding against SGLang's own CPU attention, in one run
+bench: $(STAMP) ## decoding against SGLang as shipped; one training step of fixed work (needs a quickstart)
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/decode.py --json runs/bench/decode.json
+	$(BIN)/python benchmarks/step.py $(QUICKSTART)/sft/export/hf $(QUICKSTART)/data/train.jsonl --json runs/bench/step.json
 
 lock: ## write requirements/lock.txt anew from what .venv holds
 	(sed -n '/^#/p' requirements/lock.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//') > requirements/lock.new
