@@ -36,9 +36,10 @@ def _exit_codes() -> Iterator[None]:
         logging.getLogger(__name__).error("failed: %s", getattr(error, "details", "") or error)
         errors.print(f"failed: {error}")
         raise typer.Exit(1) from None
-    except Interrupted as error:
-        logging.getLogger(__name__).info("%s", error)
-        errors.print(str(error))
+    except KeyboardInterrupt as error:
+        message = str(error) if isinstance(error, Interrupted) else "ended by SIGINT"
+        logging.getLogger(__name__).info(message)
+        errors.print(message)
         raise typer.Exit(1) from None
 
 

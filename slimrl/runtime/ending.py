@@ -23,12 +23,13 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
     Yields a function that takes the signals over again from whoever has since replaced their handlers, as Ray does.
     """
     ending = False
+    cause = ""
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal ending
+        nonlocal ending, cause
         if not ending:
-            ending = True
-            raise Interrupted(f"ended by {signal.Signals(number).name}")
+            ending, cause = True, f"ended by {signal.Signals(number).name}"
+            raise Interrupted(cause)
 
     def take_over() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -38,6 +39,9 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
     take_over()
     try:
         yield take_over
+    except KeyboardInterrupt:
+        # Ray's calls raise a KeyboardInterrupt of their own in place of what a handler raised inside them.
+        raise Interrupted(cause) from None
     finally:
         ending = True
         for number, handler in before.items():

@@ -144,7 +144,7 @@ class CliRun:
         """What Ctrl-C does: SIGINT to every process of the foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def left(self, timeout_s: float = 30.0) -> list[str]:
+    def left(self, timeout_s: float = 60.0) -> list[str]:
         """Command lines of processes of the run that still live after the deadline; the run has ended."""
         time.sleep(0.5)
         _, alive = psutil.wait_procs(self.family, timeout=timeout_s)
