@@ -4,13 +4,13 @@ Each rule is a pure function that yields (key, what is wrong). All of them run, 
 They apply to what load_recipe returns, before any process starts.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slimrl.config.hf_config import read_hf_config
 from slimrl.config.keys import flatten
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.model_rules import model_violations
@@ -54,6 +54,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             "resync.sampled_tensors",
             "sft.batch_conversations",
             "sft.max_tokens",
+            "sft.summary_every_steps",
             "checkpoint.keep",
         ],
         (lambda value: value >= 1, _FROM_ONE),
@@ -90,6 +91,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ],
         (lambda value: value >= 0, _FROM_ZERO),
     ),
+    "agent.max_result_chars": (lambda value: value >= 16, "must be at least 16"),
     "rollout.max_failed_fraction": (lambda value: 0 <= value <= 1, _FRACTION),
     **dict.fromkeys(
         ["trainer.optimizer.beta1", "trainer.optimizer.beta2"],
@@ -122,6 +124,9 @@ def bound_violations(recipe: Recipe) -> Iterator[Violation]:
             yield key, f"{value}: {rule}."
     if not FILE_NAME.fullmatch(recipe.run.name):
         yield "run.name", f"{recipe.run.name!r} is no folder name; use letters, digits, '.', '_' and '-'."
+    for name in recipe.data.eval:
+        if not FILE_NAME.fullmatch(name):
+            yield f"data.eval.{name}", f"{name!r} is no name of a set; use letters, digits, '.', '_' and '-'."
     for name in ("reward.function", "reward.group_filters", "agent.tools"):
         paths = values[name] if isinstance(values[name], list) else [values[name]]
         for path in paths:
@@ -281,22 +286,6 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     return [Problem(key=key, message=message) for key, message in violations] + [
         Problem(key=key, message=message, warning=True) for key, message in warnings
     ]
-
-
-def read_hf_config(path: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face checkpoint folder.
-
-    Raises:
-        ValueError: it is not a JSON object.
-        OSError: it cannot be read.
-    """
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path / 'config.json'}:{error.lineno}: not JSON: {error.msg}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path / 'config.json'}: a JSON object is expected")
-    return config
 
 
 def check_loaded(loaded: LoadedRecipe) -> list[Problem]:

@@ -1,30 +1,13 @@
-"""Reading a Hugging Face config.json, whichever release of transformers wrote it, and the published ones we ship."""
+"""What a Hugging Face config.json says, whichever release of transformers wrote it, and the published ones we ship."""
 
 import json
 from importlib import resources
-from pathlib import Path
 from typing import Any
+
+from slimrl.config.hf_config import read_hf_config as read_hf_config
 
 DEFAULT_DTYPE = "float32"
 """What a checkpoint holds whose config names no dtype."""
-
-
-def read_hf_config(model_path: Path) -> dict[str, Any]:
-    """The checkpoint folder's config.json.
-
-    Raises:
-        ValueError: there is none, or it is not JSON.
-    """
-    path = model_path / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; a Hugging Face checkpoint folder is needed") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: holds a {type(config).__name__}, not an object")
-    return config
 
 
 def required(hf_config: dict[str, Any], *names: str) -> Any:

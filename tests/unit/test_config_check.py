@@ -102,6 +102,9 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
         ("rollout.eval_sampling.top_k=0", "rollout.eval_sampling.top_k", "0: must be at least 1, or -1 for off."),
         ("trainer.optimizer.lr=0", "trainer.optimizer.lr", "0.0: must be greater than 0."),
         ("run.name=a/b", "run.name", "'a/b' is no folder name; use letters, digits, '.', '_' and '-'."),
+        ("data.eval.a/b=x.jsonl", "data.eval.a/b", "'a/b' is no name of a set; use letters, digits, '.', '_' and '-'."),
+        ("agent.max_result_chars=8", "agent.max_result_chars", "8: must be at least 16."),
+        ("sft.summary_every_steps=0", "sft.summary_every_steps", "0: must be at least 1."),
         ("agent.tools=[calculator]", "agent.tools", "'calculator' is no import path; write module:function."),
     ],
 )  # fmt: skip
