@@ -8,7 +8,6 @@ end of the process; Python cannot end it, though, and it goes on in the backgrou
 import asyncio
 import functools
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from slimrl.data.import_path import resolve
+from slimrl.data.threads import in_thread
 
 
 class ToolError(Exception):
@@ -93,7 +93,7 @@ class ToolBox:
         if inspect.iscoroutinefunction(inspect.unwrap(tool.function)):
             running = asyncio.ensure_future(_await(call))
         else:
-            running = _in_thread(call)
+            running = in_thread(call)
         try:
             await asyncio.wait([running], timeout=timeout_s)
         finally:
@@ -121,31 +121,3 @@ def _answer(name: str, done: "asyncio.Future[Any]") -> str:
             raise ToolError(str(error)) from error
         case _:
             raise ToolBroken(f"tool {name}: {error!r}") from error
-
-
-def _in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def report(result: Any, error: BaseException | None) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    def run() -> None:
-        try:
-            result = call()
-        except Exception as error:  # noqa: BLE001 - handed to the waiting coroutine, which raises it
-            report(None, error)
-        else:
-            report(result, None)
-
-    threading.Thread(target=run, name="slimrl-tool", daemon=True).start()
-    return future

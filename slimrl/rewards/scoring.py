@@ -4,8 +4,10 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
+from slimrl.data.threads import in_thread
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 
 Parts = float | dict[str, float]
@@ -16,7 +18,8 @@ RewardFunction = Callable[[Trajectory, Prompt], Parts | Awaitable[Parts]]
 async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction, timeout_s: float) -> None:
     """Set `reward` and `rewards` of a trajectory; a failed one keeps its NaN.
 
-    A synchronous function runs in a thread, so that a slow one does not hold up the episodes under way.
+    A synchronous function runs in a thread of its own, so that a slow one holds up neither the episodes under way nor
+    the end of the run.
 
     Raises:
         TimeoutError: no reward within `timeout_s`.
@@ -28,7 +31,7 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
         if inspect.iscoroutinefunction(function):
             value = await function(trajectory, prompt)
         else:
-            value = await asyncio.to_thread(function, trajectory, prompt)
+            value = await in_thread(partial(function, trajectory, prompt))
     parts = value if isinstance(value, dict) else {"reward": value}
     for name, part in parts.items():
         if not _is_finite(part):

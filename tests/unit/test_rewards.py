@@ -155,3 +155,18 @@ async def test_a_reward_function_has_a_deadline():
 
     with pytest.raises(TimeoutError):
         await score(trajectory(""), prompt(1), never, 0.05)
+
+
+def test_a_reward_function_that_hangs_does_not_hold_up_the_end_of_the_event_loop():
+    release = threading.Event()
+
+    def hang(trajectory, prompt):
+        return float(release.wait(20))
+
+    start = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError):
+            asyncio.run(score(trajectory(""), prompt(1), hang, 0.05))
+        assert time.monotonic() - start < 5
+    finally:
+        release.set()
