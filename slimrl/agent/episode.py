@@ -2,8 +2,9 @@
 
 1. The prompt is rendered once, tools included.
 2. The engine continues the tokens until the end of the turn or the end of a tool call.
-3. Without a call the trajectory is completed. With calls the tools answer, and their answers are appended as tokens
-   that the loss leaves out. A malformed call, an unknown tool and a failing tool are answered with an error message.
+3. Without a call the trajectory is completed, as it is when the model ended the text instead of its turn. With calls
+   the tools answer, and their answers are appended as tokens that the loss leaves out. A malformed call, an unknown
+   tool and a failing tool are answered with an error message.
 4. It is truncated when it runs out of turns or tokens, aborted at its deadline or by the engine, and failed when the
    engine does not answer or a tool breaks. Whatever it ends by, the tokens so far are kept.
 """
@@ -115,7 +116,7 @@ class _Episode:
                 return Status.aborted
             if result.finish_reason == "length":
                 return Status.truncated
-            if not turn.calls:
+            if not turn.calls or self.transcript.tokens[-1] not in self.runner.stop_token_ids:
                 return Status.completed
             if self.transcript.num_turns >= limits.max_turns:
                 return Status.truncated

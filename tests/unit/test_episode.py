@@ -248,6 +248,16 @@ def test_a_long_result_loses_its_middle_and_a_result_cannot_end_its_turn():
     assert added.count(CHAT.end_of_turn_id) == 2  # the policy's turn and the tool's
 
 
+def test_a_turn_that_ends_the_text_completes_the_trajectory_whatever_it_called():
+    """Engines stop at the model's other end tokens too, after which the template has no place for a tool's answer."""
+    other_end = TOKENIZER.pad_token_id
+    assert other_end != CHAT.end_of_turn_id
+    trajectory = play(ScriptedEngine([*encode("<tool_call>\n{"), other_end]))
+    assert trajectory.status is Status.completed
+    assert trajectory.metadata["num_tool_calls"] == 0
+    assert trajectory.segments[0].tokens[-1] == other_end
+
+
 def test_running_out_of_turns_truncates_without_calling_the_tool():
     trajectory = play(ScriptedEngine(CALL, CALL, CALL), max_turns=2)
     assert trajectory.status is Status.truncated
