@@ -307,6 +307,20 @@ def test_segments_of_dead_processes_are_removed_and_those_of_living_ones_kept():
         living.close()
 
 
+def test_what_a_killed_run_of_another_user_left_is_theirs_to_remove(monkeypatch):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = Path(SHARED_MEMORY_DIR / f"slimrl-killed-run-{dead.pid}-0")
+    left.write_bytes(b"x")
+    user = os.getuid()
+    try:
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        assert left.name not in clean_stale_segments()
+        assert left.exists()
+    finally:
+        left.unlink()
+
+
 def test_fan_out_keeps_the_order_of_its_calls_and_runs_them_at_once():
     barrier = threading.Barrier(3, timeout=5)
 

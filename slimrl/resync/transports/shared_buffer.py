@@ -85,11 +85,11 @@ class CudaBuffer:
 
 
 def clean_stale_segments() -> list[str]:
-    """Remove files of processes that no longer live, and return their names; called when a run starts."""
+    """Remove this user's files of processes that no longer live, and return their names; called when a run starts."""
     removed = []
     for path in sorted(SHARED_MEMORY_DIR.glob("slimrl-*")):
         match = _NAME.fullmatch(path.name)
-        if match and not _is_alive(int(match.group(1))):
+        if match and not _is_alive(int(match.group(1))) and _is_ours(path):
             path.unlink(missing_ok=True)
             removed.append(path.name)
     return removed
@@ -103,6 +103,14 @@ def _create(stem: str) -> tuple[Path, int]:
         except FileExistsError:
             continue
     raise AssertionError("count() does not end")
+
+
+def _is_ours(path: Path) -> bool:
+    """False for a file of another user, who alone may remove it, and for one that is gone by now."""
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
 
 
 def _is_alive(pid: int) -> bool:
