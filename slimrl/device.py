@@ -29,9 +29,3 @@ def collective_backend() -> str:
 def has_transformer_engine() -> bool:
     """Whether models are built of Transformer Engine layers: it is installed, and there is a GPU to run it on."""
     return device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-
-
-def empty_cache() -> None:
-    """Return cached GPU memory to the driver, so that an engine on the same GPU can have it."""
-    if device_type() == "cuda":
-        torch.cuda.empty_cache()

@@ -4,7 +4,6 @@ import faulthandler
 import logging
 import os
 import sys
-from collections import deque
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -33,11 +32,3 @@ def capture_output(path: Path, level: int = logging.INFO) -> None:
     os.close(descriptor)
     log_to_file(path, level)
     faulthandler.enable(file=2)
-
-
-def last_lines(path: Path, count: int = 20) -> str:
-    """The end of a log file, for an error message; empty where there is no file."""
-    if not path.exists():
-        return ""
-    with path.open(errors="replace") as file:
-        return "".join(deque(file, maxlen=count)).rstrip()

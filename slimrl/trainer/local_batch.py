@@ -27,7 +27,6 @@ class LocalBatch:
     trajectory_ids_T: Tensor
     rollout_logprobs_T: Tensor
     old_logprobs_T: Tensor | None
-    trajectories_N: Tensor
     num_sampled_N: Tensor
     advantages_N: Tensor
     elsewhere_log_ratio_N: Tensor
@@ -88,7 +87,6 @@ def cut(batch: MicroBatch, context_group: Any) -> LocalBatch:
         trajectory_ids_T=per_token(batch.trajectory_ids),
         rollout_logprobs_T=per_token(batch.rollout_logprobs),
         old_logprobs_T=None if batch.old_logprobs is None else per_token(batch.old_logprobs),
-        trajectories_N=per_trajectory(batch.trajectories),
         num_sampled_N=per_trajectory(batch.num_sampled),
         advantages_N=per_trajectory(batch.advantages),
         elsewhere_log_ratio_N=per_trajectory(batch.elsewhere_log_ratio),

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.observability import progress as progress_module
-from slimrl.observability.logs import last_lines
 from slimrl.observability.metrics import METRIC_NAMES, MetricsWriter, is_metric, read_metrics
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
@@ -190,12 +189,6 @@ def test_provenance_grows_by_one_entry_at_each_start(tmp_path):
     assert second["command"][-1] == "--resume"
     assert first["packages"]["omegaconf"].count(".") == 2
     assert first["host"]["cpus"] >= 1
-
-
-def test_the_last_lines_of_a_log_are_for_error_messages(tmp_path):
-    (tmp_path / "x.log").write_text("".join(f"{number}\n" for number in range(50)))
-    assert last_lines(tmp_path / "x.log", 2) == "48\n49"
-    assert last_lines(tmp_path / "absent.log") == ""
 
 
 def test_every_metric_name_written_in_the_source_is_a_known_one():
