@@ -1,6 +1,8 @@
 """The `slimrl` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed."""
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(config_app, name="config")
 
@@ -18,6 +20,15 @@ Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML f
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove an existing run of this name first.")]
+
+
+@app.callback()
+def _import_from_here() -> None:
+    """Reinforcement learning for Mixture-of-Experts language models. Exit codes: 0 done, 2 input refused, 1 failed."""
+    # Import paths of a recipe may name modules that lie beside it.
+    sys.path.insert(0, os.getcwd())
+    # Until a run has a log file nothing is logged; without a handler errors would go to stderr, tracebacks and all.
+    logging.getLogger().addHandler(logging.NullHandler())
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def gspo_loss(
         clip_high: of order 4e-4.
 
     Returns:
-        `reported` has `loss`, `clipped`, `ratio` and `trajectories`: divided by `trajectories` they are means.
+        `reported` has `loss`, `clipped` and `trajectories`: divided by `trajectories` they are means.
     """
     log_ratio_N = sequence_log_ratio(
         logprobs_T,
@@ -68,7 +68,6 @@ def gspo_loss(
         reported = {
             "loss": (-surrogate_N * share_N).sum(),
             "clipped": (clipped_N * share_N).sum(),
-            "ratio": (ratio_N * share_N).sum(),
             "trajectories": share_N.sum(),
         }
     return LossSums(loss=loss, reported=reported)

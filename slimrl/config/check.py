@@ -272,14 +272,14 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     if any(key.startswith(DIVISORS) for key, _ in violations):
         return [Problem(key=key, message=message) for key, message in violations]
     warnings: list[Violation] = []
-    if command in ("train", "sft"):
+    if command in ("train", "sft", "export"):
         violations += layout_violations(recipe)
     if command == "train":
         violations += batch_violations(recipe)
         warnings += recipe_warnings(recipe)
     if command == "sft":
         violations += sft_violations(recipe)
-    else:
+    elif command != "export":
         violations += rollout_violations(recipe)
     if hf_config is not None:
         violations += model_violations(recipe, hf_config, command)

@@ -23,7 +23,7 @@ from slimrl.config.schema import Recipe
 from slimrl.config.sources import read_file, read_override
 from slimrl.config.yaml_source import Entry, display_path
 
-Command = Literal["train", "sft", "eval", "rollout"]
+Command = Literal["train", "sft", "eval", "rollout", "export"]
 
 DEFAULT = "default"
 
@@ -31,7 +31,8 @@ NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("sft",),
     "sft": ("algorithm", "rollout", "reward"),
     "eval": ("steps", "algorithm", "trainer", "sft", "data.train"),
-    "rollout": ("steps", "algorithm", "trainer", "sft"),
+    "rollout": ("steps", "algorithm", "trainer", "sft", "data.eval"),
+    "export": ("algorithm", "rollout", "agent", "reward", "resync", "data", "eval", "sft"),
 }
 """Sections and keys that a command does not read: mandatory values may be absent there, and then hold "???"."""
 

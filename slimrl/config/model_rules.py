@@ -39,11 +39,11 @@ def _must_divide(key: str, size: int, number: int, noun: str) -> Iterator[tuple[
 
 def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) -> Iterator[tuple[str, str]]:
     """(key, what is wrong) of a layout that does not divide the model; sizes are at least 1 here."""
-    if command in ("train", "sft"):
+    if command in ("train", "sft", "export"):
         yield from _attention(recipe, hf_config)
         yield from _experts(recipe, hf_config)
         yield from _pipeline(recipe, hf_config)
-    if command != "sft":
+    if command not in ("sft", "export"):
         yield from _engine(recipe, hf_config)
 
 

@@ -188,7 +188,7 @@ class RolloutConfig:
     tool_timeout_s: float = 10.0
     trajectory_timeout_s: float = 600.0
     max_failed_fraction: float = 0.1
-    """Share of a step's trajectories that may fail (deadline, engine error) before the run stops."""
+    """Share of a step's trajectories that may fail or be aborted (engine error, deadline) before the run stops."""
     startup_timeout_s: float = 300.0
     sglang: dict[str, Any] = field(default_factory=dict)
     """Any field of SGLang's ServerArgs."""

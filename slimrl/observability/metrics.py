@@ -29,6 +29,7 @@ METRIC_NAMES = (
     "rollout/tokens_per_s",
     "rollout/turns_mean",
     "rollout/truncated_fraction",
+    "rollout/aborted_fraction",
     "rollout/failed_fraction",
     "rollout/tool_error_fraction",
     "rollout/zero_variance_fraction",

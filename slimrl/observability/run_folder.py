@@ -51,6 +51,12 @@ class RunFolder:
         """The trained model as a Hugging Face checkpoint."""
         return self.path / "export" / "hf"
 
+    def fresh_export(self) -> Path:
+        """`export` for writing: the one of an earlier end of the same run is removed."""
+        if self.export.exists():
+            shutil.rmtree(self.export)
+        return self.export
+
     def sample_file(self, step: int) -> Path:
         return self.trajectories / f"step_{step:06d}.jsonl"
 

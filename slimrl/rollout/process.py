@@ -58,7 +58,12 @@ class ServerProcess:
         while time.monotonic() < deadline:
             self.check()
             try:
-                if httpx.get(url, timeout=max(1.0, min(20.0, deadline - time.monotonic()))).status_code == 200:
+                if (
+                    httpx.get(
+                        url, trust_env=False, timeout=max(1.0, min(20.0, deadline - time.monotonic()))
+                    ).status_code
+                    == 200
+                ):
                     return
             except httpx.TransportError:
                 pass  # Not listening yet; the deadline of this loop decides.

@@ -2,10 +2,10 @@
 
 Requests are spread by consistent hashing of the header X-SMG-Routing-Key, so that a session's turns meet the
 prefix cache that its earlier turns filled. The control plane (`--enable-rl`) lists the engines with their health
-and weight version, and sends one call to all of them with an answer from each; slimrl uses it for status and for
-what is the same for every engine. It lacks what an update needs besides: a body of its own for each engine (the
-broadcast group's ranks differ), a deadline per call (it has one for all, set at start), and knowledge of an
-engine's failure before the next call. So resync speaks to each engine (control.py).
+and weight version, and slimrl asks it whether all are served. It can also send one call to all engines, but lacks
+what a weight update needs: a body of its own for each engine (the broadcast group's ranks differ), a deadline per
+call (it has one for all, set at start), and knowledge of an engine's failure before the next call. So resync speaks
+to each engine (control.py).
 """
 
 import os
@@ -13,15 +13,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from smg.rl import RL, FanoutError, RlError, Worker
+from smg.rl import RL, RlError, Worker
 
 from slimrl.data.protocols import EngineError
 from slimrl.rollout.ports import free_port
 from slimrl.rollout.process import ServerError, ServerProcess
-
-_SELECTOR = "engine=sglang"
 
 
 class Router:
@@ -86,21 +83,6 @@ class Router:
             return RL(self.url, timeout=self._timeout_s).workers()
         except (OSError, RlError) as error:
             raise EngineError(f"router: {error}") from error
-
-    def call_all(self, route: str, **body: Any) -> dict[str, Any]:
-        """POST one call to every engine; their answers by engine URL.
-
-        Raises:
-            EngineError: names the engines that failed.
-        """
-        try:
-            result = RL(self.url, timeout=self._timeout_s).fanout(route, body, selector=_SELECTOR)
-        except FanoutError as error:
-            reasons = "; ".join(f"{failure.url}: {failure.message}" for failure in error.result.failed)
-            raise EngineError(f"{route}: {reasons}") from error
-        except (OSError, RlError) as error:
-            raise EngineError(f"router, {route}: {error}") from error
-        return {answer.url: answer.body for answer in result.results.values()}
 
     def check(self) -> None:
         """Raises ServerError with the cause from the log if the router has ended."""

@@ -98,7 +98,7 @@ class EngineServer:
         """Start engine `index`.
 
         Args:
-            index: number of the engine within its fleet; names it in errors.
+            index: number of the engine among those of the run; names it in errors.
             rollout: its settings.
             model: Hugging Face checkpoint folder.
             log: file for its output.

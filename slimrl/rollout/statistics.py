@@ -26,6 +26,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/tokens_per_s": tokens / seconds,
         "rollout/turns_mean": float(np.mean([t.metadata["num_turns"] for t in trajectories])),
         "rollout/truncated_fraction": _fraction(trajectories, Status.truncated),
+        "rollout/aborted_fraction": _fraction(trajectories, Status.aborted),
         "rollout/failed_fraction": _fraction(trajectories, Status.failed),
         "rollout/tool_error_fraction": errors / calls if calls else 0.0,
     }

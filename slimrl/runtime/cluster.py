@@ -31,8 +31,8 @@ def ray_cluster() -> Iterator[None]:
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         try:
+            _connect(address)
             yield
         finally:
             ray.shutdown()
@@ -49,6 +49,13 @@ def ray_cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _connect(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (RuntimeError, ConnectionError, ValueError) as error:
+        raise StageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
 
 
 def _start_local(temp_dir: Path) -> None:

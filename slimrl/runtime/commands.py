@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from slimrl.config.problems import Problem, RecipeError
+from slimrl.config.load import LoadedRecipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.trajectory import Trajectory, read_trajectories, write_trajectories
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
+from slimrl.runtime.batch import apply_truncation_rule
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.loop import train as train_loop
 from slimrl.runtime.sft import read_examples, sft_loop
@@ -19,6 +20,9 @@ from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.step import Step
 from slimrl.runtime.task import load_task
 from slimrl.runtime.train_run import TrainRun
+
+BEFORE_STEP_0 = -1
+"""Of an interrupted run without a checkpoint no line of metrics is kept."""
 
 
 def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) -> None:
@@ -29,15 +33,10 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool
         progress.total_steps = recipe.steps
         task = load_task(loaded, Path(recipe.model.path), train=True, evaluate=True)
         folder = open_run(loaded, resume=resume, overwrite=overwrite)
-        checkpoint, state = _resume_point(folder) if resume else (None, RunState())
+        checkpoint, state = _resume_point(folder)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
-            Trackers(
-                folder,
-                recipe.tracking,
-                resolved_dict(recipe),
-                keep_through_step=state.step if resume else None,
-            ) as trackers,
+            _trackers(loaded, folder, checkpoint, state) as trackers,
             started(recipe, folder, progress, with_engines=True, total_updates=updates) as processes,
         ):
             assert processes.engines is not None
@@ -64,17 +63,18 @@ def train_on_file(path: Path, overrides: Sequence[str], *, trajectories: Path, s
     """`slimrl train --trajectories`: every step trains on the same trajectories; no engine runs.
 
     Raises:
-        RecipeError: the file is missing or holds no trajectories.
+        ValueError: the file is missing or holds no trajectories.
     """
     with Progress(steps) as progress:
         loaded = prepare(path, [*overrides, f"steps={steps}"], "train", progress)
         recipe = loaded.recipe
         batch = _read_batch(trajectories)
+        apply_truncation_rule(batch, recipe.algorithm.truncated)
         task = load_task(loaded, Path(recipe.model.path), train=False, evaluate=False)
         folder = open_run(loaded, overwrite=overwrite)
         updates = steps * recipe.trainer.updates_per_rollout
         with (
-            Trackers(folder, recipe.tracking, resolved_dict(recipe)) as trackers,
+            _trackers(loaded, folder, None, RunState()) as trackers,
             started(recipe, folder, progress, with_engines=False, total_updates=updates) as processes,
         ):
             assert processes.trainers is not None
@@ -102,14 +102,9 @@ def sft(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) 
         progress.total_steps = recipe.steps
         examples = read_examples(loaded)
         folder = open_run(loaded, resume=resume, overwrite=overwrite)
-        checkpoint, state = _resume_point(folder) if resume else (None, RunState())
+        checkpoint, state = _resume_point(folder)
         with (
-            Trackers(
-                folder,
-                recipe.tracking,
-                resolved_dict(recipe),
-                keep_through_step=state.step if resume else None,
-            ) as trackers,
+            _trackers(loaded, folder, checkpoint, state) as trackers,
             started(recipe, folder, progress, with_engines=False, total_updates=recipe.steps) as processes,
         ):
             assert processes.trainers is not None
@@ -124,8 +119,6 @@ def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: Path, json_fil
         loaded = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress)
         recipe = loaded.recipe
         task = load_task(loaded, checkpoint, train=False, evaluate=True)
-        if not task.eval_sets:
-            raise RecipeError([Problem(key="data.eval", message="names no evaluation set", where=loaded.path)])
         with (
             logs_of_command(recipe.run.dir, "eval") as folder,
             started(recipe, folder, progress, with_engines=True, total_updates=None) as processes,
@@ -172,10 +165,12 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path)
     if not (checkpoint / "trainer").is_dir():
         raise ValueError(f"--checkpoint {checkpoint}: no checkpoint of a run; it would hold a folder `trainer`.")
     with Progress(1) as progress:
-        loaded = prepare(path, overrides, "train", progress)
+        loaded = prepare(path, overrides, "export", progress)
+        recipe = loaded.recipe
+        updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
-            logs_of_command(loaded.recipe.run.dir, "export") as folder,
-            started(loaded.recipe, folder, progress, with_engines=False, total_updates=1) as processes,
+            logs_of_command(recipe.run.dir, "export") as folder,
+            started(recipe, folder, progress, with_engines=False, total_updates=updates) as processes,
         ):
             assert processes.trainers is not None
             processes.trainers.load_checkpoint(checkpoint / "trainer")
@@ -184,9 +179,15 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path)
 
 
 def _resume_point(folder: RunFolder) -> tuple[Path | None, RunState]:
-    """The newest checkpoint, or the start for a run that was ended before its first one."""
+    """The newest checkpoint; the start for a new run, and for one that was ended before its first checkpoint."""
     found = CheckpointFolder(folder.checkpoints).latest()
     return found if found is not None else (None, RunState())
+
+
+def _trackers(loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, state: RunState) -> Trackers:
+    """Trackers that go on after the checkpoint's step, or from nothing."""
+    keep = BEFORE_STEP_0 if checkpoint is None else state.step
+    return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded.recipe), keep_through_step=keep)
 
 
 def _read_batch(path: Path) -> list[Trajectory]:

@@ -8,6 +8,7 @@ import ray
 
 from slimrl import device
 from slimrl.config.schema import Recipe
+from slimrl.data.seeds import derive_seed
 from slimrl.observability.logs import capture_output
 from slimrl.rollout.server import EngineServer
 
@@ -41,7 +42,7 @@ class EngineActor:
             self.logs / f"engine_{self.index}.log",
             precision=self.recipe.trainer.precision,
             cuda=device.device_type() == "cuda",
-            seed=self.recipe.seed,
+            seed=derive_seed(self.recipe.seed, "engine", self.index),
         )
         self.server.wait_ready()
         return EngineAddress(

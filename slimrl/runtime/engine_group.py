@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.schema import Recipe
-from slimrl.data.protocols import Engine
+from slimrl.data.protocols import Engine, EngineError
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.lockstep import LockstepEngine
@@ -64,7 +64,7 @@ class EngineGroup:
                     request_timeout_s=rollout.request_timeout_s,
                 )
                 self._router.wait_ready()
-            except ServerError as error:
+            except (ServerError, EngineError) as error:
                 raise StageError(str(error)) from error
 
     @property

@@ -132,15 +132,21 @@ class RolloutStage:
         )
         if isinstance(self._engine, LockstepEngine):
             self._engine.close(request.trajectory_id)
-        await score(trajectory, request.prompt, self._task.reward, self._recipe.rollout.trajectory_timeout_s)
+        try:
+            await score(trajectory, request.prompt, self._task.reward, self._recipe.rollout.trajectory_timeout_s)
+        except Exception as error:
+            # Whatever a task's own code raises is named as its fault; the driver's log has the rest.
+            raise RunError(
+                f"{self._recipe.reward.function} failed on {request.trajectory_id}: {type(error).__name__}: {error}"
+            ) from error
         return trajectory
 
 
 def _refuse_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
-    failed = [t for t in trajectories if t.status is Status.failed]
+    failed = [t for t in trajectories if t.status in (Status.failed, Status.aborted)]
     if len(failed) > limit * len(trajectories):
         causes = sorted({str(t.metadata.get("error")) for t in failed})
         raise RunError(
-            f"{len(failed)} of {len(trajectories)} trajectories failed, more than rollout.max_failed_fraction "
-            f"= {limit:g} allows: {'; '.join(causes[:3])}"
+            f"{len(failed)} of {len(trajectories)} trajectories failed or were aborted, more than "
+            f"rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
         )

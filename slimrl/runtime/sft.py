@@ -91,7 +91,7 @@ def sft_loop(
             partial = checkpoints.begin(state.step)
             trainers.save_checkpoint(partial / "trainer")
             checkpoints.finish(partial, state, recipe.checkpoint.keep)
-    trainers.export_hf(folder.export)
+    trainers.export_hf(folder.fresh_export())
     progress.say(f"model: {folder.export}")
 
 

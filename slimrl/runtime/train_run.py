@@ -115,7 +115,7 @@ class TrainRun:
 
     def finish(self) -> None:
         """The model as a Hugging Face checkpoint, and the curve."""
-        self._trainers.export_hf(self._folder.export)
+        self._trainers.export_hf(self._folder.fresh_export())
         write_curve([self._folder.metrics], self._folder.curve, title=self.recipe.run.name)
         self._progress.say(f"model: {self._folder.export}")
         self._progress.say(f"curve: {self._folder.curve}")

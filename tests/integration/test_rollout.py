@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from fleet import Fleet
 from slimrl_tools.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,6 @@ from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
 from slimrl.data.seeds import derive_seed
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.control import SglangControl
-from slimrl.rollout.fleet import Fleet
 from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.process import ServerError
 from slimrl.rollout.server import EngineServer

@@ -51,6 +51,7 @@ def test_figures_of_a_rollout_batch():
         "rollout/tokens_per_s": 10.0,
         "rollout/turns_mean": 2.0,
         "rollout/truncated_fraction": 0.25,
+        "rollout/aborted_fraction": 0.0,
         "rollout/failed_fraction": 0.25,
         "rollout/tool_error_fraction": 0.25,
     }

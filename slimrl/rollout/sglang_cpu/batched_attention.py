@@ -167,7 +167,7 @@ def _attend_whole(
     out_BHLD = scaled_dot_product_attention(
         query[tokens_BL].transpose(1, 2),
         keys_pool[slots_BL].to(query.dtype).transpose(1, 2),
-        values_pool[slots_BL].to(query.dtype).transpose(1, 2),
+        values_pool[slots_BL].masked_fill_(~exists_BL[:, :, None, None], 0).to(query.dtype).transpose(1, 2),
         is_causal=True,
         scale=scale,
         enable_gqa=query.shape[1] != keys_pool.shape[1],

@@ -1,4 +1,4 @@
-"""All engines of a run and the router before them, where one process owns them all.
+"""Engines and the router before them, owned by one process: for tests that need no Ray.
 
 Engines start side by side; a failure of one ends the others. Where each engine lives in an actor of its own, the
 same EngineServer is used there and the Router by whoever knows the URLs.
