@@ -41,8 +41,6 @@ def ray_cluster() -> Iterator[None]:
     # A unix socket's path is limited to 107 bytes, so this lies in the system's temporary folder, not in the run's.
     temp_dir = Path(tempfile.gettempdir()) / f"{_TEMP_PREFIX}{os.getpid()}"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Nobody restarts the head of a private cluster. Left behind by a killed driver, Ray's agents look for it that long.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     try:
         _start_local(temp_dir)
         yield

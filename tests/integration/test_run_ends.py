@@ -146,7 +146,8 @@ def test_a_killed_driver_takes_everything_along(start: Start):
     first_step(run, folder)
     run.process.kill()
     assert run.wait(END_S) == -signal.SIGKILL
-    assert run.left() == []
+    # Two agents of Ray's spend a minute trying to report to the rest of their cluster, and then end.
+    assert run.left(120.0) == []
     clean_stale_segments()
     assert segments_of(run) == []
 
