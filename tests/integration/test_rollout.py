@@ -124,13 +124,13 @@ async def test_a_paused_request_goes_on_under_the_new_version(router, fleet):
     direct = SglangEngine(fleet.engine_urls[0], routed_experts_shape=(SIZE.layers, 2))
     task = asyncio.create_task(direct.generate(ask("paused", prompt(1, 10), 400)))
     await asyncio.sleep(0.5)
-    fleet.router.call_all("pause_generation", mode="retract")
+    first.pause()
     await asyncio.sleep(0.2)
     assert not task.done()
     first.flush_cache()
     first.set_version(21)
     assert first.version() == 21
-    fleet.router.call_all("continue_generation")
+    first.resume()
     result = await task
     await direct.aclose()
     assert (len(result.tokens), result.weight_version) == (400, 21)
