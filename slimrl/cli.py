@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+PIPED_COLUMNS = 500
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(config_app, name="config")
@@ -166,7 +168,9 @@ def config_show(
             table.add_column(title, overflow="fold")
         for row in show(load_recipe(recipe, overrides or [], command)):  # type: ignore[arg-type]
             table.add_row(*row)
-        Console().print(table)
+        # Into a file or a pipe each setting goes whole, on one line.
+        console = Console()
+        (console if console.is_terminal else Console(width=PIPED_COLUMNS)).print(table)
 
 
 if __name__ == "__main__":

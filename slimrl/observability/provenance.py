@@ -32,13 +32,13 @@ GIT_TIMEOUT_S = 20.0
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of a git command about slimrl's own source; None where it is no git checkout or there is no git."""
+    """Output of a git command about slimrl's own source; None where no git or no checkout answers."""
     folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 

@@ -14,19 +14,26 @@ ATTEMPTS = 200
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago.
+    """A port that was free a moment ago; raises OSError as free_ports."""
+    return free_ports(1, host)[0]
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Different ports that were free a moment ago.
 
     Raises:
-        OSError: none of many tried was.
+        OSError: too few of many tried were.
     """
     # Not the run's seeds: two runs with one seed must not look for the same ports.
     source = random.SystemRandom()
-    for _ in range(ATTEMPTS):
-        port = source.randint(FIRST_PORT, LAST_PORT)
+    found: list[int] = []
+    for port in source.sample(range(FIRST_PORT, LAST_PORT + 1), ATTEMPTS):
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
             except OSError:
                 continue
-            return port
+            found.append(port)
+        if len(found) == count:
+            return found
     raise OSError(f"no free port on {host} among {ATTEMPTS} tried between {FIRST_PORT} and {LAST_PORT}")

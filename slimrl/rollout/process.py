@@ -76,7 +76,11 @@ class ServerProcess:
         return find_cause(lines)
 
     def stop(self, timeout_s: float = 10.0, first: signal.Signals = signal.SIGTERM) -> None:
-        """End the process and all below it: by `first`, and SIGKILL for those alive after `timeout_s`. Idempotent."""
+        """End the process and all below it: by `first`, and SIGKILL for those alive after `timeout_s`. Idempotent.
+
+        Raises:
+            ServerError: the kernel has not ended it even so.
+        """
         members = self._members()
         for member in members:
             _send(member, first)
@@ -86,7 +90,10 @@ class ServerProcess:
         for member in alive:
             _send(member, signal.SIGKILL)
         psutil.wait_procs(alive, timeout=timeout_s)
-        self._process.wait(timeout=timeout_s)
+        try:
+            self._process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise ServerError(f"{self.name} (process {self.pid}) is alive {timeout_s:.0f} s after SIGKILL") from error
 
     def _members(self) -> list[psutil.Process]:
         """The process, what it started, and what is left of its session when a process between has ended."""

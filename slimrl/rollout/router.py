@@ -14,10 +14,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from smg.rl import RL, RlError, Worker
+import httpx
+from smg.rl import Worker
 
 from slimrl.data.protocols import EngineError
-from slimrl.rollout.ports import free_port
+from slimrl.rollout.ports import free_ports
 from slimrl.rollout.process import ServerError, ServerProcess
 
 
@@ -42,7 +43,7 @@ class Router:
             request_timeout_s: of one generation; the client's own deadline is the shorter one.
             host: address to listen on.
         """
-        port, metrics_port = free_port(host), free_port(host)
+        port, metrics_port = free_ports(2, host)
         self.url = f"http://{host}:{port}"
         self._num_engines = len(engine_urls)
         self._timeout_s = timeout_s
@@ -79,10 +80,13 @@ class Router:
 
     def workers(self) -> list[Worker]:
         """The engines as the router sees them: url, health, weight_version."""
+        # Not smg's own client, which would go through the proxy of the environment.
         try:
-            return RL(self.url, timeout=self._timeout_s).workers()
-        except (OSError, RlError) as error:
+            answer = httpx.get(f"{self.url}/v1/rl/workers", timeout=self._timeout_s, trust_env=False)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
             raise EngineError(f"router: {error}") from error
+        return [Worker.from_json(worker) for worker in answer.json()["workers"]]
 
     def check(self) -> None:
         """Raises ServerError with the cause from the log if the router has ended."""

@@ -16,6 +16,7 @@ from slimrl.config.schema import Recipe, TruncatedRule
 from slimrl.data.packing import MicroBatch, pack, trajectory_sequences
 from slimrl.data.training import Layout, LogProbs
 from slimrl.data.trajectory import Status, Trajectory
+from slimrl.runtime.errors import RunError
 from slimrl.runtime.routing import RoutingComparison, compare_routing, routing_metrics
 from slimrl.runtime.task import GroupFilter
 
@@ -53,12 +54,17 @@ def apply_truncation_rule(trajectories: Sequence[Trajectory], rule: TruncatedRul
 
 
 def select(trajectories: Sequence[Trajectory], recipe: Recipe, filters: Sequence[GroupFilter]) -> Selection:
-    """Trajectories to train on with their advantages, in order."""
+    """Trajectories to train on with their advantages, in order.
+
+    Raises:
+        RunError: a group filter failed; it is named.
+    """
     algorithm = recipe.algorithm
     scored = [t for t in trajectories if t.status is not Status.failed]
     members = groups_of([t.group_id for t in scored])
     usable = {g for g, indices in members.items() if len(indices) > 1}
-    usable = {g for g in usable if all(keep([scored[i] for i in members[g]]) for keep in filters)}
+    for name, keep in zip(recipe.reward.group_filters, filters, strict=True):
+        usable = {g for g in usable if _keeps(name, keep, [scored[i] for i in members[g]])}
     scored = [t for t in scored if t.group_id in usable]
     ids, rewards = [t.group_id for t in scored], [t.reward for t in scored]
     equal = zero_variance_groups(rewards, ids)
@@ -75,6 +81,14 @@ def select(trajectories: Sequence[Trajectory], recipe: Recipe, filters: Sequence
         advantages=advantages[chosen],
         zero_variance_fraction=len(equal) / len(usable) if usable else 0.0,
     )
+
+
+def _keeps(name: str, keep: GroupFilter, group: list[Trajectory]) -> bool:
+    try:
+        return keep(group)
+    except Exception as error:
+        # Whatever a task's own code raises is named as its fault; the driver's log has the rest.
+        raise RunError(f"{name} failed on {group[0].group_id}: {type(error).__name__}: {error}") from error
 
 
 def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[UpdateBatch]:

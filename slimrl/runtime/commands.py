@@ -4,10 +4,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from slimrl.config.load import LoadedRecipe
+from slimrl.config.schema import Recipe
 from slimrl.config.show import resolved_dict
+from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Trajectory, read_trajectories, write_trajectories
+from slimrl.models.architecture import architecture_of, check_architecture
+from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
@@ -21,6 +26,8 @@ from slimrl.runtime.step import Step
 from slimrl.runtime.task import load_task
 from slimrl.runtime.train_run import TrainRun
 
+T = TypeVar("T")
+
 BEFORE_STEP_0 = -1
 """Of an interrupted run without a checkpoint no line of metrics is kept."""
 
@@ -33,7 +40,8 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool
         progress.total_steps = recipe.steps
         task = load_task(loaded, Path(recipe.model.path), train=True, evaluate=True)
         folder = open_run(loaded, resume=resume, overwrite=overwrite)
-        checkpoint, state = _resume_point(folder)
+        checkpoint, state = _resume_point(folder, recipe)
+        prompts = _sampler(task.train, recipe, state)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
             _trackers(loaded, folder, checkpoint, state) as trackers,
@@ -55,6 +63,7 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool
                         trackers=trackers,
                         progress=progress,
                         state=state,
+                        prompts=prompts,
                     )
                 )
 
@@ -102,7 +111,8 @@ def sft(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) 
         progress.total_steps = recipe.steps
         examples = read_examples(loaded)
         folder = open_run(loaded, resume=resume, overwrite=overwrite)
-        checkpoint, state = _resume_point(folder)
+        checkpoint, state = _resume_point(folder, recipe)
+        sampler = _sampler(examples, recipe, state)
         with (
             _trackers(loaded, folder, checkpoint, state) as trackers,
             started(recipe, folder, progress, with_engines=False, total_updates=recipe.steps) as processes,
@@ -110,7 +120,7 @@ def sft(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) 
             assert processes.trainers is not None
             if checkpoint is not None:
                 processes.trainers.load_checkpoint(checkpoint / "trainer")
-            sft_loop(recipe, examples, processes.trainers, folder, trackers, progress, state)
+            sft_loop(recipe, sampler, processes.trainers, folder, trackers, progress, state)
 
 
 def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: Path, json_file: Path | None) -> None:
@@ -145,7 +155,7 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path) -> None:
         loaded = prepare(path, overrides, "rollout", progress)
         recipe = loaded.recipe
         task = load_task(loaded, Path(recipe.model.path), train=True, evaluate=False)
-        prompts = task.prompt_sampler(recipe).take(recipe.rollout.prompts_per_step)
+        prompts = _sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
         with (
             logs_of_command(recipe.run.dir, "rollout") as folder,
             started(recipe, folder, progress, with_engines=True, total_updates=None) as processes,
@@ -167,6 +177,7 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path)
     with Progress(1) as progress:
         loaded = prepare(path, overrides, "export", progress)
         recipe = loaded.recipe
+        _check_checkpoint(checkpoint, recipe)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
             logs_of_command(recipe.run.dir, "export") as folder,
@@ -178,10 +189,36 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path)
         progress.say(f"model: {out}")
 
 
-def _resume_point(folder: RunFolder) -> tuple[Path | None, RunState]:
-    """The newest checkpoint; the start for a new run, and for one that was ended before its first checkpoint."""
+def _resume_point(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, RunState]:
+    """The newest checkpoint; the start for a new run, and for one that was ended before its first checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is of another model.
+    """
     found = CheckpointFolder(folder.checkpoints).latest()
-    return found if found is not None else (None, RunState())
+    if found is None:
+        return None, RunState()
+    _check_checkpoint(found[0], recipe)
+    return found
+
+
+def _check_checkpoint(checkpoint: Path, recipe: Recipe) -> None:
+    check_architecture(checkpoint / "trainer", architecture_of(read_hf_config(Path(recipe.model.path))))
+
+
+def _sampler(items: Sequence[T], recipe: Recipe, state: RunState) -> Sampler[T]:
+    """Goes through the training data in the order that the seed gives, from where `state` left it.
+
+    Raises:
+        ValueError: `state` is of a file with another number of lines.
+    """
+    sampler = Sampler(items, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    if state.cursor:
+        try:
+            sampler.restore(state.cursor)
+        except ValueError as error:
+            raise ValueError(f"data.train = {recipe.data.train}: {error}") from error
+    return sampler
 
 
 def _trackers(loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, state: RunState) -> Trackers:

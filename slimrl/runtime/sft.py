@@ -65,7 +65,7 @@ def read_examples(loaded: LoadedRecipe) -> list[PackedSequence]:
 
 def sft_loop(
     recipe: Recipe,
-    examples: Sequence[PackedSequence],
+    examples: Sampler[PackedSequence],
     trainers: TrainerGroup,
     folder: RunFolder,
     trackers: Trackers,
@@ -73,16 +73,13 @@ def sft_loop(
     state: RunState,
 ) -> None:
     """Steps until the recipe's number is reached, then the export."""
-    sampler = Sampler(examples, seed=recipe.seed, shuffle=recipe.data.shuffle)
-    if state.cursor:
-        sampler.restore(state.cursor)
     checkpoints = CheckpointFolder(folder.checkpoints)
     every = recipe.checkpoint.every_steps
     while state.step < recipe.steps:
         step = Step(state.step + 1)
         with step.timed("train"):
-            _update(recipe, sampler.take(recipe.sft.batch_conversations), trainers, state, step)
-        state.step, state.cursor = step.number, sampler.state()
+            _update(recipe, examples.take(recipe.sft.batch_conversations), trainers, state, step)
+        state.step, state.cursor = step.number, examples.state()
         step.close()
         trackers.log(step.number, step.metrics)
         if step.number % recipe.sft.summary_every_steps == 0 or step.number in (1, recipe.steps):

@@ -16,7 +16,7 @@ from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.data.chat import ChatFormat
 from slimrl.data.import_path import resolve
-from slimrl.data.prompts import Sampler, read_prompts
+from slimrl.data.prompts import read_prompts
 from slimrl.data.protocols import Engine
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.scoring import RewardFunction
@@ -37,10 +37,6 @@ class Task:
     train: list[Prompt]
     """Empty where the command does not train."""
     eval_sets: dict[str, list[Prompt]]
-
-    def prompt_sampler(self, recipe: Recipe) -> Sampler[Prompt]:
-        """Goes through the training prompts in the order that the seed gives."""
-        return Sampler(self.train, seed=recipe.seed, shuffle=recipe.data.shuffle)
 
     def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner:
         return EpisodeRunner(

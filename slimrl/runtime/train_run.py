@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slimrl.config.schema import Recipe
-from slimrl.data.trajectory import Trajectory
+from slimrl.data.prompts import Sampler
+from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.observability.report import write_curve
 from slimrl.observability.run_folder import RunFolder
@@ -38,15 +39,14 @@ class TrainRun:
         trackers: Trackers,
         progress: Progress,
         state: RunState,
+        prompts: Sampler[Prompt],
     ) -> None:
         self.recipe, self.state = recipe, state
         self.learner = Learner(recipe, trainers, state, task.group_filters)
         self._folder, self._task = folder, task
         self._trainers, self._engines, self._stage = trainers, engines, stage
         self._trackers, self._progress = trackers, progress
-        self._prompts = task.prompt_sampler(recipe)
-        if state.cursor:
-            self._prompts.restore(state.cursor)
+        self._prompts = prompts
         self._checkpoints = CheckpointFolder(folder.checkpoints)
 
     def meet_engines(self) -> None:

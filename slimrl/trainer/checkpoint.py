@@ -21,13 +21,12 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import random as megatron_random
 
+from slimrl.models.architecture import FACTS_FILE, check_architecture, read_facts
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.parallel import Layout, seed_ranks
 
 log = logging.getLogger(__name__)
-
-FACTS_FILE = "checkpoint.json"
 
 
 def save(
@@ -41,7 +40,7 @@ def save(
 
     Args:
         directory: must not exist yet.
-        architecture: facts of the model that a checkpoint must share with the model that it is loaded into.
+        architecture: facts of the model, from architecture_of.
 
     Raises:
         ValueError: the folder exists.
@@ -85,40 +84,19 @@ def load(
     Raises:
         ValueError: no checkpoint is there, or it is of another model.
     """
-    facts = _read_facts(directory)
-    check_architecture(directory, facts["architecture"], architecture)
+    check_architecture(directory, architecture)
     state = _sharded_state(chunks, optimizer, _metadata(), is_loading=True)
     loaded = dist_checkpointing.load(state, str(directory))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{index}"])
     optimizer.megatron.load_state_dict(loaded["optimizer"])
     optimizer.resume_schedule(loaded["scheduler"])
-    if facts["layout"] == layout.sizes():
+    if read_facts(directory)["layout"] == layout.sizes():
         _restore_rng_state(torch.load(directory / "rng" / f"{layout.rank:05d}.pt", weights_only=True))
     else:
         seed_ranks(seed)
         if layout.rank == 0:
             log.warning("%s was saved under another layout: random-number states start from the seed", directory)
-
-
-def check_architecture(directory: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raises ValueError naming every fact in which the checkpoint's model and the current one differ."""
-    current = json.loads(json.dumps(current))
-    missing = object()
-    differences = [
-        f"{name} is {saved.get(name, 'absent')} there and {current.get(name, 'absent')} here"
-        for name in sorted({*saved, *current})
-        if saved.get(name, missing) != current.get(name, missing)
-    ]
-    if differences:
-        raise ValueError(f"{directory}: a checkpoint of another model: {'; '.join(differences)}")
-
-
-def _read_facts(directory: Path) -> dict[str, Any]:
-    path = directory / FACTS_FILE
-    if not path.is_file():
-        raise ValueError(f"{directory}: not a checkpoint, it has no {FACTS_FILE}")
-    return json.loads(path.read_text())
 
 
 def _metadata() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from slimrl.config.schema import Precision, TrainerConfig
 from slimrl.data.packing import MicroBatch
+from slimrl.models.architecture import architecture_of
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer import checkpoint
@@ -86,10 +87,11 @@ class TrainerWorker:
         return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype)
 
     def save_checkpoint(self, directory: Path) -> None:
-        checkpoint.save(directory, self.chunks, self.optimizer, self.layout, self._architecture())
+        checkpoint.save(directory, self.chunks, self.optimizer, self.layout, architecture_of(self.hf_config))
 
     def load_checkpoint(self, directory: Path) -> None:
-        checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)
+        architecture = architecture_of(self.hf_config)
+        checkpoint.load(directory, self.chunks, self.optimizer, self.layout, architecture, seed=self.seed)
 
     def export_hf(self, directory: Path) -> None:
         """Write the weights in `model_path`'s dtype, with its config and tokenizer."""
@@ -98,7 +100,3 @@ class TrainerWorker:
     def close(self) -> None:
         """Leave the process groups; every rank calls it."""
         destroy_parallel()
-
-    def _architecture(self) -> dict[str, object]:
-        model = self.family.megatron_config(self.hf_config)
-        return {"family": self.family.name, "vocab_size": model.vocab_size, **model.transformer}

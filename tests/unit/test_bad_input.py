@@ -11,6 +11,9 @@ from slimrl_tools.toy import ToySize, write_toy
 from typer.testing import CliRunner, Result
 
 from slimrl.cli import app
+from slimrl.models.architecture import FACTS_FILE, architecture_of
+from slimrl.models.hf_config import read_hf_config
+from slimrl.observability.run_folder import open_run_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
 GSPO, SFT = RECIPES / "gspo_calculator.yaml", RECIPES / "sft.yaml"
@@ -46,11 +49,25 @@ def cli(workspace: Path, tmp_path: Path) -> Cli:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_starts(tmp_path: Path):
+def _nothing_starts(tmp_path: Path, request: pytest.FixtureRequest):
     before = set(psutil.Process().children(recursive=True))
     yield
     assert set(psutil.Process().children(recursive=True)) <= before
-    assert not (tmp_path / "runs").exists()
+    if "interrupted_run" not in request.fixturenames:
+        assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def interrupted_run(tmp_path: Path, workspace: Path) -> Path:
+    """A run folder of the SFT recipe with a checkpoint of the workspace's model, as far as the driver reads it."""
+    run = open_run_folder(tmp_path / "runs", "sft", "steps: 2\n")
+    trainer = run.checkpoints / "step_000001" / "trainer"
+    trainer.mkdir(parents=True)
+    facts = {"architecture": architecture_of(read_hf_config(workspace / "model")), "layout": {}}
+    (trainer / FACTS_FILE).write_text(json.dumps(facts))
+    state = {"step": 1, "cursor": {"epoch": 0, "index": 4, "num_items": 8}}
+    (trainer.parent / "state.json").write_text(json.dumps(state))
+    return run.path
 
 
 def refused(result: Result, *texts: str) -> None:
@@ -146,6 +163,26 @@ def test_a_model_without_a_tokenizer_is_refused(cli: Cli, workspace: Path, tmp_p
 
 def test_resuming_a_run_that_does_not_exist_is_refused(cli: Cli, tmp_path: Path):
     refused(cli("train", "--resume"), f"{tmp_path / 'runs' / 'gspo'}: there is no run to resume")
+
+
+def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(cli: Cli, interrupted_run: Path):
+    refused(cli("sft"), f"{interrupted_run} exists", "--resume", "--overwrite")
+    assert (interrupted_run / "checkpoints" / "step_000001" / "state.json").is_file()
+
+
+def test_resuming_with_another_model_is_refused(cli: Cli, interrupted_run: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    write_toy("qwen3_moe", other, ToySize(layers=3, hidden=32, heads=2, kv_heads=1, moe_intermediate=32), 0)
+    refused(
+        cli("sft", "--resume", f"model.path={other}"), "a checkpoint of another model", "num_layers is 2 there and 3"
+    )
+
+
+def test_resuming_with_another_data_file_is_refused(cli: Cli, interrupted_run: Path, workspace: Path, tmp_path: Path):
+    shorter = tmp_path / "shorter.jsonl"
+    lines = (workspace / "data" / "sft.jsonl").read_text().splitlines(keepends=True)
+    shorter.write_text("".join(lines[:5]))
+    refused(cli("sft", "--resume", f"data.train={shorter}"), str(shorter), "8 items, this one has 5")
 
 
 def test_resume_and_overwrite_together_are_refused(cli: Cli):

@@ -17,6 +17,7 @@ from slimrl.runtime.batch import (
     num_sampled_tokens,
     select,
 )
+from slimrl.runtime.errors import RunError
 
 LAYOUT = SimpleNamespace(alignment=4, data=2, micro_batch_multiple=1)
 
@@ -62,11 +63,20 @@ def test_failed_trajectories_filters_and_equal_groups_are_left_out():
         trajectory("alone", 0, 1.0),
         trajectory("alone", 1, math.nan, Status.failed),
     ]
-    chosen = select(batch, recipe(), [lambda group: group[0].group_id != "refused"])
+    settings = recipe()
+    settings.reward.group_filters = ["task:keep"]
+    chosen = select(batch, settings, [lambda group: group[0].group_id != "refused"])
     assert [t.trajectory_id for t in chosen.trajectories] == ["mixed/0", "mixed/1", "mixed/2"]
     assert chosen.zero_variance_fraction == 0.5
     std = math.sqrt(1 / 3) + 1e-6
     assert chosen.advantages == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std])
+
+
+def test_a_group_filter_that_fails_is_named():
+    settings = recipe()
+    settings.reward.group_filters = ["task:keep"]
+    with pytest.raises(RunError, match="task:keep failed on mixed: ZeroDivisionError"):
+        select([trajectory("mixed", i, float(i)) for i in range(2)], settings, [lambda group: 1 / 0])
 
 
 def test_equal_groups_stay_with_zero_advantage_when_the_recipe_keeps_them():

@@ -1,5 +1,6 @@
 """What a recipe becomes in Megatron's terms."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 
 from slimrl.config.schema import LrSchedule, OptimizerConfig, TrainerConfig
+from slimrl.models.architecture import FACTS_FILE, check_architecture
 from slimrl.trainer.build import ddp_config, padded_vocab, transformer_config
-from slimrl.trainer.checkpoint import check_architecture
 from slimrl.trainer.optimizer import build_scheduler
 from slimrl.trainer.passthrough import OWNED, SECTIONS, fields_for
 
@@ -87,5 +88,6 @@ def test_fp8_without_a_gpu_is_refused():
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(tmp_path):
     saved = {"hidden_size": 64, "num_layers": 4, "moe_layer_freq": [1, 1]}
+    (tmp_path / FACTS_FILE).write_text(json.dumps({"architecture": saved}))
     with pytest.raises(ValueError, match="hidden_size is 64 there and 32 here; num_experts is absent there and 8 here"):
-        check_architecture(tmp_path, saved, {**saved, "moe_layer_freq": (1, 1), "hidden_size": 32, "num_experts": 8})
+        check_architecture(tmp_path, {**saved, "hidden_size": 32, "num_experts": 8})
