@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from slimrl.models.hf_config import head_dim, required, rope_theta
+
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronModelConfig:
@@ -17,3 +19,52 @@ class MegatronModelConfig:
     tie_embeddings: bool
     max_position: int
     """Longest position that the model was made for, in tokens."""
+
+
+def grouped_query_config(
+    hf_config: dict[str, Any], *, rotary_percent: float = 1.0, **transformer: Any
+) -> MegatronModelConfig:
+    """Of a decoder with RMSNorm, grouped-query attention and gated MLPs; `transformer` is what the family adds.
+
+    Raises:
+        ValueError: an activation other than SiLU, sliding windows, or biases that the family does not say it has.
+    """
+    _refuse_variants(hf_config, bias=bool(transformer.get("add_qkv_bias")))
+    heads = int(required(hf_config, "num_attention_heads"))
+    return MegatronModelConfig(
+        transformer={
+            "num_layers": int(required(hf_config, "num_hidden_layers")),
+            "hidden_size": int(required(hf_config, "hidden_size")),
+            "ffn_hidden_size": int(required(hf_config, "intermediate_size")),
+            "num_attention_heads": heads,
+            "num_query_groups": int(hf_config.get("num_key_value_heads") or heads),
+            "kv_channels": head_dim(hf_config),
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": float(required(hf_config, "rms_norm_eps")),
+            "gated_linear_unit": True,
+            "activation_func": "silu",
+            "add_bias_linear": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            **transformer,
+        },
+        multi_latent_attention=False,
+        vocab_size=int(required(hf_config, "vocab_size")),
+        rotary_base=rope_theta(hf_config),
+        rotary_percent=rotary_percent,
+        tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+        max_position=int(required(hf_config, "max_position_embeddings")),
+    )
+
+
+def _refuse_variants(hf_config: dict[str, Any], *, bias: bool) -> None:
+    """Options of transformers' configs that no rule covers."""
+    refused = {
+        "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(hf_config.get("attention_bias")) and not bias,
+        "mlp_bias": bool(hf_config.get("mlp_bias")),
+        "use_sliding_window": bool(hf_config.get("use_sliding_window")),
+    }
+    wrong = [f"{name}: {hf_config[name]!r}" for name, bad in refused.items() if bad]
+    if wrong:
+        raise ValueError(f"config.json: not supported for {hf_config.get('model_type')}: {', '.join(wrong)}")

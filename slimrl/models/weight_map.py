@@ -53,6 +53,8 @@ class Rule:
     """For patterns with {expert}."""
     atomic: str | None = None
     """Pattern of a name that rules share whose tensors an engine must receive together."""
+    quantizable: bool = False
+    """Whether a checkpoint in block FP8 holds it quantised: linear layers, but not embeddings, head and router."""
 
 
 @dataclass(frozen=True, kw_only=True)

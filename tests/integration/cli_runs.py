@@ -108,7 +108,8 @@ class CliRun:
         while not self._stop.is_set():
             for member in list(self.family):
                 try:
-                    self.family.update(member.children(recursive=True))
+                    # A new set each time, since other threads go through the one that they have found.
+                    self.family = self.family | set(member.children(recursive=True))
                 except psutil.NoSuchProcess:
                     continue
             self._stop.wait(0.3)

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -114,10 +115,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_alive(pid: int) -> bool:
+    """False for a zombie too, which maps nothing any more."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
-        return True
-    return True

@@ -1,0 +1,185 @@
+"""The pieces that families are made of: rules for embeddings, attention, MLPs, experts and norms.
+
+Each function gives the rules of one part of a layer, for layers that lie where a Block says. Sizes come from the
+Hugging Face config. A rule may name the tensor as Megatron's local layers spell it and as Transformer Engine's do.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slimrl.models.hf_config import head_dim, required
+from slimrl.models.layout_ops import GateUp, GroupedQKV, Identity, LayoutOp
+from slimrl.models.weight_map import HfTensor, Rule, Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Where layers lie on both sides: prefixes of their names, with `{layer}` where there are several."""
+
+    megatron: str
+    hf: str
+    layers: tuple[int, ...] | None
+
+
+def decoder(layers: tuple[int, ...]) -> Block:
+    """These layers of the model's trunk."""
+    return Block(megatron="decoder.layers.{layer}.", hf="model.layers.{layer}.", layers=layers)
+
+
+def all_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(range(int(required(hf_config, "num_hidden_layers"))))
+
+
+def embedding_rule(hf_config: dict[str, Any], padded_vocab_size: int | None) -> Rule:
+    """With tied embeddings the last pipeline stage holds the same tensor under the name of the output layer."""
+    shape = (required(hf_config, "vocab_size"), required(hf_config, "hidden_size"))
+    tied = ("output_layer.weight",) if hf_config.get("tie_word_embeddings") else ()
+    return Rule(
+        megatron=("embedding.word_embeddings.weight", *tied),
+        hf=(HfTensor(name="model.embed_tokens.weight", shape=shape),),
+        shard=Shard(dim=0, padded_size=padded_vocab_size),
+    )
+
+
+def head_rules(hf_config: dict[str, Any], padded_vocab_size: int | None) -> list[Rule]:
+    """The last norm, and the output layer unless it is the embedding."""
+    vocab, hidden = required(hf_config, "vocab_size"), required(hf_config, "hidden_size")
+    norm = Rule(megatron=("decoder.final_layernorm.weight",), hf=(HfTensor(name="model.norm.weight", shape=(hidden,)),))
+    if hf_config.get("tie_word_embeddings"):
+        return [norm]
+    head = Rule(
+        megatron=("output_layer.weight",),
+        hf=(HfTensor(name="lm_head.weight", shape=(vocab, hidden)),),
+        shard=Shard(dim=0, padded_size=padded_vocab_size),
+    )
+    return [norm, head]
+
+
+def attention_rules(hf_config: dict[str, Any], block: Block, *, bias: bool, qk_norm: bool) -> list[Rule]:
+    """Grouped-query attention with its input norm.
+
+    Args:
+        bias: of the query, key and value projections.
+        qk_norm: an RMSNorm over each head's queries and keys.
+    """
+    hidden, heads = required(hf_config, "hidden_size"), required(hf_config, "num_attention_heads")
+    groups = hf_config.get("num_key_value_heads") or heads
+    dim = head_dim(hf_config)
+    megatron, hf = block.megatron + "self_attention.", block.hf + "self_attn."
+    rows = {"q_proj": heads * dim, "k_proj": groups * dim, "v_proj": groups * dim}
+
+    def qkv(kind: str, *tail: int) -> Rule:
+        return Rule(
+            megatron=(f"{megatron}linear_qkv.{kind}",),
+            hf=tuple(HfTensor(name=f"{hf}{name}.{kind}", shape=(size, *tail)) for name, size in rows.items()),
+            op=GroupedQKV(heads // groups, dim),
+            shard=Shard(dim=0),
+            layers=block.layers,
+            quantizable=kind == "weight",
+        )
+
+    rules = [input_norm_rule(hf_config, block, fused_into="self_attention.linear_qkv"), qkv("weight", hidden)]
+    if bias:
+        rules.append(qkv("bias"))
+    if qk_norm:
+        rules += [
+            norm_rule((megatron + "q_layernorm.weight",), hf + "q_norm.weight", dim, block),
+            norm_rule((megatron + "k_layernorm.weight",), hf + "k_norm.weight", dim, block),
+        ]
+    return [*rules, output_projection_rule(hidden, heads * dim, block)]
+
+
+def output_projection_rule(hidden: int, inner: int, block: Block) -> Rule:
+    """The projection from all heads' outputs, `inner` wide, back to the hidden size."""
+    return Rule(
+        megatron=(block.megatron + "self_attention.linear_proj.weight",),
+        hf=(HfTensor(name=block.hf + "self_attn.o_proj.weight", shape=(hidden, inner)),),
+        shard=Shard(dim=1),
+        layers=block.layers,
+        quantizable=True,
+    )
+
+
+def input_norm_rule(hf_config: dict[str, Any], block: Block, *, fused_into: str | None) -> Rule:
+    """The norm before attention; Transformer Engine keeps it in the projection `fused_into`, where there is one."""
+    fused = () if fused_into is None else (f"{block.megatron}{fused_into}.layer_norm_weight",)
+    names = (block.megatron + "input_layernorm.weight", *fused)
+    return norm_rule(names, block.hf + "input_layernorm.weight", required(hf_config, "hidden_size"), block)
+
+
+def mlp_norm_rule(hf_config: dict[str, Any], block: Block) -> Rule:
+    """The norm behind attention, before a dense MLP or before experts."""
+    names = (block.megatron + "pre_mlp_layernorm.weight", block.megatron + "mlp.linear_fc1.layer_norm_weight")
+    return norm_rule(names, block.hf + "post_attention_layernorm.weight", required(hf_config, "hidden_size"), block)
+
+
+def norm_rule(megatron: tuple[str, ...], hf: str, size: int, block: Block) -> Rule:
+    return Rule(megatron=megatron, hf=(HfTensor(name=hf, shape=(size,)),), layers=block.layers)
+
+
+def mlp_rules(hf_config: dict[str, Any], block: Block) -> list[Rule]:
+    """The dense MLP, `intermediate_size` wide."""
+    hidden, wide = required(hf_config, "hidden_size"), required(hf_config, "intermediate_size")
+    return _gated_mlp_rules(hidden, wide, block, (block.megatron + "mlp.{linear}.weight",), block.hf + "mlp.")
+
+
+def shared_expert_rules(hidden: int, wide: int, block: Block) -> list[Rule]:
+    """The experts that every token passes, as one MLP of their joint width."""
+    name = block.megatron + "mlp.shared_experts.{linear}.weight"
+    return _gated_mlp_rules(hidden, wide, block, (name,), block.hf + "mlp.shared_experts.")
+
+
+def expert_rules(hidden: int, wide: int, experts: int, block: Block) -> list[Rule]:
+    """The routed experts, each `wide`."""
+    local = block.megatron + "mlp.experts.local_experts.{expert}.{linear}.weight"
+    grouped = block.megatron + "mlp.experts.{linear}.weight{expert}"
+    hf = block.hf + "mlp.experts.{expert}."
+    return _gated_mlp_rules(hidden, wide, block, (local, grouped), hf, group="expert_tensor", num_experts=experts)
+
+
+def _gated_mlp_rules(
+    hidden: int,
+    wide: int,
+    block: Block,
+    megatron: tuple[str, ...],
+    hf: str,
+    *,
+    group: Literal["tensor", "expert_tensor"] = "tensor",
+    num_experts: int | None = None,
+) -> list[Rule]:
+    """A gated MLP: Megatron's names with {linear} for its two linears, the prefix of gate, up and down."""
+    gate_up = tuple(HfTensor(name=f"{hf}{name}.weight", shape=(wide, hidden)) for name in ("gate_proj", "up_proj"))
+    down = HfTensor(name=hf + "down_proj.weight", shape=(hidden, wide))
+
+    def rule(linear: str, tensors: tuple[HfTensor, ...], op: LayoutOp, dim: int) -> Rule:
+        return Rule(
+            megatron=tuple(name.replace("{linear}", linear) for name in megatron),
+            hf=tensors,
+            op=op,
+            shard=Shard(dim=dim, group=group),
+            layers=block.layers,
+            num_experts=num_experts,
+            quantizable=True,
+        )
+
+    return [rule("linear_fc1", gate_up, GateUp(), 0), rule("linear_fc2", (down,), Identity(), 1)]
+
+
+def router_rules(hidden: int, experts: int, block: Block, *, bias: bool) -> list[Rule]:
+    """The router; `bias` is the one that balances load by moving the choice of experts, kept in float32."""
+    weight = Rule(
+        megatron=(block.megatron + "mlp.router.weight",),
+        hf=(HfTensor(name=block.hf + "mlp.gate.weight", shape=(experts, hidden)),),
+        layers=block.layers,
+    )
+    if not bias:
+        return [weight]
+    name = block.hf + "mlp.gate.e_score_correction_bias"
+    return [
+        weight,
+        Rule(
+            megatron=(block.megatron + "mlp.router.expert_bias",),
+            hf=(HfTensor(name=name, shape=(experts,), dtype="float32"),),
+            layers=block.layers,
+        ),
+    ]
