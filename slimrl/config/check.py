@@ -12,7 +12,7 @@ from typing import Any
 
 from slimrl.config.hf_config import read_hf_config
 from slimrl.config.keys import flatten
-from slimrl.config.load import LoadedRecipe, is_needed
+from slimrl.config.load import LoadedRecipe, is_needed, trains
 from slimrl.config.model_rules import model_violations
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import AlgorithmName, LrSchedule, Recipe, TransportName
@@ -237,7 +237,7 @@ def file_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
     if is_needed("data.train", command) and not Path(recipe.data.train).is_file():
         yield "data.train", f"{recipe.data.train}: no such file."
     for name, path in recipe.data.eval.items():
-        if not Path(path).is_file():
+        if is_needed("data.eval", command) and not Path(path).is_file():
             yield f"data.eval.{name}", f"{path}: no such file."
     if not Path(recipe.model.path).is_dir():
         yield "model.path", f"{recipe.model.path}: no such folder."
@@ -272,9 +272,9 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     if any(key.startswith(DIVISORS) for key, _ in violations):
         return [Problem(key=key, message=message) for key, message in violations]
     warnings: list[Violation] = []
-    if command in ("train", "sft", "export"):
+    if trains(command):
         violations += layout_violations(recipe)
-    if command == "train":
+    if command in ("train", "train --trajectories"):
         violations += batch_violations(recipe)
         warnings += recipe_warnings(recipe)
     if command == "sft":

@@ -23,12 +23,13 @@ from slimrl.config.schema import Recipe
 from slimrl.config.sources import read_file, read_override
 from slimrl.config.yaml_source import Entry, display_path
 
-Command = Literal["train", "sft", "eval", "rollout", "export"]
+Command = Literal["train", "train --trajectories", "sft", "eval", "rollout", "export"]
 
 DEFAULT = "default"
 
 NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("sft",),
+    "train --trajectories": ("sft", "data", "eval"),
     "sft": ("algorithm", "rollout", "reward"),
     "eval": ("steps", "algorithm", "trainer", "sft", "data.train"),
     "rollout": ("steps", "algorithm", "trainer", "sft", "data.eval"),
@@ -95,6 +96,11 @@ def _place(problem: Problem) -> tuple[str, int, str]:
     """Sorts by file, then line, then key."""
     file, _, line = problem.where.rpartition(":")
     return (file, int(line), problem.key) if line.isdigit() else (problem.where, 0, problem.key)
+
+
+def trains(command: str) -> bool:
+    """Whether a command builds the trainer."""
+    return is_needed("trainer", command)
 
 
 def is_needed(key: str, command: str) -> bool:

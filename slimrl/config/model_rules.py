@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from slimrl.config.load import trains
 from slimrl.config.schema import Recipe
 
 UNEVEN_PIPELINE_FIELDS = (
@@ -39,7 +40,7 @@ def _must_divide(key: str, size: int, number: int, noun: str) -> Iterator[tuple[
 
 def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) -> Iterator[tuple[str, str]]:
     """(key, what is wrong) of a layout that does not divide the model; sizes are at least 1 here."""
-    if command in ("train", "sft", "export"):
+    if trains(command):
         yield from _attention(recipe, hf_config)
         yield from _experts(recipe, hf_config)
         yield from _pipeline(recipe, hf_config)

@@ -75,7 +75,7 @@ def train_on_file(path: Path, overrides: Sequence[str], *, trajectories: Path, s
         ValueError: the file is missing or holds no trajectories.
     """
     with Progress(steps) as progress:
-        loaded = prepare(path, [*overrides, f"steps={steps}"], "train", progress)
+        loaded = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress)
         recipe = loaded.recipe
         batch = _read_batch(trajectories)
         apply_truncation_rule(batch, recipe.algorithm.truncated)

@@ -202,6 +202,12 @@ def test_training_on_a_file_that_holds_no_trajectories_is_refused(cli: Cli, tmp_
     refused(cli("train", "--trajectories", str(path), "--steps", "1"), f"{path}:1: not a trajectory")
 
 
+def test_training_on_a_trajectory_file_asks_for_no_prompts(cli: Cli, tmp_path: Path):
+    result = cli("train", "data.train=/nowhere.jsonl", "--trajectories", str(tmp_path / "absent"), "--steps", "1")
+    refused(result, f"{tmp_path / 'absent'}: no such file")
+    assert "/nowhere.jsonl" not in result.stderr
+
+
 def test_steps_without_a_trajectory_file_are_refused(cli: Cli):
     refused(cli("train", "--steps", "3"), "--trajectories and --steps go together")
 
