@@ -1,12 +1,11 @@
 """The `slimrl-tools` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from slimrl_tools.calculator_data import write_calculator_data
+from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.toy import ToySize, write_toy
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -15,18 +14,6 @@ Seed = Annotated[int, typer.Option(help="The same seed gives the same files.")]
 Count = Annotated[int, typer.Option(min=1)]
 
 _SIZE = ToySize()
-
-
-@contextmanager
-def _exit_codes() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        typer.echo(f"failed: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -54,7 +41,7 @@ def toy(
         experts_per_token=experts_per_token,
         moe_intermediate=moe_intermediate,
     )
-    with _exit_codes():
+    with exit_codes():
         parameters = write_toy(family, out, size, seed)
         typer.echo(f"{out}: {family}, {parameters / 1e6:.2f} million parameters")
 
@@ -68,7 +55,7 @@ def calculator_data(
     num_conversations: Count = 12000,
 ) -> None:
     """Write the calculator task: problems to train and evaluate on, and conversations for the cold start."""
-    with _exit_codes():
+    with exit_codes():
         write_calculator_data(
             out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations
         )
