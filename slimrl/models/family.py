@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models import qwen3, qwen3_moe
+from slimrl.models import glm4_moe, llama, qwen2, qwen3, qwen3_moe
 from slimrl.models.hf_config import dtype_name
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.weight_map import WeightMap
@@ -41,6 +41,24 @@ FAMILIES = (
         model_types=("qwen3_moe",),
         megatron_config=qwen3_moe.megatron_config,
         _weight_map=qwen3_moe.weight_map,
+    ),
+    Family(
+        name="qwen2",
+        model_types=("qwen2",),
+        megatron_config=qwen2.megatron_config,
+        _weight_map=qwen2.weight_map,
+    ),
+    Family(
+        name="llama",
+        model_types=("llama",),
+        megatron_config=llama.megatron_config,
+        _weight_map=llama.weight_map,
+    ),
+    Family(
+        name="glm4_moe",
+        model_types=("glm4_moe",),
+        megatron_config=glm4_moe.megatron_config,
+        _weight_map=glm4_moe.weight_map,
     ),
 )
 """One row per family; everything that depends on the family asks this table."""

@@ -1,6 +1,7 @@
 """What a Hugging Face config.json says, whichever release of transformers wrote it, and the published ones we ship."""
 
 import json
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -36,16 +37,27 @@ def rope_theta(hf_config: dict[str, Any]) -> float:
     """Base of the rotary embedding, from `rope_parameters` (transformers 5) or `rope_theta`.
 
     Raises:
-        ValueError: neither is there, or the positions are scaled (yarn and others).
+        ValueError: neither is there.
     """
     rope = hf_config.get("rope_parameters") or {}
-    scaling = hf_config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise ValueError(f"config.json: rope type {kind!r} is not supported, only unscaled rotary embeddings are")
-    if "rope_theta" in rope:
-        return float(rope["rope_theta"])
-    return float(required(hf_config, "rope_theta"))
+    return float(rope["rope_theta"] if "rope_theta" in rope else required(hf_config, "rope_theta"))
+
+
+def rope_scaling(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """How positions are scaled: `rope_type` ("default" where they are not) and its settings by transformers' names."""
+    settings = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
+    legacy_kind = settings.pop("type", None)
+    for other in ("rope_theta", "partial_rotary_factor"):
+        settings.pop(other, None)
+    return {**settings, "rope_type": settings.get("rope_type") or legacy_kind or "default"}
+
+
+def partial_rotary_factor(hf_config: dict[str, Any], default: float = 1.0) -> float:
+    """Share of a head's dimensions that are rotated."""
+    for settings in (hf_config.get("rope_parameters") or {}, hf_config):
+        if settings.get("partial_rotary_factor") is not None:
+            return float(settings["partial_rotary_factor"])
+    return default
 
 
 def published_names() -> list[str]:
@@ -62,6 +74,22 @@ def published_config(name: str) -> dict[str, Any]:
     if name not in published_names():
         raise ValueError(f"no published config {name!r}; known: {', '.join(published_names())}")
     return json.loads((_folder() / f"{name}.json").read_text())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedSize:
+    """Parameters as the authors of a model give them, in billions and rounded."""
+
+    total_b: float
+    active_b: float
+    """Of these, how many a token passes through; all of a dense model's."""
+
+
+def published_size(name: str) -> PublishedSize:
+    """Raises ValueError for a name that is not in `published_names`."""
+    published_config(name)
+    sizes = json.loads((resources.files("slimrl.models") / "published_sizes.json").read_text())
+    return PublishedSize(**sizes[name])
 
 
 def _folder() -> Any:

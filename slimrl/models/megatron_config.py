@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from slimrl.models.hf_config import head_dim, required, rope_theta
+from slimrl.models.hf_config import head_dim, partial_rotary_factor, required, rope_scaling, rope_theta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,8 @@ class MegatronModelConfig:
     tie_embeddings: bool
     max_position: int
     """Longest position that the model was made for, in tokens."""
+    llama3_rope_factor: float | None = None
+    """By which Llama 3.1 stretches long wavelengths; None where positions are not scaled, or in another way."""
 
 
 def grouped_query_config(
@@ -27,9 +29,10 @@ def grouped_query_config(
     """Of a decoder with RMSNorm, grouped-query attention and gated MLPs; `transformer` is what the family adds.
 
     Raises:
-        ValueError: an activation other than SiLU, sliding windows, or biases that the family does not say it has.
+        ValueError: an activation other than SiLU, sliding windows, biases or partial rotation that the family does
+            not say it has, or positions scaled otherwise than Llama 3.1's.
     """
-    _refuse_variants(hf_config, bias=bool(transformer.get("add_qkv_bias")))
+    _refuse_variants(hf_config, bias=bool(transformer.get("add_qkv_bias")), rotary_percent=rotary_percent)
     heads = int(required(hf_config, "num_attention_heads"))
     return MegatronModelConfig(
         transformer={
@@ -54,10 +57,32 @@ def grouped_query_config(
         rotary_percent=rotary_percent,
         tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
         max_position=int(required(hf_config, "max_position_embeddings")),
+        llama3_rope_factor=_llama3_rope_factor(hf_config),
     )
 
 
-def _refuse_variants(hf_config: dict[str, Any], *, bias: bool) -> None:
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core takes for granted where it scales positions as Llama 3.1 does; only the factor is free."""
+
+
+def _llama3_rope_factor(hf_config: dict[str, Any]) -> float | None:
+    scaling = rope_scaling(hf_config)
+    kind = scaling.pop("rope_type")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"config.json: rope type {kind!r} is not supported for {hf_config.get('model_type')}")
+    factor = float(required(scaling, "factor"))
+    wrong = [f"{name}: {scaling.get(name)!r}" for name, value in LLAMA3_ROPE.items() if scaling.get(name) != value]
+    if wrong:
+        held = ", ".join(f"{name}: {value}" for name, value in LLAMA3_ROPE.items())
+        raise ValueError(
+            f"config.json: positions scaled with {', '.join(wrong)} are not supported; megatron-core has {held}"
+        )
+    return factor
+
+
+def _refuse_variants(hf_config: dict[str, Any], *, bias: bool, rotary_percent: float) -> None:
     """Options of transformers' configs that no rule covers."""
     refused = {
         "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
@@ -66,5 +91,7 @@ def _refuse_variants(hf_config: dict[str, Any], *, bias: bool) -> None:
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
     }
     wrong = [f"{name}: {hf_config[name]!r}" for name, bad in refused.items() if bad]
+    if partial_rotary_factor(hf_config, rotary_percent) != rotary_percent:
+        wrong.append(f"partial_rotary_factor: {partial_rotary_factor(hf_config)}")
     if wrong:
         raise ValueError(f"config.json: not supported for {hf_config.get('model_type')}: {', '.join(wrong)}")

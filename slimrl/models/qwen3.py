@@ -3,15 +3,7 @@
 from typing import Any
 
 from slimrl.models.megatron_config import MegatronModelConfig, grouped_query_config
-from slimrl.models.rules import (
-    all_layers,
-    attention_rules,
-    decoder,
-    embedding_rule,
-    head_rules,
-    mlp_norm_rule,
-    mlp_rules,
-)
+from slimrl.models.rules import dense_decoder_rules
 from slimrl.models.weight_map import WeightMap
 
 
@@ -21,13 +13,4 @@ def megatron_config(hf_config: dict[str, Any]) -> MegatronModelConfig:
 
 
 def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None) -> WeightMap:
-    block = decoder(all_layers(hf_config))
-    return WeightMap(
-        [
-            embedding_rule(hf_config, padded_vocab_size),
-            *attention_rules(hf_config, block, bias=False, qk_norm=True),
-            mlp_norm_rule(hf_config, block),
-            *mlp_rules(hf_config, block),
-            *head_rules(hf_config, padded_vocab_size),
-        ]
-    )
+    return WeightMap(dense_decoder_rules(hf_config, padded_vocab_size, bias=False, qk_norm=True))

@@ -55,6 +55,20 @@ def head_rules(hf_config: dict[str, Any], padded_vocab_size: int | None) -> list
     return [norm, head]
 
 
+def dense_decoder_rules(
+    hf_config: dict[str, Any], padded_vocab_size: int | None, *, bias: bool, qk_norm: bool
+) -> list[Rule]:
+    """All rules of a model whose layers are grouped-query attention and an MLP; for the flags see attention_rules."""
+    block = decoder(all_layers(hf_config))
+    return [
+        embedding_rule(hf_config, padded_vocab_size),
+        *attention_rules(hf_config, block, bias=bias, qk_norm=qk_norm),
+        mlp_norm_rule(hf_config, block),
+        *mlp_rules(hf_config, block),
+        *head_rules(hf_config, padded_vocab_size),
+    ]
+
+
 def attention_rules(hf_config: dict[str, Any], block: Block, *, bias: bool, qk_norm: bool) -> list[Rule]:
     """Grouped-query attention with its input norm.
 

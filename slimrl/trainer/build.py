@@ -8,6 +8,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
@@ -35,6 +36,7 @@ def build_model(trainer: TrainerConfig, model: MegatronModelConfig) -> list[Dist
         chunk.to(device.compute_device())
         if trainer.precision == Precision.bf16:
             chunk = Float16Module(config, chunk)
+            _keep_router_buffers_float32(chunk)
         _mark_experts(chunk)
         chunks.append(DistributedDataParallel(config, ddp_config(trainer), chunk, disable_bucketing=index > 0))
     for chunk in chunks:
@@ -96,6 +98,8 @@ def _defaults() -> dict[str, Any]:
         "attention_softmax_in_fp32": True,
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
+        # The bias that chooses experts stays as it came: trained and served models then route alike.
+        "moe_router_bias_update_rate": 0.0,
         "moe_grouped_gemm": fused,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": fused,
@@ -150,8 +154,21 @@ def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: Transform
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
         rotary_percent=model.rotary_percent,
+        rope_scaling=model.llama3_rope_factor is not None,
+        rope_scaling_factor=model.llama3_rope_factor or 1.0,
         vp_stage=stage,
     )
+
+
+def _keep_router_buffers_float32(chunk: nn.Module) -> None:
+    """The bias that chooses experts is read at full precision, and the counts that move it leave bfloat16 at 256.
+
+    Megatron itself restores the bias alone, and only at the first forward pass, when its digits are lost.
+    """
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter) and module.enable_expert_bias:
+            module.expert_bias = module.expert_bias.float()
+            module.local_tokens_per_expert = module.local_tokens_per_expert.float()
 
 
 def _mark_experts(chunk: nn.Module) -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimrl.models.family import FAMILIES, family_of
-from slimrl.models.hf_config import published_config, published_names, read_hf_config, rope_theta
+from slimrl.models.hf_config import published_config, published_names, read_hf_config
 
 TINY_MOE = {
     "model_type": "qwen3_moe",
@@ -101,8 +101,8 @@ def test_a_tied_head_is_the_embedding_on_the_last_stage():
 
 
 def test_an_unknown_family_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"model_type 'llama' is not supported; known: .*qwen3, qwen3_moe"):
-        family_of({"model_type": "llama"})
+    with pytest.raises(ValueError, match=r"model_type 'gpt2' is not supported; known: .*qwen3, qwen3_moe"):
+        family_of({"model_type": "gpt2"})
 
 
 def test_a_model_type_belongs_to_one_family():
@@ -122,9 +122,9 @@ def test_configs_of_transformers_4_and_5_mean_the_same():
     "change",
     [{"rope_scaling": {"type": "yarn", "factor": 4}}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}],
 )
-def test_scaled_positions_are_refused(change):
-    with pytest.raises(ValueError, match="'yarn' is not supported"):
-        rope_theta({**TINY_MOE, **change})
+def test_scaled_positions_are_refused_by_families_without_them(change):
+    with pytest.raises(ValueError, match="'yarn' is not supported for qwen3_moe"):
+        family_of(TINY_MOE).megatron_config({**TINY_MOE, **change})
 
 
 @pytest.mark.parametrize("change", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"use_sliding_window": True}])

@@ -61,5 +61,5 @@ def test_the_command_refuses_with_exit_code_2(tmp_path):
         result = runner.invoke(app, ["toy", "qwen3_moe", *arguments])
         assert result.exit_code == 2
         assert message in result.output
-    assert runner.invoke(app, ["toy", "llama", str(tmp_path / "x")]).exit_code == 2
+    assert runner.invoke(app, ["toy", "gpt2", str(tmp_path / "x")]).exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["toy"]
