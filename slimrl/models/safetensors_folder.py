@@ -1,85 +1,68 @@
 """Checkpoint folders of the Hugging Face kind: safetensors files and their index, read by slices and written in order.
 
-Shapes and dtypes are read from the files' headers (8 bytes of length, then JSON), without touching the data.
+Names, shapes and dtypes are read from the files' headers, without touching the data.
 """
 
 import json
-import shutil
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
+from slimrl.models.safetensors_file import Place, read_header, read_tensor, write_safetensors_file
+from slimrl.models.safetensors_file import element_bytes as element_bytes
+from slimrl.models.safetensors_file import spec_bytes as spec_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 
 MAX_SHARD_BYTES = 5 * 1000**3
 """Tensor bytes per written file; a larger tensor gets a file of its own."""
-
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-
-
-def element_bytes(dtype: str) -> int:
-    """Bytes per element of a dtype as torch prints it without the prefix."""
-    return getattr(torch, dtype).itemsize
-
-
-def spec_bytes(spec: TensorSpec) -> int:
-    return torch.Size(spec.shape).numel() * element_bytes(spec.dtype)
 
 
 class SafetensorsFolder:
     """The tensors of a folder by name; files are opened when first read and closed by `close`.
 
+    Implements CheckpointReader. Not to be shared between threads.
+
     Raises:
-        ValueError: the folder has no safetensors, or its index names a file or tensor that is not there.
+        ValueError: the folder has no safetensors, its index names a file or tensor that is not there, or a file is not
+            whole.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.specs: dict[str, TensorSpec] = {}
-        self._files: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self._places: dict[str, tuple[Path, Place]] = {}
+        self._open: dict[Path, int] = {}
         for file in _files(path):
-            for name, entry in _header(file).items():
-                if name in self._files:
-                    raise ValueError(f"{path}: {name} is in {self._files[name].name} and in {file.name}")
-                self._files[name] = file
-                dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
-                self.specs[name] = TensorSpec(name=name, shape=tuple(entry["shape"]), dtype=dtype)
-        _check_index(path, self._files)
+            for name, place in read_header(file).items():
+                if name in self._places:
+                    raise ValueError(f"{path}: {name} is in {self._places[name][0].name} and in {file.name}")
+                self._places[name] = file, place
+                self.specs[name] = place.spec
+        _check_index(path, {name: file.name for name, (file, _) in self._places.items()})
+
+    def file_of(self, name: str) -> str:
+        """Name of the file that holds a tensor."""
+        return self._places[name][0].name
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor, on the CPU; only its bytes are read."""
-        file = self._files[name]
+        """A slice of a tensor, on the CPU, in memory of its own.
+
+        Raises:
+            ValueError: the file has become shorter since the folder was opened.
+        """
+        file, place = self._places[name]
         if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt").__enter__()
-        handle = self._open[file]
-        if all((part.start, part.stop) == (0, size) for part, size in zip(slices, self.specs[name].shape, strict=True)):
-            return handle.get_tensor(name)
-        return handle.get_slice(name)[slices]
+            self._open[file] = os.open(file, os.O_RDONLY)
+        return read_tensor(self._open[file], file, place, slices)
 
     def close(self) -> None:
-        for handle in self._open.values():
-            handle.__exit__(None, None, None)
+        for descriptor in self._open.values():
+            os.close(descriptor)
         self._open.clear()
 
     def __enter__(self) -> "SafetensorsFolder":
@@ -94,31 +77,21 @@ def write_safetensors(
 ) -> None:
     """Write tensors, in the order and with the shapes of `specs`, to files of at most `max_bytes`, and their index.
 
-    Holds the tensors of one file at a time.
+    Holds one tensor at a time.
+
+    Raises:
+        OSError: the disk is full, or writing failed.
     """
-    groups = _group(specs, max_bytes)
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    files = plan_files(specs, max_bytes)
     stream = iter(tensors)
-    for group, file_name in zip(groups, names, strict=True):
-        held: dict[str, Tensor] = {}
-        for spec in group:
-            name, tensor = next(stream)
-            assert name == spec.name, f"{name} came where {spec.name} was due"
-            assert tuple(tensor.shape) == spec.shape, f"{name}: {tuple(tensor.shape)}, declared {spec.shape}"
-            held[name] = tensor.to("cpu", getattr(torch, spec.dtype), copy=True, memory_format=torch.contiguous_format)
-        save_file(held, folder / file_name, metadata={"format": "pt"})
+    for name, group in files.items():
+        write_safetensors_file(folder / name, group, stream)
     assert next(stream, None) is None, "more tensors than were declared"
-    index = {
-        "metadata": {"total_size": sum(map(spec_bytes, specs))},
-        "weight_map": {spec.name: file for group, file in zip(groups, names, strict=True) for spec in group},
-    }
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    for file_name in names:
-        # safetensors makes its files readable to their owner alone; they get the mode that other files here have.
-        shutil.copymode(folder / INDEX_NAME, folder / file_name)
+    write_index(folder, files)
 
 
-def _group(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+def plan_files(specs: Sequence[TensorSpec], max_bytes: int = MAX_SHARD_BYTES) -> dict[str, list[TensorSpec]]:
+    """File name -> the tensors in it, in the order of `specs`, in files of at most `max_bytes` where tensors fit."""
     groups: list[list[TensorSpec]] = []
     filled = max_bytes
     for spec in specs:
@@ -128,7 +101,16 @@ def _group(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]
             filled = 0
         groups[-1].append(spec)
         filled += size
-    return groups
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def write_index(folder: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
+    """Write the index of files that hold these tensors; `total_size` is the tensors' bytes."""
+    index = {
+        "metadata": {"total_size": sum(spec_bytes(spec) for group in files.values() for spec in group)},
+        "weight_map": {spec.name: name for name, group in files.items() for spec in group},
+    }
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _files(path: Path) -> list[Path]:
@@ -137,39 +119,36 @@ def _files(path: Path) -> list[Path]:
         files = [path / name for name in sorted(set(_read_index(index).values()))]
         missing = [file.name for file in files if not file.exists()]
         if missing:
-            raise ValueError(f"{index}: names files that are not there: {', '.join(missing)}")
+            raise ValueError(f"{index}: names files that are not there: {', '.join(missing)}; fetch them")
         return files
-    single = path / "model.safetensors"
-    if not single.exists():
-        raise ValueError(f"{path}: neither {INDEX_NAME} nor model.safetensors is there")
-    return [single]
+    single = path / SINGLE_NAME
+    if single.exists():
+        return [single]
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder")
+    shards = sorted(file.name for file in path.glob("*.safetensors"))
+    if shards:
+        raise ValueError(f"{path}: {INDEX_NAME} is missing, which tells the tensors of {shards[0]} and others")
+    raise ValueError(f"{path}: neither {INDEX_NAME} nor {SINGLE_NAME} is there")
 
 
 def _read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
     try:
-        return json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        strange = [name for name in weight_map.values() if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: not an index of safetensors: {error!r}") from error
+    if strange:
+        raise ValueError(f"{index}: {strange[0]!r} is not the name of a file beside it")
+    return weight_map
 
 
-def _check_index(path: Path, found: dict[str, Path]) -> None:
+def _check_index(path: Path, found: dict[str, str]) -> None:
+    """`found`: tensor name -> name of the file that has it."""
     index = path / INDEX_NAME
     if not index.exists():
         return
-    wrong = [name for name, file in _read_index(index).items() if name not in found or found[name].name != file]
+    wrong = [name for name, file in _read_index(index).items() if found.get(name) != file]
     if wrong:
         raise ValueError(f"{index}: {len(wrong)} tensors are not in the file it names, the first is {wrong[0]}")
-
-
-def _header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > file.stat().st_size:
-            raise ValueError(f"{file}: not a safetensors file, or cut short")
-        raw = stream.read(length)
-    try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise ValueError(f"{file}: not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    return header

@@ -65,6 +65,39 @@ def test_broken_folders_are_refused_by_name(tmp_path):
         SafetensorsFolder(tmp_path)
 
 
+def test_shards_without_an_index_and_indices_of_another_kind_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="elsewhere: no such folder"):
+        SafetensorsFolder(tmp_path / "elsewhere")
+    write_safetensors(tmp_path, SPECS, TENSORS.items(), max_bytes=100)
+    index = tmp_path / INDEX_NAME
+    good = json.loads(index.read_text())
+    index.unlink()
+    with pytest.raises(ValueError, match=r"index\.json is missing, which tells the tensors of model-00001"):
+        SafetensorsFolder(tmp_path)
+    for broken, message in (
+        ("{", "not an index of safetensors"),
+        ("[]", "not an index of safetensors"),
+        (json.dumps({"metadata": {}}), "not an index of safetensors"),
+        (json.dumps({"weight_map": {"a": 3}}), "not an index of safetensors"),
+        (json.dumps({"weight_map": {"a": "../b.safetensors"}}), "is not the name of a file beside it"),
+    ):
+        index.write_text(broken)
+        with pytest.raises(ValueError, match=message):
+            SafetensorsFolder(tmp_path)
+    index.write_text(json.dumps(good))
+    with SafetensorsFolder(tmp_path) as folder:
+        assert folder.file_of("c") == "model-00002-of-00002.safetensors"
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    write_safetensors(tmp_path, SPECS, TENSORS.items(), max_bytes=100)
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(
+        (tmp_path / "model-00001-of-00002.safetensors").read_bytes()
+    )
+    with pytest.raises(ValueError, match=r"a is in model-00001-of-00002\.safetensors and in model-00002"):
+        SafetensorsFolder(tmp_path)
+
+
 def test_a_float8_tensor_is_named_as_torch_names_it(tmp_path):
     save_file({"x": torch.zeros(4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     assert SafetensorsFolder(tmp_path).specs["x"].dtype == "float8_e4m3fn"
