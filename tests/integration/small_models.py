@@ -1,0 +1,104 @@
+"""Small random checkpoints of every family, written by transformers, with nothing left at a value that hides a mistake.
+
+Norms are not 1, biases are not 0, the vocabulary is odd, so that every tensor-parallel layout pads it, and no two
+sizes are equal that could be exchanged.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 131
+
+_SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+_HEADS_OF_16 = {**_SHARED, "head_dim": 16}
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    **_HEADS_OF_16,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+_GLM4_MOE = {
+    "model_type": "glm4_moe",
+    **_HEADS_OF_16,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    # With heads of 16, wavelengths of all three kinds: kept, mixed and stretched.
+    "rope_theta": 200_000.0,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", **_HEADS_OF_16},
+    "qwen3_tied": {"model_type": "qwen3", **_HEADS_OF_16, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", **_SHARED},
+    "qwen2_tied": {"model_type": "qwen2", **_SHARED, "tie_word_embeddings": True},
+    "llama": {"model_type": "llama", **_SHARED},
+    "llama_scaled_tied": {
+        "model_type": "llama",
+        **_HEADS_OF_16,
+        "rope_parameters": _LLAMA3_ROPE,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_moe_not_normalised": {**_QWEN3_MOE, "norm_topk_prob": False},
+    "qwen3_moe_mixed": {**_QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "glm4_moe": _GLM4_MOE,
+    "glm4_moe_plain": {**_GLM4_MOE, "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
+    "glm4_moe_grouped": {**_GLM4_MOE, "n_group": 4, "num_experts_per_tok": 4, "topk_group": 2},
+}
+"""config.json by name: a family, and what is special."""
+
+
+def small_model(name: str, path: Path, **changes: Any) -> Path:
+    """Write the model of CONFIGS, with `changes` to its config, into a new folder."""
+    config = {**CONFIGS[name], **changes}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    for tensor_name, parameter in model.named_parameters():
+        if "norm" in tensor_name:
+            torch.nn.init.normal_(parameter, 1.0, 0.1)
+        elif tensor_name.endswith("bias"):
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    for tensor_name, buffer in model.named_buffers():
+        if tensor_name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.1)
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def num_experts(name: str) -> int:
+    """0 for a dense model."""
+    config = CONFIGS[name]
+    return config.get("num_experts") or config.get("n_routed_experts") or 0
