@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models import glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from slimrl.models import deepseek_v3, glm4_moe, llama, qwen2, qwen3, qwen3_moe
 from slimrl.models.hf_config import dtype_name
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.weight_map import WeightMap
@@ -18,15 +18,27 @@ class Family:
     """Values of `model_type` in config.json."""
     megatron_config: Callable[[dict[str, Any]], MegatronModelConfig]
     """Of a Hugging Face config. Raises ValueError naming what of the config is not supported."""
-    _weight_map: Callable[[dict[str, Any], int | None], WeightMap]
+    _weight_map: Callable[..., WeightMap]
+    """Of a Hugging Face config and the padded vocabulary, and of `mtp` where the family has such layers."""
+    has_mtp: bool = False
+    """Whether its models may have layers for multi-token prediction."""
 
-    def weight_map(self, hf_config: dict[str, Any], padded_vocab_size: int | None = None) -> WeightMap:
-        """The table of weights; the vocabulary has `padded_vocab_size` rows in Megatron, None for as many as in HF."""
+    def weight_map(
+        self, hf_config: dict[str, Any], padded_vocab_size: int | None = None, *, mtp: bool = False
+    ) -> WeightMap:
+        """The table of weights.
+
+        Args:
+            padded_vocab_size: rows of the vocabulary in Megatron; None for as many as in Hugging Face's checkpoint.
+            mtp: with the layers for multi-token prediction, where the model has such; training leaves them out.
+        """
+        if self.has_mtp:
+            return self._weight_map(hf_config, padded_vocab_size, mtp=mtp)
         return self._weight_map(hf_config, padded_vocab_size)
 
-    def hf_tensor_specs(self, hf_config: dict[str, Any]) -> list[TensorSpec]:
+    def hf_tensor_specs(self, hf_config: dict[str, Any], *, mtp: bool = False) -> list[TensorSpec]:
         """Every tensor of the checkpoint in export order, in the checkpoint's dtype."""
-        return self.weight_map(hf_config).specs(dtype_name(hf_config))
+        return self.weight_map(hf_config, mtp=mtp).specs(dtype_name(hf_config))
 
 
 FAMILIES = (
@@ -59,6 +71,14 @@ FAMILIES = (
         model_types=("glm4_moe",),
         megatron_config=glm4_moe.megatron_config,
         _weight_map=glm4_moe.weight_map,
+        has_mtp=True,
+    ),
+    Family(
+        name="deepseek_v3",
+        model_types=("deepseek_v3", "kimi_k2"),
+        megatron_config=deepseek_v3.megatron_config,
+        _weight_map=deepseek_v3.weight_map,
+        has_mtp=True,
     ),
 )
 """One row per family; everything that depends on the family asks this table."""

@@ -4,7 +4,9 @@ from typing import Any
 
 from slimrl.models.hf_config import partial_rotary_factor
 from slimrl.models.megatron_config import MegatronModelConfig, grouped_query_config
+from slimrl.models.mtp import embedding_copies, head_copies, mtp_rules, num_mtp_layers
 from slimrl.models.rules import (
+    Block,
     all_layers,
     attention_rules,
     decoder,
@@ -14,7 +16,7 @@ from slimrl.models.rules import (
     mlp_rules,
 )
 from slimrl.models.sigmoid_moe import dense_layers, sigmoid_moe_config, sigmoid_moe_rules, sparse_layers
-from slimrl.models.weight_map import WeightMap
+from slimrl.models.weight_map import Rule, WeightMap
 
 DEFAULT_ROTARY_FACTOR = 0.5
 """Share of a head's dimensions that are rotated where config.json does not say."""
@@ -27,20 +29,27 @@ def megatron_config(hf_config: dict[str, Any]) -> MegatronModelConfig:
         rotary_percent=partial_rotary_factor(hf_config, DEFAULT_ROTARY_FACTOR),
         add_qkv_bias=_has_bias(hf_config),
         qk_layernorm=_has_qk_norm(hf_config),
+        mtp_layers=num_mtp_layers(hf_config),
         **sigmoid_moe_config(hf_config),
     )
 
 
-def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None) -> WeightMap:
-    every = decoder(all_layers(hf_config))
+def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None, *, mtp: bool = False) -> WeightMap:
+    def attention(block: Block) -> list[Rule]:
+        rules = attention_rules(hf_config, block, bias=_has_bias(hf_config), qk_norm=_has_qk_norm(hf_config))
+        return [*rules, mlp_norm_rule(hf_config, block)]
+
+    def sparse_layer_rules(block: Block) -> list[Rule]:
+        return [*attention(block), *sigmoid_moe_rules(hf_config, block)]
+
     return WeightMap(
         [
-            embedding_rule(hf_config, padded_vocab_size),
-            *attention_rules(hf_config, every, bias=_has_bias(hf_config), qk_norm=_has_qk_norm(hf_config)),
-            mlp_norm_rule(hf_config, every),
+            embedding_rule(hf_config, padded_vocab_size, embedding_copies(hf_config) if mtp else ()),
+            *attention(decoder(all_layers(hf_config))),
             *mlp_rules(hf_config, decoder(dense_layers(hf_config))),
             *sigmoid_moe_rules(hf_config, decoder(sparse_layers(hf_config))),
-            *head_rules(hf_config, padded_vocab_size),
+            *head_rules(hf_config, padded_vocab_size, head_copies(hf_config) if mtp else ()),
+            *(mtp_rules(hf_config, sparse_layer_rules) if mtp else ()),
         ]
     )
 

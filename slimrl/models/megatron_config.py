@@ -21,27 +21,53 @@ class MegatronModelConfig:
     """Longest position that the model was made for, in tokens."""
     llama3_rope_factor: float | None = None
     """By which Llama 3.1 stretches long wavelengths; None where positions are not scaled, or in another way."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction that the model may come with."""
 
 
 def grouped_query_config(
-    hf_config: dict[str, Any], *, rotary_percent: float = 1.0, **transformer: Any
+    hf_config: dict[str, Any], *, rotary_percent: float = 1.0, mtp_layers: int = 0, **transformer: Any
 ) -> MegatronModelConfig:
-    """Of a decoder with RMSNorm, grouped-query attention and gated MLPs; `transformer` is what the family adds.
+    """Of a decoder with grouped-query attention; `transformer` is what the family adds.
 
     Raises:
         ValueError: an activation other than SiLU, sliding windows, biases or partial rotation that the family does
             not say it has, or positions scaled otherwise than Llama 3.1's.
     """
+    attention = {
+        "num_query_groups": int(hf_config.get("num_key_value_heads") or required(hf_config, "num_attention_heads")),
+        "kv_channels": head_dim(hf_config),
+    }
+    return decoder_config(
+        hf_config,
+        {**attention, **transformer},
+        rotary_percent=rotary_percent,
+        llama3_rope_factor=_llama3_rope_factor(hf_config),
+        mtp_layers=mtp_layers,
+    )
+
+
+def decoder_config(
+    hf_config: dict[str, Any],
+    transformer: dict[str, Any],
+    *,
+    rotary_percent: float = 1.0,
+    multi_latent_attention: bool = False,
+    llama3_rope_factor: float | None = None,
+    mtp_layers: int = 0,
+) -> MegatronModelConfig:
+    """Of a decoder with RMSNorm and gated MLPs; `transformer` has the rest: attention, experts, biases.
+
+    Raises:
+        ValueError: an activation other than SiLU, sliding windows, biases or partial rotation that is not told here.
+    """
     _refuse_variants(hf_config, bias=bool(transformer.get("add_qkv_bias")), rotary_percent=rotary_percent)
-    heads = int(required(hf_config, "num_attention_heads"))
     return MegatronModelConfig(
         transformer={
             "num_layers": int(required(hf_config, "num_hidden_layers")),
             "hidden_size": int(required(hf_config, "hidden_size")),
             "ffn_hidden_size": int(required(hf_config, "intermediate_size")),
-            "num_attention_heads": heads,
-            "num_query_groups": int(hf_config.get("num_key_value_heads") or heads),
-            "kv_channels": head_dim(hf_config),
+            "num_attention_heads": int(required(hf_config, "num_attention_heads")),
             "normalization": "RMSNorm",
             "layernorm_epsilon": float(required(hf_config, "rms_norm_eps")),
             "gated_linear_unit": True,
@@ -51,13 +77,14 @@ def grouped_query_config(
             "attention_dropout": 0.0,
             **transformer,
         },
-        multi_latent_attention=False,
+        multi_latent_attention=multi_latent_attention,
         vocab_size=int(required(hf_config, "vocab_size")),
         rotary_base=rope_theta(hf_config),
         rotary_percent=rotary_percent,
         tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
         max_position=int(required(hf_config, "max_position_embeddings")),
-        llama3_rope_factor=_llama3_rope_factor(hf_config),
+        llama3_rope_factor=llama3_rope_factor,
+        mtp_layers=mtp_layers,
     )
 
 

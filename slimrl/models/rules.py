@@ -30,26 +30,30 @@ def all_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(range(int(required(hf_config, "num_hidden_layers"))))
 
 
-def embedding_rule(hf_config: dict[str, Any], padded_vocab_size: int | None) -> Rule:
-    """With tied embeddings the last pipeline stage holds the same tensor under the name of the output layer."""
+def embedding_rule(hf_config: dict[str, Any], padded_vocab_size: int | None, copies: tuple[str, ...] = ()) -> Rule:
+    """With tied embeddings the last pipeline stage holds the same tensor under the name of the output layer.
+
+    Args:
+        copies: further Hugging Face names of the embedding.
+    """
     shape = (required(hf_config, "vocab_size"), required(hf_config, "hidden_size"))
     tied = ("output_layer.weight",) if hf_config.get("tie_word_embeddings") else ()
     return Rule(
         megatron=("embedding.word_embeddings.weight", *tied),
-        hf=(HfTensor(name="model.embed_tokens.weight", shape=shape),),
+        hf=(HfTensor(name="model.embed_tokens.weight", shape=shape, copies=copies),),
         shard=Shard(dim=0, padded_size=padded_vocab_size),
     )
 
 
-def head_rules(hf_config: dict[str, Any], padded_vocab_size: int | None) -> list[Rule]:
-    """The last norm, and the output layer unless it is the embedding."""
+def head_rules(hf_config: dict[str, Any], padded_vocab_size: int | None, copies: tuple[str, ...] = ()) -> list[Rule]:
+    """The last norm, and the output layer unless it is the embedding; `copies`: further names of the output layer."""
     vocab, hidden = required(hf_config, "vocab_size"), required(hf_config, "hidden_size")
     norm = Rule(megatron=("decoder.final_layernorm.weight",), hf=(HfTensor(name="model.norm.weight", shape=(hidden,)),))
     if hf_config.get("tie_word_embeddings"):
         return [norm]
     head = Rule(
         megatron=("output_layer.weight",),
-        hf=(HfTensor(name="lm_head.weight", shape=(vocab, hidden)),),
+        hf=(HfTensor(name="lm_head.weight", shape=(vocab, hidden), copies=copies),),
         shard=Shard(dim=0, padded_size=padded_vocab_size),
     )
     return [norm, head]

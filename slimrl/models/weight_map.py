@@ -6,7 +6,7 @@ Engine's) are read from this one table. The list's order is the order in which t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Literal
@@ -27,6 +27,13 @@ class HfTensor:
     shape: tuple[int, ...]
     dtype: str | None = None
     """Set where the tensor keeps a precision of its own whatever the checkpoint's, for example float32."""
+    copies: tuple[str, ...] = ()
+    """Further names under which a checkpoint repeats the tensor. They are written, and need not be there to read."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name and those of its copies."""
+        return (self.name, *self.copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,8 @@ class Rule:
     """For patterns with {expert}."""
     atomic: str | None = None
     """Pattern of a name that rules share whose tensors an engine must receive together."""
+    mtp: bool = False
+    """Whether it belongs to a layer for multi-token prediction, which a checkpoint may lack."""
     quantizable: bool = False
     """Whether a checkpoint in block FP8 holds it quantised: linear layers, but not embeddings, head and router."""
 
@@ -132,7 +141,7 @@ class WeightMap:
 
     @cached_property
     def hf_tensors(self) -> dict[str, HfTensor]:
-        """Every Hugging Face tensor by name, in export order."""
+        """Every Hugging Face tensor by name, in export order; without copies."""
         return {tensor.name: tensor for entry in self.entries for tensor in entry.hf}
 
     def index_of(self, megatron_name: str) -> int | None:
@@ -140,11 +149,12 @@ class WeightMap:
         return self._index.get(megatron_name)
 
     def specs(self, dtype: str) -> list[TensorSpec]:
-        """What is exported, in order; `dtype` for tensors that have none of their own."""
+        """What is exported, in order, copies behind their original; `dtype` for tensors that have none of their own."""
         return [
-            TensorSpec(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype or dtype, atomic=entry.atomic)
+            TensorSpec(name=name, shape=tensor.shape, dtype=tensor.dtype or dtype, atomic=entry.atomic)
             for entry in self.entries
             for tensor in entry.hf
+            for name in tensor.names
         ]
 
 
@@ -174,6 +184,6 @@ def _entry(rule: Rule, layer: int | None, expert: int | None) -> Entry:
     return Entry(
         rule=rule,
         megatron=tuple(map(named, rule.megatron)),
-        hf=tuple(HfTensor(name=named(t.name), shape=t.shape, dtype=t.dtype) for t in rule.hf),
+        hf=tuple(replace(tensor, name=named(tensor.name)) for tensor in rule.hf),
         atomic=named(rule.atomic) if rule.atomic else None,
     )

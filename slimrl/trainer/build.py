@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -23,13 +23,18 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def build_model(trainer: TrainerConfig, model: MegatronModelConfig) -> list[DistributedDataParallel]:
+def build_model(
+    trainer: TrainerConfig, model: MegatronModelConfig, *, mtp: bool = False
+) -> list[DistributedDataParallel]:
     """This rank's model chunks, one, or `virtual_pipeline` of them, randomly initialised and ready to train.
+
+    Args:
+        mtp: with the model's layers for multi-token prediction, on the last pipeline stage; they are not trained.
 
     Raises:
         ValueError: `trainer.megatron` holds something that cannot be.
     """
-    config = transformer_config(trainer, model)
+    config = transformer_config(trainer, model, mtp=mtp)
     chunks = []
     for index in range(trainer.parallel.virtual_pipeline or 1):
         chunk: Any = _gpt(trainer.parallel, model, config, index)
@@ -56,8 +61,11 @@ def unwrap(chunk: nn.Module) -> GPTModel:
     return inner
 
 
-def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig) -> TransformerConfig:
+def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mtp: bool = False) -> TransformerConfig:
     """Megatron's model configuration: the family's facts, the layout, the precision, then `trainer.megatron`.
+
+    Args:
+        mtp: with the model's layers for multi-token prediction.
 
     Raises:
         ValueError: `trainer.megatron` names an unknown field or one with a setting of its own, or asks for something
@@ -72,7 +80,11 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig) -> Tr
             "trainer.megatron.moe_token_dispatcher_type: allgather needs equally many tokens on every expert-parallel "
             "rank, and packed micro-batches differ in length; use alltoall"
         )
+    if user.get("mtp_num_layers"):
+        raise ValueError("trainer.megatron.mtp_num_layers: layers for multi-token prediction are not trained")
     family = fields_for(kind, model.transformer)
+    if mtp and model.mtp_layers:
+        family["mtp_num_layers"] = model.mtp_layers
     family.setdefault("activation_func", torch.nn.functional.silu)
     return kind(**{**_defaults(), **family, **_layout(trainer.parallel), **_precision(trainer), **user})
 
@@ -136,12 +148,9 @@ def _precision(trainer: TrainerConfig) -> dict[str, Any]:
 def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: TransformerConfig, index: int) -> GPTModel:
     stage = index if config.virtual_pipeline_model_parallel_size is not None else None
     place: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
-    spec = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=device.has_transformer_engine(),
-        normalization=config.normalization,
-        vp_stage=stage,
-    )
+    fused = device.has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(config, fused, normalization=config.normalization, vp_stage=stage)
+    mtp = get_gpt_mtp_block_spec(config, spec, fused, vp_stage=stage) if config.mtp_num_layers else None
     return GPTModel(
         config,
         spec,
@@ -156,6 +165,7 @@ def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: Transform
         rotary_percent=model.rotary_percent,
         rope_scaling=model.llama3_rope_factor is not None,
         rope_scaling_factor=model.llama3_rope_factor or 1.0,
+        mtp_block_spec=mtp,
         vp_stage=stage,
     )
 

@@ -80,10 +80,11 @@ class MegatronWeightSource:
             for index in window:
                 entry = self._map.entries[index]
                 if shards is None:
-                    yield from ((tensor.name, None) for tensor in entry.hf)
+                    yield from ((name, None) for tensor in entry.hf for name in tensor.names)
                     continue
                 whole = entry.to_hf([shards[index, shard] for shard in range(self._counts[index])])
-                yield from ((tensor.name, value) for tensor, value in zip(entry.hf, whole, strict=True))
+                for tensor, value in zip(entry.hf, whole, strict=True):
+                    yield from ((name, value) for name in tensor.names)
 
     def _choose_owners(self, held: list[list[Key]]) -> dict[Key, int]:
         holders: dict[Key, list[int]] = defaultdict(list)

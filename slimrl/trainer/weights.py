@@ -27,8 +27,9 @@ _GROUPED_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.weight)(\d+)()")
 
 
 def model_weight_map(chunks: Sequence[nn.Module], family: Family, hf_config: dict[str, Any]) -> WeightMap:
-    """The family's table with the padded vocabulary of these modules."""
-    return family.weight_map(hf_config, unwrap(chunks[0]).vocab_size)
+    """The family's table with the padded vocabulary of these modules, and with the MTP layers if they have such."""
+    model = unwrap(chunks[0])
+    return family.weight_map(hf_config, model.vocab_size, mtp=bool(model.config.mtp_num_layers))
 
 
 def local_weights(chunks: Sequence[nn.Module], weight_map: WeightMap) -> list[tuple[int, Tensor]]:
@@ -72,8 +73,10 @@ def load_hf_weights(chunks: Sequence[nn.Module], path: Path, family: Family, hf_
         ValueError: tensors of the checkpoint are missing, unknown or misshaped; all of them in one message.
     """
     weight_map = model_weight_map(chunks, family, hf_config)
+    with_mtp = bool(unwrap(chunks[0]).config.mtp_num_layers)
     with SafetensorsFolder(path) as folder, torch.no_grad():
-        check_tensors(folder, weight_map)
+        if check_tensors(folder, family, hf_config) < with_mtp:
+            raise ValueError(f"{path}: no tensors of the layers for multi-token prediction")
         for index, tensor in local_weights(chunks, weight_map):
             entry = weight_map.entries[index]
             value = entry.to_megatron(folder.read, *shard_place(entry))
@@ -90,14 +93,15 @@ def _named_tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _global_name(name: str, layers: dict[str, int], num_experts: int | None) -> str:
-    in_layer = _LAYER.fullmatch(name)
-    if not in_layer:
-        return name
-    prefix, rest = in_layer.groups()
-    expert = _LOCAL_EXPERT.fullmatch(rest) or _GROUPED_EXPERT.fullmatch(rest)
+    """With the expert's index of the whole model, and the layer's; MTP layers all lie on one stage and keep theirs."""
+    expert = _LOCAL_EXPERT.fullmatch(name) or _GROUPED_EXPERT.fullmatch(name)
     if expert:
         assert num_experts is not None
         offset = mpu.get_expert_model_parallel_rank() * (num_experts // mpu.get_expert_model_parallel_world_size())
         before, local, after = expert.groups()
-        rest = f"{before}{offset + int(local)}{after}"
-    return f"decoder.layers.{layers[prefix]}.{rest}"
+        name = f"{before}{offset + int(local)}{after}"
+    in_layer = _LAYER.fullmatch(name)
+    if in_layer:
+        prefix, rest = in_layer.groups()
+        name = f"decoder.layers.{layers[prefix]}.{rest}"
+    return name
