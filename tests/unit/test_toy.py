@@ -1,25 +1,30 @@
 """Toy checkpoints: what transformers loads, the same for the same seed, complete or absent."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from slimrl_tools.cli import app
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy import write_toy
+from slimrl_tools.toy_configs import TOYS, ToySize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
+
+from slimrl.models.checkpoint import check_checkpoint
 
 SMALL = ToySize(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, moe_intermediate=16)
 WEIGHTS = "model-00001-of-00001.safetensors"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+@pytest.mark.parametrize("family", TOYS)
 def test_transformers_loads_the_toy_with_every_weight_and_its_chat_template(tmp_path, family):
     count = write_toy(family, tmp_path / "toy", SMALL, seed=1)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "toy", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert model.dtype == torch.float32
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert sum(tensor.numel() for tensor in model.state_dict().values()) == count
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "toy")
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == tokenizer.eos_token_id
@@ -27,6 +32,17 @@ def test_transformers_loads_the_toy_with_every_weight_and_its_chat_template(tmp_
         [{"role": "user", "content": "1+1?"}], add_generation_prompt=True, return_tensors="pt", return_dict=False
     )
     assert torch.isfinite(model(ids).logits).all()
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_layers_for_multi_token_prediction_are_whole_and_repeat_the_embedding(tmp_path, family):
+    write_toy(family, tmp_path / "toy", replace(SMALL, mtp_layers=1), seed=1)
+    check_checkpoint(tmp_path / "toy")
+    tensors = load_file(tmp_path / "toy" / WEIGHTS)
+    assert torch.equal(tensors["model.layers.2.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
+    assert torch.equal(tensors["model.layers.2.shared_head.head.weight"], tensors["lm_head.weight"])
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "toy", output_loading_info=True)
+    assert not info["missing_keys"]
 
 
 def test_the_default_toy_has_the_promised_size(tmp_path):
@@ -56,6 +72,11 @@ def test_the_command_refuses_with_exit_code_2(tmp_path):
         (str(out),): "it is not overwritten",
         (str(tmp_path / "x"), "--heads", "3"): "--kv-heads 2 does not divide --heads 3",
         (str(tmp_path / "x"), "--experts", "1"): "--experts-per-token 2 is more than --experts 1",
+        (
+            str(tmp_path / "x"),
+            "--mtp-layers",
+            "1",
+        ): "qwen3_moe has no layers for multi-token",
     }
     for arguments, message in cases.items():
         result = runner.invoke(app, ["toy", "qwen3_moe", *arguments])

@@ -1,0 +1,96 @@
+"""Families beyond Qwen3 train: the bias that chooses experts, and checkpoints that go on under another layout."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from safetensors.torch import load_file
+from small_models import small_model
+from trainer_cases import packed_batches, token_cross_entropy, trainer_config
+
+from slimrl.config.schema import Precision
+from slimrl.trainer.build import unwrap
+from slimrl.trainer.worker import TrainerWorker
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+TP2_SP_EP2 = {"tensor": 2, "sequence": True, "expert": 2}
+
+
+def updates(rank, num_ranks, port, path, settings, steps, save_to=None, load_from=None):
+    """Mean loss of each update, then the routers' biases of this rank by name.
+
+    Starts from the checkpoint's weights, or from the training checkpoint `load_from`.
+    """
+    trainer = trainer_config(num_ranks, **settings)
+    worker = TrainerWorker(
+        trainer, Path(path), seed=1, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port,
+        total_updates=10,
+    )  # fmt: skip
+    if load_from is None:
+        worker.load_hf()
+    else:
+        worker.load_checkpoint(Path(load_from))
+    losses = []
+    for step in steps:
+        batches = packed_batches(step, worker.layout, trainer.max_tokens_per_rank)
+        result = worker.train_update(batches, token_cross_entropy, denominator=100.0, temperature=1.0)
+        assert not result.skipped
+        losses.append(result.sums["loss"] / result.sums["tokens"])
+    if save_to is not None:
+        worker.save_checkpoint(Path(save_to))
+    biases = {
+        name: buffer.float().numpy().copy()
+        for chunk in worker.chunks
+        for name, buffer in unwrap(chunk).named_buffers()
+        if name.endswith("expert_bias")
+    }
+    worker.close()
+    return losses, biases
+
+
+def hf_biases(path: Path) -> dict[str, np.ndarray]:
+    """By Megatron's names."""
+    return {
+        name.replace("model.", "decoder.").replace("gate.e_score_correction_bias", "router.expert_bias"): value.numpy()
+        for name, value in load_file(path / "model.safetensors").items()
+        if name.endswith("e_score_correction_bias")
+    }
+
+
+def test_an_update_leaves_the_bias_that_chooses_experts_as_it_was(tmp_path):
+    path = small_model("glm4_moe", tmp_path / "hf")
+    ((losses, biases),) = run_ranks(updates, 1, path, {"precision": Precision.bf16}, range(2))
+    expected = hf_biases(path)
+    assert np.isfinite(losses).all()
+    assert biases.keys() == expected.keys()
+    assert all(np.array_equal(biases[name], expected[name]) for name in expected)
+
+
+def test_a_rate_moves_the_bias_against_the_load_alike_on_every_rank(tmp_path):
+    path = small_model("glm4_moe", tmp_path / "hf")
+    settings = {"expert": 2, "megatron": {"moe_router_bias_update_rate": 0.01}}
+    ranks = run_ranks(updates, 2, path, settings, range(1))
+    expected = hf_biases(path)
+    for _, biases in ranks:
+        for name, before in expected.items():
+            steps = (biases[name] - before) / 0.01
+            np.testing.assert_allclose(np.abs(steps), np.abs(np.sign(np.round(steps))), atol=1e-3)
+            assert (steps > 0.5).any()
+            assert (steps < -0.5).any()
+            assert np.array_equal(biases[name], ranks[0][1][name])
+
+
+OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {"pipeline": 2, "expert": 2})]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["glm4_moe"])
+def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
+    path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
+    run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)
+    whole, _ = run_ranks(updates, 2, path, TP2_SP_EP2, range(4))[0]
+    for num_ranks, layout in OTHER_LAYOUTS:
+        resumed, _ = run_ranks(updates, num_ranks, path, layout, range(2, 4), None, folder)[0]
+        assert resumed == pytest.approx(whole[2:], abs=1e-5), layout
