@@ -1,0 +1,37 @@
+"""A progress bar with bytes per second, on stderr; without a terminal it is silent until its last line."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+Advance = Callable[[int], None]
+"""Counts some more bytes as done; from any thread."""
+
+
+@contextmanager
+def byte_progress(title: str, total_bytes: int) -> Iterator[Advance]:
+    """A bar that runs to `total_bytes`, and a line with the bytes and their rate when the block ends without error."""
+    console = Console(file=sys.stderr)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    started, done = time.monotonic(), 0
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total_bytes)
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress.advance(task, nbytes)
+
+        yield advance
+    seconds = max(time.monotonic() - started, 1e-6)
+    console.print(f"{title}: {done / 1e9:.2f} GB in {seconds:.1f} s, {done / 1e9 / seconds:.2f} GB/s", highlight=False)
