@@ -70,6 +70,11 @@ def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str, s
     yield from _must_divide("trainer.parallel.expert", parallel.expert, experts, "experts")
     width = _first(hf_config, "moe_intermediate_size", "intermediate_size")
     yield from _must_divide("trainer.parallel.expert_tensor", parallel.expert_tensor, width, "columns of an expert")
+    shared = width * _first(hf_config, "n_shared_experts")
+    yield from _must_divide("trainer.parallel.tensor", parallel.tensor, shared, "columns of the shared experts")
+    if _first(hf_config, "first_k_dense_replace"):
+        dense = _first(hf_config, "intermediate_size")
+        yield from _must_divide("trainer.parallel.tensor", parallel.tensor, dense, "columns of a dense layer")
     if parallel.tensor > 1 and not parallel.sequence:
         yield "trainer.parallel.sequence", "a Mixture-of-Experts model with tensor above 1 needs sequence: true."
 

@@ -117,6 +117,20 @@ def test_expert_parallelism_of_a_dense_model_is_refused(folder):
     assert (problem.key, problem.message) == ("trainer.parallel.expert", "2: the model has no experts. Use 1.")
 
 
+def test_shared_experts_and_the_dense_layers_before_them_are_divided_too(folder):
+    model = {**MODEL, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 12}
+    layout = "num_ranks=8,parallel.tensor=8,parallel.sequence=true"
+    problems = problems_of(
+        [f"trainer.{part}" for part in layout.split(",")],
+        model={**model, "num_key_value_heads": 8, "intermediate_size": 20},
+        command="sft",
+    )
+    assert [(problem.key, problem.message) for problem in problems] == [
+        ("trainer.parallel.tensor", "8 does not divide the model's 12 columns of the shared experts. Use 6 or 12."),
+        ("trainer.parallel.tensor", "8 does not divide the model's 20 columns of a dense layer. Use 5 or 10."),
+    ]
+
+
 def test_a_dense_model_has_no_experts_to_report(folder):
     (problem,) = problems_of(["rollout.routed_experts=true"], model=DENSE)
     assert (problem.key, problem.message) == ("rollout.routed_experts", "the model has no experts. Use false.")
