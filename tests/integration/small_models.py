@@ -48,6 +48,37 @@ _GLM4_MOE = {
     "use_qk_norm": True,
     "num_nextn_predict_layers": 0,
 }
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    **_SHARED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    # With 8 rotated dimensions, pairs of all three kinds: kept, mixed and stretched.
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 10_000.0,
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -76,6 +107,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_plain": {**_GLM4_MOE, "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
     "glm4_moe_grouped": {**_GLM4_MOE, "n_group": 4, "num_experts_per_tok": 4, "topk_group": 2},
+    "deepseek_v3": {**_DEEPSEEK_V3, "rope_parameters": _YARN},
+    "deepseek_v3_unscaled": _DEEPSEEK_V3,
+    "deepseek_v3_mscale_of_factor": {
+        **_DEEPSEEK_V3,
+        "rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "beta_slow": 2.0},
+    },
+    "moonlight": {
+        **_DEEPSEEK_V3,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 2,
+        "routed_scaling_factor": 2.446,
+    },
 }
 """config.json by name: a family, and what is special."""
 
