@@ -1,0 +1,85 @@
+"""The page on adding a model is followed to the letter: its code makes a family that is compared with transformers."""
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import slimrl.models
+from slimrl.models import family as family_table
+from slimrl.models.family import FAMILIES, family_of
+from slimrl.models.hf_config import published_config
+from slimrl.models.rules import decoder
+from slimrl.models.weight_map import WeightMap
+
+DOCS = Path(__file__).parents[2] / "docs"
+NEW = "qwen2_by_the_page"
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / "adding_a_model.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def row(monkeypatch):
+    """The page's row, of the page's file, registered under a name of its own."""
+    file_block, row_block, _ = python_blocks()
+    module = ModuleType(f"slimrl.models.{NEW}")
+    exec(compile(file_block, "adding_a_model.md, the file", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(slimrl.models, NEW, module, raising=False)
+    names: dict = {}
+    exec(compile(row_block.replace("qwen2", NEW), "adding_a_model.md, the row", "exec"), names)
+    monkeypatch.setattr(family_table, "FAMILIES", (*FAMILIES, names["row"]))
+    return names["row"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_page_s_family_has_every_parameter_of_transformers_model_once(row, tied):
+    hf_config = {**published_config("Qwen2.5-7B"), "tie_word_embeddings": tied}
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**hf_config))
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    specs = family_of({**hf_config, "model_type": NEW}).hf_tensor_specs(hf_config)
+    assert len(specs) == len(expected)
+    assert {spec.name: spec.shape for spec in specs} == expected
+
+
+def test_the_page_s_family_is_the_shipped_one(row):
+    hf_config = published_config("Qwen2.5-7B")
+    shipped = family_of(hf_config)
+    assert family_of({**hf_config, "model_type": NEW}) is row
+    assert row.megatron_config(hf_config) == shipped.megatron_config(hf_config)
+    assert row.weight_map(hf_config, 152_576).entries == shipped.weight_map(hf_config, 152_576).entries
+
+
+def test_the_page_s_own_rule_fits_what_transformers_writes(tmp_path):
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=3,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    from safetensors.torch import load_file
+
+    written = load_file(tmp_path / "model.safetensors")
+    names: dict = {}
+    exec(compile(python_blocks()[2], "adding_a_model.md, the rule", "exec"), names)
+    rules = WeightMap([names["mixtral_gate_up"](16, 24, 3, decoder((0, 1)))])
+    covered = {name: tensor.shape for name, tensor in rules.hf_tensors.items()}
+    assert covered == {name: tuple(value.shape) for name, value in written.items() if re.search(r"w[13]\.weight", name)}
+    held_E2FH = dict(model.named_parameters())["model.layers.1.mlp.experts.gate_up_proj"]
+    index = rules.index_of("decoder.layers.1.mlp.experts.linear_fc1.weight2")
+    assert index is not None
+    weight_2FH = rules.entries[index].to_megatron(lambda name, slices: written[name][slices])
+    assert torch.equal(weight_2FH, held_E2FH[2])
+
+
+def test_the_table_of_models_has_a_row_for_every_family():
+    _, *rows = re.findall(r"^\| (\w+) \| ((?:`\w+`(?:, )?)+) \|", (DOCS / "models.md").read_text(), re.MULTILINE)
+    written = {name: tuple(re.findall(r"`(\w+)`", types)) for name, types in rows}
+    assert written == {family.name: family.model_types for family in FAMILIES}

@@ -1,0 +1,120 @@
+"""What the families read from config.json, against transformers' own reading, and what they refuse by name."""
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import (
+    partial_rotary_factor,
+    published_config,
+    published_names,
+    published_size,
+    rope_scaling,
+    rope_theta,
+)
+
+
+def tensor_count(specs) -> int:
+    return sum(torch.Size(spec.shape).numel() for spec in specs)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-1B", "GLM-4.5-Air"])
+def test_the_parameters_add_up_to_the_published_total(name):
+    hf_config = published_config(name)
+    billions = tensor_count(family_of(hf_config).hf_tensor_specs(hf_config)) / 1e9
+    assert billions == pytest.approx(published_size(name).total_b, rel=0.01)
+
+
+def test_every_published_config_has_its_size_and_fields_that_transformers_knows():
+    for name in published_names():
+        hf_config = published_config(name)
+        size = published_size(name)
+        assert 0 < size.active_b <= size.total_b
+        read = AutoConfig.for_model(**hf_config)
+        kept = {key: value for key, value in hf_config.items() if not key.startswith("rope_") and key != "dtype"}
+        if name.startswith("Qwen3-Next"):
+            del kept["full_attention_interval"]
+        assert kept == {key: getattr(read, key) for key in kept}, name
+        written = read.to_dict()
+        assert rope_theta(written) == rope_theta(hf_config) == hf_config["rope_theta"]
+        assert rope_scaling(written) == rope_scaling(hf_config)
+        default = 0.5 if hf_config["model_type"] == "glm4_moe" else 1.0
+        assert partial_rotary_factor(written, default) == partial_rotary_factor(hf_config, default)
+
+
+@pytest.mark.parametrize("name", ["Llama-3-8B", "Llama-3.1-8B", "Llama-3.2-1B"])
+def test_llama_s_wavelengths_are_those_of_transformers(name):
+    hf_config = published_config(name)
+    model = family_of(hf_config).megatron_config(hf_config)
+    rotary = RotaryEmbedding(
+        model.transformer["kv_channels"],
+        model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.llama3_rope_factor is not None,
+        rope_scaling_factor=model.llama3_rope_factor or 1.0,
+        use_cpu_initialization=True,
+    )
+    if model.llama3_rope_factor is None:
+        dims = torch.arange(0, 128, 2, dtype=torch.float64)
+        expected = 500_000.0 ** (-dims / 128)
+    else:
+        expected, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**hf_config), "cpu")
+    torch.testing.assert_close(rotary.inv_freq.double(), expected.double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: None"),
+        ("Llama-3.1-8B", {"attention_bias": True}, "attention_bias: True"),
+        ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias: True"),
+        ("Llama-3.1-8B", {"partial_rotary_factor": 0.25}, r"partial_rotary_factor: 0\.25"),
+        ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window: True"),
+        ("Qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ("GLM-4.5", {"norm_topk_prob": False}, "norm_topk_prob: False"),
+        ("GLM-4.5", {"scoring_func": "softmax"}, "scoring_func: 'softmax'"),
+        ("GLM-4.5", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
+        ("GLM-4.5", {"n_group": 8, "topk_group": 2}, "topk_group: 2"),
+        ("GLM-4.5", {"n_shared_experts": 0}, "n_shared_experts: 0"),
+    ],
+)
+def test_what_no_rule_or_no_layer_of_megatron_covers_is_refused_with_its_value(name, change, message):
+    hf_config = {**published_config(name), **change}
+    with pytest.raises(ValueError, match=message):
+        family_of(hf_config).megatron_config(hf_config)
+
+
+def test_other_frequencies_than_megatron_s_are_refused_with_both():
+    hf_config = published_config("Llama-3.1-8B")
+    scaling = {**hf_config["rope_scaling"], "high_freq_factor": 8.0, "original_max_position_embeddings": 4096}
+    message = (
+        r"high_freq_factor: 8\.0, original_max_position_embeddings: 4096 are not supported; "
+        r"megatron-core has low_freq_factor: 1\.0, high_freq_factor: 4\.0, original_max_position_embeddings: 8192"
+    )
+    with pytest.raises(ValueError, match=message):
+        family_of(hf_config).megatron_config({**hf_config, "rope_scaling": scaling})
+
+
+def test_glm_reads_biases_norms_partial_rotation_and_dense_layers_from_the_config():
+    glm = family_of({"model_type": "glm4_moe"})
+    air, full = (glm.megatron_config(published_config(name)) for name in ("GLM-4.5-Air", "GLM-4.5"))
+    assert (air.rotary_percent, full.rotary_percent) == (0.5, 0.5)
+    assert (air.transformer["qk_layernorm"], full.transformer["qk_layernorm"]) == (False, True)
+    assert air.transformer["add_qkv_bias"]
+    assert air.transformer["moe_layer_freq"] == [0] + [1] * 45
+    assert full.transformer["moe_layer_freq"] == [0] * 3 + [1] * 89
+    assert full.transformer["moe_router_topk_scaling_factor"] == 2.5
+    assert full.transformer["moe_shared_expert_intermediate_size"] == 1536
+    assert "moe_router_num_groups" not in full.transformer
+
+
+def test_groups_of_experts_reach_megatron_where_not_all_are_chosen():
+    glm = published_config("GLM-4.5")
+    for groups, chosen, wanted in ((8, 4, {"moe_router_num_groups": 8, "moe_router_group_topk": 4}), (4, 4, {})):
+        config = family_of(glm).megatron_config({**glm, "n_group": groups, "topk_group": chosen})
+        grouped = {name: value for name, value in config.transformer.items() if "group" in name and "router" in name}
+        assert grouped == wanted
