@@ -5,8 +5,8 @@ from typing import Any
 
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.family import Family, family_of
+from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.hf_config import read_hf_config
-from slimrl.models.safetensors_folder import SafetensorsFolder
 
 MAX_LISTED = 20
 """Problems of a checkpoint that an error spells out; the rest are counted."""
@@ -20,7 +20,7 @@ def check_checkpoint(path: Path) -> None:
         family.weight_map(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    with SafetensorsFolder(path) as folder:
+    with open_hf_checkpoint(path) as folder:
         check_tensors(folder, family, config)
 
 

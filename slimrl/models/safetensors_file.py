@@ -169,8 +169,9 @@ def write_safetensors_file(file: Path, specs: Sequence[TensorSpec], tensors: Ite
     """Write one file under a temporary name beside its place and rename it when it is whole.
 
     Args:
-        specs: what the file holds. A tensor lies behind those with larger elements, as the safetensors library lays
-            them out, so that each starts at a multiple of its element's size.
+        specs: what the file holds, in the order of its header. The data of a tensor lies behind that of those with
+            larger elements, as the safetensors library lays them out, so that each starts at a multiple of its
+            element's size.
         tensors: the same in the same order, on any device; cast to their spec's dtype. Taken one by one, and no more of
             them than `specs` has.
 
@@ -203,13 +204,14 @@ def _write(descriptor: int, specs: Sequence[TensorSpec], tensors: Iterator[tuple
 
 def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
     """The header with its length in front, and where in the file each tensor starts."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     end = 0
     for spec in sorted(specs, key=lambda spec: -element_bytes(spec.dtype)):
         assert spec.name not in starts, f"{spec.name} twice in one file"
         starts[spec.name], end = end, end + spec_bytes(spec)
-        offsets = [starts[spec.name], end]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for spec in specs:
+        offsets = [starts[spec.name], starts[spec.name] + spec_bytes(spec)]
         header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % _ALIGNMENT)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slimrl.models.checkpoint import check_tensors
 from slimrl.models.family import Family
-from slimrl.models.safetensors_folder import SafetensorsFolder
+from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.weight_map import Entry, WeightMap
 from slimrl.trainer.build import unwrap
 
@@ -67,6 +67,7 @@ def shard_place(entry: Entry) -> tuple[int, int]:
 def load_hf_weights(chunks: Sequence[nn.Module], path: Path, family: Family, hf_config: dict[str, Any]) -> None:
     """Fill the modules from a checkpoint folder; each rank reads the slices that it holds.
 
+    A checkpoint in block FP8 is dequantised as it is read.
     Call it before the optimizer is built, which copies the weights.
 
     Raises:
@@ -74,7 +75,7 @@ def load_hf_weights(chunks: Sequence[nn.Module], path: Path, family: Family, hf_
     """
     weight_map = model_weight_map(chunks, family, hf_config)
     with_mtp = bool(unwrap(chunks[0]).config.mtp_num_layers)
-    with SafetensorsFolder(path) as folder, torch.no_grad():
+    with open_hf_checkpoint(path) as folder, torch.no_grad():
         if check_tensors(folder, family, hf_config) < with_mtp:
             raise ValueError(f"{path}: no tensors of the layers for multi-token prediction")
         for index, tensor in local_weights(chunks, weight_map):

@@ -1,0 +1,232 @@
+"""Block FP8: matrices in float8_e4m3fn, one float32 scale for each tile, the format of DeepSeek-V3's checkpoints.
+
+    scale = max(absmax of the tile, 1e-10) / 448        weight = float8(weight / scale)        weight' = weight * scale
+
+The scale is stored as `X.weight_scale_inv`, which despite its name is the factor to multiply with. It stays in float32:
+rounding it would change weights that were rounded with it. Tiles at the right and lower edges may be partial.
+Both directions work on any device and go through a matrix in bands of whole tile rows.
+
+Dimensions: M rows and N columns of a matrix, R rows and C columns of tiles.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimrl.data.protocols import TensorSpec
+
+SCALE_SUFFIX = "_scale_inv"
+"""Behind the name of a quantised tensor it gives the name of its scales."""
+
+FP8_DTYPE = "float8_e4m3fn"
+FP8_MAX = 448.0
+"""Largest finite value of float8_e4m3fn."""
+
+MIN_ABSMAX = 1e-10
+"""What a tile of smaller values, or of zeros, counts as."""
+
+BAND_BYTES = 1 << 22
+"""Bytes of a band in float32 on a CPU, where they stay in its cache; a single tile row may be larger."""
+
+GPU_BAND_BYTES = 1 << 28
+"""The same on a GPU, where few launches matter."""
+
+Block = tuple[int, int]
+"""Rows and columns of a tile."""
+
+DEFAULT_BLOCK: Block = (128, 128)
+
+_FLOAT16_FACTOR = 256.0
+"""An e4m3 code whose bits are put into a float16 is too small by this: 2 to the difference of the exponents' biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFp8:
+    """What `quantization_config` of a config.json says of block FP8."""
+
+    block: Block = DEFAULT_BLOCK
+    not_converted: tuple[str, ...] = ()
+    """Modules that keep their precision: full names, or parts of names that end where a dot or the name does."""
+
+    @classmethod
+    def of_config(cls, hf_config: dict[str, Any]) -> "BlockFp8 | None":
+        """None for a config without quantisation.
+
+        Raises:
+            ValueError: quantised in another way; it names what is not supported.
+        """
+        raw = hf_config.get("quantization_config")
+        if not raw:
+            return None
+        block = raw.get("weight_block_size")
+        problems = [
+            f"{key} {raw.get(key, default)!r}, only {known!r} is supported"
+            for key, default, known in (
+                ("quant_method", None, "fp8"),
+                ("fmt", "e4m3", "e4m3"),
+                ("activation_scheme", "dynamic", "dynamic"),
+            )
+            if raw.get(key, default) != known
+        ]
+        if not problems and not _is_block(block):
+            problems.append(f"weight_block_size {block!r}, only two sizes such as [128, 128] are supported")
+        if problems:
+            raise ValueError(f"config.json: quantization_config: {'; '.join(problems)}")
+        names = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or ()
+        return cls(block=(block[0], block[1]), not_converted=tuple(names))
+
+    def as_config(self) -> dict[str, Any]:
+        """The `quantization_config` that says this."""
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(self.block),
+            "modules_to_not_convert": list(self.not_converted),
+        }
+
+    def converts(self, tensor_name: str) -> bool:
+        """Whether `modules_to_not_convert` lets a linear layer's weight be quantised, read as SGLang reads it.
+
+        A name matches whole modules of the path, with or without `model.` in front: `mlp.gate` is not part of
+        `mlp.gate_proj`. An engine holds the routed experts of a layer as one module, so a name of one of them keeps all
+        of them. Whether a tensor is a linear layer at all is told by the weight map (Rule.quantizable).
+        """
+        module = tensor_name.removesuffix(".weight")
+        before, experts, _ = module.partition(".experts.")
+        module = f"{before}.experts" if experts else module
+        names = [name.removeprefix("model.").strip(".") for name in self.not_converted]
+        if any(f".{name}." in f".{module}." for name in names):
+            return False
+        return not (experts and any(f".{module}." in f".model.{name}." for name in names))
+
+    def quantized_spec(self, spec: TensorSpec) -> TensorSpec:
+        """A matrix as it is stored."""
+        return TensorSpec(name=spec.name, shape=spec.shape, dtype=FP8_DTYPE, atomic=spec.atomic)
+
+    def scale_spec(self, spec: TensorSpec) -> TensorSpec:
+        """The scales of a matrix."""
+        rows, columns = spec.shape
+        shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        return TensorSpec(name=spec.name + SCALE_SUFFIX, shape=shape, dtype="float32", atomic=spec.atomic)
+
+
+def _is_block(block: Any) -> bool:
+    return (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(isinstance(size, int) and size > 0 for size in block)
+    )
+
+
+def quantize(weight_MN: Tensor, block: Block = DEFAULT_BLOCK) -> tuple[Tensor, Tensor]:
+    """Round a matrix to block FP8.
+
+    Args:
+        weight_MN: float32, bfloat16 or float16, on any device.
+
+    Returns:
+        float8_e4m3fn [M, N] and the scales, float32 [ceil(M / block rows), ceil(N / block columns)]. An element of a
+        tile's normal range, absmax / 28672 and above, is off by at most 1/16 of itself; a smaller one by at most
+        absmax / 458752.
+
+    Raises:
+        ValueError: it is no matrix, or holds NaN or infinity.
+    """
+    if weight_MN.ndim != 2 or not weight_MN.is_floating_point() or weight_MN.element_size() == 1:
+        raise ValueError(f"only matrices of floats are quantised, this is {weight_MN.dtype} {list(weight_MN.shape)}")
+    (rows, columns), device = weight_MN.shape, weight_MN.device
+    quantized_MN = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
+    scale_RC = torch.empty((-(-rows // block[0]), -(-columns // block[1])), dtype=torch.float32, device=device)
+    for tiles, band in _bands(rows, columns, block[0], device):
+        height = min(block[0], rows - band.start)
+        band_tmN = (
+            weight_MN[band]
+            .to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            .view(-1, height, columns)
+        )
+        absmax_tN = torch.maximum(band_tmN.amax(1), band_tmN.amin(1).neg_())
+        scale_tC = _column_tiles(absmax_tN, block[1]).clamp_(min=MIN_ABSMAX).div_(FP8_MAX)
+        scale_RC[tiles] = scale_tC
+        band_tmN.div_(scale_tC.repeat_interleave(block[1], dim=1)[:, None, :columns])
+        quantized_MN[band] = band_tmN.view(-1, columns).to(torch.float8_e4m3fn)
+    if not torch.isfinite(scale_RC).all():
+        raise ValueError("the matrix holds NaN or infinity")
+    return quantized_MN, scale_RC
+
+
+def dequantize(
+    quantized_MN: Tensor, scale_RC: Tensor, dtype: torch.dtype, block: Block = DEFAULT_BLOCK, offset: Block = (0, 0)
+) -> Tensor:
+    """Undo `quantize`, rounding once, from float32 to `dtype`.
+
+    Args:
+        quantized_MN: float8_e4m3fn; a whole matrix or a piece of one.
+        scale_RC: the scales of the tiles that it touches, any float dtype.
+        offset: row and column of its first element within its first tile.
+
+    Raises:
+        ValueError: the shapes do not fit together, or the matrix holds NaN.
+    """
+    (rows, columns), device = quantized_MN.shape, quantized_MN.device
+    needed = tuple(-(-(start + size) // tile) for start, size, tile in zip(offset, (rows, columns), block, strict=True))
+    if scale_RC.shape != needed:
+        raise ValueError(f"scales of shape {list(scale_RC.shape)}, tiles of {list(block)} make it {list(needed)}")
+    result_MN = torch.empty((rows, columns), dtype=dtype, device=device)
+    factor_RC = scale_RC.to(torch.float32) * _FLOAT16_FACTOR
+    factor_RN = factor_RC.repeat_interleave(block[1], dim=1)[:, offset[1] : offset[1] + columns]
+    first = min(rows, block[0] - offset[0])
+    largest = [_dequantize_band(quantized_MN, result_MN, factor_RN, slice(0, 1), slice(0, first))] if first else []
+    for tiles, band in _bands(rows - first, columns, block[0], device):
+        tiles = slice(tiles.start + 1, tiles.stop + 1)
+        band = slice(band.start + first, band.stop + first)
+        largest.append(_dequantize_band(quantized_MN, result_MN, factor_RN, tiles, band))
+    if largest and bool((torch.stack(largest) == _NAN_CODE).any()):
+        raise ValueError("the matrix holds NaN")
+    return result_MN
+
+
+_NAN_CODE = 0x7F << 7
+"""e4m3's NaN, without its sign, where `_dequantize_band` has moved its bits."""
+
+
+def _dequantize_band(quantized_MN: Tensor, result_MN: Tensor, factor_RN: Tensor, tiles: slice, band: slice) -> Tensor:
+    """Fill the rows `band` of the result; these tile rows are all of one height.
+
+    The codes are turned into float16 by moving their bits: a sign, four bits of exponent, three of mantissa. It is
+    exact, subnormal codes included, and several times as fast on a CPU as torch's own conversion.
+
+    Returns:
+        The largest code without its sign, as an int16 of moved bits.
+    """
+    bits = (
+        quantized_MN[band].contiguous().view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
+    )
+    largest = bits.bitwise_and(0x7FFF).amax() if bits.numel() else bits.new_zeros(())
+    columns = bits.shape[1]
+    band_tmN = bits.view(torch.float16).to(torch.float32).view(tiles.stop - tiles.start, -1, columns)
+    result_MN[band] = band_tmN.mul_(factor_RN[tiles, None]).view(-1, columns)
+    return largest
+
+
+def _bands(rows: int, columns: int, tile_rows: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """(tile rows, rows) of each band; a partial tile row at the end is a band of its own."""
+    budget = GPU_BAND_BYTES if device.type == "cuda" else BAND_BYTES
+    step = max(1, budget // max(1, 4 * tile_rows * columns))
+    whole = rows // tile_rows
+    for start in range(0, whole, step):
+        stop = min(start + step, whole)
+        yield slice(start, stop), slice(start * tile_rows, stop * tile_rows)
+    if rows % tile_rows:
+        yield slice(whole, whole + 1), slice(whole * tile_rows, rows)
+
+
+def _column_tiles(absmax_tN: Tensor, tile_columns: int) -> Tensor:
+    """Largest value of each tile, of the largest of each column within the tile row."""
+    missing = -absmax_tN.shape[1] % tile_columns
+    if missing:
+        absmax_tN = torch.nn.functional.pad(absmax_tN, (0, missing))
+    return absmax_tN.unflatten(1, (-1, tile_columns)).amax(2)
