@@ -93,11 +93,14 @@ def update_and_export(rank, num_ranks, port, path, out):
     return logits
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+MORE_FAMILIES = [pytest.param(name, marks=pytest.mark.full) for name in ("glm4_moe", "deepseek_v3", "qwen2", "llama")]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", *MORE_FAMILIES])
+def exported(request, tmp_path_factory):
     """(folder of the export, Megatron's logits by conversation)"""
     folder = tmp_path_factory.mktemp("export")
-    write_toy("qwen3_moe", folder / "toy", SIZE, seed=0)
+    write_toy(request.param, folder / "toy", SIZE, seed=0)
     parts = run_ranks(update_and_export, 2, folder / "toy", folder / "hf")
     return folder / "hf", {index: logits for part in parts for index, logits in part.items()}
 
@@ -142,7 +145,7 @@ def answers(exported, tmp_path_factory):
 def test_the_export_holds_the_updated_weights_whose_logits_are_megatrons(exported, model):
     path, logits = exported
     before = AutoModelForCausalLM.from_pretrained(path.parent / "toy", dtype=torch.float32).state_dict()
-    assert all(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
     for index, tokens in enumerate(conversations(path)):
         with torch.no_grad():
             expected_TV = model(torch.tensor([tokens[:-1]])).logits[0]
@@ -169,7 +172,7 @@ def routing_of_trainer(rank, num_ranks, port, path, trajectories):
             compare_routing(batch.routed_experts, output.routed_experts, output.routing_margin, batch.cu_seqlens),
             np.abs(output.logprobs - batch.rollout_logprobs)[batch.mask],
             batch.mask,
-            np.isfinite(output.routing_margin).all(),
+            (np.isfinite(output.routing_margin) == (output.routed_experts >= 0).any(-1)).all(),
         )
         for batch, output in zip(batches, outputs, strict=True)
     ]
@@ -185,8 +188,8 @@ def test_engine_and_trainer_take_the_same_experts_but_at_near_ties(exported, ans
         )
     parts = run_ranks(routing_of_trainer, 2, exported[0], trajectories)
     sampled = 0
-    for comparison, difference, mask, every_layer_is_routed in (result for part in parts for result in part):
-        assert every_layer_is_routed
+    for comparison, difference, mask, margins_where_routed in (result for part in parts for result in part):
+        assert margins_where_routed
         assert (comparison.first_margins < 1e-4).all()
         unreached = difference[~comparison.reached_T[mask]]
         assert unreached.max() < 2e-5
