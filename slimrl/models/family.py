@@ -84,15 +84,26 @@ FAMILIES = (
 """One row per family; everything that depends on the family asks this table."""
 
 
+UNSUPPORTED = {
+    "qwen3_next": (
+        "megatron-core has no packed sequences and no context parallelism in its linear attention (GatedDeltaNet), and "
+        "training packs all sequences"
+    ),
+}
+"""Values of `model_type` that users ask for, with what stands in the way."""
+
+
 def family_of(hf_config: dict[str, Any]) -> Family:
     """The family of a config.
 
     Raises:
-        ValueError: its `model_type` is missing or unknown.
+        ValueError: its `model_type` is missing, unknown, or known and out of reach.
     """
     model_type = hf_config.get("model_type")
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
+    if model_type in UNSUPPORTED:
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported: {UNSUPPORTED[model_type]}")
     known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise ValueError(f"config.json: model_type {model_type!r} is not supported; known: {known}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimrl.models.family import FAMILIES, family_of
+from slimrl.models.family import FAMILIES, UNSUPPORTED, family_of
 from slimrl.models.hf_config import published_config, published_names, read_hf_config
 
 TINY_MOE = {
@@ -35,8 +35,10 @@ def transformers_tensors(hf_config: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes on disk: transformers holds experts stacked and writes them one by one."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config))
+    saved = model.state_dict().keys()
+    tensors = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in saved)]
     result: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in tensors:
         stacked = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
         if not stacked:
             result[name] = tuple(parameter.shape)
@@ -52,13 +54,50 @@ def transformers_tensors(hf_config: dict) -> dict[str, tuple[int, ...]]:
     return result
 
 
-@pytest.mark.parametrize("name", published_names())
+SUPPORTED = [name for name in published_names() if published_config(name)["model_type"] not in UNSUPPORTED]
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_every_parameter_of_the_published_model_is_covered_exactly_once(name):
     hf_config = published_config(name)
     specs = family_of(hf_config).hf_tensor_specs(hf_config)
     assert len({spec.name for spec in specs}) == len(specs)
     assert {spec.name: spec.shape for spec in specs} == transformers_tensors(hf_config)
-    assert {spec.dtype for spec in specs} == {"bfloat16"}
+    assert {spec.dtype for spec in specs if "e_score_correction_bias" not in spec.name} == {"bfloat16"}
+    assert {spec.dtype for spec in specs if "e_score_correction_bias" in spec.name} <= {"float32"}
+
+
+MTP_TENSORS = {
+    "embed_tokens": ("vocab_size", "hidden_size"),
+    "enorm": ("hidden_size",),
+    "hnorm": ("hidden_size",),
+    "eh_proj": ("hidden_size", "2 * hidden_size"),
+    "shared_head.norm": ("hidden_size",),
+    "shared_head.head": ("vocab_size", "hidden_size"),
+}
+"""What published checkpoints have in a layer for multi-token prediction besides a layer of the model's kind."""
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.5-Air", pytest.param("GLM-4.5", marks=pytest.mark.full)])
+def test_layers_for_multi_token_prediction_are_a_layer_more_and_their_own_tensors(name):
+    hf_config = published_config(name)
+    family, trunk = family_of(hf_config), hf_config["num_hidden_layers"]
+    longer = {**hf_config, "num_hidden_layers": trunk + 1, "num_nextn_predict_layers": 0}
+    sizes = {**hf_config, "2 * hidden_size": 2 * hf_config["hidden_size"]}
+    expected = {spec.name: spec.shape for spec in family.hf_tensor_specs(longer)} | {
+        f"model.layers.{trunk}.{tensor}.weight": tuple(sizes[size] for size in shape)
+        for tensor, shape in MTP_TENSORS.items()
+    }
+    specs = family.hf_tensor_specs(hf_config, mtp=True)
+    assert len({spec.name for spec in specs}) == len(specs)
+    assert {spec.name: spec.shape for spec in specs} == expected
+    without = {spec.name for spec in family.hf_tensor_specs(hf_config)}
+    assert {name for name in expected if not name.startswith(f"model.layers.{trunk}.")} == without
+
+
+def test_qwen3_next_is_refused_with_what_stands_in_the_way():
+    with pytest.raises(ValueError, match=r"model_type 'qwen3_next' is not supported: megatron-core .* packs"):
+        family_of(published_config("Qwen3-Next-80B-A3B"))
 
 
 def test_layers_without_experts_take_the_dense_rules():
