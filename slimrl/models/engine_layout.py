@@ -21,6 +21,10 @@ class EngineShape:
     num_experts: int
     vocab_size: int
     tensor_parallel: int = 1
+    q_latent: int = 0
+    """Rows of DeepSeek's projection to the latent queries; 0 where there is none."""
+    kv_latent: int = 0
+    """Rows of its projection to the latent keys and values and the rotated key."""
 
     @classmethod
     def of_config(cls, config: Any, tensor_parallel: int) -> "EngineShape":
@@ -33,6 +37,8 @@ class EngineShape:
             num_experts=experts,
             vocab_size=config.vocab_size,
             tensor_parallel=tensor_parallel,
+            q_latent=getattr(config, "q_lora_rank", None) or 0,
+            kv_latent=(getattr(config, "kv_lora_rank", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0),
         )
 
     @property
@@ -56,6 +62,8 @@ class EngineSlice:
     """Neighbouring ranks that hold the same shard."""
     rows: int | None = None
     """Rows of the whole tensor, where the engine pads them."""
+    in_model_dtype: bool = False
+    """It arrives in the precision of the embedding, though an engine may hold it in float32."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """The view of this rank's shard."""
@@ -122,6 +130,19 @@ def _experts_down(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]
     ]
 
 
+def _latent_projections(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    path, suffix = match.groups()
+    rows = shape.q_latent + shape.kv_latent
+    return [
+        EngineSlice(hf_name=f"{path}.q_a_proj.{suffix}", part=(0, shape.q_latent, rows)),
+        EngineSlice(hf_name=f"{path}.kv_a_proj_with_mqa.{suffix}", part=(shape.q_latent, rows, rows)),
+    ]
+
+
+def _rows(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    return [EngineSlice(hf_name=match.group(), shard_dim=0)]
+
+
 def _columns(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     return [EngineSlice(hf_name=match.group(), shard_dim=1)]
 
@@ -130,12 +151,19 @@ def _vocabulary(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     return [EngineSlice(hf_name=match.group(), shard_dim=0, rows=shape.vocab_size)]
 
 
+def _router(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    return [EngineSlice(hf_name=match.group(), in_model_dtype=True)]
+
+
 _RULES: list[tuple[str, _Rule]] = [
     (rf"(.+\.self_attn)\.qkv_proj\.{_SUFFIX}", _qkv),
+    (rf"(.+\.self_attn)\.fused_qkv_a_proj_with_mqa\.{_SUFFIX}", _latent_projections),
+    (rf".+\.self_attn\.(q_proj|q_b_proj|kv_b_proj)\.{_SUFFIX}", _rows),
     (rf"(.+\.experts)\.w13_{_SUFFIX}", _experts_gate_up),
     (rf"(.+\.experts)\.w2_{_SUFFIX}", _experts_down),
     (rf"(.+)\.gate_up_proj\.{_SUFFIX}", _gate_up),
     (r".+\.(o_proj|down_proj)\.(weight|weight_scale_inv)", _columns),
+    (r".+\.mlp\.gate\.weight", _router),
     (r"(.+\.embed_tokens|lm_head)\.weight", _vocabulary),
 ]
 

@@ -43,6 +43,8 @@ def engine_arguments(
         # Tokens go in and come out, and versions are numbers from the first token on.
         "weight_version": "0",
         "enable_return_routed_experts": rollout.routed_experts,
+        # Fused with the routed experts, a shared one would be reported among a token's choices.
+        "disable_shared_experts_fusion": True,
         # Without this an idle engine burns a core.
         "sleep_on_idle": True,
         "log_level": "warning",

@@ -11,6 +11,8 @@ from typing import Any
 
 ACTION = "slimrl_fingerprints"
 
+_EMBEDDING = "model.embed_tokens.weight"
+
 
 def around_handle(
     original: Callable[..., dict[str, Any] | None],
@@ -62,5 +64,7 @@ def engine_fingerprints(model: Any, names: list[str] | None) -> dict[str, str]:
             shards = [torch.empty_like(local) for _ in range(group.world_size)]
             torch.distributed.all_gather(shards, local, group=group.device_group)
             local = torch.cat(shards[:: piece.replicas], dim=piece.shard_dim)
+        if piece.in_model_dtype:
+            local = local.to(slices[_EMBEDDING][0].dtype)
         hashes[name] = fingerprint(local[: piece.rows])
     return hashes

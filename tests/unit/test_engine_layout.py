@@ -2,6 +2,7 @@
 
 import base64
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,30 @@ def test_the_shards_of_all_ranks_give_each_tensor_back_once(world):
             assert torch.equal(whole[: piece.rows], tensors[piece.hf_name]), piece.hf_name
             found.append(piece.hf_name)
     assert sorted(found) == sorted(tensors)
+
+
+def test_latent_projections_lie_one_on_the_other_and_their_expansions_are_sharded():
+    shape = EngineShape(num_heads=4, num_kv_heads=4, num_experts=0, vocab_size=10, q_latent=3, kv_latent=5)
+    query, key_value = torch.randn(3, 4), torch.randn(5, 4)
+    fused = torch.cat([query, key_value])
+    pieces = engine_slices("model.layers.1.self_attn.fused_qkv_a_proj_with_mqa.weight", shape)
+    assert [piece.hf_name.rpartition("self_attn.")[2] for piece in pieces] == [
+        "q_a_proj.weight",
+        "kv_a_proj_with_mqa.weight",
+    ]
+    assert torch.equal(pieces[0].of(fused), query)
+    assert torch.equal(pieces[1].of(fused), key_value)
+    assert [piece.shard_dim for piece in pieces] == [None, None]
+    for name in ("q_proj", "q_b_proj", "kv_b_proj"):
+        (piece,) = engine_slices(f"model.layers.1.self_attn.{name}.weight", shape)
+        assert (piece.hf_name, piece.shard_dim) == (f"model.layers.1.self_attn.{name}.weight", 0)
+
+
+def test_the_router_alone_is_compared_in_the_precision_of_the_embedding():
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, n_routed_experts=3, vocab_size=10)
+    names = ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", "input_layernorm.weight"]
+    pieces = [engine_slices(f"model.layers.1.{name}", EngineShape.of_config(config, 1))[0] for name in names]
+    assert [piece.in_model_dtype for piece in pieces] == [True, False, False]
 
 
 def test_a_fusion_of_another_size_is_refused():
