@@ -118,6 +118,7 @@ def compare_checkpoints(
     choose_limit: Callable[[TensorSpec, TensorSpec], Limit],
     *,
     copies: Mapping[str, str] | None = None,
+    in_order_of_b: bool = False,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Comparison:
     """Compare every tensor. Holds one tensor of each checkpoint and a few bands at a time.
@@ -125,9 +126,13 @@ def compare_checkpoints(
     Args:
         copies: names that may stand for another tensor's once more, and that tensor's name; one checkpoint may have
             them and the other not.
+        in_order_of_b: read in the order of B's names rather than A's, for a format that reads neighbours at once.
         advance: told the bytes of each tensor of A that is done with.
     """
     pairs = list(_pairs(a.specs, b.specs, copies or {}))
+    if in_order_of_b:
+        places = {name: place for place, name in enumerate(b.specs)}
+        pairs.sort(key=lambda pair: places[pair[1]])
     paired_a, paired_b = {name for name, _ in pairs}, {name for _, name in pairs}
     result = Comparison(
         missing=[name for name in a.specs if name not in paired_a],

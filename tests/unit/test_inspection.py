@@ -1,0 +1,126 @@
+"""What `slimrl-tools inspect` counts, against published sizes and sums over the tensors themselves."""
+
+import json
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from slimrl_tools.cli import app
+from slimrl_tools.inspection import inspect_checkpoint
+from slimrl_tools.open_checkpoint import find_checkpoint
+from slimrl_tools.toy import write_toy
+from slimrl_tools.toy_configs import TOYS, ToySize
+from typer.testing import CliRunner
+
+from slimrl.models.family import FAMILIES
+from slimrl.models.hf_config import published_config, published_names
+
+SIZE = ToySize(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, moe_intermediate=16)
+PUBLISHED = json.loads((resources.files("slimrl.models") / "published_sizes.json").read_text())
+
+
+BIG = ("DeepSeek-V3", "GLM-4.5", "Kimi-K2", "Qwen3-235B-A22B")
+"""Whose tables take seconds to write out."""
+
+
+def supported_names():
+    model_types = {model_type for family in FAMILIES for model_type in family.model_types}
+    names = [name for name in published_names() if published_config(name)["model_type"] in model_types]
+    return [pytest.param(name, marks=pytest.mark.full) if name in BIG else name for name in names]
+
+
+@pytest.mark.parametrize("name", supported_names())
+def test_totals_and_active_parameters_are_those_that_the_model_was_published_with(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parameters = inspect_checkpoint(Path(name))["parameters"]
+    total, active = (PUBLISHED[name][key] * 1e9 for key in ("total_b", "active_b"))
+    # Published figures are rounded; some count MTP layers, and some count embedding and head as active.
+    assert (
+        min(abs(count / total - 1) for count in (parameters["total"], parameters["total"] + parameters["mtp"])) < 0.03
+    )
+    counted = (parameters["active"], parameters["active_without_embedding_and_head"])
+    assert min(abs(count / active - 1) for count in counted) < 0.06
+
+
+@pytest.mark.parametrize("family", TOYS)
+def test_a_toy_has_as_many_parameters_as_its_file_has_elements(tmp_path, family):
+    out = tmp_path / "toy"
+    write_toy(family, out, replace(SIZE, mtp_layers=int(family in ("glm4_moe", "deepseek_v3"))), 0)
+    facts = inspect_checkpoint(out)
+    tensors = load_file(out / "model-00001-of-00001.safetensors")
+    copied = ("shared_head.head.weight", "2.embed_tokens.weight")
+    elements = sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith(copied))
+    assert facts["family"] == family
+    assert facts["parameters"]["total"] + facts["parameters"]["mtp"] == elements
+    assert (facts["storage"]["files"], facts["storage"]["dtypes"]["float32"]["tensors"]) == (1, len(tensors))
+    assert all(facts["tensors"][kind]["count"] == 0 for kind in ("missing", "unknown", "misshaped"))
+
+
+def test_active_parameters_are_those_of_the_modules_that_one_token_passes(tmp_path):
+    write_toy("qwen3_moe", tmp_path / "toy", SIZE, 0)
+    tensors = load_file(tmp_path / "toy" / "model-00001-of-00001.safetensors")
+    chosen = range(SIZE.experts_per_token)
+    passed = [
+        t for name, t in tensors.items() if ".experts." not in name or any(f".experts.{e}." in name for e in chosen)
+    ]
+    assert inspect_checkpoint(tmp_path / "toy")["parameters"]["active"] == sum(t.numel() for t in passed)
+
+
+def test_tensors_that_are_missing_unknown_or_misshaped_are_named(tmp_path):
+    write_toy("qwen3_moe", tmp_path / "toy", SIZE, 0)
+    file = tmp_path / "toy" / "model-00001-of-00001.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.9.odd"] = tensors.pop("model.norm.weight")
+    tensors["lm_head.weight"] = torch.zeros(3, 32)
+    (tmp_path / "toy" / "model.safetensors.index.json").unlink()
+    file.unlink()
+    save_file(tensors, tmp_path / "toy" / "model.safetensors")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "toy")])
+    assert result.exit_code == 0
+    assert "1 tensors are missing: model.norm.weight" in result.output
+    assert "1 tensors are unknown: model.layers.9.odd" in result.output
+    assert "1 tensors are misshaped: lm_head.weight" in result.output
+
+
+def test_a_family_that_is_not_supported_is_described_by_its_files(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    save_file({"a": torch.zeros(3, 5, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    facts = inspect_checkpoint(tmp_path)
+    assert facts["family"] is None
+    assert "'mamba' is not supported" in facts["reason"]
+    assert facts["storage"]["dtypes"] == {"bfloat16": {"tensors": 1, "bytes": 30}}
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ([], "no checkpoint: neither config.json with safetensors"),
+        (["config.json"], "config.json, but neither"),
+        (["config.json", "pytorch_model-00001-of-00002.bin"], "save them as safetensors first"),
+        (["model.gguf"], "GGUF"),
+        (
+            ["checkpoints/step_000002/trainer/common.pt", "export/hf/config.json"],
+            "it holds export/hf, check",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_is_told_what_it_is(tmp_path, files, says):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(ValueError, match=says):
+        find_checkpoint(tmp_path)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, says in [(tmp_path / "file", "a file; a checkpoint is a folder"), (tmp_path / "no", "no such folder")]:
+        with pytest.raises(ValueError, match=says):
+            find_checkpoint(path)

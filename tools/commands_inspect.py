@@ -1,0 +1,117 @@
+"""`slimrl-tools inspect`: what a checkpoint is, as tables or as JSON."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.table import Table
+from slimrl_tools.exit_codes import exit_codes
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint in any format, or a published model.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    hf: Annotated[
+        Path | None, typer.Option(help="Folder with config.json, for a torch_dist checkpoint without one.")
+    ] = None,
+) -> None:
+    """Say what a checkpoint is: architecture, parameters in total and per token, element types, files, layout.
+
+    Reads headers alone. Formats: Hugging Face folders, plain or in block FP8; torch_dist folders; a run's checkpoints.
+
+    \b
+    Examples:
+      slimrl-tools inspect Qwen3-30B-A3B
+      slimrl-tools inspect runs/quickstart/gspo/export/hf
+      slimrl-tools inspect runs/quickstart/gspo/checkpoints/step_000012 --json
+    """
+    with exit_codes():
+        from slimrl_tools.inspection import inspect_checkpoint
+
+        facts = inspect_checkpoint(path, hf)
+        if as_json:
+            typer.echo(json.dumps(facts, indent=2))
+        else:
+            Console(highlight=False, soft_wrap=True).print(_tables(facts), markup=False)
+
+
+def _tables(facts: dict[str, Any]) -> Group:
+    parts: list[Table | str] = [_facts(_headline(facts))]
+    if facts["architecture"]:
+        parts += ["", _facts(facts["architecture"])]
+    if facts["parameters"]:
+        parts += ["", _parameters(facts["parameters"])]
+    if "storage" in facts:
+        parts += ["", _element_types(facts["storage"])]
+    return Group(*parts, *_problems(facts["tensors"]))
+
+
+def _headline(facts: dict[str, Any]) -> dict[str, Any]:
+    lines = {"path": facts["path"], "format": facts["format"], "family": facts["family"] or facts["reason"]}
+    if facts.get("quantisation"):
+        config = facts["quantisation"]
+        lines["quantisation"] = f"{config.get('quant_method')}, tiles {config.get('weight_block_size')}"
+    if "storage" in facts:
+        lines["files"] = f"{facts['storage']['files']}, {gigabytes(facts['storage']['bytes_on_disk'])}"
+    if "torch_dist" in facts:
+        stored = facts["torch_dist"]
+        layout = stored["saved_under"]
+        lines["saved under"] = "unknown" if layout is None else ", ".join(f"{k} {v}" for k, v in layout.items())
+        lines["optimizer state"] = gigabytes(stored["optimizer_bytes"]) if stored["optimizer_bytes"] else "none"
+    return lines
+
+
+def _facts(facts: dict[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _parameters(parameters: dict[str, Any]) -> Table:
+    table = _table("parameters", "total", "active per token")
+    for name, count in parameters["parts"].items():
+        if name != "MTP":
+            table.add_row(name, number(count["total"]), number(count["active"]))
+    table.add_row("all", number(parameters["total"]), number(parameters["active"]), style="bold")
+    if parameters["mtp"]:
+        table.add_row("MTP layers, beside them", number(parameters["mtp"]))
+    return table
+
+
+def _element_types(storage: dict[str, Any]) -> Table:
+    table = _table("stored as", "tensors", "size")
+    for dtype, held in storage["dtypes"].items():
+        table.add_row(dtype, f"{held['tensors']:,}", gigabytes(held["bytes"]))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    return table
+
+
+def _problems(tensors: dict[str, Any] | None) -> list[str]:
+    """Lines on tensors that are not what config.json implies."""
+    if tensors is None:
+        return []
+    lines = []
+    for kind in ("missing", "unknown", "misshaped"):
+        held = tensors[kind]
+        if held["count"]:
+            more = ", ..." if held["count"] > len(held["first"]) else ""
+            lines.append(f"{held['count']} tensors are {kind}: {', '.join(held['first'])}{more}")
+    return ["", *lines] if lines else []
+
+
+def number(count: int) -> str:
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"
+
+
+def gigabytes(nbytes: int) -> str:
+    """Decimal units, as disks are sold."""
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
