@@ -81,6 +81,9 @@ class EngineSlice:
 _Rule = Callable[[re.Match[str], EngineShape], list[EngineSlice]]
 _SUFFIX = r"(weight|bias|weight_scale_inv)"
 
+FP8_TILE_ROWS = 128
+"""Rows of a weight that share a row of its `weight_scale_inv`."""
+
 
 def _qkv(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     path, suffix = match.groups()
@@ -131,11 +134,14 @@ def _experts_down(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]
 
 
 def _latent_projections(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    """Scales of tiles are fused like the weights, each of the two with a tile of its own at the end."""
     path, suffix = match.groups()
-    rows = shape.q_latent + shape.kv_latent
+    unit = FP8_TILE_ROWS if suffix == "weight_scale_inv" else 1
+    query, key_value = -(-shape.q_latent // unit), -(-shape.kv_latent // unit)
+    rows = query + key_value
     return [
-        EngineSlice(hf_name=f"{path}.q_a_proj.{suffix}", part=(0, shape.q_latent, rows)),
-        EngineSlice(hf_name=f"{path}.kv_a_proj_with_mqa.{suffix}", part=(shape.q_latent, rows, rows)),
+        EngineSlice(hf_name=f"{path}.q_a_proj.{suffix}", part=(0, query, rows)),
+        EngineSlice(hf_name=f"{path}.kv_a_proj_with_mqa.{suffix}", part=(query, rows, rows)),
     ]
 
 

@@ -17,14 +17,16 @@ YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def latent_attention_rules(hf_config: dict[str, Any], block: Block) -> list[Rule]:
-    """Multi-latent attention with its input norm."""
+    """Multi-latent attention with its input norm; the down projections, which SGLang fuses, are neighbours."""
     hidden, heads = required(hf_config, "hidden_size"), required(hf_config, "num_attention_heads")
     latent, rope_dim = required(hf_config, "kv_lora_rank"), required(hf_config, "qk_rope_head_dim")
     key_dim, value_dim = required(hf_config, "qk_nope_head_dim"), required(hf_config, "v_head_dim")
+    query_down, query_up = _query_rules(hf_config, block, heads * (key_dim + rope_dim))
     return [
         input_norm_rule(hf_config, block, fused_into=None),
-        *_query_rules(hf_config, block, heads * (key_dim + rope_dim)),
+        *query_down,
         _linear(block, "linear_kv_down_proj", "kv_a_proj_with_mqa", (latent + rope_dim, hidden), down=True),
+        *query_up,
         _latent_norm(block, "kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm", latent),
         _linear(block, "linear_kv_up_proj", "kv_b_proj", (heads * (key_dim + value_dim), latent)),
         output_projection_rule(hidden, heads * value_dim, block),
@@ -54,13 +56,12 @@ def latent_attention_config(hf_config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _query_rules(hf_config: dict[str, Any], block: Block, rows: int) -> list[Rule]:
-    """Queries of all heads together are `rows` wide."""
+def _query_rules(hf_config: dict[str, Any], block: Block, rows: int) -> tuple[list[Rule], list[Rule]]:
+    """Down to the latent and up to the queries of all heads, `rows` wide together."""
     hidden, latent = required(hf_config, "hidden_size"), hf_config.get("q_lora_rank")
     if latent is None:
-        return [_linear(block, "linear_q_proj", "q_proj", (rows, hidden))]
-    return [
-        _linear(block, "linear_q_down_proj", "q_a_proj", (latent, hidden), down=True),
+        return [], [_linear(block, "linear_q_proj", "q_proj", (rows, hidden))]
+    return [_linear(block, "linear_q_down_proj", "q_a_proj", (latent, hidden), down=True)], [
         _latent_norm(block, "q_layernorm", "linear_q_up_proj", "q_a_layernorm", latent),
         _linear(block, "linear_q_up_proj", "q_b_proj", (rows, latent)),
     ]

@@ -97,6 +97,19 @@ def test_latent_projections_lie_one_on_the_other_and_their_expansions_are_sharde
         assert (piece.hf_name, piece.shard_dim) == (f"model.layers.1.self_attn.{name}.weight", 0)
 
 
+def test_scales_of_latent_projections_are_taken_apart_at_a_tile():
+    """DeepSeek-V3's sizes: 12 tiles of queries, 4.5 of keys and values."""
+    shape = EngineShape(num_heads=128, num_kv_heads=128, num_experts=0, vocab_size=10, q_latent=1536, kv_latent=576)
+    scales = torch.arange(17 * 56.0).reshape(17, 56)
+    pieces = engine_slices("model.layers.1.self_attn.fused_qkv_a_proj_with_mqa.weight_scale_inv", shape)
+    assert [piece.hf_name.rpartition("self_attn.")[2] for piece in pieces] == [
+        "q_a_proj.weight_scale_inv",
+        "kv_a_proj_with_mqa.weight_scale_inv",
+    ]
+    assert torch.equal(pieces[0].of(scales), scales[:12])
+    assert torch.equal(pieces[1].of(scales), scales[12:])
+
+
 def test_the_router_alone_is_compared_in_the_precision_of_the_embedding():
     config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, n_routed_experts=3, vocab_size=10)
     names = ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", "input_layernorm.weight"]

@@ -34,6 +34,16 @@ def test_an_atomic_group_stays_together_even_where_it_overfills():
     assert names(plan_buckets(specs, 16)) == [["a"], ["q", "kv"], ["b"]]
 
 
+def test_deepseek_s_down_projections_which_sglang_fuses_travel_together():
+    hf_config = {**published_config("DeepSeek-V3"), "num_hidden_layers": 5, "n_routed_experts": 8}
+    buckets = names(plan_buckets(family_of(hf_config).hf_tensor_specs(hf_config), 1))
+    together = [bucket for bucket in buckets if len(bucket) > 1]
+    assert together == [
+        [f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+        for layer in range(5)
+    ]
+
+
 def test_an_atomic_group_that_is_torn_apart_is_refused():
     with pytest.raises(ValueError, match="not neighbours: g"):
         plan_buckets([spec("q", 3, atomic="g"), spec("a", 3), spec("kv", 3, atomic="g")], 16)
