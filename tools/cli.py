@@ -5,8 +5,11 @@ from typing import Annotated
 
 import typer
 from slimrl_tools.calculator_data import write_calculator_data
+from slimrl_tools.commands_inspect import inspect
+from slimrl_tools.commands_quantize import dequantize, quantize
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy import write_toy
+from slimrl_tools.toy_configs import TOYS, ToySize
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -15,10 +18,14 @@ Count = Annotated[int, typer.Option(min=1)]
 
 _SIZE = ToySize()
 
+app.command()(inspect)
+app.command()(quantize)
+app.command()(dequantize)
+
 
 @app.command()
 def toy(
-    family: Annotated[str, typer.Argument(help="qwen3_moe or qwen3.")],
+    family: Annotated[str, typer.Argument(help=f"One of {', '.join(TOYS)}.")],
     out: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
     seed: Seed = 0,
     layers: Count = _SIZE.layers,
@@ -29,6 +36,7 @@ def toy(
     experts: Count = _SIZE.experts,
     experts_per_token: Count = _SIZE.experts_per_token,
     moe_intermediate: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = _SIZE.moe_intermediate,
+    mtp_layers: Annotated[int, typer.Option(min=0, help="Layers for multi-token prediction.")] = _SIZE.mtp_layers,
 ) -> None:
     """Write a small random checkpoint with tokenizer and chat template."""
     size = ToySize(
@@ -40,6 +48,7 @@ def toy(
         experts=experts,
         experts_per_token=experts_per_token,
         moe_intermediate=moe_intermediate,
+        mtp_layers=mtp_layers,
     )
     with exit_codes():
         parameters = write_toy(family, out, size, seed)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 Advance = Callable[[int], None]
@@ -34,4 +35,5 @@ def byte_progress(title: str, total_bytes: int) -> Iterator[Advance]:
 
         yield advance
     seconds = max(time.monotonic() - started, 1e-6)
-    console.print(f"{title}: {done / 1e9:.2f} GB in {seconds:.1f} s, {done / 1e9 / seconds:.2f} GB/s", highlight=False)
+    rate = decimal(int(done / seconds))
+    console.print(f"{title}: {decimal(done)} in {seconds:.1f} s, {rate}/s", highlight=False, soft_wrap=True)

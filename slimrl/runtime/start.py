@@ -18,6 +18,7 @@ from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.config.show import dump_resolved, resolved_dict
 from slimrl.models.checkpoint import check_checkpoint
+from slimrl.models.fp8 import BlockFp8
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
@@ -59,9 +60,20 @@ def prepare(path: Path, overrides: Sequence[str], command: Command, progress: Pr
     key = "model.path"
     try:
         check_checkpoint(Path(loaded.recipe.model.path))
+        if command == "train":
+            _refuse_quantized(Path(loaded.recipe.model.path))
     except ValueError as error:
         raise RecipeError([Problem(key=key, message=str(error), where=loaded.provenance[key])]) from error
     return loaded
+
+
+def _refuse_quantized(model_path: Path) -> None:
+    """Raises ValueError for a checkpoint in block FP8: engines would serve it as it is, resync sends plain weights."""
+    if BlockFp8.of_config(read_hf_config(model_path)) is not None:
+        raise ValueError(
+            f"{model_path}: is in block FP8, which the engines of a run cannot be sent; make a plain checkpoint of it "
+            "with `slimrl-tools dequantize` (sft trains it as it is)"
+        )
 
 
 def open_run(loaded: LoadedRecipe, *, resume: bool = False, overwrite: bool = False) -> RunFolder:

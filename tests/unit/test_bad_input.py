@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 from slimrl_tools.calculator_data import write_calculator_data
+from slimrl_tools.cli import app as tools
 from slimrl_tools.toy import ToySize, write_toy
 from typer.testing import CliRunner, Result
 
@@ -153,6 +154,14 @@ def test_a_model_whose_config_does_not_match_its_weights_is_refused(cli: Cli, wo
 def test_a_model_of_an_unknown_family_is_refused(cli: Cli, workspace: Path, tmp_path: Path):
     model = copy_of_model(workspace, tmp_path, model_type="elephant")
     refused(cli("sft", f"model.path={model}"), "model.path", "elephant")
+
+
+def test_a_quantised_model_is_refused_where_engines_would_be_sent_plain_weights(
+    cli: Cli, workspace: Path, tmp_path: Path
+):
+    made = CliRunner().invoke(tools, ["quantize", str(workspace / "model"), str(tmp_path / "fp8")])
+    assert made.exit_code == 0, made.output
+    refused(cli("train", f"model.path={tmp_path / 'fp8'}"), "model.path", "block FP8", "slimrl-tools dequantize")
 
 
 def test_a_model_without_a_tokenizer_is_refused(cli: Cli, workspace: Path, tmp_path: Path):

@@ -1,0 +1,231 @@
+"""`slimrl-tools quantize` and `dequantize` on toys: what is quantised, what comes back, what happens when they stop."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from slimrl_tools import quantize as quantize_module
+from slimrl_tools import rewrite
+from slimrl_tools.cli import app
+from slimrl_tools.toy import write_toy
+from slimrl_tools.toy_configs import ToySize
+from transformers import AutoModelForCausalLM
+from transformers.quantizers import quantizer_finegrained_fp8
+from typer.testing import CliRunner
+
+from slimrl.models.fp8 import dequantize, quantize
+from slimrl.models.hf_checkpoint import open_hf_checkpoint
+
+SMALL = ToySize(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, moe_intermediate=16)
+SMALL_FILES = ("--shard-gb", "0.00002")
+
+
+@pytest.fixture
+def toy(tmp_path):
+    write_toy("qwen3_moe", tmp_path / "toy", SMALL, seed=1)
+    return tmp_path / "toy"
+
+
+def run(*arguments, code=0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def tensors_of(folder) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def files_of(folder) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_linear_layers_and_experts_are_quantised_and_nothing_else(toy, tmp_path):
+    run("quantize", toy, tmp_path / "fp8", "--block", 16)
+    before, after = tensors_of(toy), tensors_of(tmp_path / "fp8")
+    for name, tensor in before.items():
+        if name.endswith("_proj.weight"):
+            codes, scales = quantize(tensor, (16, 16))
+            assert torch.equal(after.pop(name).view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(after.pop(f"{name}_scale_inv"), scales)
+        else:
+            assert torch.equal(after.pop(name), tensor)
+    assert not after
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert config.pop("quantization_config") == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": [
+            "model.embed_tokens",
+            "model.layers.0.mlp.gate",
+            "model.layers.1.mlp.gate",
+            "lm_head",
+        ],
+    }
+    assert config == json.loads((toy / "config.json").read_text())
+    others = {file.name for file in toy.iterdir()} - {"config.json"}
+    for name in others - {file.name for file in toy.glob("model*")}:
+        assert (tmp_path / "fp8" / name).read_bytes() == (toy / name).read_bytes()
+
+
+def test_transformers_computes_with_it_what_it_computes_with_ours_dequantised(toy, tmp_path, monkeypatch):
+    run("quantize", toy, tmp_path / "fp8", "--block", 16)
+    run("dequantize", tmp_path / "fp8", tmp_path / "plain", "--dtype", "float32")
+    # transformers asks for accelerate before it dequantises on a CPU, which it does without it.
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    ids = torch.arange(40).view(2, 20)
+    logits = {}
+    for name in ("toy", "fp8", "plain"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, dtype=torch.float32, output_loading_info=True
+        )
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        with torch.no_grad():
+            logits[name] = model(ids).logits
+    torch.testing.assert_close(logits["fp8"], logits["plain"], rtol=0, atol=1e-6)
+    assert not torch.equal(logits["fp8"], logits["toy"])
+
+
+def test_what_comes_back_is_the_rounded_weight_and_a_plain_config(toy, tmp_path):
+    run("quantize", toy, tmp_path / "fp8", "--block", 16)
+    run("dequantize", tmp_path / "fp8", tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert config == json.loads((toy / "config.json").read_text()) | {"dtype": "bfloat16"}
+    before, after = tensors_of(toy), tensors_of(tmp_path / "plain")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if name.endswith("_proj.weight"):
+            tensor = dequantize(*quantize(tensor, (16, 16)), torch.bfloat16, (16, 16))
+        assert torch.equal(after[name], tensor.bfloat16())
+    with open_hf_checkpoint(tmp_path / "fp8") as reader:
+        assert reader.specs.keys() == before.keys()
+
+
+def test_modules_that_are_named_keep_their_precision(toy, tmp_path):
+    run(
+        "quantize",
+        toy,
+        tmp_path / "fp8",
+        "--block",
+        16,
+        "--not-convert",
+        "self_attn",
+        "--not-convert",
+        "layers.1.mlp.experts",
+    )
+    after = tensors_of(tmp_path / "fp8")
+    quantised = {name for name, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert quantised
+    assert all(name.startswith("model.layers.0.mlp.experts.") for name in quantised)
+    listed = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert {"model.layers.1.mlp.experts", "model.layers.0.self_attn.q_proj", "lm_head"} <= set(listed)
+
+
+def test_input_that_does_not_fit_is_refused_and_nothing_is_written(toy, tmp_path):
+    run("quantize", toy, tmp_path / "fp8", "--block", 16)
+    (tmp_path / "exists").mkdir()
+    out = tmp_path / "out"
+    cases = {
+        ("quantize", toy, tmp_path / "exists"): "exists; it is not overwritten",
+        ("quantize", tmp_path / "fp8", out): "is quantised already",
+        ("dequantize", toy, out): "is not quantised",
+        ("dequantize", tmp_path / "fp8", out, "--dtype", "int8"): "--dtype int8: one of bfloat16, float16, float32",
+        ("quantize", toy, out, "--format", "int4"): "--format int4: fp8-block is the one there is",
+        ("quantize", toy, out, "--not-convert", "mlp.gat"): "'mlp.gat' is no module of this model",
+        ("quantize", toy, out, "--not-convert", "q_proj"): "engines hold these as one matrix, so name both or neither",
+        ("quantize", tmp_path / "nowhere", out): "no such folder",
+    }
+    before = sorted(tmp_path.iterdir())
+    for arguments, message in cases.items():
+        assert message in run(*arguments, code=2)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_dry_run_says_what_it_would_write_and_writes_nothing(toy, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    said = run("quantize", toy, tmp_path / "out", *SMALL_FILES, "--dry-run")
+    assert "tensors" in said
+    assert "files" in said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_interrupted_run_is_continued_and_gives_the_same_files(toy, tmp_path, monkeypatch):
+    command = ("quantize", toy, tmp_path / "out", "--block", 16, *SMALL_FILES)
+    run("quantize", toy, tmp_path / "whole", "--block", 16, *SMALL_FILES)
+    written = []
+
+    def fails_at_the_third(file, specs, tensors):
+        if len(written) == 2:
+            raise OSError(28, "no space left on the disk", str(file))
+        original(file, specs, tensors)
+        written.append(file.name)
+
+    original = rewrite.write_safetensors_file
+    monkeypatch.setattr(rewrite, "write_safetensors_file", fails_at_the_third)
+    assert "failed: [Errno 28] no space left on the disk" in run(*command, code=1)
+    assert not (tmp_path / "out").exists()
+    partial = tmp_path / ".out.partial"
+    assert sorted(file.name for file in partial.glob("model*")) == written
+    assert "left by an interrupted run; continue it with --resume" in run(*command, code=2)
+    assert "left by another job (block differ)" in run(*command, "--block", 8, "--resume", code=2)
+    said = run("dequantize", tmp_path / "whole", tmp_path / "out", "--resume", code=2)
+    assert "left by another job (block, command, dtype, files, format" in said
+
+    def takes_only_what_is_missing(file, specs, tensors):
+        assert file.name not in written
+        original(file, specs, tensors)
+
+    monkeypatch.setattr(rewrite, "write_safetensors_file", takes_only_what_is_missing)
+    run(*command, "--resume")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert not partial.exists()
+
+
+def test_a_source_that_changed_since_is_another_job(toy, tmp_path, monkeypatch):
+    def stops(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rewrite, "write_index", stops)
+        assert CliRunner().invoke(app, ["quantize", str(toy), str(tmp_path / "out")]).exit_code != 0
+    config = json.loads((toy / "config.json").read_text())
+    (toy / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    assert "left by another job (files differ)" in run("quantize", toy, tmp_path / "out", "--resume", code=2)
+
+
+def test_a_run_that_finished_nothing_leaves_nothing(toy, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "no space left on the disk")
+
+    monkeypatch.setattr(rewrite, "write_safetensors_file", full)
+    run("quantize", toy, tmp_path / "out", code=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["toy"]
+
+
+@pytest.mark.parametrize("wrong", ["scale", "code", "plain"])
+def test_the_check_at_the_end_finds_a_wrong_result(toy, tmp_path, monkeypatch, wrong):
+    def spoilt(src, group, block):
+        for name, tensor in original(src, group, block):
+            if wrong == "scale" and name == "model.layers.1.self_attn.o_proj.weight_scale_inv":
+                tensor = tensor * 1.2
+            if wrong == "code" and name == "model.layers.1.self_attn.o_proj.weight":
+                tensor.view(torch.uint8)[20, 3] ^= 0x80
+            if wrong == "plain" and name == "lm_head.weight":
+                tensor[3, 3] += 1e-6
+            yield name, tensor
+
+    original = quantize_module._quantized
+    monkeypatch.setattr(quantize_module, "_quantized", spoilt)
+    said = run("quantize", toy, tmp_path / "out", "--block", 16, code=1)
+    assert "differs from the source" in said
+    assert ("lm_head" if wrong == "plain" else "model.layers.1.self_attn.o_proj.weight") in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_shows_examples():
+    for command in ("quantize", "dequantize"):
+        assert f"slimrl-tools {command}" in run(command, "--help")

@@ -1,0 +1,91 @@
+"""`slimrl-tools quantize` and `dequantize`: checkpoints to block FP8 and back."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from slimrl_tools.exit_codes import exit_codes
+
+if TYPE_CHECKING:
+    from slimrl_tools.rewrite import Rewrite
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Hugging Face checkpoint.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the result.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not read the result back and compare it.")]
+ShardGb = Annotated[float, typer.Option(min=0.000001, help="Gigabytes (1e9 bytes) per file at most.")]
+
+
+def quantize(
+    src: Source,
+    out: Out,
+    to_format: Annotated[str, typer.Option("--format", help="fp8-block is the one there is.")] = "fp8-block",
+    block: Annotated[int, typer.Option(min=1, help="Rows and columns of a tile.")] = 128,
+    not_convert: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A module to leave as it is; may be given several times.")
+    ] = None,
+    shard_gb: ShardGb = 5.0,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    no_check: NoCheck = False,
+) -> None:
+    """Write a checkpoint in block FP8 as DeepSeek and SGLang use it: float8_e4m3fn with a float32 scale per tile.
+
+    Linear layers and experts are quantised; embeddings, output layer, norms and routers are not, nor what --not-convert
+    names: a whole module name or a part of one between dots. The result is compared with the source at the end.
+
+    \b
+    Examples:
+      slimrl-tools quantize Qwen3-30B-A3B Qwen3-30B-A3B-FP8
+      slimrl-tools quantize model model-fp8 --not-convert self_attn --not-convert model.layers.0
+      slimrl-tools quantize model model-fp8 --resume
+    """
+    with exit_codes():
+        from slimrl_tools.quantize import quantization
+
+        from slimrl.models.safetensors_folder import SafetensorsFolder
+
+        if to_format != "fp8-block":
+            raise ValueError(f"--format {to_format}: fp8-block is the one there is")
+        with SafetensorsFolder(src) as folder:
+            rewrite = quantization(folder, (block, block), not_convert or [], int(shard_gb * 1e9))
+            _run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)
+
+
+def dequantize(
+    src: Source,
+    out: Out,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    shard_gb: ShardGb = 5.0,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    no_check: NoCheck = False,
+) -> None:
+    """Write a checkpoint in block FP8, of any model, as a plain one.
+
+    \b
+    Examples:
+      slimrl-tools dequantize DeepSeek-V3 DeepSeek-V3-bf16
+      slimrl-tools dequantize model-fp8 model --dtype float32
+    """
+    with exit_codes():
+        from slimrl_tools.quantize import dequantization
+
+        from slimrl.models.safetensors_folder import SafetensorsFolder
+
+        with SafetensorsFolder(src) as folder:
+            rewrite = dequantization(folder, dtype, int(shard_gb * 1e9))
+            _run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)
+
+
+def _run(rewrite: "Rewrite", out: Path, *, dry_run: bool, resume: bool, no_check: bool) -> None:
+    from slimrl_tools.rewrite import describe, write_checkpoint
+
+    typer.echo(describe(rewrite, out))
+    if dry_run:
+        return
+    if no_check:
+        rewrite = replace(rewrite, check=None)
+    write_checkpoint(rewrite, out, resume=resume)
