@@ -128,6 +128,16 @@ def _deepseek_v3(size: ToySize) -> dict[str, Any]:
         "qk_nope_head_dim": size.head_dim,
         "qk_rope_head_dim": size.head_dim // 2,
         "v_head_dim": size.head_dim,
+        # As the published model, and since SGLang has no others for it on a CPU: positions scaled by yarn.
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": size.max_position // 4,
+        },
     }
 
 

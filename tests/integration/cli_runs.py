@@ -57,8 +57,8 @@ class Workspace:
         return RunFolder(self.path / "runs" / name)
 
 
-def make_workspace(path: Path) -> Workspace:
-    write_toy("qwen3_moe", path / "model", SIZE, 0)
+def make_workspace(path: Path, family: str = "qwen3_moe") -> Workspace:
+    write_toy(family, path / "model", SIZE, 0)
     write_calculator_data(path / "data", seed=0, num_train=32, num_heldout=8, num_conversations=64)
     return Workspace(path)
 

@@ -68,6 +68,7 @@ def test_an_update_leaves_the_bias_that_chooses_experts_as_it_was(tmp_path):
     assert all(np.array_equal(biases[name], expected[name]) for name in expected)
 
 
+@pytest.mark.full
 def test_a_rate_moves_the_bias_against_the_load_alike_on_every_rank(tmp_path):
     path = small_model("glm4_moe", tmp_path / "hf")
     settings = {"expert": 2, "megatron": {"moe_router_bias_update_rate": 0.01}}
@@ -86,7 +87,7 @@ OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["glm4_moe"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
     path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
     run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)

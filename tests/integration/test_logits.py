@@ -1,4 +1,4 @@
-"""The Megatron model of a Hugging Face checkpoint computes what transformers computes."""
+"""The trainer's log-probs of a Hugging Face checkpoint are those of transformers (logits: test_model_families)."""
 
 from pathlib import Path
 
@@ -9,8 +9,6 @@ from ranks import run_ranks
 from trainer_cases import trainer_config
 
 from slimrl.data.packing import MicroBatch, PackedSequence, pack
-from slimrl.trainer.build import unwrap
-from slimrl.trainer.local_batch import cut
 from slimrl.trainer.parallel import destroy_parallel
 from slimrl.trainer.worker import TrainerWorker
 
@@ -94,32 +92,6 @@ def make_worker(rank: int, num_ranks: int, port: int, path: str, **settings) -> 
     )
     worker.load_hf()
     return worker
-
-
-def packed_logits(rank, num_ranks, port, path):
-    """Logits of every sequence, by the packed forward pass of one rank."""
-    worker = make_worker(rank, num_ranks, port, path)
-    from megatron.core import parallel_state as mpu
-
-    result = {}
-    for batch in micro_batches(worker):
-        local = cut(batch, mpu.get_context_parallel_group())
-        with torch.no_grad():
-            logits_TV = unwrap(worker.chunks[0])(
-                local.tokens_T[None], local.position_ids_T[None], None, packed_seq_params=local.packed_seq_params
-            )[0]
-        for index, trajectory in enumerate(batch.trajectories):
-            chosen_T = torch.from_numpy((batch.trajectory_ids == index) & ~batch.padding)
-            result[int(trajectory)] = logits_TV[chosen_T].numpy()
-    destroy_parallel()
-    return result
-
-
-def test_packed_logits_equal_those_of_transformers(checkpoint):
-    path, expected = checkpoint
-    actual = run_ranks(packed_logits, 1, str(path))[0]
-    for index, logits_TV in enumerate(expected):
-        np.testing.assert_allclose(actual[index], logits_TV.numpy(), atol=1e-4)
 
 
 def logprobs(rank, num_ranks, port, path, settings):

@@ -1,0 +1,37 @@
+"""Families beyond Qwen3-MoE go through a whole run: engines, updates, resyncs with every tensor checked, export."""
+
+import pytest
+from cli_runs import RECIPES, make_workspace, succeed
+from safetensors.torch import load_file
+
+from slimrl.models.checkpoint import check_checkpoint
+from slimrl.observability.metrics import read_metrics
+
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(600)]
+
+RUN_S = 400.0
+DENSE = ["trainer.parallel.expert=1", "rollout.routed_experts=false"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("glm4_moe", []), ("deepseek_v3", []), ("qwen2", DENSE), ("llama", [*DENSE, "trainer.parallel.tensor=2"])],
+)
+def test_a_run_trains_what_its_engines_serve(tmp_path, family, settings):
+    workspace = make_workspace(tmp_path, family)
+    recipe = str(RECIPES / "gspo_calculator.yaml")
+    overrides = workspace.overrides(
+        "run.name=gspo", "steps=2", "resync.verify=full", "rollout.num_engines=1", *settings
+    )
+    succeed("train", recipe, *overrides, timeout_s=RUN_S)
+    folder = workspace.run_folder("gspo")
+    steps = [line for line in read_metrics(folder.metrics) if "mismatch/logprob_abs_mean" in line]
+    assert len(steps) == 2
+    for line in steps:
+        assert line["mismatch/logprob_abs_mean"] < 1e-4
+        assert line["resync/fingerprint_mismatches"] == 0
+    check_checkpoint(folder.export)
+    (before,), (after,) = (list(path.glob("*.safetensors")) for path in (workspace.path / "model", folder.export))
+    old, new = load_file(before), load_file(after)
+    kept = {name for name in old if old[name].equal(new[name])}
+    assert kept == {name for name in old if name.endswith("e_score_correction_bias")}
