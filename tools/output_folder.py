@@ -51,9 +51,9 @@ def output_folder(out: Path, job: dict[str, Any], *, resume: bool) -> Iterator[P
             raise
         if out.exists():
             raise ValueError(f"{out} has come into being meanwhile; the output stays in {partial}")
-        for name in (JOB_NAME, _LOCK_NAME):
-            (partial / name).unlink()
+        (partial / _LOCK_NAME).unlink()
         partial.rename(out)
+        (out / JOB_NAME).unlink()
 
 
 def partial_path(out: Path) -> Path:
