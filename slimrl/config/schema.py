@@ -76,6 +76,10 @@ class RunConfig:
 class ModelConfig:
     path: str = MISSING
     """Hugging Face checkpoint folder: config.json, safetensors, tokenizer with chat template."""
+    megatron: str = ""
+    """Checkpoint of the same model in Megatron's format, from which the trainer takes its weights instead: written by
+    `slimrl-tools convert`, or `checkpoints/step_N` of a run. Empty for those of `path`. Engines start with the weights
+    of `path` and get the trainer's before they first generate."""
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,14 @@ from slimrl.models.family import family_of
 FACTS_FILE = "checkpoint.json"
 """Of a training checkpoint: `architecture` and the `layout` that saved it."""
 
+HF_SUBFOLDER = "hf"
+"""Of a training checkpoint: config.json and tokenizer of its model."""
+
+
+def weights_folder(path: Path) -> Path:
+    """Where the weights of a training checkpoint lie: in the folder itself, or in `trainer` of a run's checkpoint."""
+    return path / "trainer" if (path / "trainer").is_dir() else path
+
 
 def architecture_of(hf_config: dict[str, Any]) -> dict[str, Any]:
     """Family, vocabulary and everything that shapes the layers, as JSON values."""

@@ -17,6 +17,7 @@ from slimrl.config.load import Command, LoadedRecipe, load_recipe
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.config.show import dump_resolved, resolved_dict
+from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.checkpoint import check_checkpoint
 from slimrl.models.fp8 import BlockFp8
 from slimrl.models.hf_config import read_hf_config
@@ -64,7 +65,18 @@ def prepare(path: Path, overrides: Sequence[str], command: Command, progress: Pr
             _refuse_quantized(Path(loaded.recipe.model.path))
     except ValueError as error:
         raise RecipeError([Problem(key=key, message=str(error), where=loaded.provenance[key])]) from error
+    if loaded.recipe.model.megatron:
+        _check_megatron(loaded)
     return loaded
+
+
+def _check_megatron(loaded: LoadedRecipe) -> None:
+    """Raises RecipeError where `model.megatron` is no checkpoint, or of another model than `model.path`."""
+    key, model = "model.megatron", loaded.recipe.model
+    try:
+        check_architecture(weights_folder(Path(model.megatron)), architecture_of(read_hf_config(Path(model.path))))
+    except ValueError as error:
+        raise RecipeError([Problem(key=key, message=str(error), where=loaded.provenance[key])]) from error
 
 
 def _refuse_quantized(model_path: Path) -> None:

@@ -58,8 +58,12 @@ class TrainerActor:
         self.worker.stepper.on_micro_batch = self._advance
         return self.worker.layout
 
-    def load_hf(self) -> None:
-        self.worker.load_hf()
+    def load_weights(self) -> None:
+        """Of `model.megatron` where it is set, else of `model.path`."""
+        if self.recipe.model.megatron:
+            self.worker.load_megatron(Path(self.recipe.model.megatron))
+        else:
+            self.worker.load_hf()
 
     def compute_logprobs(
         self, micro_batches: list[MicroBatch], temperature: float, routing: bool

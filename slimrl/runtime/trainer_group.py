@@ -50,13 +50,13 @@ class TrainerGroup:
         self.pids: tuple[int, ...] = ()
 
     def start(self) -> None:
-        """Join the ranks, build the model and load the weights of `model.path`."""
+        """Join the ranks, build the model and load the weights that the recipe names."""
         timeout_s = self._recipe.trainer.startup_timeout_s
         self.pids = tuple(self._actors.call("pid", timeout_s=timeout_s).values())
         first = self._actors.names[0]
         place = self._actors.call("rendezvous", {first: ()}, timeout_s=timeout_s)[first]
         self._layouts = self._actors.call("start", self._same(*place), timeout_s=timeout_s)
-        self._actors.call("load_hf", timeout_s=timeout_s)
+        self._actors.call("load_weights", timeout_s=timeout_s)
 
     @property
     def layout(self) -> Layout:

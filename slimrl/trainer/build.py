@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import nn
 
 from slimrl import device
-from slimrl.config.schema import ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.trainer.passthrough import fields_for
 
@@ -51,6 +51,23 @@ def build_model(
         config.no_sync_func = functions if len(chunks) > 1 else functions[0]
     config.finalize_model_grads_func = finalize_model_grads
     return chunks
+
+
+def build_local_chunk(parallel: ParallelConfig, model: MegatronModelConfig, *, mtp: bool) -> GPTModel:
+    """This rank's weights in a layout without pipeline, as a bare bfloat16 module for looking at, uninitialised.
+
+    It is of Megatron's own layers, on every machine. What a checkpoint stores of them is what it stores of Transformer
+    Engine's, under the same keys.
+    """
+    trainer = TrainerConfig(
+        parallel=parallel,
+        precision=Precision.bf16,
+        max_tokens_per_rank=1,
+        optimizer=OptimizerConfig(lr=0.0),
+        # Grouped experts need kernels that may not be there; they too are stored like single ones.
+        megatron={"perform_initialization": False, "moe_grouped_gemm": False},
+    )
+    return _gpt(parallel, model, transformer_config(trainer, model, mtp=mtp), 0, fused=False)
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
@@ -145,10 +162,17 @@ def _precision(trainer: TrainerConfig) -> dict[str, Any]:
     return {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
 
 
-def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: TransformerConfig, index: int) -> GPTModel:
+def _gpt(
+    parallel: ParallelConfig,
+    model: MegatronModelConfig,
+    config: TransformerConfig,
+    index: int,
+    fused: bool | None = None,
+) -> GPTModel:
+    """`fused`: of Transformer Engine's layers or of Megatron's own; None for what this machine trains with."""
     stage = index if config.virtual_pipeline_model_parallel_size is not None else None
     place: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
-    fused = device.has_transformer_engine()
+    fused = device.has_transformer_engine() if fused is None else fused
     spec = get_gpt_decoder_block_spec(config, fused, normalization=config.normalization, vp_stage=stage)
     mtp = get_gpt_mtp_block_spec(config, spec, fused, vp_stage=stage) if config.mtp_num_layers else None
     return GPTModel(

@@ -2,6 +2,7 @@
 
 A checkpoint is a folder:
 - `checkpoint.json`: the model's architecture and the layout that saved it;
+- `hf/`: the model's config and tokenizer, which turn it into a Hugging Face checkpoint;
 - `rng/`: random-number states by rank, restored where the layout is the same;
 - the rest: megatron-core's distributed format (torch_dist), each rank having written its shards.
 It is written under a temporary name beside its place and renamed when whole.
@@ -11,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import random as megatron_random
+from torch import nn
 
-from slimrl.models.architecture import FACTS_FILE, check_architecture, read_facts
+from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
+from slimrl.models.shard_pieces import SHARDING
 from slimrl.trainer.build import unwrap
+from slimrl.trainer.export import COPIED
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.parallel import Layout, seed_ranks
 
@@ -35,12 +41,14 @@ def save(
     optimizer: Optimizer,
     layout: Layout,
     architecture: dict[str, Any],
+    model_path: Path | None = None,
 ) -> None:
     """Write a checkpoint; every rank calls it, on a file system that all see.
 
     Args:
         directory: must not exist yet.
         architecture: facts of the model, from architecture_of.
+        model_path: Hugging Face folder whose config and tokenizer the checkpoint keeps.
 
     Raises:
         ValueError: the folder exists.
@@ -53,6 +61,8 @@ def save(
         (partial / "rng").mkdir(parents=True)
         facts = {"architecture": architecture, "layout": layout.sizes()}
         (partial / FACTS_FILE).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+        if model_path is not None:
+            _copy_hf_files(model_path, partial / HF_SUBFOLDER)
     dist.barrier()
     torch.save(_rng_state(), partial / "rng" / f"{layout.rank:05d}.pt")
     optimizer.create_state()
@@ -99,22 +109,45 @@ def load(
             log.warning("%s was saved under another layout: random-number states start from the seed", directory)
 
 
+def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
+    """Fill modules under any layout with the weights of a checkpoint, converted or of a run; every rank calls it.
+
+    Optimizer state in it is left alone. Call it before the optimizer is built, which copies the weights, or have that
+    copy them again.
+
+    Raises:
+        ValueError: not a checkpoint of megatron-core, or one of another model.
+    """
+    try:
+        content = dist_checkpointing.load_content_metadata(str(directory)) or {}
+        metadata = {**_metadata(), "singleton_local_shards": content.get("singleton_local_shards", False)}
+        loaded = dist_checkpointing.load(_model_state(chunks, metadata), str(directory))
+    except (CheckpointingException, KeyError) as error:
+        raise ValueError(f"{directory}: not a checkpoint of this model: {error}") from error
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+
+
 def _metadata() -> dict[str, Any]:
-    """How megatron-core shards what it saves: the one form of optimizer state that loads under any layout."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": True,
-        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
-    }
+    return {**SHARDING, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _model_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    return {f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+
+
+def _copy_hf_files(model_path: Path, folder: Path) -> None:
+    folder.mkdir()
+    for pattern in ("config.json", *COPIED):
+        for file in sorted(model_path.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
 
 
 def _sharded_state(
     chunks: list[DistributedDataParallel], optimizer: Optimizer, metadata: dict[str, Any], *, is_loading: bool = False
 ) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
-    }
+    state = _model_state(chunks, metadata)
     state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     state["scheduler"] = optimizer.scheduler.state_dict()
     return state

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from slimrl.config.schema import Precision, TrainerConfig
 from slimrl.data.packing import MicroBatch
-from slimrl.models.architecture import architecture_of
+from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer import checkpoint
@@ -67,6 +67,17 @@ class TrainerWorker:
         load_hf_weights(self.chunks, self.model_path, self.family, self.hf_config)
         self.optimizer.megatron.reload_model_params()
 
+    def load_megatron(self, path: Path) -> None:
+        """Load the weights of a training checkpoint, a converted one or a run's, saved under any layout.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        folder = weights_folder(path)
+        check_architecture(folder, architecture_of(self.hf_config))
+        checkpoint.load_weights(folder, self.chunks)
+        self.optimizer.megatron.reload_model_params()
+
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float, *, routing: bool = False
     ) -> list[LogProbs] | None:
@@ -87,7 +98,8 @@ class TrainerWorker:
         return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype)
 
     def save_checkpoint(self, directory: Path) -> None:
-        checkpoint.save(directory, self.chunks, self.optimizer, self.layout, architecture_of(self.hf_config))
+        architecture = architecture_of(self.hf_config)
+        checkpoint.save(directory, self.chunks, self.optimizer, self.layout, architecture, self.model_path)
 
     def load_checkpoint(self, directory: Path) -> None:
         architecture = architecture_of(self.hf_config)

@@ -1,0 +1,182 @@
+"""Files of a torch_dist checkpoint: blocks of tensors one behind the other, each as torch saves a tensor.
+
+1. The pieces that the schema lists are cut into files of bounded size; the pieces of one shard stay together.
+2. A file is written piece by piece, each made when it is due from slices of Hugging Face tensors, and hashed.
+3. Its record says what it holds. Files can so be written by several processes, and at several times.
+"""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.shard_pieces import Piece, ShardSchema
+from slimrl.models.weight_map import Entry
+
+FILE_BYTES = 10**9
+"""Tensor bytes per file, where nothing else is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A piece in a file."""
+
+    key: str
+    offset: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    length: int
+    """Bytes in the file, torch's framing included."""
+    digest: str
+    """xxh3-128 of the tensor's bytes."""
+
+
+def plan_files(
+    schema: ShardSchema, dtypes: Sequence[torch.dtype], file_bytes: int = FILE_BYTES
+) -> dict[str, list[Piece]]:
+    """File name -> what is in it, in the order of the weight map.
+
+    Args:
+        dtypes: of the stored tensors, by entry of the weight map.
+        file_bytes: tensor bytes per file at most; a larger shard gets a file of its own.
+    """
+    files: list[list[Piece]] = []
+    filled = file_bytes
+    for _, group in groupby(schema.pieces, key=lambda piece: (piece.entry, piece.shard)):
+        pieces = list(group)
+        size = sum(piece_bytes(piece, dtypes) for piece in pieces)
+        if filled + size > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1] += pieces
+        filled += size
+    return {f"__0_{number}.distcp": pieces for number, pieces in enumerate(files)}
+
+
+def piece_bytes(piece: Piece, dtypes: Sequence[torch.dtype]) -> int:
+    return piece.numel * dtypes[piece.entry].itemsize
+
+
+def write_file(
+    file: Path,
+    pieces: Sequence[Piece],
+    entries: Sequence[Entry],
+    dtypes: Sequence[torch.dtype],
+    reader: CheckpointReader,
+    advance: Callable[[int], None],
+) -> list[Block]:
+    """Write one file, which has its name only when it is whole and on the disk. Holds one shard at a time.
+
+    Args:
+        advance: told the bytes of each piece that is written.
+
+    Raises:
+        OSError: the disk is full, or another fault of it.
+        ValueError: the source is broken.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    blocks = []
+    with partial.open("wb") as stream:
+        for piece, tensor in _tensors(pieces, entries, dtypes, reader):
+            start = stream.tell()
+            _save(tensor, stream)
+            digest = tensor_digest(tensor)
+            blocks.append(
+                Block(key=piece.key, offset=piece.offset, start=start, length=stream.tell() - start, digest=digest)
+            )
+            advance(tensor.nbytes)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+    return blocks
+
+
+def check_file(file: Path, blocks: Iterable[Block], advance: Callable[[int], None]) -> None:
+    """Read a file back and compare what is in it with what was written; one piece at a time.
+
+    Raises:
+        OSError: it is not the same.
+    """
+    for block in blocks:
+        place = _StorageInfo(relative_path=file.name, offset=block.start, length=block.length)
+        try:
+            tensor = read_block(file.parent, place)
+        except ValueError as error:
+            raise OSError(f"{file}: {block.key} cannot be read back: {error}") from error
+        if tensor_digest(tensor) != block.digest:
+            raise OSError(f"{file}: {block.key} reads back differently than it was written")
+        advance(tensor.nbytes)
+
+
+def read_block(path: Path, place: Any) -> Tensor:
+    """One stored block.
+
+    Args:
+        place: its entry in the metadata's `storage_data`.
+
+    Raises:
+        ValueError: the bytes there are no tensor.
+    """
+    file = path / place.relative_path
+    with file.open("rb") as stream:
+        try:
+            window: Any = _create_file_view(stream, place.offset, place.length)
+            return torch.load(window, map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError) as error:
+            raise ValueError(f"{file}: corrupt at byte {place.offset}: {error}") from error
+
+
+def write_record(file: Path, blocks: Sequence[Block]) -> None:
+    """Say what is in a file, for `read_record`."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps([asdict(block) for block in blocks]))
+    partial.replace(file)
+
+
+def read_record(file: Path) -> list[Block]:
+    return [Block(**{**block, "offset": tuple(block["offset"])}) for block in json.loads(file.read_text())]
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """xxh3-128 of a CPU tensor's elements, in their order."""
+    raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_hexdigest(raw)
+
+
+def _tensors(
+    pieces: Sequence[Piece], entries: Sequence[Entry], dtypes: Sequence[torch.dtype], reader: CheckpointReader
+) -> Iterator[tuple[Piece, Tensor]]:
+    for (entry, shard), group in groupby(pieces, key=lambda piece: (piece.entry, piece.shard)):
+        members = list(group)
+        whole = entries[entry].to_megatron(reader.read, shard, members[0].num_shards)
+        for piece in members:
+            yield piece, _plain(whole[piece.slices].to(dtypes[entry])).view(piece.stored_shape)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """In memory of its own, all of which torch would save."""
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _save(tensor: Tensor, stream: io.BufferedWriter) -> None:
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:
+        # A fault of the disk reaches torch as an exception of the stream, which it wraps.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

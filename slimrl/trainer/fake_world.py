@@ -1,0 +1,70 @@
+"""Any rank of any layout in one process, without the others, and with Megatron's modules on the meta device.
+
+Collectives of the default group do nothing (torch's "fake" backend), and "the current GPU" is the meta device, where
+tensors have a shape and a dtype but no memory. A rank of a thousand is built in a fraction of a second, so a layout can
+be examined whole on a laptop.
+"""
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slimrl.config.schema import ParallelConfig
+from slimrl.trainer.parallel import seed_ranks
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """Fewest ranks that the layout can have: data parallelism 1, for the experts or for the rest."""
+    dense = parallel.tensor * parallel.context
+    experts = parallel.expert * parallel.expert_tensor
+    return parallel.pipeline * math.lcm(dense, experts)
+
+
+@contextmanager
+def fake_world(parallel: ParallelConfig, *, rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world that is not there; modules built meanwhile belong on the meta device.
+
+    Everything that it sets is put back at the end: groups, the random-number states, the current device. Garbage
+    collection pauses meanwhile: it would walk through all modules made so far, which takes four fifths of the time.
+
+    Raises:
+        ValueError: the world does not divide into this layout.
+    """
+    assert not dist.is_initialized(), "this process is a rank of a real world"
+    random_state, tracker = torch.get_rng_state(), megatron_random.get_cuda_rng_tracker()
+    tracker_states = tracker.get_states()
+    real_current_device, collecting = torch.cuda.current_device, gc.isenabled()
+    gc.disable()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        try:
+            mpu.initialize_model_parallel(
+                parallel.tensor,
+                parallel.pipeline,
+                parallel.virtual_pipeline,
+                context_parallel_size=parallel.context,
+                expert_model_parallel_size=parallel.expert,
+                expert_tensor_parallel_size=parallel.expert_tensor,
+                create_gloo_process_groups=False,
+            )
+        except RuntimeError as error:
+            raise ValueError(f"{world_size} ranks do not divide into the layout: {error}") from error
+        seed_ranks(0)
+        torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment, return-value]
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.cuda.current_device = real_current_device
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+        tracker.set_states(tracker_states)
+        torch.set_rng_state(random_state)
+        if collecting:
+            gc.enable()
