@@ -1,0 +1,126 @@
+"""`slimrl-tools convert`: between Hugging Face's format and Megatron's."""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from slimrl_tools.exit_codes import exit_codes
+
+if TYPE_CHECKING:
+    from slimrl_tools.conversion import Options
+
+app = typer.Typer(
+    no_args_is_help=True, help="Convert checkpoints between Hugging Face's format and Megatron's torch_dist."
+)
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")]
+Size = Annotated[int, typer.Option(min=1)]
+Dtype = Annotated[str, typer.Option(help="keep, bf16 or fp32. What a model keeps in float32 stays so.")]
+Processes = Annotated[int, typer.Option(min=1, help="Processes that convert, each with its share of the files.")]
+ShardGb = Annotated[float, typer.Option(min=0.000001, help="Gigabytes (1e9 bytes) per file at most.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be written, write nothing.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not read the result back and compare it.")]
+
+
+@app.command()
+def hf_to_megatron(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Hugging Face checkpoint, block FP8 or not.")],
+    out: Out,
+    tensor: Size = 1,
+    pipeline: Size = 1,
+    virtual_pipeline: Annotated[int | None, typer.Option(min=1)] = None,
+    expert: Size = 1,
+    expert_tensor: Size = 1,
+    dtype: Dtype = "keep",
+    shard_gb: ShardGb = 1.0,
+    processes: Processes = 1,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    no_check: NoCheck = False,
+) -> None:
+    """Write a torch_dist checkpoint, which loads under any layout, with the model's config and tokenizer in OUT/hf.
+
+    The layout given here is the one under which it loads fastest: with --tensor and --expert-tensor, tensors are
+    stored in as many parts; the other sizes are checked against the model and noted down, since layers and experts are
+    stored one by one.
+
+    A process holds at most 3 times the largest part of a tensor at a time, however large the model is (gate and up of
+    an MLP count as one tensor, so do query, key and value). An interrupted run leaves .OUT.partial alone, and continues
+    with --resume. At the end everything is read back and compared with checksums of what was written.
+
+    \b
+    Examples:
+      slimrl-tools convert hf-to-megatron Qwen3-30B-A3B Qwen3-30B-A3B-mcore --tensor 4 --expert 8 --processes 8
+      slimrl-tools convert hf-to-megatron DeepSeek-V3 DeepSeek-V3-mcore --tensor 8 --expert 64 --dry-run
+    """
+    with exit_codes():
+        _quiet_megatron()
+        from slimrl_tools.hf_to_megatron import hf_to_megatron as convert
+
+        from slimrl.config.schema import ParallelConfig
+
+        parallel = ParallelConfig(
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual_pipeline=virtual_pipeline,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            sequence=tensor > 1,
+        )
+        options = _options(dtype, processes, resume, no_check)
+        file_bytes = int(shard_gb * 1e9)
+        convert(src, out, parallel, options, file_bytes=file_bytes, dry_run=dry_run, say=typer.echo)
+        if not dry_run:
+            typer.echo(str(out))
+
+
+@app.command()
+def megatron_to_hf(
+    src: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A converted checkpoint, a run's, or another torch_dist folder.")
+    ],
+    out: Out,
+    shard_gb: ShardGb = 5.0,
+    hf: Annotated[
+        Path | None, typer.Option(help="Folder with config.json and tokenizer, if not the copy in the checkpoint.")
+    ] = None,
+    dtype: Dtype = "keep",
+    processes: Processes = 1,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    no_check: NoCheck = False,
+) -> None:
+    """Write safetensors with an index, config and tokenizer. Optimizer state in the checkpoint is left alone.
+
+    A process holds at most 3 times the largest tensor of Megatron's at a time, however large the model is. Layers for
+    multi-token prediction, which training leaves out, are taken from the folder of --hf if their weights are there.
+
+    \b
+    Examples:
+      slimrl-tools convert megatron-to-hf Qwen3-30B-A3B-mcore Qwen3-30B-A3B-back
+      slimrl-tools convert megatron-to-hf runs/my_run/checkpoints/step_000100 my_model --dtype bf16 --shard-gb 4
+    """
+    with exit_codes():
+        _quiet_megatron()
+        from slimrl_tools.megatron_to_hf import megatron_to_hf as convert
+
+        options = _options(dtype, processes, resume, no_check)
+        shard_bytes = int(shard_gb * 1e9)
+        convert(src, out, options, shard_bytes=shard_bytes, hf_dir=hf, dry_run=dry_run, say=typer.echo)
+        if not dry_run:
+            typer.echo(str(out))
+
+
+def _quiet_megatron() -> None:
+    """Its import warns of libraries that only training on GPUs needs."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+
+
+def _options(dtype: str, processes: int, resume: bool, no_check: bool) -> "Options":
+    from slimrl_tools.conversion import DTYPES, Options
+
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+    return Options(dtype=DTYPES[dtype], processes=processes, resume=resume, check=not no_check)

@@ -1,0 +1,97 @@
+"""What both directions of `convert` share: options, the plan that is told before anything is written, and records.
+
+A record says what one output file holds, with a checksum of every tensor. It is written when the file is whole and on
+the disk, so it is also what an interrupted conversion goes by when it continues.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimrl_tools.output_folder import partial_path
+
+DTYPES = {"keep": None, "bf16": "bfloat16", "fp32": "float32"}
+"""Values of --dtype; None for what the source has."""
+
+RECORDS = ".records"
+"""Folder within an unfinished output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to convert, whichever way."""
+
+    dtype: str | None = None
+    """As torch prints it; None for that of the source. Tensors that a model keeps in float32 stay so."""
+    processes: int = 1
+    resume: bool = False
+    check: bool = True
+    """Read the output back at the end and compare it with the checksums of what was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a conversion writes."""
+
+    out: Path
+    num_tensors: int
+    files: Mapping[str, int]
+    """Name -> tensor bytes."""
+    largest_bytes: int
+    """Of the largest tensor that is held whole."""
+    copies_held: int
+    """How many times that a process holds at most, besides what Python and the libraries take."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+    def describe(self, processes: int) -> str:
+        """Lines for a terminal."""
+        peak = self.copies_held * self.largest_bytes * processes
+        begun = f", continuing {partial_path(self.out)}" if partial_path(self.out).exists() else ""
+        return (
+            f"{self.out}: {self.num_tensors} tensors, {self.nbytes / 1e9:.2f} GB in {len(self.files)} files{begun}\n"
+            f"the largest tensor held has {self.largest_bytes / 1e9:.3f} GB; {processes} processes hold at most "
+            f"{self.copies_held} such each, {peak / 1e9:.2f} GB"
+        )
+
+
+def refuse_existing(out: Path) -> None:
+    """Before anything is computed; the output folder looks again."""
+    if out.exists():
+        raise ValueError(f"{out} exists; it is not overwritten")
+
+
+def config_for(hf_config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """config.json of plain weights in `dtype`, None for that which it names."""
+    config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    return config
+
+
+def record_file(partial: Path, name: str) -> Path:
+    """Of the output file `name`."""
+    return partial / RECORDS / f"{name}.json"
+
+
+def due_files(partial: Path, names: Sequence[str]) -> list[str]:
+    """Those that are not whole yet."""
+    (partial / RECORDS).mkdir(exist_ok=True)
+    return [name for name in names if not (record_file(partial, name).exists() and (partial / name).exists())]
+
+
+def on_disk(file: Path) -> None:
+    """Wait until a written file has left the memory of the system."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+Say = Callable[[str], None]
+"""Tells the user a line."""

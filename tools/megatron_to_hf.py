@@ -1,0 +1,147 @@
+"""A torch_dist checkpoint, converted or saved by a run, as a Hugging Face checkpoint.
+
+1. The checkpoint is compared with the config.json of its model.
+2. Processes write safetensors files, each tensor put together from its blocks when it is due.
+3. Every file is read back and compared with the checksums of what was written.
+4. The index, the config and the tokenizer are added, and the folder gets its name.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from functools import partial as bind
+from pathlib import Path
+
+from slimrl_tools.conversion import (
+    RECORDS,
+    Options,
+    Plan,
+    Say,
+    config_for,
+    due_files,
+    refuse_existing,
+)
+from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint
+from slimrl_tools.output_folder import check_space, copy_other_files, output_folder, source_files
+from slimrl_tools.progress import byte_progress
+from slimrl_tools.safetensors_share import check_share, write_share
+from slimrl_tools.shares import cut_shares, run_shares
+
+from slimrl.data.protocols import TensorSpec
+from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.family import family_of
+from slimrl.models.hf_checkpoint import open_hf_checkpoint
+from slimrl.models.safetensors_file import spec_bytes
+from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, plan_files, write_index
+from slimrl.models.torch_dist_reader import StoredWeights, read_metadata
+from slimrl.models.weight_map import WeightMap
+from slimrl.trainer.torch_dist import schema_of_stored
+
+COPIES_HELD = 3
+"""Largest Megatron tensors that a process holds: a stored block, the tensor, and the same in Hugging Face's layout."""
+
+
+def megatron_to_hf(
+    src: Path,
+    out: Path,
+    options: Options,
+    *,
+    shard_bytes: int = MAX_SHARD_BYTES,
+    hf_dir: Path | None = None,
+    dry_run: bool = False,
+    say: Say = print,
+) -> None:
+    """Convert, or only say what would be written.
+
+    Args:
+        shard_bytes: tensor bytes per file at most; a larger tensor gets a file of its own.
+        hf_dir: folder with config.json and tokenizer; None for the copy in the checkpoint.
+
+    Raises:
+        ValueError: the source or the output folder is not what it should be; nothing was written.
+        OSError: the disk is full, or what was written reads back differently.
+    """
+    refuse_existing(out)
+    found = find_checkpoint(src, hf_dir)
+    if found.format != "torch_dist":
+        raise ValueError(f"{src}: a Hugging Face checkpoint already")
+    config = found.hf_config()
+    weight_map = family_of(config).weight_map(config, mtp=True)
+    metadata = read_metadata(found.path)
+    stored = found.path, metadata, schema_of_stored(found.path, metadata, config)
+    with StoredWeights(*stored) as reader:
+        specs, carried = _specs(weight_map, reader, found, options.dtype, say)
+        largest = max(
+            sum(spec_bytes(reader.specs[tensor.name]) for tensor in entry.hf if tensor.name in reader.specs)
+            for entry in weight_map.entries
+        )
+    files = plan_files(specs, shard_bytes)
+    plan = Plan(
+        out=out,
+        num_tensors=len(specs),
+        files={name: sum(map(spec_bytes, group)) for name, group in files.items()},
+        largest_bytes=largest,
+        copies_held=COPIES_HELD,
+    )
+    if dry_run:
+        say(plan.describe(options.processes))
+        return
+    job = {
+        "command": "convert megatron-to-hf",
+        "source": source_files(found.path),
+        "hf_dir": str(found.hf_dir),
+        "dtype": options.dtype,
+        "shard_bytes": shard_bytes,
+    }
+    with output_folder(out, job, resume=options.resume) as partial:
+        due = {name: plan.files[name] for name in due_files(partial, list(files))}
+        check_space(partial, sum(due.values()))
+        shares = [{name: files[name] for name in names} for names in cut_shares(due, options.processes)]
+        with byte_progress("convert", sum(due.values())) as advance:
+            run_shares(
+                bind(write_share, stored, found.hf_dir, carried, _originals(weight_map), partial), shares, advance
+            )
+        write_index(partial, files)
+        assert found.hf_dir is not None
+        copy_other_files(found.hf_dir, partial)
+        (partial / "config.json").write_text(json.dumps(config_for(config, specs[0].dtype), indent=2) + "\n")
+        if options.check:
+            with byte_progress("check", plan.nbytes) as advance:
+                run_shares(bind(check_share, partial, specs), cut_shares(plan.files, options.processes), advance)
+        shutil.rmtree(partial / RECORDS)
+
+
+def _specs(
+    weight_map: WeightMap, reader: CheckpointReader, found: FoundCheckpoint, dtype: str | None, say: Say
+) -> tuple[list[TensorSpec], frozenset[str]]:
+    """What is written, in order, and which of it the Hugging Face folder gives.
+
+    Those are the layers for multi-token prediction of a model that was trained without them. They are left out where
+    that folder has no weights.
+    """
+    missing = frozenset(weight_map.hf_tensors) - reader.specs.keys()
+    available: Mapping[str, TensorSpec] = {}
+    if missing and found.hf_dir is not None and any(found.hf_dir.glob("*.safetensors")):
+        with open_hf_checkpoint(found.hf_dir) as other:
+            available = dict(other.specs)
+    carried = missing & available.keys()
+    if missing:
+        count = len(carried) or len(missing)
+        what = f"taken unchanged from {found.hf_dir}" if carried else "left out, give their checkpoint with --hf"
+        say(f"{found.path} has no layers for multi-token prediction; their {count} tensors are {what}")
+    held = {**{name: available[name] for name in carried}, **reader.specs}
+    with_mtp = not missing - carried
+    specs = []
+    for entry in weight_map.entries:
+        for tensor in entry.hf:
+            if tensor.name not in held:
+                continue
+            written = tensor.dtype or dtype if dtype is not None else held[tensor.name].dtype
+            for name in tensor.names if with_mtp else (tensor.name,):
+                specs.append(TensorSpec(name=name, shape=tensor.shape, dtype=written or held[tensor.name].dtype))
+    return specs, carried
+
+
+def _originals(weight_map: WeightMap) -> dict[str, str]:
+    """Name of a copy -> name of what it repeats."""
+    return {copy: tensor.name for tensor in weight_map.hf_tensors.values() for copy in tensor.copies}
