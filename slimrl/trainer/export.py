@@ -9,8 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from slimrl.data.protocols import WeightSource
+from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.safetensors_folder import write_safetensors
+from slimrl.trainer.carried import CarriedTensors
 
 COPIED = (
     "generation_config.json",
@@ -28,6 +30,8 @@ COPIED = (
 def export_hf(source: WeightSource, src_model_dir: Path, out_dir: Path) -> None:
     """Write the source's weights with the configuration and the tokenizer of `src_model_dir`; all ranks call it.
 
+    The weights are written as the trainer has them: of a checkpoint in block FP8, what comes out is plain.
+    Layers for multi-token prediction, which are not trained, are carried over from `src_model_dir` (see carried.py).
     Everything is written beside `out_dir` and renamed at the end, so that no half-written folder ever has its name.
 
     Raises:
@@ -59,7 +63,9 @@ def _write(source: WeightSource, src_model_dir: Path, out_dir: Path) -> None:
     partial.mkdir()
     try:
         specs = source.specs()
-        write_safetensors(partial, specs, source.tensors())
+        with open_hf_checkpoint(src_model_dir) as reader:
+            carried = CarriedTensors(reader, read_hf_config(src_model_dir), specs, specs[0].dtype)
+            write_safetensors(partial, carried.specs(), carried.tensors(source.tensors()))
         (partial / "config.json").write_text(json.dumps(_config(src_model_dir, specs[0].dtype), indent=2) + "\n")
         for pattern in COPIED:
             for file in sorted(src_model_dir.glob(pattern)):
@@ -72,6 +78,8 @@ def _write(source: WeightSource, src_model_dir: Path, out_dir: Path) -> None:
 
 
 def _config(src_model_dir: Path, dtype: str) -> dict[str, Any]:
+    """The trained weights are plain, so what the config says of a quantised checkpoint is left out."""
     config = read_hf_config(src_model_dir)
+    config.pop("quantization_config", None)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: dtype}

@@ -4,11 +4,15 @@ Norms are not 1, biases are not 0, the vocabulary is odd, so that every tensor-p
 sizes are equal that could be exchanged.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from slimrl.models.family import family_of
 
 VOCAB = 131
 
@@ -142,6 +146,25 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
             torch.nn.init.normal_(buffer, 0.0, 0.1)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def add_mtp_layers(path: Path, count: int) -> Path:
+    """Give a checkpoint random layers for multi-token prediction, with copies of its embedding and output layer."""
+    config = json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    config["num_nextn_predict_layers"] = count
+    generator = torch.Generator().manual_seed(1)
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    for spec in family_of(config).hf_tensor_specs(config, mtp=True):
+        if spec.name in tensors:
+            continue
+        original = copies.get(spec.name.split(".", 3)[-1])
+        mean = 1.0 if "norm" in spec.name else 0.0
+        random = torch.empty(spec.shape).normal_(mean, 0.1, generator=generator)
+        tensors[spec.name] = tensors[original].clone() if original else random
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

@@ -1,6 +1,7 @@
 """Weights between Hugging Face and Megatron: exports, and what a broken checkpoint is told."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ def test_an_export_is_a_checkpoint_that_transformers_loads_and_a_broken_one_is_r
     path = small_model("qwen3_moe", tmp_path / "hf")
     broken = tmp_path / "broken"
     broken.mkdir()
+    shutil.copyfile(path / "config.json", broken / "config.json")
     tensors = load_file(path / "model.safetensors")
     missing = tensors.pop("model.layers.1.self_attn.k_norm.weight")
     tensors["model.layers.1.self_attn.k_bias"] = missing

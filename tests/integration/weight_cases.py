@@ -67,16 +67,20 @@ def trainer_config(parallel: ParallelConfig, precision: Precision = Precision.fp
     )
 
 
-def loaded_chunks(path: Path, parallel: ParallelConfig, precision: Precision = Precision.fp32) -> tuple[Any, ...]:
-    """(model chunks, family, config.json) of a checkpoint."""
+def loaded_chunks(
+    path: Path, parallel: ParallelConfig, precision: Precision = Precision.fp32, *, mtp: bool = False
+) -> tuple[Any, ...]:
+    """(model chunks, family, config.json) of a checkpoint; `mtp`: with its layers for multi-token prediction."""
     hf_config = read_hf_config(path)
     family = family_of(hf_config)
-    chunks = build_model(trainer_config(parallel, precision), family.megatron_config(hf_config))
+    chunks = build_model(trainer_config(parallel, precision), family.megatron_config(hf_config), mtp=mtp)
     load_hf_weights(chunks, path, family, hf_config)
     return chunks, family, hf_config
 
 
-def round_trip(rank: int, world_size: int, port: int, cases: Sequence[tuple[Path, dict[str, ParallelConfig]]]) -> Any:
+def round_trip(
+    rank: int, world_size: int, port: int, cases: Sequence[tuple[Path, dict[str, ParallelConfig]]], mtp: bool = False
+) -> Any:
     """Seconds per export by checkpoint and layout; raises where a tensor comes back changed."""
     join(rank, world_size, port)
     seconds = {}
@@ -84,7 +88,7 @@ def round_trip(rank: int, world_size: int, port: int, cases: Sequence[tuple[Path
         expected = load_file(path / "model.safetensors")
         for name, parallel in layouts.items():
             change_layout(parallel)
-            chunks, family, hf_config = loaded_chunks(path, parallel)
+            chunks, family, hf_config = loaded_chunks(path, parallel, mtp=mtp)
             source = MegatronWeightSource(chunks, family, hf_config, window_bytes=40_000)
             start = time.perf_counter()
             seen = {}
