@@ -5,8 +5,12 @@ from typing import Annotated
 
 import typer
 from slimrl_tools.calculator_data import write_calculator_data
+from slimrl_tools.commands_convert import app as convert
+from slimrl_tools.commands_derive import average, slice_layers
+from slimrl_tools.commands_diff_config import diff_config
 from slimrl_tools.commands_inspect import inspect
 from slimrl_tools.commands_quantize import dequantize, quantize
+from slimrl_tools.commands_verify import verify
 from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.toy import write_toy
 from slimrl_tools.toy_configs import TOYS, ToySize
@@ -18,9 +22,9 @@ Count = Annotated[int, typer.Option(min=1)]
 
 _SIZE = ToySize()
 
-app.command()(inspect)
-app.command()(quantize)
-app.command()(dequantize)
+app.add_typer(convert, name="convert")
+for command in (verify, inspect, quantize, dequantize, average, slice_layers, diff_config):
+    app.command()(command)
 
 
 @app.command()
