@@ -17,12 +17,14 @@ from slimrl.models.weight_map import HfTensor, Rule, Shard
 
 def num_mtp_layers(hf_config: dict[str, Any]) -> int:
     """How many such layers the config names; a checkpoint may lack them all the same."""
-    return int(hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0)
+    given = (hf_config.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers"))
+    return next((int(number) for number in given if number is not None), 0)
 
 
 def embedding_copies(hf_config: dict[str, Any]) -> tuple[str, ...]:
-    """Names under which the layers repeat the embedding."""
-    return tuple(f"{prefix}embed_tokens.weight" for prefix in _hf_prefixes(hf_config))
+    """Names under which the layers repeat the embedding, and the output layer where that is the embedding."""
+    names = tuple(f"{prefix}embed_tokens.weight" for prefix in _hf_prefixes(hf_config))
+    return names + head_copies(hf_config) if hf_config.get("tie_word_embeddings") else names
 
 
 def head_copies(hf_config: dict[str, Any]) -> tuple[str, ...]:

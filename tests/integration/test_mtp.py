@@ -79,6 +79,7 @@ def test_mtp_layers_compute_what_transformers_computes(tmp_path):
         # By these transformers finds the layers in the checkpoint; its own list has those of the released models.
         model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\.", r"model\.layers\.5\."]
         mtp = MtpModel.from_pretrained(model).float()
+        assert len(mtp.layers) == len(actual) == LAYERS
         with torch.no_grad():
             hidden_1TH = model.model(tokens_T[None]).last_hidden_state
             for index, layer in enumerate(mtp.layers):

@@ -95,6 +95,13 @@ def test_layers_for_multi_token_prediction_are_a_layer_more_and_their_own_tensor
     assert {name for name in expected if not name.startswith(f"model.layers.{trunk}.")} == without
 
 
+def test_with_tied_embeddings_the_mtp_layers_repeat_one_tensor_twice():
+    hf_config = {**published_config("DeepSeek-V3"), "num_hidden_layers": 4, "n_routed_experts": 8}
+    tied = {**hf_config, "tie_word_embeddings": True}
+    expected = {spec.name for spec in family_of(hf_config).hf_tensor_specs(hf_config, mtp=True)} - {"lm_head.weight"}
+    assert {spec.name for spec in family_of(tied).hf_tensor_specs(tied, mtp=True)} == expected
+
+
 def test_qwen3_next_is_refused_with_what_stands_in_the_way():
     with pytest.raises(ValueError, match=r"model_type 'qwen3_next' is not supported: megatron-core .* packs"):
         family_of(published_config("Qwen3-Next-80B-A3B"))
