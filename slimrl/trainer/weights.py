@@ -74,9 +74,9 @@ def load_hf_weights(chunks: Sequence[nn.Module], path: Path, family: Family, hf_
         ValueError: tensors of the checkpoint are missing, unknown or misshaped; all of them in one message.
     """
     weight_map = model_weight_map(chunks, family, hf_config)
-    with_mtp = bool(unwrap(chunks[0]).config.mtp_num_layers)
     with open_hf_checkpoint(path) as folder, torch.no_grad():
-        if check_tensors(folder, family, hf_config) < with_mtp:
+        has_mtp = check_tensors(folder, family, hf_config)
+        if unwrap(chunks[0]).config.mtp_num_layers and not has_mtp:
             raise ValueError(f"{path}: no tensors of the layers for multi-token prediction")
         for index, tensor in local_weights(chunks, weight_map):
             entry = weight_map.entries[index]
