@@ -1,21 +1,14 @@
 """`slimrl-tools quantize` and `dequantize`: checkpoints to block FP8 and back."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from slimrl_tools.exit_codes import exit_codes
-
-if TYPE_CHECKING:
-    from slimrl_tools.rewrite import Rewrite
+from slimrl_tools.rewrite_options import DryRun, NoCheck, Resume, ShardGb, run
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Hugging Face checkpoint.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the result.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")]
-NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not read the result back and compare it.")]
-ShardGb = Annotated[float, typer.Option(min=0.000001, help="Gigabytes (1e9 bytes) per file at most.")]
 
 
 def quantize(
@@ -51,7 +44,7 @@ def quantize(
             raise ValueError(f"--format {to_format}: fp8-block is the one there is")
         with SafetensorsFolder(src) as folder:
             rewrite = quantization(folder, (block, block), not_convert or [], int(shard_gb * 1e9))
-            _run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)
+            run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)
 
 
 def dequantize(
@@ -77,15 +70,4 @@ def dequantize(
 
         with SafetensorsFolder(src) as folder:
             rewrite = dequantization(folder, dtype, int(shard_gb * 1e9))
-            _run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)
-
-
-def _run(rewrite: "Rewrite", out: Path, *, dry_run: bool, resume: bool, no_check: bool) -> None:
-    from slimrl_tools.rewrite import describe, write_checkpoint
-
-    typer.echo(describe(rewrite, out))
-    if dry_run:
-        return
-    if no_check:
-        rewrite = replace(rewrite, check=None)
-    write_checkpoint(rewrite, out, resume=resume)
+            run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)

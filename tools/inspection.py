@@ -10,7 +10,6 @@ from typing import Any
 
 from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint, open_found
 from slimrl_tools.parameters import count_parameters
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slimrl.models.architecture import FACTS_FILE, read_facts
@@ -19,6 +18,7 @@ from slimrl.models.hf_config import published_config, published_names
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.mtp import num_mtp_layers
 from slimrl.models.safetensors_folder import SafetensorsFolder, spec_bytes
+from slimrl.models.torch_dist_reader import read_metadata
 from slimrl.models.weight_map import WeightMap
 
 MAX_NAMED = 5
@@ -144,7 +144,7 @@ def _stored_in_safetensors(found: FoundCheckpoint) -> dict[str, Any]:
 
 def _stored_in_torch_dist(found: FoundCheckpoint) -> dict[str, Any]:
     """The same of megatron-core's format, and what else than weights is in it, and the layout that saved it."""
-    metadata = FileSystemReader(str(found.path)).read_metadata().state_dict_metadata
+    metadata = read_metadata(found.path).state_dict_metadata
     tensors, nbytes, optimizer_bytes, pieces = Counter[str](), Counter[str](), 0, 0
     for key, entry in metadata.items():
         if not isinstance(entry, TensorStorageMetadata):

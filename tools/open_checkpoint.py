@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slimrl.models.architecture import HF_SUBFOLDER
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.safetensors_folder import INDEX_NAME
-
-HF_SUBFOLDER = "hf"
-"""Of a torch_dist checkpoint: config.json and tokenizer of its model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,118 @@
+"""The weighted mean of checkpoints of one model, tensor by tensor."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from slimrl_tools.compare import read_whole
+from slimrl_tools.model_facts import different_facts
+from slimrl_tools.output_folder import source_files
+from slimrl_tools.rewrite import Rewrite
+from slimrl_tools.written import check_written
+from torch import Tensor
+
+from slimrl.data.protocols import TensorSpec
+from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.hf_config import dtype_name, read_hf_config
+from slimrl.models.safetensors_folder import MAX_SHARD_BYTES
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+
+MAX_LISTED = 5
+"""Differences between two checkpoints that an error names."""
+
+
+def averaging(
+    readers: Sequence[CheckpointReader],
+    weights: Sequence[float] | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = MAX_SHARD_BYTES,
+) -> Rewrite:
+    """How the mean is written: summed in float32, one tensor of one checkpoint at a time beside the sum.
+
+    Args:
+        readers: of Hugging Face checkpoints, which stay open until it is written; config and tokenizer are the first's.
+        weights: one per checkpoint, adding up to 1; None for equal ones.
+        dtype: of the tensors that have the dtype of the first's config; others keep their own. None keeps all.
+
+    Raises:
+        ValueError: the checkpoints are not of one model, or weights or dtype cannot be.
+    """
+    shares = _shares(weights, len(readers))
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise ValueError(f"--dtype {dtype}: one of {', '.join(FLOAT_DTYPES)}")
+    first, *others = readers
+    config = read_hf_config(first.path)
+    for reader in others:
+        _check_alike(first, config, reader)
+    before = dtype_name(config)
+    specs = [
+        TensorSpec(name=spec.name, shape=spec.shape, dtype=(dtype or before) if spec.dtype == before else spec.dtype)
+        for spec in first.specs.values()
+    ]
+
+    def produce(group: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+        for spec in group:
+            yield spec.name, weighted_sum((read_whole(reader, spec.name) for reader in readers), shares)
+
+    return Rewrite(
+        title="averaged",
+        src=first.path,
+        specs=specs,
+        produce=produce,
+        config=_plain_config(config, dtype or before),
+        job={
+            "command": "average",
+            "sources": [[str(reader.path.resolve()), source_files(reader.path)] for reader in readers],
+            "weights": shares,
+            "dtype": dtype,
+            "shard": shard_bytes,
+        },
+        max_shard_bytes=shard_bytes,
+        check=lambda out, advance: check_written(out, specs, produce, advance),
+    )
+
+
+def weighted_sum(tensors: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """float32 sum of `weight * tensor`, taken in order; each tensor may be of any floating-point dtype."""
+    total: Tensor | None = None
+    for tensor, weight in zip(tensors, weights, strict=True):
+        if total is None:
+            total = tensor.to(torch.float32, copy=True).mul_(weight)
+        else:
+            total.add_(tensor, alpha=weight)
+    assert total is not None, "nothing to sum"
+    return total
+
+
+def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
+    if count < 2:
+        raise ValueError("give at least two checkpoints to average, and the output folder")
+    if weights is None:
+        return [1 / count] * count
+    if len(weights) != count:
+        raise ValueError(f"--weights: {len(weights)} of them for {count} checkpoints")
+    if not math.isclose(sum(weights), 1, abs_tol=1e-6):
+        raise ValueError(f"--weights: they add up to {sum(weights):g}, which would scale the model; 1 is needed")
+    return list(weights)
+
+
+def _check_alike(first: CheckpointReader, config: dict[str, Any], other: CheckpointReader) -> None:
+    """Raises ValueError naming what differs between two checkpoints: of the model, or of the tensors."""
+    differences = different_facts(config, read_hf_config(other.path))
+    shapes, found = ({name: spec.shape for name, spec in reader.specs.items()} for reader in (first, other))
+    for name in [*shapes, *(name for name in found if name not in shapes)]:
+        if shapes.get(name) != found.get(name):
+            sides = [list(shape) if (shape := side.get(name)) else "absent" for side in (shapes, found)]
+            differences.append(f"{name}: {sides[0]} and {sides[1]}")
+    if differences:
+        more = [f"and {len(differences) - MAX_LISTED} more"] if len(differences) > MAX_LISTED else []
+        listed = "\n  ".join(differences[:MAX_LISTED] + more)
+        raise ValueError(f"{first.path} and {other.path} are not of one model:\n  {listed}")
+
+
+def _plain_config(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Of weights that are not quantised."""
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    return {**plain, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}

@@ -1,0 +1,90 @@
+"""`slimrl-tools diff-config`: whether a recipe builds the model that a config.json describes."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from slimrl_tools.exit_codes import exit_codes
+
+if TYPE_CHECKING:
+    from slimrl_tools.config_diff import ConfigDiff
+
+
+def diff_config(
+    hf_dir: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder with a config.json.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Compare what a config.json says with what the trainer would build under a recipe. Exit code 1 if they differ.
+
+    A line per fact of the model: the keys that decide it, what the family makes of them, what megatron-core is told
+    once the recipe's trainer.megatron is laid over it. They differ where the recipe changes what the model computes,
+    and where config.json has a key that nothing reads and that may matter. What changes only training, speed or
+    rounding is shown and passes.
+
+    \b
+    Examples:
+      slimrl-tools diff-config Qwen3-30B-A3B recipes/qwen3_moe/30b_a3b_gspo.yaml
+      slimrl-tools diff-config model recipes/tiny_moe/sft.yaml trainer.megatron.moe_router_topk=4
+    """
+    with exit_codes():
+        from slimrl_tools.config_diff import diff_config as compare
+
+        from slimrl.config.hf_config import read_hf_config
+        from slimrl.config.load import load_recipe
+
+        loaded = load_recipe(recipe, [*(overrides or []), f"model.path={hf_dir}"], "export")
+        result = compare(read_hf_config(hf_dir), loaded.recipe.trainer)
+        if as_json:
+            typer.echo(json.dumps(asdict(result) | {"agrees": result.agrees}, indent=2))
+        else:
+            _show(result)
+    if not result.agrees:
+        raise typer.Exit(1)
+
+
+def _show(result: "ConfigDiff") -> None:
+    console = Console(highlight=False, markup=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("megatron-core", "config.json", "family", "built", ""):
+        table.add_column(title, overflow="fold")
+    for row in result.rows:
+        keys = ", ".join(f"{key} {_short(value)}" for key, value in row.keys.items())
+        table.add_row(
+            row.field, keys, _short(row.family), _short(row.built), row.note, style=None if row.agrees else "red"
+        )
+    console.print(table)
+    if result.fixed:
+        console.print(f"\nwithout another choice: {_listed(result.fixed)}")
+    if result.irrelevant:
+        console.print(f"not read, and need not be: {', '.join(result.irrelevant)}")
+    if result.unread:
+        console.print(f"NOT READ, though they may matter: {_listed(result.unread)}")
+    wrong = [row.field for row in result.rows if not row.agrees]
+    if wrong:
+        console.print(f"CHANGED BY THE RECIPE: {', '.join(wrong)}")
+    console.print(f"{result.family}: {'the trainer builds this model' if result.agrees else 'ANOTHER MODEL is built'}")
+
+
+def _short(value: Any) -> str:
+    """A list of equal entries as one and how many."""
+    if isinstance(value, list) and len(value) > 2:
+        runs: list[list[Any]] = []
+        for item in value:
+            if runs and runs[-1][0] == item:
+                runs[-1][1] += 1
+            else:
+                runs.append([item, 1])
+        return "[" + ", ".join(f"{item} x {count}" if count > 1 else str(item) for item, count in runs) + "]"
+    return "" if value is None else str(value)
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {_short(value)}" for key, value in values.items())

@@ -1,0 +1,132 @@
+"""`slimrl-tools verify`: whether two checkpoints hold the same model."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from slimrl_tools.exit_codes import exit_codes
+
+if TYPE_CHECKING:
+    from slimrl_tools.compare import Comparison
+    from slimrl_tools.logits import LogitComparison
+    from slimrl_tools.verification import Verification
+
+MAX_SHOWN = 20
+"""Differences of a kind that are printed; --json writes all of them."""
+
+
+def verify(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint in any format.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another, compared with it.")],
+    logits: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Compare logits on this many random prompts too.")
+    ] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="With --logits: tokens of a prompt.")] = 64,
+    logits_dtype: Annotated[str, typer.Option(help="With --logits: what both compute in, float32 or bfloat16.")] = (
+        "float32"
+    ),
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Largest absolute difference that counts as equal.")
+    ] = None,
+    ignore_dtype: Annotated[bool, typer.Option("--ignore-dtype", help="Pass tensors of equal values.")] = False,
+    hf: Annotated[
+        Path | None, typer.Option(help="Folder with config.json, for torch_dist checkpoints without one.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+) -> None:
+    """Compare two checkpoints in any two formats, tensor by tensor. Exit code 0: the same, 1: different, 2: refused.
+
+    Formats: Hugging Face folders, plain or in block FP8; torch_dist folders; a run's checkpoints. Names, shapes, dtypes
+    and every element are compared, one tensor of each at a time. Tensors of one dtype must be equal bit for bit; of two
+    dtypes, within the rounding of the coarser, and the dtypes themselves make a difference unless --ignore-dtype is
+    given; with block FP8 on one side, within its quantisation error. --tolerance replaces these limits.
+
+    With --logits each model is loaded whole: Hugging Face formats into transformers, torch_dist into Megatron.
+
+    \b
+    Examples:
+      slimrl-tools verify Qwen3-30B-A3B Qwen3-30B-A3B-mcore
+      slimrl-tools verify model model-fp8 --logits 4
+      slimrl-tools verify runs/a/export/hf runs/a/checkpoints/step_000012 --ignore-dtype --json differences.json
+    """
+    with exit_codes():
+        from slimrl_tools.verification import LogitRequest
+        from slimrl_tools.verification import verify as run
+
+        if logits_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"--logits-dtype {logits_dtype}: float32 or bfloat16")
+        request = LogitRequest(num_prompts=logits, num_tokens=prompt_tokens, dtype=logits_dtype) if logits else None
+        result = run(a, b, hf_dir=hf, tolerance=tolerance, ignore_dtype=ignore_dtype, logits=request)
+        if json_file is not None:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            json_file.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
+        _show(result)
+    if not result.same:
+        raise typer.Exit(1)
+
+
+def _show(result: "Verification") -> None:
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for side, found in (("A", result.a), ("B", result.b)):
+        console.print(f"{side}  {found.path} ({found.format})")
+    found = result.tensors
+    for title, lines in {
+        "configs differ": result.config,
+        "missing in B": found.missing,
+        "only in B": found.extra,
+        "of another shape": [f"{name}: {list(a)} in A, {list(b)} in B" for name, a, b in found.shapes],
+    }.items():
+        if lines:
+            _list(console, f"{len(lines)} {title}:", lines)
+    if found.dtypes:
+        name, a, b = found.dtypes[0]
+        console.print(f"{len(found.dtypes)} of another dtype, such as {name}: {a} in A, {b} in B")
+    if found.differences:
+        console.print(_worst(found))
+    equal = found.num_tensors - len(found.differences)
+    kept = len(found.differences) - found.num_exceeding
+    console.print(
+        f"{found.num_tensors} tensors compared: {equal} equal bit for bit, {kept} within their limit, "
+        f"{found.num_exceeding} beyond it"
+    )
+    if result.logits is not None:
+        console.print(_logit_line(result.logits))
+    console.print("the same" if result.same else "DIFFERENT")
+
+
+def _worst(found: "Comparison") -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for place, title in enumerate(("tensor", "max |a-b|", "relative", "at", "limit", "")):
+        table.add_column(title, justify="right" if place in (1, 2) else "left", overflow="fold")
+    for difference in found.differences[:MAX_SHOWN]:
+        table.add_row(
+            difference.name,
+            f"{difference.max_abs:.2e}",
+            f"{difference.max_relative:.2e}",
+            str(list(difference.where)),
+            difference.limit.reason,
+            "" if difference.within else "beyond",
+        )
+    if len(found.differences) > MAX_SHOWN:
+        table.add_row(f"and {len(found.differences) - MAX_SHOWN} more")
+    return table
+
+
+def _logit_line(logits: "LogitComparison") -> str:
+    verdict = "within" if logits.within else "BEYOND"
+    return (
+        f"logits of {logits.num_tokens} tokens: max |a-b| {logits.max_abs:.2e}, {verdict} the limit of "
+        f"{logits.limit:.2e} for {logits.precision} (largest logit {logits.largest:.1f}); "
+        f"the greedy token is the same at {logits.greedy_agreement:.1%}"
+    )
+
+
+def _list(console: Console, title: str, lines: list[str]) -> None:
+    console.print(title)
+    for line in lines[:MAX_SHOWN]:
+        console.print(f"  {line}")
+    if len(lines) > MAX_SHOWN:
+        console.print(f"  and {len(lines) - MAX_SHOWN} more")

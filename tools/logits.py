@@ -1,0 +1,167 @@
+"""Logits of a checkpoint on random prompts, each format by the implementation that reads it for its users.
+
+A Hugging Face checkpoint is run by transformers, a torch_dist checkpoint by Megatron, which also loads it itself: where
+the two agree, the conversion between them and both readings of config.json agree too.
+
+N prompts, T tokens each, V rows of the vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from slimrl_tools.open_checkpoint import FoundCheckpoint, open_found
+from torch import Tensor
+
+from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.family import family_of
+
+LIMITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2, "block FP8": 0.3}
+"""Largest difference of two logits, in units of the largest logit or of 1, by the coarsest of what was computed in and
+of what rounded the weights. Rounding errors add up over the layers, so these are for a sanity check, not for proof."""
+
+GROUP_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitComparison:
+    num_tokens: int
+    max_abs: float
+    largest: float
+    """Largest magnitude of a logit."""
+    greedy_agreement: float
+    """Share of positions at which both rank the same token first."""
+    limit: float
+    """For `max_abs`."""
+    precision: str
+    """Which of LIMITS applied."""
+
+    @property
+    def within(self) -> bool:
+        return self.max_abs <= self.limit
+
+
+def random_prompts(vocab_size: int, num_prompts: int, num_tokens: int, seed: int) -> Tensor:
+    """int64 [N, T], uniform over the vocabulary."""
+    return torch.randint(vocab_size, (num_prompts, num_tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def compute_logits(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str) -> Tensor:
+    """float32 [N, T, V] on the CPU; weights and activations are in `dtype`. Holds the whole model.
+
+    Raises:
+        ValueError: the family is not supported, or the checkpoint lacks weights that the model has.
+    """
+    if found.format == "huggingface":
+        return _by_transformers(found, prompts_NT, getattr(torch, dtype))
+    return _by_megatron(found, prompts_NT, dtype)
+
+
+def compare_logits(a_NTV: Tensor, b_NTV: Tensor, precision: str) -> LogitComparison:
+    """Args: float32 logits of two models; what limits their agreement, one of LIMITS."""
+    largest = max(a_NTV.abs().max().item(), b_NTV.abs().max().item())
+    return LogitComparison(
+        num_tokens=a_NTV.shape[0] * a_NTV.shape[1],
+        max_abs=(a_NTV - b_NTV).abs().max().nan_to_num(nan=torch.inf).item(),
+        largest=largest,
+        greedy_agreement=(a_NTV.argmax(-1) == b_NTV.argmax(-1)).float().mean().item(),
+        limit=LIMITS[precision] * max(1.0, largest),
+        precision=precision,
+    )
+
+
+class _LazyTensor:
+    """Read when transformers asks for it, as it does of a safetensors file."""
+
+    def __init__(self, reader: CheckpointReader, name: str) -> None:
+        self._reader, self._name = reader, name
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self._reader.read(self._name, tuple(slice(0, size) for size in self._reader.specs[self._name].shape))
+
+
+def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dtype) -> Tensor:
+    # Take seconds to import, and only this function needs them.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from slimrl.device import device_type
+
+    hf_config = found.hf_config()
+    config = AutoConfig.from_pretrained(found.hf_dir)
+    # The reader dequantises.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with open_found(found) as reader:
+        names = [name for name in family_of(hf_config).weight_map(hf_config).hf_tensors if name in reader.specs]
+        weights: Mapping[str, Any] = {name: _LazyTensor(reader, name) for name in names}
+        # The annotation of the first argument leaves out that None goes with a state_dict.
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, loading = load(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
+    if loading["missing_keys"]:
+        raise ValueError(f"{found.path}: transformers misses {', '.join(sorted(loading['missing_keys'])[:5])}")
+    model = model.to(device_type()).eval()
+    with torch.no_grad():
+        rows = [model(prompt_T[None].to(device_type())).logits[0].float().cpu() for prompt_T in prompts_NT]
+    return torch.stack(rows)
+
+
+def _by_megatron(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str) -> Tensor:
+    # Imports Megatron, which takes seconds.
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+    from slimrl.device import compute_device
+    from slimrl.trainer.build import build_model
+    from slimrl.trainer.checkpoint import load_weights
+
+    precisions = {"float32": Precision.fp32, "bfloat16": Precision.bf16}
+    if dtype not in precisions:
+        raise ValueError(f"--logits-dtype {dtype}: Megatron computes in float32 or bfloat16")
+    hf_config = found.hf_config()
+    model = family_of(hf_config).megatron_config(hf_config)
+    trainer = TrainerConfig(
+        parallel=ParallelConfig(),
+        precision=precisions[dtype],
+        max_tokens_per_rank=prompts_NT.shape[1],
+        optimizer=OptimizerConfig(lr=0.0),
+    )
+    num_tokens = prompts_NT.shape[1]
+    device = compute_device()
+    bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=num_tokens,
+        max_seqlen_kv=num_tokens,
+    )
+    positions_1T = torch.arange(num_tokens, device=device)[None]
+    with _alone():
+        (chunk,) = build_model(trainer, model)
+        load_weights(found.path, [chunk])
+        chunk.eval()
+        with torch.no_grad():
+            rows = [
+                chunk(prompt_T[None].to(device), positions_1T, None, packed_seq_params=packed)[0].float().cpu()
+                for prompt_T in prompts_NT
+            ]
+    return torch.stack(rows)[..., : model.vocab_size]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Megatron's process groups of this process alone."""
+    from slimrl import device
+    from slimrl.config.schema import ParallelConfig
+    from slimrl.trainer.parallel import destroy_parallel, init_model_parallel
+
+    device.select_device(0)
+    dist.init_process_group(device.collective_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        init_model_parallel(ParallelConfig(), timeout_s=GROUP_TIMEOUT_S, seed=0)
+        yield
+    finally:
+        destroy_parallel()
