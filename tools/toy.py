@@ -20,6 +20,9 @@ from slimrl.models.family import family_of
 from slimrl.models.safetensors_folder import write_safetensors
 from slimrl.models.weight_map import WeightMap
 
+EXPERT_BIAS_STD = 0.01
+"""Standard deviation of the bias that chooses experts; small, so that all of them are chosen."""
+
 
 def write_toy(family: str, out: Path, size: ToySize, seed: int) -> int:
     """Write a random float32 checkpoint with tokenizer and chat template into a new folder, complete or not at all.
@@ -61,5 +64,6 @@ def _random_tensors(weight_map: WeightMap, std: float, seed: int) -> Iterator[tu
             value = torch.ones(tensor.shape)
         else:
             generator = torch.Generator().manual_seed(derive_seed(seed, tensor.name))
-            value = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+            spread = EXPERT_BIAS_STD if tensor.name.endswith("e_score_correction_bias") else std
+            value = torch.empty(tensor.shape).normal_(0.0, spread, generator=generator)
         yield from ((name, value) for name in tensor.names)

@@ -69,9 +69,17 @@ def _qwen3_moe(size: ToySize) -> dict[str, Any]:
 
 
 def _qwen2(size: ToySize) -> dict[str, Any]:
-    """Qwen2 has biases of queries, keys and values without saying so."""
+    """Qwen2 has biases of queries, keys and values without saying so, and heads that share the hidden size.
+
+    Raises:
+        ValueError: the heads do not divide the hidden size into even parts; `head_dim` is not asked.
+    """
+    if size.hidden % (2 * size.heads):
+        raise ValueError(
+            f"--hidden {size.hidden} does not divide into {size.heads} heads of an even size, as qwen2 has"
+        )
     config = _decoder(size)
-    del config["attention_bias"]
+    del config["attention_bias"], config["head_dim"]
     return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} | config
 
 
@@ -120,6 +128,7 @@ def _deepseek_v3(size: ToySize) -> dict[str, Any]:
         "model_type": "deepseek_v3",
         **config,
         **_sigmoid_moe(size),
+        "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "num_key_value_heads": size.heads,
