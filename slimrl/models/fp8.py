@@ -42,6 +42,9 @@ DEFAULT_BLOCK: Block = (128, 128)
 _FLOAT16_FACTOR = 256.0
 """An e4m3 code whose bits are put into a float16 is too small by this: 2 to the difference of the exponents' biases."""
 
+_NAN_CODE = 0x7F << 7
+"""e4m3's NaN, without its sign, where `_dequantize_band` has moved its bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFp8:
@@ -141,18 +144,16 @@ def quantize(weight_MN: Tensor, block: Block = DEFAULT_BLOCK) -> tuple[Tensor, T
     (rows, columns), device = weight_MN.shape, weight_MN.device
     quantized_MN = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
     scale_RC = torch.empty((-(-rows // block[0]), -(-columns // block[1])), dtype=torch.float32, device=device)
+    buffer = torch.empty((_band_rows(rows, columns, block[0], device), columns), dtype=torch.float32, device=device)
     for tiles, band in _bands(rows, columns, block[0], device):
         height = min(block[0], rows - band.start)
-        band_tmN = (
-            weight_MN[band]
-            .to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            .view(-1, height, columns)
-        )
+        band_mN = buffer[: band.stop - band.start].copy_(weight_MN[band])
+        band_tmN = band_mN.view(-1, height, columns)
         absmax_tN = torch.maximum(band_tmN.amax(1), band_tmN.amin(1).neg_())
         scale_tC = _column_tiles(absmax_tN, block[1]).clamp_(min=MIN_ABSMAX).div_(FP8_MAX)
         scale_RC[tiles] = scale_tC
         band_tmN.div_(scale_tC.repeat_interleave(block[1], dim=1)[:, None, :columns])
-        quantized_MN[band] = band_tmN.view(-1, columns).to(torch.float8_e4m3fn)
+        quantized_MN[band].copy_(band_mN)
     if not torch.isfinite(scale_RC).all():
         raise ValueError("the matrix holds NaN or infinity")
     return quantized_MN, scale_RC
@@ -178,23 +179,30 @@ def dequantize(
     result_MN = torch.empty((rows, columns), dtype=dtype, device=device)
     factor_RC = scale_RC.to(torch.float32) * _FLOAT16_FACTOR
     factor_RN = factor_RC.repeat_interleave(block[1], dim=1)[:, offset[1] : offset[1] + columns]
+    scratch = _Scratch(_band_rows(rows, columns, block[0], device), columns, device)
     first = min(rows, block[0] - offset[0])
-    largest = [_dequantize_band(quantized_MN, result_MN, factor_RN, slice(0, 1), slice(0, first))] if first else []
+    largest = []
+    if first:
+        largest.append(_dequantize_band(quantized_MN[:first], result_MN[:first], factor_RN[:1], scratch))
     for tiles, band in _bands(rows - first, columns, block[0], device):
-        tiles = slice(tiles.start + 1, tiles.stop + 1)
+        factor_tN = factor_RN[tiles.start + 1 : tiles.stop + 1]
         band = slice(band.start + first, band.stop + first)
-        largest.append(_dequantize_band(quantized_MN, result_MN, factor_RN, tiles, band))
+        largest.append(_dequantize_band(quantized_MN[band], result_MN[band], factor_tN, scratch))
     if largest and bool((torch.stack(largest) == _NAN_CODE).any()):
         raise ValueError("the matrix holds NaN")
     return result_MN
 
 
-_NAN_CODE = 0x7F << 7
-"""e4m3's NaN, without its sign, where `_dequantize_band` has moved its bits."""
+class _Scratch:
+    """Memory for one band, used again for each: fresh pages would cost as much as the arithmetic."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.bits, self.magnitude = torch.empty((2, rows, columns), dtype=torch.int16, device=device)
+        self.values = torch.empty((rows, columns), dtype=torch.float32, device=device)
 
 
-def _dequantize_band(quantized_MN: Tensor, result_MN: Tensor, factor_RN: Tensor, tiles: slice, band: slice) -> Tensor:
-    """Fill the rows `band` of the result; these tile rows are all of one height.
+def _dequantize_band(quantized_mN: Tensor, result_mN: Tensor, factor_tN: Tensor, scratch: _Scratch) -> Tensor:
+    """Fill the result's rows, tile rows of one height with a row of factors each.
 
     The codes are turned into float16 by moving their bits: a sign, four bits of exponent, three of mantissa. It is
     exact, subnormal codes included, and several times as fast on a CPU as torch's own conversion.
@@ -202,20 +210,25 @@ def _dequantize_band(quantized_MN: Tensor, result_MN: Tensor, factor_RN: Tensor,
     Returns:
         The largest code without its sign, as an int16 of moved bits.
     """
-    bits = (
-        quantized_MN[band].contiguous().view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
-    )
-    largest = bits.bitwise_and(0x7FFF).amax() if bits.numel() else bits.new_zeros(())
-    columns = bits.shape[1]
-    band_tmN = bits.view(torch.float16).to(torch.float32).view(tiles.stop - tiles.start, -1, columns)
-    result_MN[band] = band_tmN.mul_(factor_RN[tiles, None]).view(-1, columns)
+    rows, columns = quantized_mN.shape
+    bits_mN = scratch.bits[:rows].copy_(quantized_mN.view(torch.int8))
+    bits_mN.bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
+    largest = torch.bitwise_and(bits_mN, 0x7FFF, out=scratch.magnitude[:rows]).amax()
+    values_mN = scratch.values[:rows].copy_(bits_mN.view(torch.float16))
+    values_mN.view(len(factor_tN), -1, columns).mul_(factor_tN[:, None])
+    result_mN.copy_(values_mN)
     return largest
+
+
+def _band_rows(rows: int, columns: int, tile_rows: int, device: torch.device) -> int:
+    """Rows of the largest band."""
+    budget = GPU_BAND_BYTES if device.type == "cuda" else BAND_BYTES
+    return min(rows, max(1, budget // max(1, 4 * tile_rows * columns)) * tile_rows)
 
 
 def _bands(rows: int, columns: int, tile_rows: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
     """(tile rows, rows) of each band; a partial tile row at the end is a band of its own."""
-    budget = GPU_BAND_BYTES if device.type == "cuda" else BAND_BYTES
-    step = max(1, budget // max(1, 4 * tile_rows * columns))
+    step = max(1, _band_rows(rows, columns, tile_rows, device) // tile_rows)
     whole = rows // tile_rows
     for start in range(0, whole, step):
         stop = min(start + step, whole)
