@@ -1,11 +1,11 @@
 """`slimrl-tools convert`: between Hugging Face's format and Megatron's."""
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from slimrl_tools.exit_codes import exit_codes
+from slimrl_tools.quiet import quiet_megatron
 
 if TYPE_CHECKING:
     from slimrl_tools.conversion import Options
@@ -56,7 +56,7 @@ def hf_to_megatron(
       slimrl-tools convert hf-to-megatron DeepSeek-V3 DeepSeek-V3-mcore --tensor 8 --expert 64 --dry-run
     """
     with exit_codes():
-        _quiet_megatron()
+        quiet_megatron()
         from slimrl_tools.hf_to_megatron import hf_to_megatron as convert
 
         from slimrl.config.schema import ParallelConfig
@@ -103,7 +103,7 @@ def megatron_to_hf(
       slimrl-tools convert megatron-to-hf runs/my_run/checkpoints/step_000100 my_model --dtype bf16 --shard-gb 4
     """
     with exit_codes():
-        _quiet_megatron()
+        quiet_megatron()
         from slimrl_tools.megatron_to_hf import megatron_to_hf as convert
 
         options = _options(dtype, processes, resume, no_check)
@@ -111,11 +111,6 @@ def megatron_to_hf(
         convert(src, out, options, shard_bytes=shard_bytes, hf_dir=hf, dry_run=dry_run, say=typer.echo)
         if not dry_run:
             typer.echo(str(out))
-
-
-def _quiet_megatron() -> None:
-    """Its import warns of libraries that only training on GPUs needs."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
 def _options(dtype: str, processes: int, resume: bool, no_check: bool) -> "Options":

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from slimrl_tools.exit_codes import exit_codes
+from slimrl_tools.quiet import quiet_megatron
 
 if TYPE_CHECKING:
     from slimrl_tools.config_diff import ConfigDiff
@@ -35,6 +36,7 @@ def diff_config(
       slimrl-tools diff-config model recipes/tiny_moe/sft.yaml trainer.megatron.moe_router_topk=4
     """
     with exit_codes():
+        quiet_megatron()
         from slimrl_tools.config_diff import diff_config as compare
 
         from slimrl.config.hf_config import read_hf_config

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console, Group
 from rich.table import Table
 from slimrl_tools.exit_codes import exit_codes
+from slimrl_tools.quiet import quiet_megatron
 
 
 def inspect(
@@ -28,6 +29,7 @@ def inspect(
       slimrl-tools inspect runs/quickstart/gspo/checkpoints/step_000012 --json
     """
     with exit_codes():
+        quiet_megatron()
         from slimrl_tools.inspection import inspect_checkpoint
 
         facts = inspect_checkpoint(path, hf)

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from slimrl_tools.exit_codes import exit_codes
+from slimrl_tools.quiet import quiet_megatron
 
 if TYPE_CHECKING:
     from slimrl_tools.compare import Comparison
@@ -53,6 +54,7 @@ def verify(
       slimrl-tools verify runs/a/export/hf runs/a/checkpoints/step_000012 --ignore-dtype --json differences.json
     """
     with exit_codes():
+        quiet_megatron()
         from slimrl_tools.verification import LogitRequest
         from slimrl_tools.verification import verify as run
 

@@ -43,7 +43,7 @@ def find_checkpoint(path: Path, hf_dir: Path | None = None) -> FoundCheckpoint:
     """The checkpoint at a path, told by the files in it; no tensor is read.
 
     Args:
-        hf_dir: folder with the config.json of a torch_dist checkpoint that has none of its own, or another's place.
+        hf_dir: folder with the config.json of a torch_dist checkpoint, instead of its own if it has one.
 
     Raises:
         ValueError: no checkpoint is there, saying what is there instead and what to give.
@@ -56,7 +56,7 @@ def find_checkpoint(path: Path, hf_dir: Path | None = None) -> FoundCheckpoint:
             own = beside if (beside / "config.json").is_file() else None
             return FoundCheckpoint(format="torch_dist", path=folder, hf_dir=hf_dir or own)
     if (path / INDEX_NAME).is_file() or (path / "model.safetensors").is_file():
-        return FoundCheckpoint(format="huggingface", path=path, hf_dir=hf_dir or path)
+        return FoundCheckpoint(format="huggingface", path=path, hf_dir=path)
     raise ValueError(f"{path}: {_what_is_there(path)}")
 
 
