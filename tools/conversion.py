@@ -6,6 +6,7 @@ the disk, so it is also what an interrupted conversion goes by when it continues
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,46 @@ def on_disk(file: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Finisher:
+    """Waits for written files to reach the disk while the next one is made, and then writes their records.
+
+    A context manager, which waits for the last file. One file at a time is waited for, so that the memory of the system
+    does not fill with what is not on the disk yet.
+
+    Raises:
+        OSError: the disk failed; from the call after, or at the end.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._last: Future[None] | None = None
+
+    def add(self, file: Path, write_record: Callable[[], None]) -> None:
+        """`file` is written; `write_record` is called when it is on the disk."""
+        self._wait()
+        self._last = self._thread.submit(_finish, file, write_record)
+
+    def _wait(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def __enter__(self) -> "Finisher":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._wait()
+        finally:
+            self._thread.shutdown()
+
+
+def _finish(file: Path, write_record: Callable[[], None]) -> None:
+    on_disk(file)
+    write_record()
 
 
 Say = Callable[[str], None]

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial as bind
 from pathlib import Path
 
 import torch
-from slimrl_tools.conversion import on_disk, record_file
+from slimrl_tools.conversion import Finisher, record_file
 from slimrl_tools.progress import Advance
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
@@ -33,15 +34,12 @@ def write_share(
     advance: Advance,
 ) -> None:
     other = open_hf_checkpoint(hf_dir) if carried else None
-    with StoredWeights(*stored) as reader:
+    with StoredWeights(*stored) as reader, Finisher() as finisher:
         for name, group in files.items():
             digests: dict[str, str] = {}
             tensors = _tensors(group, lambda spec: _read(reader, other, carried, originals, spec), digests, advance)
             write_safetensors_file(partial / name, group, tensors)
-            on_disk(partial / name)
-            record = record_file(partial, name)
-            record.with_suffix(".new").write_text(json.dumps(digests))
-            record.with_suffix(".new").replace(record)
+            finisher.add(partial / name, bind(write_digests, record_file(partial, name), digests))
     if other is not None:
         other.close()
 
@@ -67,6 +65,13 @@ def _tensors(
         digests[spec.name] = tensor_digest(tensor)
         yield spec.name, tensor
         advance(tensor.nbytes)
+
+
+def write_digests(record: Path, digests: Mapping[str, str]) -> None:
+    """The record of a file: checksums by tensor."""
+    new = record.with_suffix(".new")
+    new.write_text(json.dumps(digests))
+    new.replace(record)
 
 
 def check_share(partial: Path, specs: Sequence[TensorSpec], names: Sequence[str], advance: Advance) -> None:

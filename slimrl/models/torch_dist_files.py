@@ -7,7 +7,6 @@
 
 import io
 import json
-import os
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,7 +77,7 @@ def write_file(
     reader: CheckpointReader,
     advance: Callable[[int], None],
 ) -> list[Block]:
-    """Write one file, which has its name only when it is whole and on the disk. Holds one shard at a time.
+    """Write one file, which has its name only when it is whole. Holds one shard at a time.
 
     Args:
         advance: told the bytes of each piece that is written.
@@ -98,8 +97,6 @@ def write_file(
                 Block(key=piece.key, offset=piece.offset, start=start, length=stream.tell() - start, digest=digest)
             )
             advance(tensor.nbytes)
-        stream.flush()
-        os.fsync(stream.fileno())
     partial.replace(file)
     return blocks
 

@@ -164,6 +164,15 @@ def test_a_quantised_model_is_refused_where_engines_would_be_sent_plain_weights(
     refused(cli("train", f"model.path={tmp_path / 'fp8'}"), "model.path", "block FP8", "slimrl-tools dequantize")
 
 
+def test_weights_in_megatrons_format_of_another_model_are_refused(cli: Cli, workspace: Path, tmp_path: Path):
+    weights = tmp_path / "megatron"
+    weights.mkdir()
+    refused(cli("train", f"model.megatron={weights}"), "model.megatron", "not a checkpoint, it has no checkpoint.json")
+    architecture = {**architecture_of(read_hf_config(workspace / "model")), "num_layers": 3}
+    (weights / FACTS_FILE).write_text(json.dumps({"architecture": architecture}))
+    refused(cli("sft", f"model.megatron={weights}"), "model.megatron", "num_layers is 3 there and 2 here")
+
+
 def test_a_model_without_a_tokenizer_is_refused(cli: Cli, workspace: Path, tmp_path: Path):
     model = copy_of_model(workspace, tmp_path)
     (model / "tokenizer.json").unlink()

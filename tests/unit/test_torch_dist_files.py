@@ -1,0 +1,148 @@
+"""Files of torch_dist checkpoints: how they are cut, written, checked and recorded, without Megatron."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from slimrl_tools.conversion import Plan
+from slimrl_tools.shares import cut_shares, run_shares
+
+from slimrl.data.protocols import TensorSpec
+from slimrl.models.shard_pieces import Piece, ShardSchema
+from slimrl.models.torch_dist_files import (
+    check_file,
+    plan_files,
+    read_record,
+    tensor_digest,
+    write_file,
+    write_record,
+)
+from slimrl.models.weight_map import HfTensor, Rule, Shard, WeightMap
+
+SIZE = 1000
+
+
+class Reader:
+    """One tensor of consecutive numbers per name."""
+
+    def __init__(self) -> None:
+        self.specs = {name: TensorSpec(name=name, shape=(SIZE, 2), dtype="float32") for name in ("a", "b")}
+        self.path = Path("nowhere")
+
+    def read(self, name, slices):
+        start = 0 if name == "a" else 10_000
+        return torch.arange(start, start + 2 * SIZE, dtype=torch.float32).view(SIZE, 2)[slices]
+
+
+def schema() -> ShardSchema:
+    """Two tensors, each sharded by rows into two, each shard stored as two pieces."""
+    rules = [
+        Rule(megatron=(name.upper(),), hf=(HfTensor(name=name, shape=(SIZE, 2)),), shard=Shard(dim=0))
+        for name in ("a", "b")
+    ]
+    pieces = [
+        Piece(
+            entry=entry,
+            shard=shard,
+            num_shards=2,
+            slices=(slice(half * 250, half * 250 + 250), slice(0, 2)),
+            key="AB"[entry],
+            global_shape=(1, SIZE, 2),
+            offset=(0, shard * 500 + half * 250, 0),
+        )
+        for entry in (0, 1)
+        for shard in (0, 1)
+        for half in (0, 1)
+    ]
+    return ShardSchema(weight_map=WeightMap(rules), pieces=tuple(pieces), objects=())
+
+
+def test_files_are_cut_at_the_size_asked_for_and_never_within_a_shard():
+    dtypes = [torch.float32, torch.bfloat16]
+    assert [len(pieces) for pieces in plan_files(schema(), dtypes).values()] == [8]
+    # A shard of the first tensor has 4000 bytes, one of the second 2000.
+    files = plan_files(schema(), dtypes, 6000)
+    assert [[(piece.entry, piece.shard) for piece in pieces] for pieces in files.values()] == [
+        [(0, 0), (0, 0)],
+        [(0, 1), (0, 1), (1, 0), (1, 0)],
+        [(1, 1), (1, 1)],
+    ]
+    assert len(plan_files(schema(), dtypes, 1)) == 4
+
+
+def write(path: Path):
+    whole = schema()
+    counted = []
+    blocks = write_file(
+        path, whole.pieces, whole.weight_map.entries, [torch.float32, torch.bfloat16], Reader(), counted.append
+    )
+    return blocks, counted
+
+
+def test_a_file_holds_every_piece_as_torch_saves_it_and_its_record_says_where(tmp_path):
+    blocks, counted = write(tmp_path / "__0_0.distcp")
+    assert counted == [2000] * 4 + [1000] * 4
+    assert [file.name for file in tmp_path.iterdir()] == ["__0_0.distcp"]
+    write_record(tmp_path / "record", blocks)
+    assert read_record(tmp_path / "record") == blocks
+    raw = (tmp_path / "__0_0.distcp").read_bytes()
+    for block, piece in zip(blocks, schema().pieces, strict=True):
+        (tmp_path / "one").write_bytes(raw[block.start : block.start + block.length])
+        tensor = torch.load(tmp_path / "one", weights_only=True)
+        rows = slice(block.offset[1], block.offset[1] + 250)
+        expected = Reader().read("ab"[piece.entry], (rows, slice(0, 2)))
+        assert tensor.shape == (1, 250, 2)
+        assert torch.equal(tensor[0], expected.to(tensor.dtype))
+        assert block.digest == tensor_digest(tensor)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("damage", ["element", "framing", "end"])
+def test_a_file_that_changed_on_the_disk_does_not_pass_the_check(tmp_path, damage):
+    file = tmp_path / "__0_0.distcp"
+    blocks, _ = write(file)
+    check_file(file, blocks, lambda _: None)
+    raw = bytearray(file.read_bytes())
+    if damage == "element":
+        position = raw.index(torch.tensor(7.0).numpy().tobytes())
+        raw[position] ^= 1
+    elif damage == "framing":
+        raw[blocks[1].start : blocks[1].start + 64] = bytes(64)
+    else:
+        del raw[-3000:]
+    file.write_bytes(raw)
+    with pytest.raises(OSError, match=r"reads back differently|cannot be read back"):
+        check_file(file, blocks, lambda _: None)
+
+
+def test_a_write_that_fails_is_the_systems_error_and_leaves_no_file_under_its_name(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(tmp_path / "__0_0.distcp")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "__0_0.distcp").exists()
+
+
+def test_shares_are_of_about_equal_size_and_none_is_empty():
+    sizes = {f"f{i}": size for i, size in enumerate([5, 1, 1, 1, 1, 1])}
+    assert cut_shares(sizes, 2) == [["f0"], ["f1", "f2", "f3", "f4", "f5"]]
+    assert cut_shares(sizes, 100) == [[name] for name in sizes]
+    assert cut_shares({}, 4) == [[]]
+
+
+def test_a_single_share_is_worked_on_in_this_process():
+    done = []
+    run_shares(lambda share, advance: [advance(size) for size in share], [[1, 2]], done.append)
+    assert done == [1, 2]
+
+
+def test_a_plan_says_what_is_written_and_what_memory_it_takes(tmp_path):
+    plan = Plan(out=tmp_path / "out", num_tensors=3, files={"a": 10**9, "b": 10**9}, largest_bytes=10**8, copies_held=3)
+    told = plan.describe(2)
+    assert "3 tensors, 2.00 GB in 2 files" in told
+    assert "0.100 GB" in told
+    assert "0.60 GB" in told
