@@ -2,8 +2,8 @@
 
 On every device: weights from a shared buffer (bucket_loader.py), fingerprints of the loaded weights
 (weight_fingerprints.py), and a name for SGLang's own shared memory by which it is found and removed.
-Without a GPU in addition: batched attention, batched experts, seeded sampling without a compiler, and no pinning of
-host memory. No file of SGLang is changed.
+Without a GPU in addition: batched attention and experts, latent attention, seeded sampling without a compiler, and no
+pinning of host memory. No file of SGLang is changed.
 SGLang imports this module in every engine process and logs, but survives, a hook that does not fit;
 `require_applied` turns that into a failure to start.
 """
@@ -15,6 +15,7 @@ from typing import Any
 Hook = tuple[str, str, Callable[..., Any]]
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_LATENT = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
@@ -50,7 +51,7 @@ def hooks() -> list[Hook]:
     ]
     if torch.cuda.is_available():
         return common
-    from slimrl.rollout.sglang_cpu import batched_attention, batched_experts, seeded_sampling
+    from slimrl.rollout.sglang_cpu import batched_attention, batched_experts, latent_attention, seeded_sampling
 
     return [
         *common,
@@ -59,6 +60,7 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}.init_forward_metadata", "after", batched_attention.after_init_forward_metadata),
         (f"{_BACKEND}._run_sdpa_forward_decode", "around", batched_attention.around_decode),
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
+        (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
         (f"{_SAMPLER}.multinomial_with_seed", "replace", seeded_sampling.multinomial_with_seed),
         (f"{_SAMPLER}.sampling_from_probs_torch", "replace", seeded_sampling.sampling_from_probs),
