@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import queue
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,8 @@ def _listen(processes: Sequence[Any], messages: Any, advance: Advance) -> None:
 
 
 def _child(work: Callable[[Any, Advance], None], share: Any, messages: Any) -> None:
+    # Ctrl-C reaches every process of the terminal; the parent ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     unreported = 0

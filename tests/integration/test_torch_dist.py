@@ -147,6 +147,7 @@ def same_weights(rank, world_size, port, hf, converted, layouts):
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_the_trainer_loads_a_converted_checkpoint_under_other_layouts(tmp_path):
     hf = small_model("qwen3_moe", tmp_path / "hf")
     hf_to_megatron(hf, tmp_path / "mc", ParallelConfig(tensor=2, sequence=True), OPTIONS)
