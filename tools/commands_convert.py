@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.quiet import quiet_megatron
+from slimrl_tools.terminal import quiet_megatron
 
 if TYPE_CHECKING:
     from slimrl_tools.conversion import Options

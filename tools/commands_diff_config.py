@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.quiet import quiet_megatron
+from slimrl_tools.terminal import make_console, quiet_megatron
 
 if TYPE_CHECKING:
     from slimrl_tools.config_diff import ConfigDiff
@@ -53,11 +52,13 @@ def diff_config(
 
 
 def _show(result: "ConfigDiff") -> None:
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("megatron-core", "config.json", "family", "built", ""):
         table.add_column(title, overflow="fold")
     for row in result.rows:
+        if row.family is None and row.built is None:
+            continue
         keys = ", ".join(f"{key} {_short(value)}" for key, value in row.keys.items())
         table.add_row(
             row.field, keys, _short(row.family), _short(row.built), row.note, style=None if row.agrees else "red"

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.quiet import quiet_megatron
+from slimrl_tools.terminal import make_console, quiet_megatron, show_bytes, show_count
 
 
 def inspect(
@@ -36,7 +36,7 @@ def inspect(
         if as_json:
             typer.echo(json.dumps(facts, indent=2))
         else:
-            Console(highlight=False, soft_wrap=True).print(_tables(facts), markup=False)
+            make_console().print(_tables(facts))
 
 
 def _tables(facts: dict[str, Any]) -> Group:
@@ -56,13 +56,19 @@ def _headline(facts: dict[str, Any]) -> dict[str, Any]:
         config = facts["quantisation"]
         lines["quantisation"] = f"{config.get('quant_method')}, tiles {config.get('weight_block_size')}"
     if "storage" in facts:
-        lines["files"] = f"{facts['storage']['files']}, {gigabytes(facts['storage']['bytes_on_disk'])}"
+        lines["files"] = f"{facts['storage']['files']}, {show_bytes(facts['storage']['bytes_on_disk'])}"
     if "torch_dist" in facts:
         stored = facts["torch_dist"]
-        layout = stored["saved_under"]
-        lines["saved under"] = "unknown" if layout is None else ", ".join(f"{k} {v}" for k, v in layout.items())
-        lines["optimizer state"] = gigabytes(stored["optimizer_bytes"]) if stored["optimizer_bytes"] else "none"
+        lines["saved under"] = _layout(stored["saved_under"])
+        lines["optimizer state"] = show_bytes(stored["optimizer_bytes"]) if stored["optimizer_bytes"] else "none"
     return lines
+
+
+def _layout(layout: dict[str, int] | None) -> str:
+    """Without the dimensions that are 1."""
+    if layout is None:
+        return "unknown"
+    return ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1) or "one rank"
 
 
 def _facts(facts: dict[str, Any]) -> Table:
@@ -76,17 +82,17 @@ def _parameters(parameters: dict[str, Any]) -> Table:
     table = _table("parameters", "total", "active per token")
     for name, count in parameters["parts"].items():
         if name != "MTP":
-            table.add_row(name, number(count["total"]), number(count["active"]))
-    table.add_row("all", number(parameters["total"]), number(parameters["active"]), style="bold")
+            table.add_row(name, show_count(count["total"]), show_count(count["active"]))
+    table.add_row("all", show_count(parameters["total"]), show_count(parameters["active"]), style="bold")
     if parameters["mtp"]:
-        table.add_row("MTP layers, beside them", number(parameters["mtp"]))
+        table.add_row("MTP layers, beside them", show_count(parameters["mtp"]))
     return table
 
 
 def _element_types(storage: dict[str, Any]) -> Table:
     table = _table("stored as", "tensors", "size")
     for dtype, held in storage["dtypes"].items():
-        table.add_row(dtype, f"{held['tensors']:,}", gigabytes(held["bytes"]))
+        table.add_row(dtype, f"{held['tensors']:,}", show_bytes(held["bytes"]))
     return table
 
 
@@ -108,12 +114,3 @@ def _problems(tensors: dict[str, Any] | None) -> list[str]:
             more = ", ..." if held["count"] > len(held["first"]) else ""
             lines.append(f"{held['count']} tensors are {kind}: {', '.join(held['first'])}{more}")
     return ["", *lines] if lines else []
-
-
-def number(count: int) -> str:
-    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"
-
-
-def gigabytes(nbytes: int) -> str:
-    """Decimal units, as disks are sold."""
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"

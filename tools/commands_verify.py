@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.quiet import quiet_megatron
+from slimrl_tools.terminal import make_console, quiet_megatron
 
 if TYPE_CHECKING:
     from slimrl_tools.compare import Comparison
@@ -71,7 +71,7 @@ def verify(
 
 
 def _show(result: "Verification") -> None:
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = make_console()
     for side, found in (("A", result.a), ("B", result.b)):
         console.print(f"{side}  {found.path} ({found.format})")
     found = result.tensors
@@ -96,7 +96,7 @@ def _show(result: "Verification") -> None:
     )
     if result.logits is not None:
         console.print(_logit_line(result.logits))
-    console.print("the same" if result.same else "DIFFERENT")
+    console.print("the same" if result.same else f"DIFFERENT: {', '.join(result.reasons)}")
 
 
 def _worst(found: "Comparison") -> Table:

@@ -106,10 +106,10 @@ class Comparison:
     def num_exceeding(self) -> int:
         return sum(not difference.within for difference in self.differences)
 
-    def same(self, *, ignore_dtype: bool) -> bool:
-        """Whether B holds the weights of A."""
-        named = not (self.missing or self.extra or self.shapes or self.num_exceeding)
-        return named and (ignore_dtype or not self.dtypes)
+    @property
+    def same(self) -> bool:
+        """Whether B holds the tensors of A, each in its dtype and within its limit."""
+        return not (self.missing or self.extra or self.shapes or self.dtypes or self.num_exceeding)
 
 
 def compare_checkpoints(

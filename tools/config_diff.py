@@ -96,8 +96,8 @@ def diff_config(hf_config: dict[str, Any], trainer: TrainerConfig) -> ConfigDiff
         family=family.name,
         rows=rows,
         fixed=fixed,
-        unread={key: value for key, value in unread.items() if matters(key, value)},
-        irrelevant=[key for key, value in unread.items() if not matters(key, value)],
+        unread={key: value for key, value in unread.items() if matters(key, hf_config)},
+        irrelevant=[key for key in unread if not matters(key, hf_config)],
     )
 
 

@@ -1,6 +1,6 @@
 """What fields of megatron-core's configuration and keys of config.json are about, for comparing the two."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MODEL_PREFIXES = ("linear_", "dsa_", "mamba_")
@@ -135,6 +135,16 @@ IRRELEVANT_KEYS = frozenset(
 training, layers for multi-token prediction, which it leaves out, and windows, which `use_sliding_window` turns on."""
 
 
+REPEATED_KEYS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
+    "head_dim": lambda config: [config.get("qk_rope_head_dim")],
+    "layer_types": lambda config: [["full_attention"] * config["num_hidden_layers"]],
+    "num_key_value_heads": lambda config: [config["num_attention_heads"]],
+    "partial_rotary_factor": lambda config: [(config.get("rope_parameters") or {}).get("partial_rotary_factor")],
+    "qk_head_dim": lambda config: [config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)],
+}
+"""Keys that families need not read where they have one of these values, which say nothing new."""
+
+
 def kind_of_field(name: str) -> str:
     """What a change of this field changes: "model", "training" or "execution"."""
     if name in MODEL_FIELDS or name.startswith(MODEL_PREFIXES):
@@ -142,11 +152,12 @@ def kind_of_field(name: str) -> str:
     return "training" if name in TRAINING_FIELDS else "execution"
 
 
-def matters(key: str, value: Any) -> bool:
+def matters(key: str, hf_config: dict[str, Any]) -> bool:
     """Whether a key of config.json that nothing reads may mean another model than the one that is built."""
+    value = hf_config[key]
     if key in IRRELEVANT_KEYS or not value:
         return False
-    return not (key == "layer_types" and set(value) == {"full_attention"})
+    return key not in REPEATED_KEYS or value not in REPEATED_KEYS[key](hf_config)
 
 
 def variants(value: Any) -> Iterator[Any]:

@@ -85,7 +85,7 @@ class _LazyTensor:
 
 def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dtype) -> Tensor:
     # Take seconds to import, and only this function needs them.
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     from slimrl.device import device_type
 
@@ -97,9 +97,10 @@ def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dt
     with open_found(found) as reader:
         names = [name for name in family_of(hf_config).weight_map(hf_config).hf_tensors if name in reader.specs]
         weights: Mapping[str, Any] = {name: _LazyTensor(reader, name) for name in names}
-        # The annotation of the first argument leaves out that None goes with a state_dict.
-        load: Any = AutoModelForCausalLM.from_pretrained
-        model, loading = load(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model, loading = model_class.from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+        )
     if loading["missing_keys"]:
         raise ValueError(f"{found.path}: transformers misses {', '.join(sorted(loading['missing_keys'])[:5])}")
     model = model.to(device_type()).eval()

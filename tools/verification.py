@@ -40,10 +40,24 @@ class Verification:
     ignore_dtype: bool
 
     @property
+    def reasons(self) -> list[str]:
+        """What makes the verdict "different"; empty where the two are the same."""
+        found = self.tensors
+        reasons = {
+            "configs": len(self.config),
+            "missing tensors": len(found.missing),
+            "additional tensors": len(found.extra),
+            "shapes": len(found.shapes),
+            "dtypes": 0 if self.ignore_dtype else len(found.dtypes),
+            "values": found.num_exceeding,
+            "logits": int(self.logits is not None and not self.logits.within),
+        }
+        return [name for name, count in reasons.items() if count]
+
+    @property
     def same(self) -> bool:
         """The verdict."""
-        logits_agree = self.logits is None or self.logits.within
-        return not self.config and self.tensors.same(ignore_dtype=self.ignore_dtype) and logits_agree
+        return not self.reasons
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has no infinity: it is written as the word."""
@@ -53,6 +67,7 @@ class Verification:
         return _finite(
             {
                 "same": self.same,
+                "reasons": self.reasons,
                 **places,
                 "config": self.config,
                 "tensors": asdict(self.tensors),

@@ -39,7 +39,7 @@ def test_equal_checkpoints_have_no_difference_and_every_byte_is_counted():
     tensors = {"a": random(3, 5), "b": random(7, dtype=torch.bfloat16), "scalar": torch.tensor(2.0)}
     done = []
     result = compared(tensors, {name: tensor.clone() for name, tensor in tensors.items()}, advance=done.append)
-    assert result.same(ignore_dtype=False)
+    assert result.same
     assert (result.num_tensors, result.differences) == (3, [])
     assert sum(done) == 3 * 5 * 4 + 7 * 2 + 4
 
@@ -52,7 +52,7 @@ def test_one_changed_element_is_found_wherever_it_lies(monkeypatch):
         b["w"][row, column] += 0.25
         result = compared(a, b)
         (difference,) = result.differences
-        assert not result.same(ignore_dtype=True)
+        assert not result.same
         assert (difference.name, difference.where) == ("w", (row, column))
         expected = (a["w"] - b["w"]).abs().max().item()
         assert difference.max_abs == expected
@@ -67,7 +67,7 @@ def test_names_shapes_and_dtypes_are_reported():
     assert (result.missing, result.extra) == (["gone"], ["new"])
     assert result.shapes == [("shape", (2, 3), (3, 2))]
     assert result.dtypes == [("dtype", "bfloat16", "float32")]
-    assert not result.same(ignore_dtype=True)
+    assert not result.same
 
 
 def test_a_cast_keeps_the_limit_of_its_rounding_and_only_the_dtype_differs():
@@ -75,12 +75,11 @@ def test_a_cast_keeps_the_limit_of_its_rounding_and_only_the_dtype_differs():
         # Over the whole range, float16's subnormals included.
         a = {"w": random(1000) * torch.logspace(-9, 4, 1000)}
         result = compared(a, {"w": a["w"].to(dtype)})
-        assert not result.same(ignore_dtype=False)
-        assert result.same(ignore_dtype=True)
+        assert (result.same, len(result.dtypes), result.num_exceeding) == (False, 1, 0)
         assert result.differences[0].max_relative > 0
         truncated = a["w"].to(dtype)
         truncated[-1] = torch.nextafter(torch.nextafter(truncated[-1], torch.tensor(0, dtype=dtype)), truncated[-1] * 0)
-        assert not compared(a, {"w": truncated}).same(ignore_dtype=True)
+        assert compared(a, {"w": truncated}).num_exceeding == 1
 
 
 def test_nan_agrees_with_nan_and_with_nothing_else():
@@ -108,9 +107,9 @@ def test_a_copy_that_one_side_lacks_is_compared_with_its_original():
     without = {"embed": original}
     for copy, same in [(original, True), (other, False)]:
         given = {"embed": original, "mtp.embed": copy}
-        assert compared(given, without, copies=copies).same(ignore_dtype=False) is same
-        assert compared(without, given, copies=copies).same(ignore_dtype=False) is same
-        assert not compared(given, without).same(ignore_dtype=False)
+        assert compared(given, without, copies=copies).same is same
+        assert compared(without, given, copies=copies).same is same
+        assert not compared(given, without).same
 
 
 def test_the_limit_of_block_fp8_holds_for_numpy_s_tiles_and_is_nearly_reached():

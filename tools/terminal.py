@@ -1,0 +1,38 @@
+"""How commands print: tables whole into a pipe, sizes in the unit that fits, no chatter of libraries."""
+
+import warnings
+
+from rich.console import Console
+
+PIPED_COLUMNS = 240
+"""Width of what goes into a file or a pipe, where nothing is cut to the terminal's width."""
+
+
+def make_console() -> Console:
+    """For standard output; square brackets are printed as they are."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPED_COLUMNS)
+
+
+def shorten(count: float, units: tuple[str, ...]) -> str:
+    """A number with two decimals in the largest of the units, each a thousand times the one before, that it fills."""
+    for unit in units[:-1]:
+        if count < 1000:
+            return f"{count:,.2f} {unit}" if unit != units[0] else f"{count:,} {unit}".rstrip()
+        count /= 1000
+    return f"{count:,.2f} {units[-1]}"
+
+
+def show_count(count: int) -> str:
+    """Of parameters."""
+    return shorten(count, ("", "K", "M", "B"))
+
+
+def show_bytes(nbytes: int) -> str:
+    """In decimal units, as disks are sold."""
+    return shorten(nbytes, ("bytes", "kB", "MB", "GB"))
+
+
+def quiet_megatron() -> None:
+    """megatron-core's import warns of libraries that only training on GPUs needs."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
