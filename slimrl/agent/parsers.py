@@ -80,5 +80,5 @@ def make_parser(name: str) -> Parser:
         ValueError: there is none; it names those there are.
     """
     if name not in _PARSERS:
-        raise ValueError(f"agent.parser: no parser {name}; known are {', '.join(_PARSERS)}")
+        raise ValueError(f"no parser {name}; known are {', '.join(_PARSERS)}")
     return _PARSERS[name]()

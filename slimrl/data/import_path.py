@@ -4,6 +4,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from slimrl.config.problems import suggestion
+
 
 def resolve(path: str) -> Callable[..., Any]:
     """The function that `module:function` names.
@@ -24,8 +26,13 @@ def resolve(path: str) -> Callable[..., Any]:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            raise ValueError(f"{path}: {module_name} has no {name}")
+            raise ValueError(f"{path}: {module_name} has no {name}.{suggestion(part, _public(value))}")
         value = getattr(value, part)
     if not callable(value):
         raise ValueError(f"{path}: {name} is no function but {type(value).__name__}")
     return value
+
+
+def _public(value: Any) -> list[str]:
+    """Names of the functions that a module or class has."""
+    return [name for name in dir(value) if not name.startswith("_") and callable(getattr(value, name))]

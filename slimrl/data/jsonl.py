@@ -11,11 +11,16 @@ MAX_SHOWN = 20
 """Broken lines that an error names; the others are counted."""
 
 
+class OtherKind(ValueError):
+    """Raised by `parse`: the line is of another kind of file, so that the lines after it need no reading."""
+
+
 def read_jsonl(path: Path, parse: Callable[[dict[str, Any], int], T]) -> list[T]:
     """What `parse` makes of each line's object, in order; empty lines are skipped.
 
     Args:
         parse: called with the object and its 1-based line number; says what is wrong with it by raising ValueError.
+            An OtherKind that comes before any good line is the only one that is named.
 
     Raises:
         ValueError: the file is missing, holds no object, or has broken lines: `file:line: what is wrong`, one a line.
@@ -30,6 +35,10 @@ def read_jsonl(path: Path, parse: Callable[[dict[str, Any], int], T]) -> list[T]
                 continue
             try:
                 values.append(parse(_object(line), number))
+            except OtherKind as error:
+                if not values:
+                    raise ValueError(f"{path}:{number}: {error}") from error
+                broken.append(f"{path}:{number}: {error}")
             except ValueError as error:
                 broken.append(f"{path}:{number}: {error}")
     if broken:
@@ -42,10 +51,12 @@ def read_jsonl(path: Path, parse: Callable[[dict[str, Any], int], T]) -> list[T]
 def _object(line: str) -> dict[str, Any]:
     if "\N{REPLACEMENT CHARACTER}" in line:
         raise ValueError("not UTF-8")
+    text = line.rstrip()
     try:
-        value = json.loads(line)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+        place = ", the line's end" if error.pos == len(text) else ""
+        raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{place}") from error
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is needed, not {type(value).__name__}")
     return value

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from slimrl.data.jsonl import read_jsonl
+from slimrl.data.jsonl import OtherKind, read_jsonl
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt
 
@@ -41,11 +41,14 @@ def read_prompts(path: Path) -> list[Prompt]:
     """All prompts of a file, in order.
 
     Raises:
-        ValueError: the file is missing or empty, an id occurs twice, or lines are broken; it names every broken line.
+        ValueError: the file is missing or empty, an id occurs twice, or lines are broken; it names every broken line,
+            or the first alone where that shows a file of the other kind.
     """
     seen: dict[str, int] = {}
 
     def parse(value: dict[str, Any], number: int) -> Prompt:
+        if "label" not in value and _has_answer(value):
+            raise OtherKind("this is a conversation file, for `slimrl sft`; a line of a prompt file has a `label`")
         _refuse_unknown(value, _PROMPT_KEYS)
         if ("prompt" in value) == ("messages" in value):
             raise ValueError("exactly one of `prompt` and `messages` is needed")
@@ -74,6 +77,11 @@ def read_conversations(path: Path) -> list[Conversation]:
     seen: dict[str, int] = {}
 
     def parse(value: dict[str, Any], number: int) -> Conversation:
+        if "label" in value and ("prompt" in value or not _has_answer(value)):
+            raise OtherKind(
+                "this is a prompt file, for `slimrl train`; a line of a conversation file has `messages` with at least "
+                "one assistant message, and no `label`"
+            )
         _refuse_unknown(value, _CONVERSATION_KEYS)
         if "messages" not in value:
             raise ValueError("`messages` is missing")
@@ -141,6 +149,13 @@ class Sampler(Generic[T]):
         if not self._shuffle:
             return np.arange(len(self._items))
         return np.random.default_rng(derive_seed(self._seed, "epoch", epoch)).permutation(len(self._items))
+
+
+def _has_answer(value: dict[str, Any]) -> bool:
+    """Whether the messages end with the assistant's, which no prompt's do."""
+    messages = value.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _refuse_unknown(value: dict[str, Any], known: set[str]) -> None:

@@ -5,13 +5,15 @@ A trajectory file is JSONL, one object per trajectory, keys as the fields below,
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from slimrl.data.jsonl import read_jsonl
 
 
 class Status(str, Enum):
@@ -77,7 +79,7 @@ class Trajectory:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation as text, for rewards and for people; training reads the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """`num_turns`, `num_tool_calls`, `num_tool_errors`, `error` and whatever a task adds."""
+    """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_cached_tokens`, `error` and whatever a task adds."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,17 +109,46 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_json(value: dict[str, Any]) -> Trajectory:
-    """Raises ValueError or KeyError or TypeError for an object that is no trajectory."""
-    segments = [Segment(**_arrays(segment)) for segment in value["segments"]]
+    """Raises ValueError for an object that is no trajectory; says what is wrong with it."""
+    known = {one.name: one.default is MISSING and one.default_factory is MISSING for one in fields(Trajectory)}
+    _check_keys(value, known)
+    if value["status"] not in [status.value for status in Status]:
+        raise ValueError(f"`status` is {value['status']!r}; known are {', '.join(Status)}")
+    if not isinstance(value["segments"], list) or not all(isinstance(one, dict) for one in value["segments"]):
+        raise ValueError("`segments` must be a list of objects")
+    segments = [_segment(segment, f"segments[{number}]") for number, segment in enumerate(value["segments"])]
     return Trajectory(**{**value, "status": Status(value["status"]), "segments": segments})
 
 
+def _segment(value: dict[str, Any], where: str) -> Segment:
+    try:
+        _check_keys(value, dict.fromkeys(_DTYPES, True))
+        return Segment(**_arrays(value))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _check_keys(value: dict[str, Any], known: dict[str, bool]) -> None:
+    """Raises ValueError for a key that is needed and not there, or there and not known."""
+    if missing := [f"`{name}`" for name, needed in known.items() if needed and name not in value]:
+        raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    if unknown := [f"`{name}`" for name in value if name not in known]:
+        raise ValueError(f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known")
+
+
 def _arrays(segment: dict[str, Any]) -> dict[str, Any]:
-    optional = "routed_experts"
-    return {
-        name: None if name == optional and segment[name] is None else np.asarray(segment[name], dtype)
-        for name, dtype in _DTYPES.items()
-    }
+    arrays: dict[str, Any] = {}
+    for name, dtype in _DTYPES.items():
+        if name == "routed_experts" and segment[name] is None:
+            arrays[name] = None
+            continue
+        try:
+            arrays[name] = np.asarray(segment[name], dtype)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"`{name}` is no list of {np.dtype(dtype).name}: {error}") from error
+        if not arrays[name].ndim:
+            raise ValueError(f"`{name}` is no list")
+    return arrays
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
@@ -126,11 +157,17 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
             file.write(json.dumps(to_json(trajectory)) + "\n")
 
 
-def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """Raises ValueError naming file and line for a line that is no trajectory."""
-    with path.open() as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield from_json(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number}: not a trajectory: {error!r}") from error
+def read_trajectories(path: Path) -> list[Trajectory]:
+    """All trajectories of a file, in order.
+
+    Raises:
+        ValueError: the file is missing or empty, or lines are broken; it names every broken line.
+    """
+
+    def parse(value: dict[str, Any], number: int) -> Trajectory:
+        try:
+            return from_json(value)
+        except ValueError as error:
+            raise ValueError(f"not a trajectory: {error}") from error
+
+    return read_jsonl(path, parse)

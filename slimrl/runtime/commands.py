@@ -10,7 +10,7 @@ from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema import Recipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Trajectory, read_trajectories, write_trajectories
+from slimrl.data.trajectory import read_trajectories, write_trajectories
 from slimrl.models.architecture import architecture_of, check_architecture
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.progress import Progress
@@ -72,12 +72,12 @@ def train_on_file(path: Path, overrides: Sequence[str], *, trajectories: Path, s
     """`slimrl train --trajectories`: every step trains on the same trajectories; no engine runs.
 
     Raises:
-        ValueError: the file is missing or holds no trajectories.
+        ValueError: the file is missing, holds no trajectories, or has broken lines.
     """
     with Progress(steps) as progress:
         loaded = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress)
         recipe = loaded.recipe
-        batch = _read_batch(trajectories)
+        batch = read_trajectories(trajectories)
         apply_truncation_rule(batch, recipe.algorithm.truncated)
         task = load_task(loaded, Path(recipe.model.path), train=False, evaluate=False)
         folder = open_run(loaded, overwrite=overwrite)
@@ -225,12 +225,3 @@ def _trackers(loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, 
     """Trackers that go on after the checkpoint's step, or from nothing."""
     keep = BEFORE_STEP_0 if checkpoint is None else state.step
     return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded.recipe), keep_through_step=keep)
-
-
-def _read_batch(path: Path) -> list[Trajectory]:
-    if not path.is_file():
-        raise ValueError(f"--trajectories {path}: no such file.")
-    batch = list(read_trajectories(path))
-    if not batch:
-        raise ValueError(f"--trajectories {path}: holds no trajectories.")
-    return batch

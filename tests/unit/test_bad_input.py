@@ -136,10 +136,11 @@ def test_a_conversation_above_the_token_limit_is_named(cli: Cli, workspace: Path
     ("key", "value", "text"),
     [
         ("reward.function", "slimrl.rewards.math:no_such", "has no no_such"),
+        ("reward.function", "slimrl.rewards.math:boxed", "has no boxed. Did you mean boxed_exact?"),
         ("reward.function", "no_such_module:reward", "no module no_such_module"),
         ("agent.tools", "[slimrl.agent.calculator:no_such]", "has no no_such"),
         ("reward.group_filters", "[not a path]", "module:function"),
-        ("agent.parser", "telepathy", "telepathy"),
+        ("agent.parser", "telepathy", "agent.parser: no parser telepathy; known are hermes"),
     ],
 )
 def test_an_import_path_that_leads_nowhere_is_refused(cli: Cli, key: str, value: str, text: str):
@@ -215,9 +216,9 @@ def test_training_on_a_file_that_holds_no_trajectories_is_refused(cli: Cli, tmp_
     path = tmp_path / "trajectories.jsonl"
     refused(cli("train", "--trajectories", str(path), "--steps", "1"), f"{path}: no such file")
     path.write_text("")
-    refused(cli("train", "--trajectories", str(path), "--steps", "1"), "holds no trajectories")
+    refused(cli("train", "--trajectories", str(path), "--steps", "1"), "the file has no lines")
     path.write_text('{"group_id": "a"}\n')
-    refused(cli("train", "--trajectories", str(path), "--steps", "1"), f"{path}:1: not a trajectory")
+    refused(cli("train", "--trajectories", str(path), "--steps", "1"), f"{path}:1: not a trajectory: `trajectory_id`, `segments`, `status` are missing")
 
 
 def test_training_on_a_trajectory_file_asks_for_no_prompts(cli: Cli, tmp_path: Path):

@@ -126,3 +126,37 @@ def test_a_restored_sampler_goes_on_with_what_would_have_come_next(taken):
 def test_a_position_in_another_file_is_refused():
     with pytest.raises(ValueError, match="set of 10 items, this one has 11"):
         Sampler(range(11), seed=1, shuffle=True).restore(Sampler(range(10), seed=1, shuffle=True).state())
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "q", "label": ', "Expecting value at column 25, the line's end"),
+        ('{"prompt": "q"', "Expecting ',' delimiter at column 15, the line's end"),
+        ("{'prompt': 1}", "Expecting property name enclosed in double quotes at column 2"),
+        ('{"prompt": "q', "Unterminated string starting at column 12"),
+    ],
+)
+def test_what_is_no_json_is_named_with_its_column(tmp_path, line, problem):
+    path = write(tmp_path / "p.jsonl", line)
+    with pytest.raises(ValueError, match="1 broken line") as caught:
+        read_prompts(path)
+    assert str(caught.value).splitlines()[0] == f"{path}:1: not JSON: {problem}"
+
+
+def test_a_file_of_the_other_kind_is_called_what_it_is_and_said_once(tmp_path):
+    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    conversations = write(tmp_path / "sft.jsonl", *[{"messages": [question, answer]}] * 30)
+    with pytest.raises(ValueError, match=r"sft\.jsonl:1: this is a conversation file.*\Z"):
+        read_prompts(conversations)
+    for line in ({"prompt": "q", "label": 1}, {"messages": [question], "label": 1}):
+        prompts = write(tmp_path / "train.jsonl", *[line] * 30)
+        with pytest.raises(ValueError, match=r"train\.jsonl:1: this is a prompt file.*\Z"):
+            read_conversations(prompts)
+
+
+def test_one_line_of_the_other_kind_among_good_ones_is_a_broken_line(tmp_path):
+    conversation = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    path = write(tmp_path / "p.jsonl", {"prompt": "q", "label": 1}, conversation, "{")
+    with pytest.raises(ValueError, match="2 broken lines"):
+        read_prompts(path)

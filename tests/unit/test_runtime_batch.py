@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.config.schema import Recipe, TruncatedRule
-from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.config.schema import AdvantageName, Recipe, TruncatedRule
+from slimrl.data.prompts import Sampler
+from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.rollout.collector import episode_requests
 from slimrl.runtime.batch import (
     apply_truncation_rule,
     fill_elsewhere,
@@ -52,6 +54,24 @@ def trajectory(group: str, sample: int, reward: float, status: Status = Status.c
         status=status,
         reward=reward,
     )
+
+
+def test_a_prompt_that_comes_twice_in_a_step_makes_one_group_of_other_samples():
+    prompts = [Prompt(prompt_id=name, messages=[], label=None) for name in "ab"]
+    taken = Sampler(prompts, seed=0, shuffle=False).take(3)
+    requests = episode_requests(taken, samples_per_prompt=2, label="step_000001", seed=0)
+    assert len({request.trajectory_id for request in requests}) == len({request.seed for request in requests}) == 6
+    rewards = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    batch = [
+        trajectory(request.prompt.prompt_id, sample, reward)
+        for sample, (request, reward) in enumerate(zip(requests, rewards, strict=True))
+    ]
+    settings = recipe(advantage=AdvantageName.dr_grpo)
+    chosen = select(batch, settings, [])
+    # The second pair of prompt a is 1, 1: alone it would teach nothing.
+    assert [t.group_id for t in chosen.trajectories] == ["a", "a", "b", "b", "a", "a"]
+    assert chosen.advantages.tolist() == [0.25, -0.75, 0.5, -0.5, 0.25, 0.25]
+    assert [update.num_trajectories for update in make_updates(chosen, settings, LAYOUT)] == [4, 2]
 
 
 def test_failed_trajectories_filters_and_equal_groups_are_left_out():
