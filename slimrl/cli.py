@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +25,18 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run from it
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove an existing run of this name first.")]
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"slimrl {version('slimrl')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _import_from_here() -> None:
+def _import_from_here(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Reinforcement learning for Mixture-of-Experts language models. Exit codes: 0 done, 2 input refused, 1 failed."""
     # Import paths of a recipe may name modules that lie beside it.
     sys.path.insert(0, os.getcwd())
@@ -63,7 +74,7 @@ def train(
     resume: Resume = False,
     overwrite: Overwrite = False,
     trajectories: Annotated[
-        Path | None, typer.Option(help="Train on this trajectory file instead of rolling out.")
+        Path | None, typer.Option(help="Train on this trajectory file instead of rolling out; needs --steps.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="With --trajectories: how often to train on the file.")] = None,
 ) -> None:
@@ -146,6 +157,7 @@ def report(
         if missing:
             raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
         write_curve([RunFolder(run).metrics for run in runs], out, title)
+        typer.echo(f"curve: {out}")
 
 
 @config_app.command("show")

@@ -1,18 +1,26 @@
-"""Progress on the terminal: a live line per phase, one summary row per step, plain lines where there is no terminal."""
+"""Progress on the terminal: a live line per phase, one summary row per step, plain lines where there is no terminal.
+
+On a terminal a second live line counts the steps of the run and estimates the time that is left.
+"""
 
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+from rich.text import Text
 
 PLAIN_INTERVAL_S = 10.0
 """Without a terminal, a phase says how far it is this often."""
+
+ESTIMATE_PERIOD_S = 3600.0
+"""The time that is left is estimated from the steps of this last while."""
 
 HEADER_EVERY_ROWS = 20
 
@@ -26,7 +34,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("logprobs", "time/logprobs_s", "{:.1f}s"),
     ("train", "time/train_s", "{:.1f}s"),
     ("resync", "time/resync_s", "{:.1f}s"),
-    ("step", "time/step_s", "{:.1f}s"),
+    ("total", "time/step_s", "{:.1f}s"),
 )
 """Title, metric and format of the columns of a summary row, after the step's number; those without a value drop out."""
 
@@ -39,7 +47,7 @@ class Phase:
         self._done = 0
         self._lock = threading.Lock()
         self._said_at = time.monotonic()
-        self._task = progress.live.add_task(name, total=total, unit=unit) if progress.live is not None else None
+        self._task = None if progress.live is None else progress.live.add_task(name, total=total, count=self._count())
 
     def advance(self, count: int = 1) -> None:
         """Count some more as done."""
@@ -57,15 +65,28 @@ class Phase:
     def _show(self) -> None:
         live = self._progress.live
         if live is not None and self._task is not None:
-            live.update(self._task, completed=self._done, total=self._total)
+            live.update(self._task, completed=self._done, total=self._total, count=self._count())
         elif time.monotonic() - self._said_at >= PLAIN_INTERVAL_S:
             self._said_at = time.monotonic()
-            self._progress.say(f"{self._name} {self._done}/{self._total} {self._unit}")
+            self._progress.say(f"{self._name} {self._count()}")
+
+    def _count(self) -> str:
+        return f"{self._done}/{self._total} {self._unit}"
 
     def end(self) -> None:
         """Take the live line away."""
         if self._progress.live is not None and self._task is not None:
             self._progress.live.remove_task(self._task)
+
+
+class _TimeLeft(ProgressColumn):
+    """`0:04:10 left`, once it can be told."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        seconds = task.time_remaining
+        return Text("" if seconds is None else f"{timedelta(seconds=int(seconds))} left")
 
 
 class Progress:
@@ -77,17 +98,19 @@ class Progress:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._rows = 0
         self._titles: list[str] = []
+        self._steps: TaskID | None = None
         self.live: RichProgress | None = None
         if self._console.is_terminal:
             self.live = RichProgress(
                 SpinnerColumn(),
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=30),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[unit]}"),
+                TextColumn("{task.fields[count]}"),
                 TimeElapsedColumn(),
+                _TimeLeft(),
                 console=self._console,
                 transient=True,
+                speed_estimate_period=ESTIMATE_PERIOD_S,
             )
 
     def __enter__(self) -> Self:
@@ -110,6 +133,19 @@ class Progress:
         finally:
             phase.end()
 
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Show what is being done while the block runs and nothing can be counted; one line without a terminal."""
+        if self.live is None:
+            self.say(name)
+            yield
+            return
+        task = self.live.add_task(name, total=None, count="")
+        try:
+            yield
+        finally:
+            self.live.remove_task(task)
+
     def say(self, text: str) -> None:
         """Print a line above the live ones, as it is."""
         self._console.print(text, markup=False, highlight=False)
@@ -131,3 +167,15 @@ class Progress:
         row = "  ".join(f"{text:>{width}}" for _, text, width in cells)
         self.say("  ".join([row, *evals]))
         self._rows, self._titles = self._rows + 1, titles
+        self._count_step(step)
+
+    def _count_step(self, step: int) -> None:
+        """Move the live line of the whole run, which is there from the first row to the last step's."""
+        if self.live is None:
+            return
+        if self._steps is None:
+            self._steps = self.live.add_task("steps", total=self.total_steps, completed=step, count="")
+        self.live.update(self._steps, completed=step, count=f"{step}/{self.total_steps}")
+        if step >= self.total_steps:
+            self.live.remove_task(self._steps)
+            self._steps = None

@@ -1,4 +1,7 @@
-"""curve.png: reward and held-out accuracy over the steps of one run or of several seeds, from metrics.jsonl."""
+"""curve.png: reward and held-out accuracy over the steps of one run or of several seeds, from metrics.jsonl.
+
+A run without either, such as supervised training or training on a trajectory file, is drawn with its loss.
+"""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +20,9 @@ PANELS = (
     ("policy/clip_fraction", "clip fraction", "linear"),
     ("mismatch/logprob_abs_mean", "|log p trainer - log p engine|, mean", "log"),
 )
-"""Metric, title and scale of the small panels."""
+"""Metric, title and scale of the small panels; those without a value drop out."""
+LOSSES = ("sft/loss", "policy/loss")
+"""What is drawn where there is neither reward nor accuracy: the first that there is."""
 
 Series = tuple[list[int], list[float]]
 
@@ -35,6 +40,14 @@ def mean_series(runs: Sequence[Series]) -> Series:
     return common, [sum(run[step] for run in values) / len(values) for step in common]
 
 
+def _curves(runs: Sequence[list[dict[str, Any]]]) -> list[str]:
+    """Metrics of the large panel: reward and accuracies, or else a loss."""
+    recorded = {name for steps in runs for line in steps for name, value in line.items() if value is not None}
+    names = [name for name in ("reward/mean",) if name in recorded]
+    names += sorted(name for name in recorded if name.startswith("eval/"))
+    return names or [name for name in LOSSES if name in recorded][:1]
+
+
 def _draw(axes: "Axes", runs: Sequence[Series], colour: str, label: str, marker: str | None) -> None:
     """The runs thinly, their mean boldly with its label; one run is its own mean."""
     runs = [run for run in runs if run[0]]
@@ -46,26 +59,26 @@ def _draw(axes: "Axes", runs: Sequence[Series], colour: str, label: str, marker:
     axes.plot(*mean_series(runs), color=colour, linewidth=2.0, marker=marker, markersize=5, label=label)
 
 
-def _draw_main(axes: "Axes", runs: list[list[dict[str, Any]]], title: str) -> None:
-    sets = sorted({name for steps in runs for line in steps for name in line if name.startswith("eval/")})
-    _draw(axes, [series(steps, "reward/mean") for steps in runs], REWARD_COLOUR, "reward/mean (training)", None)
-    for index, name in enumerate(sets):
-        colour = EVAL_COLOURS[index % len(EVAL_COLOURS)]
-        _draw(axes, [series(steps, name) for steps in runs], colour, name, "o")
-    axes.set(xlabel="step", ylabel="reward, accuracy", title=title)
+def _draw_main(axes: "Axes", runs: Sequence[list[dict[str, Any]]], names: Sequence[str], title: str) -> None:
+    colours = iter(EVAL_COLOURS * len(names))
+    for name in names:
+        is_eval = name.startswith("eval/")
+        label = "reward/mean (training)" if name == "reward/mean" else name
+        colour, marker = (next(colours), "o") if is_eval else (REWARD_COLOUR, None)
+        _draw(axes, [series(steps, name) for steps in runs], colour, label, marker)
+    is_loss = names[0] in LOSSES
+    axes.set(xlabel="step", ylabel="loss" if is_loss else "reward, accuracy", title=title)
     low, high = axes.get_ylim()
-    if low >= -0.1 and high <= 1.1:
+    if not is_loss and low >= -0.1 and high <= 1.1:
         axes.set_ylim(-0.02, 1.02)
-    if axes.lines:
-        axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="upper right" if is_loss else "lower right", frameon=False)
 
 
 def _draw_panel(axes: "Axes", runs: list[list[dict[str, Any]]], name: str, title: str, scale: str) -> None:
     _draw(axes, [series(steps, name) for steps in runs], PANEL_COLOUR, title, None)
     axes.set_title(title, fontsize=9)
     axes.tick_params(labelsize=8)
-    if axes.lines:
-        axes.set_yscale(scale)
+    axes.set_yscale(scale)
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":
         axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
@@ -82,7 +95,7 @@ def write_curve(metrics_files: Sequence[Path], out: Path, title: str = "") -> No
         title: above the drawing.
 
     Raises:
-        ValueError: a file has broken lines or no steps.
+        ValueError: a file has broken lines or no steps, or no file has a reward, an accuracy or a loss.
     """
     import matplotlib as mpl
 
@@ -94,13 +107,21 @@ def write_curve(metrics_files: Sequence[Path], out: Path, title: str = "") -> No
     for path, steps in zip(metrics_files, runs, strict=True):
         if not steps:
             raise ValueError(f"{path} holds no steps.")
+    curves = _curves(runs)
+    if not curves:
+        raise ValueError(f"{', '.join(map(str, metrics_files))}: no reward, accuracy or loss to draw.")
+    panels = [panel for panel in PANELS if any(series(steps, panel[0])[0] for steps in runs)]
     figure, axes = plt.subplot_mosaic(
-        [["main", "0"], ["main", "1"]], figsize=(10, 4.6), width_ratios=[2.1, 1], layout="constrained"
+        [["main", name] for name, *_ in panels] or [["main"]],
+        figsize=(10, 4.6),
+        width_ratios=[2.1, 1] if panels else None,
+        layout="constrained",
     )
-    _draw_main(axes["main"], runs, title)
-    for index, panel in enumerate(PANELS):
-        _draw_panel(axes[str(index)], runs, *panel)
-    axes["1"].set_xlabel("step", fontsize=9)
+    _draw_main(axes["main"], runs, curves, title)
+    for panel in panels:
+        _draw_panel(axes[panel[0]], runs, *panel)
+    if panels:
+        axes[panels[-1][0]].set_xlabel("step", fontsize=9)
     for one in axes.values():
         one.xaxis.set_major_locator(MaxNLocator(integer=True))
         one.grid(color="#e5e7eb", linewidth=0.6)

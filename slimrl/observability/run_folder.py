@@ -85,7 +85,7 @@ def open_run_folder(
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other.")
     if resume and not run.config.is_file():
-        raise ValueError(f"{run.path}: there is no run to resume.")
+        raise ValueError(f"{run.path}: there is no run to resume. Start it without --resume.")
     if overwrite and run.path.exists():
         if not run.config.is_file() and any(run.path.iterdir()):
             raise ValueError(f"{run.path} holds no config.yaml, so it is no run folder. Remove it yourself.")

@@ -1,6 +1,8 @@
 """The Ray cluster of a run.
 
 A laptop gets a private local cluster in its own temporary folder; on a real cluster RAY_ADDRESS names the head node.
+Processes of a private cluster have that folder for their temporary files too, since most of them are ended before they
+could remove them: it goes as a whole.
 """
 
 import logging
@@ -20,6 +22,7 @@ OBJECT_STORE_BYTES = 1024**3
 """Shared memory that a private cluster may use for what passes between processes."""
 
 _TEMP_PREFIX = "slimrl-ray-"
+_COMPILED_PREFIX = "slimrl-compiled-"
 
 
 @contextmanager
@@ -42,11 +45,33 @@ def ray_cluster() -> Iterator[None]:
     temp_dir = Path(tempfile.gettempdir()) / f"{_TEMP_PREFIX}{os.getpid()}"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
-        _start_local(temp_dir)
+        with _temporary_files_in(temp_dir / "tmp"):
+            _start_local(temp_dir)
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Processes that are started inside, and theirs, use this folder; this process keeps its own.
+
+    What torch compiles goes where the next run finds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    compiled = Path(tempfile.gettempdir()) / f"{_COMPILED_PREFIX}{os.getuid()}"
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
+    os.environ["TMPDIR"] = str(folder)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _connect(address: str) -> None:

@@ -125,6 +125,7 @@ def sft(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) 
 
 def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: Path, json_file: Path | None) -> None:
     """`slimrl eval`: accuracy of a Hugging Face checkpoint on the recipe's evaluation sets."""
+    _refuse_other_folder(recipe=path, checkpoint=checkpoint)
     with Progress(1) as progress:
         loaded = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress)
         recipe = loaded.recipe
@@ -225,3 +226,16 @@ def _trackers(loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, 
     """Trackers that go on after the checkpoint's step, or from nothing."""
     keep = BEFORE_STEP_0 if checkpoint is None else state.step
     return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded.recipe), keep_through_step=keep)
+
+
+def _refuse_other_folder(recipe: Path, checkpoint: Path) -> None:
+    """Raises ValueError where `--checkpoint` of `slimrl eval` is not in the Hugging Face format."""
+    if (checkpoint / "trainer").is_dir():
+        raise ValueError(
+            f"--checkpoint {checkpoint}: a training checkpoint of a run. Turn it into the Hugging Face format with "
+            f"`slimrl export {recipe} --checkpoint {checkpoint} --out DIR` and evaluate that."
+        )
+    if not checkpoint.is_dir():
+        raise ValueError(f"--checkpoint {checkpoint}: no such folder.")
+    if not (checkpoint / "config.json").is_file():
+        raise ValueError(f"--checkpoint {checkpoint}: holds no config.json; give a Hugging Face checkpoint folder.")

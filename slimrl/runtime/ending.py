@@ -8,7 +8,9 @@ from types import FrameType
 
 import psutil
 
+from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.errors import Interrupted
+from slimrl.runtime.state import CheckpointFolder
 
 END_TIMEOUT_S = 10.0
 """How long processes that were told to end may take before they are killed."""
@@ -17,10 +19,13 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def ending_on_signals() -> Iterator[Callable[[], None]]:
+def ending_on_signals(hint: Callable[[], str]) -> Iterator[Callable[[], None]]:
     """SIGINT and SIGTERM raise Interrupted, once: what follows is the way out, which has its own deadlines.
 
     Yields a function that takes the signals over again from whoever has since replaced their handlers, as Ray does.
+
+    Args:
+        hint: called when everything has ended; what the user is told beside the signal's name.
     """
     ending = False
     cause = ""
@@ -41,11 +46,21 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
         yield take_over
     except KeyboardInterrupt:
         # Ray's calls raise a KeyboardInterrupt of their own in place of what a handler raised inside them.
-        raise Interrupted(cause) from None
+        raise Interrupted(f"{cause}. {hint()}".strip()) from None
     finally:
         ending = True
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def what_is_left(folder: RunFolder) -> str:
+    """How a run that was interrupted can be continued; empty for a folder that holds logs alone."""
+    if not folder.config.is_file():
+        return ""
+    newest = CheckpointFolder(folder.checkpoints).latest()
+    if newest is None:
+        return f"{folder.path} holds no checkpoint yet."
+    return f"{newest[0]} is whole: the same command with --resume continues from there."
 
 
 class Family:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from slimrl.config.check import check_loaded
@@ -27,7 +28,7 @@ from slimrl.observability.provenance import append_provenance, collect_provenanc
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.resync.transports.shared_buffer import clean_stale_segments
 from slimrl.runtime.cluster import ray_cluster
-from slimrl.runtime.ending import Family, ending_on_signals
+from slimrl.runtime.ending import Family, ending_on_signals, what_is_left
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import RunError, StageError
 from slimrl.runtime.rollout_stage import RolloutStage
@@ -120,19 +121,21 @@ def started(
     Raises:
         StageError: a process did not start.
     """
-    num_ranks = 0 if total_updates is None else recipe.trainer.num_ranks
-    num_engines = recipe.rollout.num_engines if with_engines else 0
     _clean_shared_memory()
-    with ending_on_signals() as take_over_signals, ExitStack() as ends:
+    with (
+        ending_on_signals(partial(what_is_left, folder)) as take_over_signals,
+        ExitStack() as shown,
+        ExitStack() as ends,
+    ):
         family = Family()
         ends.callback(_clean_shared_memory)
         ends.callback(family.end)
-        with progress.phase("starting Ray", 1, ""):
+        with progress.stage("starting Ray"):
             ends.enter_context(ray_cluster())
             take_over_signals()
         processes = Processes(engines=None, trainers=None)
         try:
-            with progress.phase("starting processes", num_ranks + num_engines, ""):
+            with progress.stage("starting processes"):
                 processes = _start(recipe, folder, progress, ends, with_engines=with_engines, updates=total_updates)
             log.info("processes: %s", processes.pids)
             yield processes
@@ -146,6 +149,7 @@ def started(
             raise
         finally:
             family.note()
+            shown.enter_context(progress.stage("ending processes"))
 
 
 def _start(

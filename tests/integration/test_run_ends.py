@@ -93,7 +93,7 @@ def test_ctrl_c_in_a_rollout_leaves_nothing(start: Start):
     run, folder = start(engines=2, long_rollout=True)
     in_rollout(run, folder)
     run.interrupt_as_terminal()
-    assert_ended(run, 1, "ended by SIGINT")
+    assert_ended(run, 1, "ended by SIGINT", f"{folder.path} holds no checkpoint yet")
 
 
 @pytest.mark.full

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,15 @@ STEP_METRICS = {
 }
 
 
-def test_the_quickstart_in_small(tmp_path: Path):
+@pytest.fixture
+def temporary_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The system's temporary folder, as the commands see it; short, since sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_the_quickstart_in_small(tmp_path: Path, temporary_files: Path):
     tools("toy", "qwen3_moe", tmp_path / "model", "--layers", 2, "--hidden", 64, "--moe-intermediate", 64)
     counts = ["--num-train", 32, "--num-heldout", 8, "--num-conversations", 64]
     tools("calculator-data", tmp_path / "data", *counts)
@@ -64,6 +74,7 @@ def test_the_quickstart_in_small(tmp_path: Path):
     assert result["sets"]["heldout"]["num_prompts"] == 8
     # Greedy, so what the run measured at its end is measured again.
     assert result["sets"]["heldout"]["accuracy"] == read_metrics(gspo.metrics)[-1]["eval/heldout/accuracy"]
+    assert [path.name for path in temporary_files.iterdir() if not path.name.startswith("slimrl-compiled-")] == []
 
 
 @pytest.mark.full

@@ -181,7 +181,7 @@ def test_a_model_without_a_tokenizer_is_refused(cli: Cli, workspace: Path, tmp_p
 
 
 def test_resuming_a_run_that_does_not_exist_is_refused(cli: Cli, tmp_path: Path):
-    refused(cli("train", "--resume"), f"{tmp_path / 'runs' / 'gspo'}: there is no run to resume")
+    refused(cli("train", "--resume"), f"{tmp_path / 'runs' / 'gspo'}: there is no run to resume. Start")
 
 
 def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(cli: Cli, interrupted_run: Path):
@@ -209,7 +209,14 @@ def test_resume_and_overwrite_together_are_refused(cli: Cli):
 
 
 def test_evaluating_a_checkpoint_that_does_not_exist_is_refused(cli: Cli, tmp_path: Path):
-    refused(cli("eval", "--checkpoint", str(tmp_path / "absent")), f"{tmp_path / 'absent'}: no such folder")
+    absent = tmp_path / "absent"
+    refused(cli("eval", "--checkpoint", str(absent)), f"--checkpoint {absent}: no such folder")
+    refused(cli("eval", "--checkpoint", str(tmp_path)), f"--checkpoint {tmp_path}: holds no config.json")
+
+
+def test_evaluating_a_training_checkpoint_names_the_command_that_turns_it_into_another(cli: Cli, interrupted_run: Path):
+    checkpoint = interrupted_run / "checkpoints" / "step_000001"
+    refused(cli("eval", "--checkpoint", str(checkpoint)), f"--checkpoint {checkpoint}: ", f"slimrl export {GSPO}")
 
 
 def test_training_on_a_file_that_holds_no_trajectories_is_refused(cli: Cli, tmp_path: Path):
@@ -218,7 +225,10 @@ def test_training_on_a_file_that_holds_no_trajectories_is_refused(cli: Cli, tmp_
     path.write_text("")
     refused(cli("train", "--trajectories", str(path), "--steps", "1"), "the file has no lines")
     path.write_text('{"group_id": "a"}\n')
-    refused(cli("train", "--trajectories", str(path), "--steps", "1"), f"{path}:1: not a trajectory: `trajectory_id`, `segments`, `status` are missing")
+    refused(
+        cli("train", "--trajectories", str(path), "--steps", "1"),
+        f"{path}:1: not a trajectory: `trajectory_id`, `segments`, `status` are missing",
+    )
 
 
 def test_training_on_a_trajectory_file_asks_for_no_prompts(cli: Cli, tmp_path: Path):

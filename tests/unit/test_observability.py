@@ -34,8 +34,9 @@ def trajectory(group: str, index: int) -> Trajectory:
 
 
 def test_every_metric_is_documented_and_nothing_else_is():
-    documented = re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
-    assert documented == list(METRIC_NAMES)
+    rows = re.findall(r"^\| `([^`]+)` \|([^|]*)\|([^|]*)\|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(METRIC_NAMES)
+    assert [name for name, unit, meaning in rows if not unit.strip() or not meaning.strip()] == []
 
 
 def test_names_given_by_recipes_stand_for_one_path_component():
@@ -114,14 +115,16 @@ def test_without_a_terminal_progress_is_plain_lines(monkeypatch):
     monkeypatch.setattr(progress_module, "PLAIN_INTERVAL_S", 0.0)
     output = io.StringIO()
     with Progress(10, Console(file=output, force_terminal=False, soft_wrap=True)) as progress:
+        with progress.stage("starting Ray"):
+            assert output.getvalue() == "starting Ray\n", "said when it begins, not when it is over"
         with progress.phase("rollout", 2, "trajectories") as phase:
             phase.advance()
         progress.summary(3, {"reward/mean": 0.25, "time/step_s": 1.5, "eval/heldout/accuracy": 0.5})
         progress.summary(4, {"reward/mean": 0.5, "time/step_s": 1.25})
     lines = output.getvalue().splitlines()
-    assert lines[0] == "rollout 1/2 trajectories"
-    assert [line.split() for line in lines[1:]] == [
-        ["step", "reward", "step"],
+    assert lines[:2] == ["starting Ray", "rollout 1/2 trajectories"]
+    assert [line.split() for line in lines[2:]] == [
+        ["step", "reward", "total"],
         ["3/10", "0.250", "1.5s", "heldout", "0.500"],
         ["4/10", "0.500", "1.2s"],
     ]
@@ -136,6 +139,20 @@ def test_on_a_terminal_a_phase_is_a_live_line_that_goes_away():
             progress.live.refresh()
         assert progress.live.tasks == []
     assert "3/4" in output.getvalue()
+
+
+def test_on_a_terminal_the_steps_are_counted_and_the_time_left_is_estimated():
+    output = io.StringIO()
+    with Progress(4, Console(file=output, force_terminal=True, width=100)) as progress:
+        now = iter(range(0, 10_000, 60))
+        progress.live.get_time = lambda: float(next(now))
+        for step in range(4):
+            progress.summary(step, {"reward/mean": 0.5})
+        (task,) = progress.live.tasks
+        assert (task.completed, task.total) == (3, 4)
+        assert task.time_remaining == pytest.approx(60, rel=0.5)
+        progress.summary(4, {"reward/mean": 0.5})
+        assert progress.live.tasks == []
 
 
 def test_the_mean_over_seeds_is_taken_where_all_of_them_have_a_value():
@@ -172,6 +189,32 @@ def test_the_curve_draws_each_seed_and_their_mean(tmp_path, monkeypatch, num_see
         "reward/mean (training)": [0, 0.25, 0.5],
         "eval/heldout/accuracy": [shift, 0.25 + shift, 0.5 + shift],
     }
+
+
+def test_a_run_without_rewards_is_drawn_with_its_loss(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn: dict[str, list[float]] = {}
+    plot = Axes.plot
+
+    def record(self, x, y, **options):
+        drawn[options["label"]] = list(y)
+        return plot(self, x, y, **options)
+
+    monkeypatch.setattr(Axes, "plot", record)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        for step in (1, 2):
+            writer.log(step, {"sft/loss": 2.0 / step, "time/step_s": 1.0})
+    write_curve([tmp_path / "metrics.jsonl"], tmp_path / "curve.png")
+    assert drawn == {"sft/loss": [2.0, 1.0]}
+
+
+def test_a_run_with_nothing_to_draw_is_refused(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.log(0, {"resync/version": 0})
+    with pytest.raises(ValueError, match="no reward, accuracy or loss"):
+        write_curve([tmp_path / "metrics.jsonl"], tmp_path / "curve.png")
+    assert not (tmp_path / "curve.png").exists()
 
 
 def test_a_curve_without_steps_is_refused(tmp_path):

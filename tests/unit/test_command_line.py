@@ -1,0 +1,40 @@
+"""What the `slimrl` command says apart from errors."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from slimrl.cli import app
+from slimrl.observability.metrics import MetricsWriter
+from slimrl.observability.run_folder import RunFolder, open_run_folder
+from slimrl.runtime.ending import what_is_left
+from slimrl.runtime.state import CheckpointFolder, RunState
+
+
+def test_the_version_is_that_of_the_package():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"slimrl {version('slimrl')}\n")
+
+
+def test_a_report_says_where_it_is(tmp_path: Path):
+    run = open_run_folder(tmp_path, "demo", "seed: 1\n")
+    with MetricsWriter(run.metrics) as writer:
+        writer.log(1, {"reward/mean": 0.5})
+    out = tmp_path / "curve.png"
+    result = CliRunner().invoke(app, ["report", str(run.path), "--out", str(out)])
+    assert (result.exit_code, result.output) == (0, f"curve: {out}\n")
+    assert out.is_file()
+
+
+def test_an_interrupted_run_says_whether_and_how_it_goes_on(tmp_path: Path):
+    run = open_run_folder(tmp_path, "demo", "seed: 1\n")
+    assert what_is_left(run) == f"{run.path} holds no checkpoint yet."
+    checkpoints = CheckpointFolder(run.checkpoints)
+    for step in (4, 8):
+        checkpoints.finish(checkpoints.begin(step), RunState(step=step), keep=2)
+    checkpoints.begin(12)
+    newest = run.checkpoints / "step_000008"
+    assert what_is_left(run) == f"{newest} is whole: the same command with --resume continues from there."
+    (tmp_path / "eval-1").mkdir()
+    assert what_is_left(RunFolder(tmp_path / "eval-1")) == ""
