@@ -7,8 +7,10 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-co
 # Newer than what it depends on when .venv holds what requirements/ asks for.
 STAMP := $(VENV)/.installed
 
-# Where `make quickstart` puts its model, data and runs (removed and made anew each time), and the seed of all of them.
+# Where `make quickstart` puts its model, data and runs, and the seed of all of them. What is there already is moved to
+# $(EARLIER), in place of what that held.
 QUICKSTART ?= runs/quickstart
+EARLIER = $(QUICKSTART:/=).old
 SEED ?= 0
 OF_THIS_RUN := run.dir=$(QUICKSTART) seed=$(SEED)
 SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN)
@@ -20,18 +22,24 @@ RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTA
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv and install the pinned dependencies (once; again when requirements/ changes)
+setup: $(STAMP) ## create .venv with the pinned dependencies: some minutes, 2.2 GB (again when requirements/ changes)
 
 $(STAMP): requirements/cpu.txt requirements/dev.txt requirements/no-deps.txt requirements/lock.txt pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing the pinned dependencies into $(VENV); this takes a few minutes."
-	@$(PIP) --constraint requirements/lock.txt --requirement requirements/cpu.txt --requirement requirements/dev.txt
+	@echo "Installing the pinned dependencies into $(VENV): 2.2 GB on disk, a few minutes."
+	@echo "  1/4 requirements/cpu.txt (most of it)"
+	@$(PIP) --constraint requirements/lock.txt --requirement requirements/cpu.txt
+	@echo "  2/4 requirements/dev.txt"
+	@$(PIP) --constraint requirements/lock.txt --requirement requirements/dev.txt
+	@echo "  3/4 requirements/no-deps.txt"
 	@$(PIP) --no-deps --requirement requirements/no-deps.txt
+	@echo "  4/4 slimrl"
 	@$(PIP) --no-deps --editable .
 	@touch $@
 
-quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve
-	rm -rf $(QUICKSTART)
+quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve (about 11 minutes; moves an earlier one to runs/quickstart.old)
+	@if [ -e $(QUICKSTART) ]; then \
+	    rm -rf $(EARLIER) && mv $(QUICKSTART) $(EARLIER) && echo "$(QUICKSTART) of an earlier time is now $(EARLIER)"; fi
 	$(BIN)/slimrl-tools toy qwen3_moe $(QUICKSTART)/model --seed $(SEED)
 	$(BIN)/slimrl-tools calculator-data $(QUICKSTART)/data --seed $(SEED)
 	$(BIN)/slimrl sft $(SFT) model.path=$(QUICKSTART)/model data.train=$(QUICKSTART)/data/sft.jsonl
