@@ -14,7 +14,7 @@ from slimrl.config.hf_config import read_hf_config
 from slimrl.config.keys import flatten
 from slimrl.config.load import LoadedRecipe, is_needed, trains
 from slimrl.config.model_rules import model_violations
-from slimrl.config.problems import Problem, RecipeError
+from slimrl.config.problems import Problem
 from slimrl.config.schema import AlgorithmName, LrSchedule, Recipe, TransportName
 
 Violation = tuple[str, str]
@@ -150,6 +150,12 @@ def layout_violations(recipe: Recipe) -> Iterator[Violation]:
             "trainer.parallel.expert",
             f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} x pipeline {parallel.pipeline} = "
             f"{expert} does not divide trainer.num_ranks {ranks}.",
+        )
+    if recipe.trainer.megatron.get("moe_token_dispatcher_type") == "allgather" and parallel.expert > 1:
+        yield (
+            "trainer.megatron.moe_token_dispatcher_type",
+            "allgather needs equally many tokens on every expert-parallel rank, and packed micro-batches differ in "
+            "length. Use alltoall.",
         )
     if parallel.sequence and parallel.tensor == 1:
         yield "trainer.parallel.sequence", "sequence parallelism needs trainer.parallel.tensor above 1."
@@ -292,10 +298,7 @@ def check_loaded(loaded: LoadedRecipe) -> list[Problem]:
     """Apply every rule, files and model included, to a loaded recipe.
 
     Returns:
-        The warnings; each says where its key was set.
-
-    Raises:
-        RecipeError: at least one rule is broken; it lists all of them.
+        What is wrong and what is to be warned of; each problem says where its key was set.
     """
     recipe = loaded.recipe
     problems = [Problem(key=key, message=message) for key, message in file_violations(recipe, loaded.command)]
@@ -307,10 +310,7 @@ def check_loaded(loaded: LoadedRecipe) -> list[Problem]:
             problems.append(Problem(key="model.path", message=f"{error}."))
     problems += check_recipe(recipe, hf_config, loaded.command)
     located = [replace(problem, where=loaded.provenance.get(problem.key, loaded.path)) for problem in problems]
-    located = [
+    return [
         replace(problem, where=f"{loaded.path} ({problem.where})") if problem.where == "default" else problem
         for problem in located
     ]
-    if any(not problem.warning for problem in located):
-        raise RecipeError([problem for problem in located if not problem.warning])
-    return located

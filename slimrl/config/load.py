@@ -61,6 +61,20 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), command: Comman
     Raises:
         RecipeError: unknown keys, wrong types, missing values, broken YAML, all of them at once.
     """
+    loaded, problems = read_recipe(path, overrides, command)
+    if loaded is None or problems:
+        raise RecipeError(problems)
+    return loaded
+
+
+def read_recipe(
+    path: Path | str, overrides: Sequence[str] = (), command: Command = "train"
+) -> tuple[LoadedRecipe | None, list[Problem]]:
+    """As load_recipe, for a caller that has more to check: what can be read of a recipe, and what is wrong with it.
+
+    Returns:
+        None for the recipe where the keys that it has are not all there and of their types.
+    """
     path = Path(path)
     problems: list[Problem] = []
     entries = list(read_file(path, (), "", problems))
@@ -77,11 +91,16 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), command: Comman
     if readable:
         refused = {problem.key for problem in problems}
         problems += _missing(OmegaConf.missing_keys(config) - refused, shown, command)
-    if problems:
-        raise RecipeError(sorted(problems, key=_place))
+    problems.sort(key=_place)
+    if not readable or any(is_known(problem.key) and not _passes_through(problem.key) for problem in problems):
+        return None, problems
     recipe = _build(Recipe, cast(dict[str, Any], OmegaConf.to_container(config)))
     provenance = {key: known[key].where if key in known else DEFAULT for key, _ in flatten(recipe)}
-    return LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command)
+    return LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command), problems
+
+
+def _passes_through(key: str) -> bool:
+    return key.startswith(tuple(section + "." for section in PASSTHROUGH))
 
 
 def _missing(keys: set[str], shown: str, command: Command) -> list[Problem]:

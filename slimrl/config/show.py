@@ -1,5 +1,6 @@
 """A recipe as text: the resolved YAML of a run folder, and the table of `slimrl config show`."""
 
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -31,3 +32,13 @@ def show(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:
         (key, "-" if value == MISSING else str(_plain(value)), loaded.provenance[key])
         for key, value in flatten(loaded.recipe)
     ]
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """`key: old -> new` of every setting in which two results of resolved_dict differ."""
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from changed_settings(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}: {old} -> {new}"

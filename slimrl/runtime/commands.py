@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,12 +36,11 @@ BEFORE_STEP_0 = -1
 def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) -> None:
     """`slimrl train`: rollout and training until the recipe's number of steps."""
     with Progress(0) as progress:
-        loaded = prepare(path, overrides, "train", progress)
+        loaded, task = prepare(path, overrides, "train", progress, partial(load_task, train=True, evaluate=True))
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        task = load_task(loaded, Path(recipe.model.path), train=True, evaluate=True)
-        folder = open_run(loaded, resume=resume, overwrite=overwrite)
-        checkpoint, state = _resume_point(folder, recipe)
+        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite)
+        checkpoint, state = _resume_point(folder, recipe, progress)
         prompts = _sampler(task.train, recipe, state)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
@@ -75,12 +75,12 @@ def train_on_file(path: Path, overrides: Sequence[str], *, trajectories: Path, s
         ValueError: the file is missing, holds no trajectories, or has broken lines.
     """
     with Progress(steps) as progress:
-        loaded = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress)
+        read = partial(load_task, train=False, evaluate=False)
+        loaded, task = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read)
         recipe = loaded.recipe
         batch = read_trajectories(trajectories)
         apply_truncation_rule(batch, recipe.algorithm.truncated)
-        task = load_task(loaded, Path(recipe.model.path), train=False, evaluate=False)
-        folder = open_run(loaded, overwrite=overwrite)
+        folder = open_run(loaded, progress, overwrite=overwrite)
         updates = steps * recipe.trainer.updates_per_rollout
         with (
             _trackers(loaded, folder, None, RunState()) as trackers,
@@ -106,12 +106,11 @@ def train_on_file(path: Path, overrides: Sequence[str], *, trajectories: Path, s
 def sft(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) -> None:
     """`slimrl sft`: supervised training on conversations."""
     with Progress(0) as progress:
-        loaded = prepare(path, overrides, "sft", progress)
+        loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        examples = read_examples(loaded)
-        folder = open_run(loaded, resume=resume, overwrite=overwrite)
-        checkpoint, state = _resume_point(folder, recipe)
+        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite)
+        checkpoint, state = _resume_point(folder, recipe, progress)
         sampler = _sampler(examples, recipe, state)
         with (
             _trackers(loaded, folder, checkpoint, state) as trackers,
@@ -127,9 +126,9 @@ def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: Path, json_fil
     """`slimrl eval`: accuracy of a Hugging Face checkpoint on the recipe's evaluation sets."""
     _refuse_other_folder(recipe=path, checkpoint=checkpoint)
     with Progress(1) as progress:
-        loaded = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress)
+        read = partial(load_task, train=False, evaluate=True)
+        loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
         recipe = loaded.recipe
-        task = load_task(loaded, checkpoint, train=False, evaluate=True)
         with (
             logs_of_command(recipe.run.dir, "eval") as folder,
             started(recipe, folder, progress, with_engines=True, total_updates=None) as processes,
@@ -153,9 +152,8 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path) -> None:
     if out.exists():
         raise ValueError(f"{out} exists; remove it or give another --out.")
     with Progress(1) as progress:
-        loaded = prepare(path, overrides, "rollout", progress)
+        loaded, task = prepare(path, overrides, "rollout", progress, partial(load_task, train=True, evaluate=False))
         recipe = loaded.recipe
-        task = load_task(loaded, Path(recipe.model.path), train=True, evaluate=False)
         prompts = _sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
         with (
             logs_of_command(recipe.run.dir, "rollout") as folder,
@@ -176,7 +174,7 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path)
     if not (checkpoint / "trainer").is_dir():
         raise ValueError(f"--checkpoint {checkpoint}: no checkpoint of a run; it would hold a folder `trainer`.")
     with Progress(1) as progress:
-        loaded = prepare(path, overrides, "export", progress)
+        loaded, _ = prepare(path, overrides, "export", progress, lambda _: None)
         recipe = loaded.recipe
         _check_checkpoint(checkpoint, recipe)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
@@ -190,16 +188,23 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path)
         progress.say(f"model: {out}")
 
 
-def _resume_point(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, RunState]:
+def _resume_point(folder: RunFolder, recipe: Recipe, progress: Progress) -> tuple[Path | None, RunState]:
     """The newest checkpoint; the start for a new run, and for one that was ended before its first checkpoint.
 
     Raises:
-        ValueError: the checkpoint is of another model.
+        ValueError: the checkpoint is of another model, or of a run that is complete.
     """
     found = CheckpointFolder(folder.checkpoints).latest()
     if found is None:
         return None, RunState()
-    _check_checkpoint(found[0], recipe)
+    checkpoint, state = found
+    _check_checkpoint(checkpoint, recipe)
+    if state.step >= recipe.steps and folder.export.is_dir():
+        raise ValueError(
+            f"{folder.path} is complete: step {state.step} of {recipe.steps}, model in {folder.export}. "
+            "Give a larger `steps` to continue it."
+        )
+    progress.say(f"continuing after step {state.step} of {recipe.steps}, from {checkpoint}")
     return found
 
 

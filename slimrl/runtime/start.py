@@ -6,21 +6,21 @@ trainer side by side and takes them down again; a signal that asks the driver to
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
+
+import yaml
 
 from slimrl.config.check import check_loaded
-from slimrl.config.load import Command, LoadedRecipe, load_recipe
-from slimrl.config.problems import Problem, RecipeError
+from slimrl.config.load import Command, LoadedRecipe, read_recipe
+from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Recipe
-from slimrl.config.show import dump_resolved, resolved_dict
-from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
-from slimrl.models.checkpoint import check_checkpoint
-from slimrl.models.fp8 import BlockFp8
+from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
@@ -31,9 +31,12 @@ from slimrl.runtime.cluster import ray_cluster
 from slimrl.runtime.ending import Family, ending_on_signals, what_is_left
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import RunError, StageError
+from slimrl.runtime.model_check import model_problems
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.task import Task
 from slimrl.runtime.trainer_group import TrainerGroup
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -50,47 +53,41 @@ class Processes:
         return tuple(pid for part in (self.engines, self.trainers) if part is not None for pid in part.pids)
 
 
-def prepare(path: Path, overrides: Sequence[str], command: Command, progress: Progress) -> LoadedRecipe:
-    """The checked recipe, whose model is a complete checkpoint; warnings are said.
+def prepare(
+    path: Path, overrides: Sequence[str], command: Command, progress: Progress, read: Callable[[LoadedRecipe], T]
+) -> tuple[LoadedRecipe, T]:
+    """The checked recipe, whose model is a complete checkpoint, and what `read` makes of it; warnings are said.
+
+    Args:
+        read: the rest that the command needs of what the recipe names, such as its task.
 
     Raises:
-        RecipeError: it is refused, with all the reasons.
+        RecipeError: it is refused, with all the reasons that can be seen at once.
     """
-    loaded = load_recipe(path, overrides, command)
-    for warning in check_loaded(loaded):
-        progress.say(str(warning))
-    key = "model.path"
+    loaded, problems = read_recipe(path, overrides, command)
+    if loaded is None:
+        raise RecipeError(problems)
+    for problem in check_loaded(loaded):
+        if problem.warning:
+            progress.say(str(problem))
+        else:
+            problems.append(problem)
+    if "model.path" not in {problem.key for problem in problems}:
+        problems += model_problems(loaded)
     try:
-        check_checkpoint(Path(loaded.recipe.model.path))
-        if command == "train":
-            _refuse_quantized(Path(loaded.recipe.model.path))
-    except ValueError as error:
-        raise RecipeError([Problem(key=key, message=str(error), where=loaded.provenance[key])]) from error
-    if loaded.recipe.model.megatron:
-        _check_megatron(loaded)
-    return loaded
+        result = read(loaded)
+    except RecipeError as error:
+        known = {problem.key for problem in problems}
+        raise RecipeError([*problems, *(p for p in error.problems if p.key not in known)]) from error
+    if problems:
+        raise RecipeError(problems)
+    return loaded, result
 
 
-def _check_megatron(loaded: LoadedRecipe) -> None:
-    """Raises RecipeError where `model.megatron` is no checkpoint, or of another model than `model.path`."""
-    key, model = "model.megatron", loaded.recipe.model
-    try:
-        check_architecture(weights_folder(Path(model.megatron)), architecture_of(read_hf_config(Path(model.path))))
-    except ValueError as error:
-        raise RecipeError([Problem(key=key, message=str(error), where=loaded.provenance[key])]) from error
-
-
-def _refuse_quantized(model_path: Path) -> None:
-    """Raises ValueError for a checkpoint in block FP8: engines would serve it as it is, resync sends plain weights."""
-    if BlockFp8.of_config(read_hf_config(model_path)) is not None:
-        raise ValueError(
-            f"{model_path}: is in block FP8, which the engines of a run cannot be sent; make a plain checkpoint of it "
-            "with `slimrl-tools dequantize` (sft trains it as it is)"
-        )
-
-
-def open_run(loaded: LoadedRecipe, *, resume: bool = False, overwrite: bool = False) -> RunFolder:
+def open_run(loaded: LoadedRecipe, progress: Progress, *, resume: bool = False, overwrite: bool = False) -> RunFolder:
     """The run's folder with what it is made of; the driver's log goes there from here on.
+
+    Settings that differ from those that a resumed run started with are said.
 
     Raises:
         ValueError: the folder exists and neither flag is given.
@@ -99,6 +96,8 @@ def open_run(loaded: LoadedRecipe, *, resume: bool = False, overwrite: bool = Fa
     folder = open_run_folder(
         Path(recipe.run.dir), recipe.run.name, dump_resolved(recipe), resume=resume, overwrite=overwrite
     )
+    for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(recipe)):
+        progress.say(f"another setting than the run started with: {change}")
     append_provenance(folder.provenance, collect_provenance(resolved_dict(recipe), loaded.provenance))
     log_to_file(folder.log_file("driver"))
     return folder

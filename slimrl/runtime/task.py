@@ -50,7 +50,7 @@ class Task:
         )
 
 
-def load_task(loaded: LoadedRecipe, model_path: Path, *, train: bool, evaluate: bool) -> Task:
+def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     """Reads and resolves everything that the recipe's task names.
 
     Raises:
@@ -67,7 +67,7 @@ def load_task(loaded: LoadedRecipe, model_path: Path, *, train: bool, evaluate: 
             return None
 
     values: dict[str, Any] = {
-        "chat": attempt("model.path", lambda: load_chat_format(model_path)),
+        "chat": attempt("model.path", lambda: load_chat_format(Path(recipe.model.path))),
         "tools": attempt("agent.tools", lambda: ToolBox.from_import_paths(recipe.agent.tools)),
         "parser": attempt("agent.parser", lambda: make_parser(recipe.agent.parser)),
         "reward": attempt("reward.function", lambda: resolve(recipe.reward.function)),

@@ -86,17 +86,12 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
 
     Raises:
         ValueError: `trainer.megatron` names an unknown field or one with a setting of its own, or asks for something
-            that cannot be: FP8 without Transformer Engine, the all-gather dispatcher for packed sequences.
+            that cannot be, as FP8 without Transformer Engine.
     """
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     user = fields_for(kind, trainer.megatron)
     if user.get("fp8") and not device.has_transformer_engine():
         raise ValueError("trainer.megatron.fp8: FP8 training needs a GPU and Transformer Engine")
-    if user.get("moe_token_dispatcher_type") == "allgather" and trainer.parallel.expert > 1:
-        raise ValueError(
-            "trainer.megatron.moe_token_dispatcher_type: allgather needs equally many tokens on every expert-parallel "
-            "rank, and packed micro-batches differ in length; use alltoall"
-        )
     if user.get("mtp_num_layers"):
         raise ValueError("trainer.megatron.mtp_num_layers: layers for multi-token prediction are not trained")
     family = fields_for(kind, model.transformer)

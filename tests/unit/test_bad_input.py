@@ -90,6 +90,35 @@ def test_all_problems_of_a_recipe_are_listed_at_once(cli: Cli):
     refused(result, "trainer.parallel.expert", "rollout.samples_per_prompt", "/nowhere.jsonl: no such file", "command")
 
 
+def test_typos_layouts_tasks_and_files_are_listed_together(cli: Cli):
+    result = cli(
+        "train",
+        "algorithm.clip_hgih=1e-3",
+        "rollout.sglang.tp_size=2",
+        "trainer.parallel.expert=3",
+        "trainer.megatron.num_layers=3",
+        "agent.tools=[no_such:tool]",
+        "data.eval.heldout=/nowhere.jsonl",
+    )
+    texts = ["algorithm.clip_high", "rollout.engine_tensor", "trainer.parallel.expert", "module no_such", "/nowhere"]
+    refused(result, *texts, "trainer.megatron.num_layers: is the model's")
+    assert result.stderr.count("/nowhere.jsonl") == 1
+
+
+@pytest.mark.parametrize("field", ["fp8=hybrid", "moe_grouped_gemm=true"])
+def test_what_needs_transformer_engine_is_refused_without_it(cli: Cli, field: str):
+    refused(cli("sft", f"trainer.megatron.{field}"), f"trainer.megatron.{field.split('=')[0]}: needs a GPU")
+
+
+def test_the_all_gather_dispatcher_is_refused_with_expert_parallelism(cli: Cli):
+    settings = [
+        "trainer.num_ranks=2",
+        "trainer.parallel.expert=2",
+        "trainer.megatron.moe_token_dispatcher_type=allgather",
+    ]
+    refused(cli("sft", *settings), "trainer.megatron.moe_token_dispatcher_type", "Use alltoall")
+
+
 def test_a_missing_recipe_is_named(cli: Cli, tmp_path: Path):
     refused(cli("train", recipe=tmp_path / "absent.yaml"), str(tmp_path / "absent.yaml"))
 
@@ -202,6 +231,12 @@ def test_resuming_with_another_data_file_is_refused(cli: Cli, interrupted_run: P
     lines = (workspace / "data" / "sft.jsonl").read_text().splitlines(keepends=True)
     shorter.write_text("".join(lines[:5]))
     refused(cli("sft", "--resume", f"data.train={shorter}"), str(shorter), "8 items, this one has 5")
+
+
+def test_resuming_a_complete_run_is_refused(cli: Cli, interrupted_run: Path):
+    (interrupted_run / "export" / "hf").mkdir(parents=True)
+    settings = ["steps=1", "trainer.optimizer.warmup_steps=0"]
+    refused(cli("sft", "--resume", *settings), f"{interrupted_run} is complete: step 1 of 1", "larger `steps`")
 
 
 def test_resume_and_overwrite_together_are_refused(cli: Cli):

@@ -173,9 +173,8 @@ def test_missing_files_and_broken_rules_come_together_with_their_lines(folder):
     (folder / "recipe.yaml").write_text(
         "data:\n  eval:\n    heldout: nowhere.jsonl\nrollout:\n  samples_per_prompt: 1\n"
     )
-    with pytest.raises(RecipeError) as caught:
-        check_loaded(load_recipe("recipe.yaml", [*GIVEN, "trainer.updates_per_rollout=5"]))
-    assert str(caught.value).splitlines() == [
+    problems = check_loaded(load_recipe("recipe.yaml", [*GIVEN, "trainer.updates_per_rollout=5"]))
+    assert str(RecipeError(problems)).splitlines() == [
         "command line: data.train: train.jsonl: no such file.",
         "recipe.yaml:3: data.eval.heldout: nowhere.jsonl: no such file.",
         "command line: model.path: model: no such folder.",
@@ -191,13 +190,12 @@ def test_the_model_is_read_from_its_folder(folder):
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
     (folder / "train.jsonl").write_text("")
     assert check_loaded(load_recipe("recipe.yaml", GIVEN)) == []
-    with pytest.raises(RecipeError, match="does not divide the model's 32 attention heads"):
-        check_loaded(load_recipe("recipe.yaml", [*GIVEN, "rollout.engine_tensor=3"]))
+    problems = check_loaded(load_recipe("recipe.yaml", [*GIVEN, "rollout.engine_tensor=3"]))
+    assert "does not divide the model's 32 attention heads" in str(RecipeError(problems))
     (folder / "model" / "config.json").write_text("{")
-    with pytest.raises(RecipeError, match=r"model/config\.json:1: not JSON"):
-        check_loaded(load_recipe("recipe.yaml", GIVEN))
+    assert "model/config.json:1: not JSON" in str(RecipeError(check_loaded(load_recipe("recipe.yaml", GIVEN))))
 
 
 def test_eval_needs_an_evaluation_set(folder):
-    with pytest.raises(RecipeError, match=r"data\.eval: names no evaluation set"):
-        check_loaded(load_recipe("recipe.yaml", GIVEN, command="eval"))
+    problems = check_loaded(load_recipe("recipe.yaml", GIVEN, command="eval"))
+    assert "names no evaluation set." in [problem.message for problem in problems if problem.key == "data.eval"]
