@@ -98,6 +98,6 @@ def open_run_folder(
             message = f"{run.path} exists. Use --resume to continue it, --overwrite to start anew, or another run.name."
             raise ValueError(message) from error
     (run.path / "config.resumed.yaml" if resume else run.config).write_text(config_yaml)
-    for path in (run.logs, run.trajectories, run.checkpoints):
+    for path in (run.logs, run.checkpoints):
         path.mkdir(exist_ok=True)
     return run

@@ -25,10 +25,11 @@ def readable(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def write_samples(path: Path, trajectories: Iterable[Trajectory], limit: int) -> None:
-    """Write the first trajectory of each of the first `limit` groups, one JSON object a line."""
+    """Write the first trajectory of each of the first `limit` groups, one JSON object a line; the folder too."""
     chosen: dict[str, Trajectory] = {}
     for trajectory in trajectories:
         if len(chosen) < limit:
             chosen.setdefault(trajectory.group_id, trajectory)
     lines = (json.dumps(readable(trajectory), ensure_ascii=False, default=str) for trajectory in chosen.values())
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(line + "\n" for line in lines))

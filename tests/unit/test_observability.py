@@ -102,8 +102,12 @@ def test_a_folder_that_is_no_run_is_never_removed_and_no_run_is_never_resumed(tm
 
 
 def test_samples_are_one_trajectory_per_group_and_readable(tmp_path):
-    write_samples(tmp_path / "s.jsonl", [trajectory(group, index) for group in "abc" for index in range(2)], limit=2)
-    text = (tmp_path / "s.jsonl").read_text()
+    write_samples(
+        tmp_path / "trajectories" / "s.jsonl",
+        [trajectory(group, index) for group in "abc" for index in range(2)],
+        limit=2,
+    )
+    text = (tmp_path / "trajectories" / "s.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["trajectory_id"] for row in rows] == ["a/0", "b/0"]
     assert "größer?" in text
