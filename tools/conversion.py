@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimrl_tools.output_folder import partial_path
+from slimrl_tools.output_folder import check_space, partial_path
+from slimrl_tools.progress import Advance, byte_progress
+from slimrl_tools.shares import cut_shares, run_shares
+from slimrl_tools.terminal import show_bytes
 
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp32": "float32"}
 """Values of --dtype; None for what the source has."""
@@ -54,9 +57,9 @@ class Plan:
         peak = self.copies_held * self.largest_bytes * processes
         begun = f", continuing {partial_path(self.out)}" if partial_path(self.out).exists() else ""
         return (
-            f"{self.out}: {self.num_tensors} tensors, {self.nbytes / 1e9:.2f} GB in {len(self.files)} files{begun}\n"
-            f"the largest tensor held has {self.largest_bytes / 1e9:.3f} GB; {processes} processes hold at most "
-            f"{self.copies_held} such each, {peak / 1e9:.2f} GB"
+            f"{self.out}: {self.num_tensors} tensors, {show_bytes(self.nbytes)} in {len(self.files)} files{begun}\n"
+            f"the largest tensor held has {show_bytes(self.largest_bytes)}; {processes} processes hold at most "
+            f"{self.copies_held} such each, {show_bytes(peak)}"
         )
 
 
@@ -81,8 +84,29 @@ def record_file(partial: Path, name: str) -> Path:
 
 def due_files(partial: Path, names: Sequence[str]) -> list[str]:
     """Those that are not whole yet."""
-    (partial / RECORDS).mkdir(exist_ok=True)
     return [name for name in names if not (record_file(partial, name).exists() and (partial / name).exists())]
+
+
+def run_plan(
+    convert: Callable[[dict[str, Any], Advance], None],
+    plan: Plan,
+    files: Mapping[str, Any],
+    partial: Path,
+    options: Options,
+) -> None:
+    """Have processes write the files and check them, each its share.
+
+    Args:
+        convert: writes those of its files that are not whole yet, then checks all of them.
+        files: name -> what is in it.
+    """
+    (partial / RECORDS).mkdir(exist_ok=True)
+    nbytes = sum(plan.files[name] for name in due_files(partial, list(files)))
+    check_space(partial, nbytes)
+    shares = [{name: files[name] for name in names} for names in cut_shares(plan.files, options.processes)]
+    title = "convert and check" if options.check else "convert"
+    with byte_progress(title, nbytes + (plan.nbytes if options.check else 0)) as advance:
+        run_shares(convert, shares, advance)
 
 
 def on_disk(file: Path) -> None:

@@ -22,14 +22,12 @@ from slimrl_tools.conversion import (
     Plan,
     Say,
     config_for,
-    due_files,
     record_file,
     refuse_existing,
+    run_plan,
 )
-from slimrl_tools.output_folder import check_space, copy_other_files, output_folder, source_files
-from slimrl_tools.progress import byte_progress
-from slimrl_tools.shares import cut_shares, run_shares
-from slimrl_tools.torch_dist_share import check_share, write_share
+from slimrl_tools.output_folder import copy_other_files, output_folder, source_files
+from slimrl_tools.torch_dist_share import convert_share
 
 from slimrl.config.model_rules import model_violations
 from slimrl.config.schema import ParallelConfig, Recipe, TrainerConfig
@@ -89,12 +87,9 @@ def hf_to_megatron(
         "file_bytes": file_bytes,
     }
     with output_folder(out, job, resume=options.resume) as partial:
-        _write_files(src, partial, schema, files, dtypes, plan, options)
+        convert = bind(convert_share, src, partial, schema.weight_map.entries, dtypes, options.check)
+        run_plan(convert, plan, files, partial, options)
         records = {name: read_record(record_file(partial, name)) for name in files}
-        if options.check:
-            shares = cut_shares(plan.files, options.processes)
-            with byte_progress("check", plan.nbytes) as advance:
-                run_shares(bind(check_share, partial), shares, advance)
         write_metadata(partial, schema, dtypes, records)
         _write_facts(src, partial, config, parallel, options.dtype)
         shutil.rmtree(partial / RECORDS)
@@ -135,24 +130,6 @@ def _plan(out: Path, schema: ShardSchema, files: dict[str, list[Piece]], dtypes:
         largest_bytes=max(shards.values()),
         copies_held=COPIES_HELD,
     )
-
-
-def _write_files(
-    src: Path,
-    partial: Path,
-    schema: ShardSchema,
-    files: dict[str, list[Piece]],
-    dtypes: Sequence[torch.dtype],
-    plan: Plan,
-    options: Options,
-) -> None:
-    due = {name: plan.files[name] for name in due_files(partial, list(files))}
-    check_space(partial, sum(due.values()))
-    shares = [{name: files[name] for name in names} for names in cut_shares(due, options.processes)]
-    # The map's rules are plain values, so that a process gets them as they are.
-    work = bind(write_share, src, partial, schema.weight_map.entries, dtypes)
-    with byte_progress("convert", sum(due.values())) as advance:
-        run_shares(work, shares, advance)
 
 
 def _write_facts(src: Path, partial: Path, config: dict[str, Any], parallel: ParallelConfig, dtype: str | None) -> None:

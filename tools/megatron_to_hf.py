@@ -18,21 +18,19 @@ from slimrl_tools.conversion import (
     Plan,
     Say,
     config_for,
-    due_files,
     refuse_existing,
+    run_plan,
 )
 from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint
-from slimrl_tools.output_folder import check_space, copy_other_files, output_folder, source_files
-from slimrl_tools.progress import byte_progress
-from slimrl_tools.safetensors_share import check_share, write_share
-from slimrl_tools.shares import cut_shares, run_shares
+from slimrl_tools.output_folder import copy_other_files, output_folder, source_files
+from slimrl_tools.safetensors_share import convert_share
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.family import family_of
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.safetensors_file import spec_bytes
-from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, plan_files, write_index
+from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, SafetensorsFolder, plan_files, write_index
 from slimrl.models.torch_dist_reader import StoredWeights, read_metadata
 from slimrl.models.weight_map import WeightMap
 from slimrl.trainer.torch_dist import schema_of_stored
@@ -94,20 +92,15 @@ def megatron_to_hf(
         "shard_bytes": shard_bytes,
     }
     with output_folder(out, job, resume=options.resume) as partial:
-        due = {name: plan.files[name] for name in due_files(partial, list(files))}
-        check_space(partial, sum(due.values()))
-        shares = [{name: files[name] for name in names} for names in cut_shares(due, options.processes)]
-        with byte_progress("convert", sum(due.values())) as advance:
-            run_shares(
-                bind(write_share, stored, found.hf_dir, carried, _originals(weight_map), partial), shares, advance
-            )
-        write_index(partial, files)
         assert found.hf_dir is not None
+        convert = bind(convert_share, stored, found.hf_dir, carried, _originals(weight_map), partial, options.check)
+        run_plan(convert, plan, files, partial, options)
+        write_index(partial, files)
         copy_other_files(found.hf_dir, partial)
         (partial / "config.json").write_text(json.dumps(config_for(config, specs[0].dtype), indent=2) + "\n")
-        if options.check:
-            with byte_progress("check", plan.nbytes) as advance:
-                run_shares(bind(check_share, partial, specs), cut_shares(plan.files, options.processes), advance)
+        with SafetensorsFolder(partial) as folder:
+            if folder.specs != {spec.name: spec for spec in specs}:
+                raise OSError(f"{partial}: the files do not hold what was written")
         shutil.rmtree(partial / RECORDS)
 
 

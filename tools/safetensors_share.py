@@ -1,12 +1,13 @@
 """One process's share of the safetensors files made of a torch_dist checkpoint. It needs no Megatron."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial as bind
 from pathlib import Path
 
 import torch
-from slimrl_tools.conversion import Finisher, record_file
+from slimrl_tools.conversion import Finisher, due_files, record_file
 from slimrl_tools.progress import Advance
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
@@ -14,8 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
-from slimrl.models.safetensors_file import write_safetensors_file
-from slimrl.models.safetensors_folder import SafetensorsFolder
+from slimrl.models.safetensors_file import read_header, read_tensor, write_safetensors_file
 from slimrl.models.shard_pieces import ShardSchema
 from slimrl.models.torch_dist_files import tensor_digest
 from slimrl.models.torch_dist_reader import StoredWeights
@@ -24,24 +24,29 @@ Stored = tuple[Path, Metadata, ShardSchema]
 """What StoredWeights is made of."""
 
 
-def write_share(
+def convert_share(
     stored: Stored,
     hf_dir: Path,
     carried: frozenset[str],
     originals: Mapping[str, str],
     partial: Path,
+    check: bool,
     files: dict[str, list[TensorSpec]],
     advance: Advance,
 ) -> None:
+    """Write those files that are not whole yet, then read all of them back if they are to be checked."""
     other = open_hf_checkpoint(hf_dir) if carried else None
     with StoredWeights(*stored) as reader, Finisher() as finisher:
-        for name, group in files.items():
+        for name in due_files(partial, list(files)):
             digests: dict[str, str] = {}
+            group = files[name]
             tensors = _tensors(group, lambda spec: _read(reader, other, carried, originals, spec), digests, advance)
             write_safetensors_file(partial / name, group, tensors)
             finisher.add(partial / name, bind(write_digests, record_file(partial, name), digests))
     if other is not None:
         other.close()
+    for name in files if check else ():
+        check_file(partial / name, json.loads(record_file(partial, name).read_text()), advance)
 
 
 def _read(
@@ -74,18 +79,22 @@ def write_digests(record: Path, digests: Mapping[str, str]) -> None:
     new.replace(record)
 
 
-def check_share(partial: Path, specs: Sequence[TensorSpec], names: Sequence[str], advance: Advance) -> None:
-    """Names, shapes and dtypes of the whole folder, checksums of these files."""
-    expected = {spec.name: spec for spec in specs}
-    with SafetensorsFolder(partial) as folder:
-        if folder.specs != expected:
-            raise OSError(f"{partial}: the files do not hold what was written")
-        for name in names:
-            for tensor_name, digest in json.loads(record_file(partial, name).read_text()).items():
-                tensor = folder.read(tensor_name, _whole(expected[tensor_name]))
-                if folder.file_of(tensor_name) != name or tensor_digest(tensor) != digest:
-                    raise OSError(f"{partial / name}: {tensor_name} reads back differently than it was written")
-                advance(tensor.nbytes)
+def check_file(file: Path, digests: Mapping[str, str], advance: Advance) -> None:
+    """Compare the tensors of a file with the checksums of what was written.
+
+    Raises:
+        OSError: they are not the same.
+    """
+    places = read_header(file)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        for name, digest in digests.items():
+            tensor = read_tensor(descriptor, file, places[name], _whole(places[name].spec))
+            if tensor_digest(tensor) != digest:
+                raise OSError(f"{file}: {name} reads back differently than it was written")
+            advance(tensor.nbytes)
+    finally:
+        os.close(descriptor)
 
 
 def _whole(spec: TensorSpec) -> tuple[slice, ...]:

@@ -5,7 +5,7 @@ from functools import partial as bind
 from pathlib import Path
 
 import torch
-from slimrl_tools.conversion import Finisher, record_file
+from slimrl_tools.conversion import Finisher, due_files, record_file
 from slimrl_tools.progress import Advance
 
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
@@ -14,20 +14,19 @@ from slimrl.models.torch_dist_files import check_file, read_record, write_file, 
 from slimrl.models.weight_map import Entry
 
 
-def write_share(
+def convert_share(
     src: Path,
     partial: Path,
     entries: Sequence[Entry],
     dtypes: Sequence[torch.dtype],
+    check: bool,
     files: dict[str, list[Piece]],
     advance: Advance,
 ) -> None:
+    """Write those files that are not whole yet, then read all of them back if they are to be checked."""
     with open_hf_checkpoint(src) as reader, Finisher() as finisher:
-        for name, pieces in files.items():
-            blocks = write_file(partial / name, pieces, entries, dtypes, reader, advance)
+        for name in due_files(partial, list(files)):
+            blocks = write_file(partial / name, files[name], entries, dtypes, reader, advance)
             finisher.add(partial / name, bind(write_record, record_file(partial, name), blocks))
-
-
-def check_share(partial: Path, names: Sequence[str], advance: Advance) -> None:
-    for name in names:
+    for name in files if check else ():
         check_file(partial / name, read_record(record_file(partial, name)), advance)

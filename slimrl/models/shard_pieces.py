@@ -1,9 +1,11 @@
 """The pieces of which a torch_dist checkpoint of a model consists, as plain values that any process can work with."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slimrl.models.weight_map import Slices, WeightMap
+from slimrl.models.layout_ops import GateUp
+from slimrl.models.weight_map import Entry, Slices, WeightMap
 
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -56,3 +58,11 @@ class ShardSchema:
     def key_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every stored tensor by key."""
         return {piece.key: piece.global_shape for piece in self.pieces}
+
+
+def stored_apart(entry: Entry, pieces: Sequence[Piece]) -> bool:
+    """Whether the pieces of a shard are its parts of the Hugging Face tensors as they are: gate and up, one by one."""
+    if not isinstance(entry.rule.op, GateUp) or len(pieces) != 2:
+        return False
+    gate, up = pieces
+    return gate.slices[0].start == 0 and up.slices[0].start == gate.slices[0].stop and gate.shape == up.shape

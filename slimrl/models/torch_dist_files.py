@@ -18,15 +18,18 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from slimrl.models.checkpoint_reader import CheckpointReader
-from slimrl.models.shard_pieces import Piece, ShardSchema
+from slimrl.models.shard_pieces import Piece, ShardSchema, stored_apart
 from slimrl.models.weight_map import Entry
 
 FILE_BYTES = 10**9
 """Tensor bytes per file, where nothing else is asked for."""
+
+
+READ_BYTES = 16 * 1024**2
+"""Read at a time where a file is checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ class Block:
     length: int
     """Bytes in the file, torch's framing included."""
     digest: str
-    """xxh3-128 of the tensor's bytes."""
+    """xxh3-128 of those bytes."""
 
 
 def plan_files(
@@ -90,11 +93,11 @@ def write_file(
     blocks = []
     with partial.open("wb") as stream:
         for piece, tensor in _tensors(pieces, entries, dtypes, reader):
-            start = stream.tell()
-            _save(tensor, stream)
-            digest = tensor_digest(tensor)
+            hashed = _Hashed(stream)
+            _save(tensor, hashed)
+            start = stream.tell() - hashed.length
             blocks.append(
-                Block(key=piece.key, offset=piece.offset, start=start, length=stream.tell() - start, digest=digest)
+                Block(key=piece.key, offset=piece.offset, start=start, length=hashed.length, digest=hashed.digest())
             )
             advance(tensor.nbytes)
     partial.replace(file)
@@ -102,20 +105,28 @@ def write_file(
 
 
 def check_file(file: Path, blocks: Iterable[Block], advance: Callable[[int], None]) -> None:
-    """Read a file back and compare what is in it with what was written; one piece at a time.
+    """Read a file back and compare what is in it with what was written.
+
+    Args:
+        advance: told the bytes of each block that is compared.
 
     Raises:
         OSError: it is not the same.
     """
-    for block in blocks:
-        place = _StorageInfo(relative_path=file.name, offset=block.start, length=block.length)
-        try:
-            tensor = read_block(file.parent, place)
-        except ValueError as error:
-            raise OSError(f"{file}: {block.key} cannot be read back: {error}") from error
-        if tensor_digest(tensor) != block.digest:
-            raise OSError(f"{file}: {block.key} reads back differently than it was written")
-        advance(tensor.nbytes)
+    with file.open("rb", buffering=0) as stream:
+        buffer = bytearray(READ_BYTES)
+        for block in blocks:
+            stream.seek(block.start)
+            digest, left = xxhash.xxh3_128(), block.length
+            while left:
+                count = stream.readinto(memoryview(buffer)[: min(left, READ_BYTES)])
+                if not count:
+                    break
+                digest.update(memoryview(buffer)[:count])
+                left -= count
+            if left or digest.hexdigest() != block.digest:
+                raise OSError(f"{file}: {block.key} reads back differently than it was written")
+            advance(block.length)
 
 
 def read_block(path: Path, place: Any) -> Tensor:
@@ -158,9 +169,13 @@ def _tensors(
 ) -> Iterator[tuple[Piece, Tensor]]:
     for (entry, shard), group in groupby(pieces, key=lambda piece: (piece.entry, piece.shard)):
         members = list(group)
-        whole = entries[entry].to_megatron(reader.read, shard, members[0].num_shards)
-        for piece in members:
-            yield piece, _plain(whole[piece.slices].to(dtypes[entry])).view(piece.stored_shape)
+        if stored_apart(entries[entry], members):
+            stored: Iterable[Tensor] = entries[entry].parts(reader.read, shard, members[0].num_shards)
+        else:
+            whole = entries[entry].to_megatron(reader.read, shard, members[0].num_shards)
+            stored = (whole[piece.slices] for piece in members)
+        for piece, tensor in zip(members, stored, strict=True):
+            yield piece, _plain(tensor.to(dtypes[entry])).view(piece.stored_shape)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -169,7 +184,25 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _save(tensor: Tensor, stream: io.BufferedWriter) -> None:
+class _Hashed:
+    """What torch writes through it goes into the stream, and is counted and hashed."""
+
+    def __init__(self, stream: io.BufferedWriter) -> None:
+        self._stream, self._digest, self.length = stream, xxhash.xxh3_128(), 0
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        self.length += len(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _save(tensor: Tensor, stream: Any) -> None:
     try:
         torch.save(tensor, stream)
     except RuntimeError as error:

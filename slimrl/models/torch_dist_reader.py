@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models.shard_pieces import Piece, ShardSchema
+from slimrl.models.shard_pieces import Piece, ShardSchema, stored_apart
 from slimrl.models.torch_dist_files import read_block
 from slimrl.models.weight_map import Entry, Slices
 
@@ -50,7 +50,7 @@ class StoredWeights:
         self.specs: dict[str, TensorSpec] = {}
         self._entry_of: dict[str, int] = {}
         for index, pieces in self._pieces.items():
-            dtype = str(self._stored.tensors[pieces[0].key].properties.dtype).removeprefix("torch.")
+            dtype = str(self._stored.dtype(pieces[0].key)).removeprefix("torch.")
             for tensor in self._entries[index].hf:
                 self._entry_of[tensor.name] = index
                 self.specs[tensor.name] = TensorSpec(name=tensor.name, shape=tensor.shape, dtype=dtype)
@@ -73,11 +73,17 @@ class StoredWeights:
         self.close()
 
     def _read_entry(self, entry: Entry, pieces: list[Piece]) -> dict[str, Tensor]:
-        shape = [max(piece.slices[dim].stop for piece in pieces) for dim in range(len(pieces[0].slices))]
-        whole = torch.empty(shape, dtype=self._stored.tensors[pieces[0].key].properties.dtype)
-        for piece in pieces:
-            self._stored.read_into(whole[piece.slices].view(piece.stored_shape), piece.key, piece.offset)
-        return dict(zip((tensor.name for tensor in entry.hf), entry.to_hf([whole]), strict=True))
+        if stored_apart(entry, pieces):
+            tensors = [self._stored.read(piece) for piece in pieces]
+        elif len(pieces) == 1:
+            tensors = list(entry.to_hf([self._stored.read(pieces[0])]))
+        else:
+            shape = [max(piece.slices[dim].stop for piece in pieces) for dim in range(len(pieces[0].slices))]
+            whole = torch.empty(shape, dtype=self._stored.dtype(pieces[0].key))
+            for piece in pieces:
+                whole[piece.slices] = self._stored.read(piece)
+            tensors = list(entry.to_hf([whole]))
+        return dict(zip((tensor.name for tensor in entry.hf), tensors, strict=True))
 
     def _check(self, pieces: Sequence[Piece], entries: Sequence[Entry]) -> None:
         """Every weight is stored, in its shape; the vocabulary may be padded."""
@@ -109,19 +115,28 @@ class _StoredTensors:
         }
         self._path, self._storage = path, metadata.storage_data
 
-    def read_into(self, target: Tensor, key: str, offset: tuple[int, ...]) -> None:
-        """Fill `target` with the region of a stored tensor that starts at `offset`."""
+    def dtype(self, key: str) -> torch.dtype:
+        return self.tensors[key].properties.dtype
+
+    def read(self, piece: Piece) -> Tensor:
+        """A piece in the shape that it has in its shard; where it is one stored block, that block itself."""
+        chunks, shape = self.tensors[piece.key].chunks, piece.stored_shape
+        for chunk in chunks:
+            if (tuple(chunk.offsets), tuple(chunk.sizes)) == (piece.offset, shape):
+                return self._chunk(piece.key, chunk).reshape(piece.shape)
+        target = torch.empty(shape, dtype=self.dtype(piece.key))
         filled = 0
-        for chunk in self.tensors[key].chunks:
-            overlap = _overlap(offset, tuple(target.shape), chunk)
+        for chunk in chunks:
+            overlap = _overlap(piece.offset, shape, chunk)
             if overlap is None:
                 continue
             in_target, in_chunk = overlap
             part = target[in_target]
-            part.copy_(self._chunk(key, chunk)[in_chunk])
+            part.copy_(self._chunk(piece.key, chunk)[in_chunk])
             filled += part.numel()
         if filled != target.numel():
-            raise ValueError(f"{self._path}: {filled} of {target.numel()} elements of {key} are stored")
+            raise ValueError(f"{self._path}: {filled} of {target.numel()} elements of {piece.key} are stored")
+        return target.view(piece.shape)
 
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         tensor = read_block(self._path, self._storage[MetadataIndex(key, chunk.offsets)])

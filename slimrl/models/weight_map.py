@@ -95,7 +95,10 @@ class Entry:
 
     def to_megatron(self, read: Callable[[str, Slices], Tensor], index: int = 0, count: int = 1) -> Tensor:
         """Shard `index` of `count` of the Megatron tensor; `read` gives a slice of a Hugging Face tensor by name."""
-        parts = []
+        return self.rule.op.to_megatron(*self.parts(read, index, count))
+
+    def parts(self, read: Callable[[str, Slices], Tensor], index: int = 0, count: int = 1) -> Iterator[Tensor]:
+        """What the shard is laid out from: that part of each Hugging Face tensor, padded, each read when it is due."""
         for tensor in self.hf:
             slices, zeros = self.slices(tensor, index, count)
             part = read(tensor.name, slices)
@@ -103,8 +106,7 @@ class Entry:
                 assert self.rule.shard is not None
                 after = part.ndim - 1 - self.rule.shard.dim
                 part = pad(part, [0, 0] * after + [0, zeros])
-            parts.append(part)
-        return self.rule.op.to_megatron(*parts)
+            yield part
 
     def to_hf(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Whole Hugging Face tensors, in the order of `hf`, of all shards of the Megatron tensor in rank order.

@@ -16,6 +16,7 @@ from slimrl_tools.cli import app
 from slimrl_tools.conversion import RECORDS, Options
 from slimrl_tools.hf_to_megatron import hf_to_megatron
 from slimrl_tools.megatron_to_hf import megatron_to_hf
+from slimrl_tools.terminal import show_bytes
 from slimrl_tools.toy import write_toy
 from slimrl_tools.toy_configs import ToySize
 from small_models import small_model
@@ -122,6 +123,7 @@ def test_a_checkpoint_in_block_fp8_becomes_plain_weights(tmp_path):
             assert torch.equal(tensors[name], reader.read(name, tuple(slice(0, size) for size in spec.shape))), name
 
 
+@pytest.mark.full
 def test_several_processes_write_the_same_files_as_one(tmp_path):
     src = small_model("qwen3_moe", tmp_path / "hf")
     for count in (1, 2):
@@ -207,13 +209,13 @@ from slimrl_tools.conversion import Options
 
 def peak_of(module, work):
     # Measured from where files are written; what is held before does not grow with tensors.
-    real, peak = module.run_shares, []
-    def measured(share, shares, advance):
+    real, peak = module.run_plan, []
+    def measured(*args):
         before = status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
-        real(share, shares, advance)
+        real(*args)
         peak.append(status("VmHWM") - before)
-    module.run_shares = measured
+    module.run_plan = measured
     work()
     return max(peak)
 
@@ -254,7 +256,7 @@ def test_a_dry_run_says_what_it_would_write_and_writes_nothing(tmp_path):
     told = convert("hf-to-megatron", src, tmp_path / "out", "--dry-run", "--tensor", "2")
     assert told.exit_code == 0
     expected = sum(tensor.nbytes for tensor in tensors_of(src).values()) + 2 * 32 * 4  # a padding row of each end
-    assert f"{expected / 1e9:.2f} GB in 1 files" in told.output
+    assert f"{show_bytes(expected)} in 1 files" in told.output
     assert [file.name for file in tmp_path.iterdir()] == ["hf"]
 
 
@@ -314,6 +316,6 @@ def test_an_output_that_reads_back_differently_is_an_error(tmp_path, monkeypatch
                 stream.write(b"\x01\x02\x03\x04")
 
     monkeypatch.setattr(os, "fsync", spoil)
-    with pytest.raises(OSError, match=r"reads back differently|cannot be read back"):
+    with pytest.raises(OSError, match="reads back differently"):
         hf_to_megatron(src, tmp_path / "out", ParallelConfig(), Options())
     assert not (tmp_path / "out").exists()

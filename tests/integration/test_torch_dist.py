@@ -173,6 +173,7 @@ def assert_reads_as(stored: Path, hf: Path) -> None:
             assert torch.equal(reader.read(name, whole), folder.read(name, whole)), name
 
 
+@pytest.mark.full
 def test_megatrons_own_checkpoints_read_as_hugging_face_tensors(tmp_path):
     hf = small_model("qwen3_moe", tmp_path / "hf")
     layouts = {"tp2": LAYOUTS_OF_2["tp2"], "pp2": LAYOUTS_OF_2["pp2"]}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from slimrl_tools.conversion import Plan
 from slimrl_tools.shares import cut_shares, run_shares
 
@@ -14,7 +15,6 @@ from slimrl.models.torch_dist_files import (
     check_file,
     plan_files,
     read_record,
-    tensor_digest,
     write_file,
     write_record,
 )
@@ -94,7 +94,7 @@ def test_a_file_holds_every_piece_as_torch_saves_it_and_its_record_says_where(tm
         expected = Reader().read("ab"[piece.entry], (rows, slice(0, 2)))
         assert tensor.shape == (1, 250, 2)
         assert torch.equal(tensor[0], expected.to(tensor.dtype))
-        assert block.digest == tensor_digest(tensor)
+        assert block.digest == xxhash.xxh3_128_hexdigest((tmp_path / "one").read_bytes())
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
@@ -112,7 +112,7 @@ def test_a_file_that_changed_on_the_disk_does_not_pass_the_check(tmp_path, damag
     else:
         del raw[-3000:]
     file.write_bytes(raw)
-    with pytest.raises(OSError, match=r"reads back differently|cannot be read back"):
+    with pytest.raises(OSError, match="reads back differently"):
         check_file(file, blocks, lambda _: None)
 
 
@@ -144,5 +144,5 @@ def test_a_plan_says_what_is_written_and_what_memory_it_takes(tmp_path):
     plan = Plan(out=tmp_path / "out", num_tensors=3, files={"a": 10**9, "b": 10**9}, largest_bytes=10**8, copies_held=3)
     told = plan.describe(2)
     assert "3 tensors, 2.00 GB in 2 files" in told
-    assert "0.100 GB" in told
-    assert "0.60 GB" in told
+    assert "100.00 MB" in told
+    assert "600.00 MB" in told
