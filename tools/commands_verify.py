@@ -118,11 +118,11 @@ def _worst(found: "Comparison") -> Table:
 
 
 def _logit_line(logits: "LogitComparison") -> str:
-    verdict = "within" if logits.within else "BEYOND"
+    measure = "max" if logits.precision == "float32" else "rms"
     return (
-        f"logits of {logits.num_tokens} tokens: max |a-b| {logits.max_abs:.2e}, {verdict} the limit of "
-        f"{logits.limit:.2e} for {logits.precision} (largest logit {logits.largest:.1f}); "
-        f"the greedy token is the same at {logits.greedy_agreement:.1%}"
+        f"logits of {logits.num_tokens} tokens: max |a-b| {logits.max_abs:.2e} (largest logit {logits.largest:.1f}), "
+        f"relative rms {logits.relative_rms:.2e}, {'within' if logits.within else 'BEYOND'} the limit of {measure} "
+        f"{logits.limit:.2e} for {logits.precision}; greedy tokens agree at {logits.greedy_agreement:.1%}"
     )
 
 

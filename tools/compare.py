@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.safetensors_folder import spec_bytes
 
 BAND_ELEMENTS = 1 << 22
 """Elements compared at a time; bounds the memory beside the two tensors."""
@@ -146,11 +147,11 @@ def compare_checkpoints(
         if spec.shape != other_spec.shape:
             result.shapes.append((name, spec.shape, other_spec.shape))
             continue
-        left, right = read_whole(a, name), read_whole(b, other)
-        difference = compare_tensors(name, left, right, choose_limit(spec, other_spec))
+        # Nothing here refers to the two tensors, so that they are gone before the next are read.
+        difference = compare_tensors(name, read_whole(a, name), read_whole(b, other), choose_limit(spec, other_spec))
         if difference is not None:
             result.differences.append(difference)
-        advance(left.numel() * left.element_size())
+        advance(spec_bytes(spec))
     result.differences.sort(key=lambda difference: (difference.within, -difference.max_abs))
     return result
 

@@ -8,7 +8,7 @@ N prompts, T tokens each, V rows of the vocabulary.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,13 @@ from torch import Tensor
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.family import family_of
 
-LIMITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2, "block FP8": 0.3}
-"""Largest difference of two logits, in units of the largest logit or of 1, by the coarsest of what was computed in and
-of what rounded the weights. Rounding errors add up over the layers, so these are for a sanity check, not for proof."""
+MAX_FLOAT32 = 1e-4
+"""Largest difference of two float32 logits of equal weights, in units of the largest logit, or of 1 if that is less."""
+
+RMS_LIMITS = {"float16": 0.03, "bfloat16": 0.15, "block FP8": 0.5}
+"""Root mean square of the differences over that of the logits, by the coarsest of what was computed in and of what
+rounded the weights; logits of unrelated models have about 1.4. A mean, since rounding sends some tokens to another
+expert, whose logits then differ by much."""
 
 GROUP_TIMEOUT_S = 600.0
 
@@ -32,16 +36,24 @@ class LogitComparison:
     max_abs: float
     largest: float
     """Largest magnitude of a logit."""
+    relative_rms: float
+    """Root mean square of the differences over that of the logits."""
     greedy_agreement: float
     """Share of positions at which both rank the same token first."""
-    limit: float
-    """For `max_abs`."""
     precision: str
-    """Which of LIMITS applied."""
+    """What limits the agreement: float32, or one of RMS_LIMITS."""
+
+    @property
+    def limit(self) -> float:
+        """For `max_abs` in float32, for `relative_rms` otherwise."""
+        return MAX_FLOAT32 * max(1.0, self.largest) if self.precision == "float32" else RMS_LIMITS[self.precision]
 
     @property
     def within(self) -> bool:
-        return self.max_abs <= self.limit
+        return (self.max_abs if self.precision == "float32" else self.relative_rms) <= self.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"limit": self.limit, "within": self.within}
 
 
 def random_prompts(vocab_size: int, num_prompts: int, num_tokens: int, seed: int) -> Tensor:
@@ -61,14 +73,15 @@ def compute_logits(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str) -> Te
 
 
 def compare_logits(a_NTV: Tensor, b_NTV: Tensor, precision: str) -> LogitComparison:
-    """Args: float32 logits of two models; what limits their agreement, one of LIMITS."""
-    largest = max(a_NTV.abs().max().item(), b_NTV.abs().max().item())
+    """Args: float32 logits of two models; what limits their agreement, see LogitComparison."""
+    gap_NTV = (a_NTV - b_NTV).nan_to_num(nan=torch.inf)
+    size = max(logits.square().mean().sqrt().item() for logits in (a_NTV, b_NTV))
     return LogitComparison(
         num_tokens=a_NTV.shape[0] * a_NTV.shape[1],
-        max_abs=(a_NTV - b_NTV).abs().max().nan_to_num(nan=torch.inf).item(),
-        largest=largest,
+        max_abs=gap_NTV.abs().max().item(),
+        largest=max(a_NTV.abs().max().item(), b_NTV.abs().max().item()),
+        relative_rms=gap_NTV.square().mean().sqrt().item() / size if size else 0.0,
         greedy_agreement=(a_NTV.argmax(-1) == b_NTV.argmax(-1)).float().mean().item(),
-        limit=LIMITS[precision] * max(1.0, largest),
         precision=precision,
     )
 
@@ -86,9 +99,11 @@ class _LazyTensor:
 def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dtype) -> Tensor:
     # Take seconds to import, and only this function needs them.
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.utils import logging
 
     from slimrl.device import device_type
 
+    logging.disable_progress_bar()
     hf_config = found.hf_config()
     config = AutoConfig.from_pretrained(found.hf_dir)
     # The reader dequantises.

@@ -1,5 +1,6 @@
 """Whether two checkpoints are the same model: their configs, their tensors, and on request their logits."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,18 +61,16 @@ class Verification:
         return not self.reasons
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: it is written as the word."""
-        places = {
-            side: {"path": str(found.path), "format": found.format} for side, found in (("a", self.a), ("b", self.b))
-        }
+        """For JSON, which has no infinity and no NaN: they are written as words."""
         return _finite(
             {
                 "same": self.same,
                 "reasons": self.reasons,
-                **places,
+                "a": {"path": str(self.a.path), "format": self.a.format},
+                "b": {"path": str(self.b.path), "format": self.b.format},
                 "config": self.config,
                 "tensors": asdict(self.tensors),
-                "logits": None if self.logits is None else asdict(self.logits) | {"within": self.logits.within},
+                "logits": None if self.logits is None else self.logits.as_dict(),
             }
         )
 
@@ -193,4 +192,4 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and value in (float("inf"), float("-inf")) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

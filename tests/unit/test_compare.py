@@ -1,6 +1,7 @@
 """Comparing two checkpoints, on readers that hold their tensors in memory."""
 
 import math
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,21 @@ def test_one_changed_element_is_found_wherever_it_lies(monkeypatch):
         assert difference.max_abs == expected
         x, y = a["w"][row, column].item(), b["w"][row, column].item()
         assert difference.max_relative == pytest.approx(abs(x - y) / max(abs(x), abs(y)))
+
+
+def test_no_more_than_one_tensor_of_each_checkpoint_is_held():
+    tensors = {f"layer{number}": random(50, seed=number) for number in range(5)}
+    alive, most = [], []
+
+    class Tracked(MemoryReader):
+        def read(self, name, slices):
+            tensor = super().read(name, slices).clone()
+            alive.append(weakref.ref(tensor))
+            most.append(sum(reference() is not None for reference in alive))
+            return tensor
+
+    compare_checkpoints(Tracked(tensors), Tracked(tensors), lambda a, b: EXACT)
+    assert max(most) == 2
 
 
 def test_names_shapes_and_dtypes_are_reported():
