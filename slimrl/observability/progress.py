@@ -68,10 +68,11 @@ class Phase:
             live.update(self._task, completed=self._done, total=self._total, count=self._count())
         elif time.monotonic() - self._said_at >= PLAIN_INTERVAL_S:
             self._said_at = time.monotonic()
-            self._progress.say(f"{self._name} {self._count()}")
+            self._progress.say(f"{self._name} {self._count()}".strip())
 
     def _count(self) -> str:
-        return f"{self._done}/{self._total} {self._unit}"
+        """`12/256 trajectories`; nothing while the total is unknown."""
+        return f"{self._done}/{self._total} {self._unit}" if self._total else ""
 
     def end(self) -> None:
         """Take the live line away."""
