@@ -1,7 +1,7 @@
 """What both directions of `convert` share: options, the plan that is told before anything is written, and records.
 
-A record says what one output file holds, with a checksum of every tensor. It is written when the file is whole and on
-the disk, so it is also what an interrupted conversion goes by when it continues.
+A record says what one output file holds, with a checksum of every tensor. It is written when the file is whole, on the
+disk and checked, so it is also what an interrupted conversion goes by when it continues.
 """
 
 import os
@@ -119,7 +119,7 @@ def on_disk(file: Path) -> None:
 
 
 class Finisher:
-    """Waits for written files to reach the disk while the next one is made, and then writes their records.
+    """Waits for written files to reach the disk, checks them and writes their records, while the next one is made.
 
     A context manager, which waits for the last file. One file at a time is waited for, so that the memory of the system
     does not fill with what is not on the disk yet.
@@ -132,10 +132,10 @@ class Finisher:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._last: Future[None] | None = None
 
-    def add(self, file: Path, write_record: Callable[[], None]) -> None:
-        """`file` is written; `write_record` is called when it is on the disk."""
+    def add(self, file: Path, finish: Callable[[], None]) -> None:
+        """`file` is written; `finish` is called, in a thread, when it is on the disk."""
         self._wait()
-        self._last = self._thread.submit(_finish, file, write_record)
+        self._last = self._thread.submit(_finish, file, finish)
 
     def _wait(self) -> None:
         last, self._last = self._last, None
@@ -153,9 +153,9 @@ class Finisher:
             self._thread.shutdown()
 
 
-def _finish(file: Path, write_record: Callable[[], None]) -> None:
+def _finish(file: Path, finish: Callable[[], None]) -> None:
     on_disk(file)
-    write_record()
+    finish()
 
 
 Say = Callable[[str], None]

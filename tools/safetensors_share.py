@@ -1,7 +1,6 @@
 """One process's share of the safetensors files made of a torch_dist checkpoint. It needs no Megatron."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial as bind
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
-from slimrl.models.safetensors_file import read_header, read_tensor, write_safetensors_file
+from slimrl.models.safetensors_file import read_header, write_safetensors_file
 from slimrl.models.shard_pieces import ShardSchema
-from slimrl.models.torch_dist_files import tensor_digest
+from slimrl.models.torch_dist_files import stored_digest, tensor_digest
 from slimrl.models.torch_dist_reader import StoredWeights
 
 Stored = tuple[Path, Metadata, ShardSchema]
@@ -34,19 +33,26 @@ def convert_share(
     files: dict[str, list[TensorSpec]],
     advance: Advance,
 ) -> None:
-    """Write those files that are not whole yet, then read all of them back if they are to be checked."""
+    """Write those files that are not whole yet, and read all of them back if they are to be checked."""
+    due = due_files(partial, list(files))
+    for name in files.keys() - due if check else ():
+        check_file(partial / name, json.loads(record_file(partial, name).read_text()), advance)
+
+    def finish(name: str, digests: Mapping[str, str]) -> None:
+        if check:
+            check_file(partial / name, digests, advance)
+        write_digests(record_file(partial, name), digests)
+
     other = open_hf_checkpoint(hf_dir) if carried else None
     with StoredWeights(*stored) as reader, Finisher() as finisher:
-        for name in due_files(partial, list(files)):
+        for name in due:
             digests: dict[str, str] = {}
             group = files[name]
             tensors = _tensors(group, lambda spec: _read(reader, other, carried, originals, spec), digests, advance)
             write_safetensors_file(partial / name, group, tensors)
-            finisher.add(partial / name, bind(write_digests, record_file(partial, name), digests))
+            finisher.add(partial / name, bind(finish, name, digests))
     if other is not None:
         other.close()
-    for name in files if check else ():
-        check_file(partial / name, json.loads(record_file(partial, name).read_text()), advance)
 
 
 def _read(
@@ -86,15 +92,11 @@ def check_file(file: Path, digests: Mapping[str, str], advance: Advance) -> None
         OSError: they are not the same.
     """
     places = read_header(file)
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
+    with file.open("rb", buffering=0) as stream:
         for name, digest in digests.items():
-            tensor = read_tensor(descriptor, file, places[name], _whole(places[name].spec))
-            if tensor_digest(tensor) != digest:
+            if stored_digest(stream, places[name].start, places[name].nbytes) != digest:
                 raise OSError(f"{file}: {name} reads back differently than it was written")
-            advance(tensor.nbytes)
-    finally:
-        os.close(descriptor)
+            advance(places[name].nbytes)
 
 
 def _whole(spec: TensorSpec) -> tuple[slice, ...]:

@@ -88,14 +88,15 @@ def _child(work: Callable[[Any, Advance], None], share: Any, messages: Any) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    unreported = 0
+    unreported, lock = 0, threading.Lock()
 
     def advance(nbytes: int) -> None:
         nonlocal unreported
-        unreported += nbytes
-        if unreported >= REPORT_BYTES:
-            messages.put(unreported)
-            unreported = 0
+        with lock:
+            unreported += nbytes
+            if unreported >= REPORT_BYTES:
+                messages.put(unreported)
+                unreported = 0
 
     try:
         work(share, advance)

@@ -10,7 +10,7 @@ from slimrl_tools.progress import Advance
 
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.shard_pieces import Piece
-from slimrl.models.torch_dist_files import check_file, read_record, write_file, write_record
+from slimrl.models.torch_dist_files import Block, check_file, read_record, write_file, write_record
 from slimrl.models.weight_map import Entry
 
 
@@ -23,10 +23,17 @@ def convert_share(
     files: dict[str, list[Piece]],
     advance: Advance,
 ) -> None:
-    """Write those files that are not whole yet, then read all of them back if they are to be checked."""
-    with open_hf_checkpoint(src) as reader, Finisher() as finisher:
-        for name in due_files(partial, list(files)):
-            blocks = write_file(partial / name, files[name], entries, dtypes, reader, advance)
-            finisher.add(partial / name, bind(write_record, record_file(partial, name), blocks))
-    for name in files if check else ():
+    """Write those files that are not whole yet, and read all of them back if they are to be checked."""
+    due = due_files(partial, list(files))
+    for name in files.keys() - due if check else ():
         check_file(partial / name, read_record(record_file(partial, name)), advance)
+
+    def finish(name: str, blocks: Sequence[Block]) -> None:
+        if check:
+            check_file(partial / name, blocks, advance)
+        write_record(record_file(partial, name), blocks)
+
+    with open_hf_checkpoint(src) as reader, Finisher() as finisher:
+        for name in due:
+            blocks = write_file(partial / name, files[name], entries, dtypes, reader, advance)
+            finisher.add(partial / name, bind(finish, name, blocks))

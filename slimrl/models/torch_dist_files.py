@@ -114,17 +114,8 @@ def check_file(file: Path, blocks: Iterable[Block], advance: Callable[[int], Non
         OSError: it is not the same.
     """
     with file.open("rb", buffering=0) as stream:
-        buffer = bytearray(READ_BYTES)
         for block in blocks:
-            stream.seek(block.start)
-            digest, left = xxhash.xxh3_128(), block.length
-            while left:
-                count = stream.readinto(memoryview(buffer)[: min(left, READ_BYTES)])
-                if not count:
-                    break
-                digest.update(memoryview(buffer)[:count])
-                left -= count
-            if left or digest.hexdigest() != block.digest:
+            if stored_digest(stream, block.start, block.length) != block.digest:
                 raise OSError(f"{file}: {block.key} reads back differently than it was written")
             advance(block.length)
 
@@ -156,6 +147,16 @@ def write_record(file: Path, blocks: Sequence[Block]) -> None:
 
 def read_record(file: Path) -> list[Block]:
     return [Block(**{**block, "offset": tuple(block["offset"])}) for block in json.loads(file.read_text())]
+
+
+def stored_digest(stream: io.RawIOBase, start: int, length: int) -> str:
+    """xxh3-128 of that many bytes of a file, or of as many as it has there."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(length, READ_BYTES)))
+    stream.seek(start)
+    while length and (count := stream.readinto(buffer[: min(length, READ_BYTES)])):
+        digest.update(buffer[:count])
+        length -= count
+    return digest.hexdigest()
 
 
 def tensor_digest(tensor: Tensor) -> str:

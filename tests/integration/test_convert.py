@@ -168,8 +168,9 @@ def test_a_killed_conversion_leaves_no_output_and_continues_to_the_same_files(tm
     run_killed(tmp_path, "slimrl_tools.torch_dist_share", "write_record", *arguments)
     assert not out.exists()
     partial = tmp_path / ".out.partial"
-    finished = {file.name: file.stat().st_mtime_ns for file in partial.glob("*.distcp")}
-    assert len(list((partial / RECORDS).iterdir())) == 2
+    recorded = [file.name.removesuffix(".json") for file in (partial / RECORDS).glob("*.json")]
+    assert len(recorded) == 2
+    finished = {name: (partial / name).stat().st_mtime_ns for name in recorded}
 
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2
