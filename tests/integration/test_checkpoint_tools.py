@@ -8,12 +8,13 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from slimrl_tools.cli import app
 from slimrl_tools.compare import EXACT, compare_tensors
+from slimrl_tools.config_diff import diff_config
 from slimrl_tools.conversion import Options
 from slimrl_tools.hf_to_megatron import hf_to_megatron
 from slimrl_tools.inspection import inspect_checkpoint
 from slimrl_tools.verification import LogitRequest, verify
-from small_models import small_model
-from transformers import AutoModelForCausalLM
+from small_models import CONFIGS, small_model
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 from weight_cases import change_layout, join, loaded_chunks, trainer_config
 
@@ -123,6 +124,13 @@ def test_every_format_is_inspected_and_holds_one_model(checkpoints, folder, form
         assert (facts["torch_dist"]["optimizer_bytes"] > 2 * weight_bytes) == folder.startswith("run")
         assert facts["torch_dist"]["saved_under"]["tensor"] == (1 if folder.startswith("run") else 2)
     assert CliRunner().invoke(app, ["inspect", str(checkpoints / folder)]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_as_transformers_writes_them_are_built_as_they_say_and_read_whole(name):
+    result = diff_config(AutoConfig.for_model(**CONFIGS[name]).to_dict(), trainer_config(ParallelConfig()))
+    assert result.agrees
+    assert result.unread == {}
 
 
 def slice_loads(rank, world_size, port, path):
