@@ -13,8 +13,8 @@ from typing import Any
 
 from slimrl_tools.output_folder import check_space, partial_path
 from slimrl_tools.progress import Advance, byte_progress
-from slimrl_tools.shares import cut_shares, run_shares
 from slimrl_tools.terminal import show_bytes
+from slimrl_tools.workers import divide, run_workers
 
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp32": "float32"}
 """Values of --dtype; None for what the source has."""
@@ -94,7 +94,7 @@ def run_plan(
     partial: Path,
     options: Options,
 ) -> None:
-    """Have processes write the files and check them, each its share.
+    """Have processes write the files and check them, each its part.
 
     Args:
         convert: writes those of its files that are not whole yet, then checks all of them.
@@ -103,10 +103,10 @@ def run_plan(
     (partial / RECORDS).mkdir(exist_ok=True)
     nbytes = sum(plan.files[name] for name in due_files(partial, list(files)))
     check_space(partial, nbytes)
-    shares = [{name: files[name] for name in names} for names in cut_shares(plan.files, options.processes)]
+    parts = [{name: files[name] for name in names} for names in divide(plan.files, options.processes)]
     title = "convert and check" if options.check else "convert"
     with byte_progress(title, nbytes + (plan.nbytes if options.check else 0)) as advance:
-        run_shares(convert, shares, advance)
+        run_workers(convert, parts, advance)
 
 
 def on_disk(file: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import xxhash
 from slimrl_tools.conversion import Plan
-from slimrl_tools.shares import cut_shares, run_shares
+from slimrl_tools.workers import divide, run_workers
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.shard_pieces import Piece, ShardSchema
@@ -129,14 +129,14 @@ def test_a_write_that_fails_is_the_systems_error_and_leaves_no_file_under_its_na
 
 def test_shares_are_of_about_equal_size_and_none_is_empty():
     sizes = {f"f{i}": size for i, size in enumerate([5, 1, 1, 1, 1, 1])}
-    assert cut_shares(sizes, 2) == [["f0"], ["f1", "f2", "f3", "f4", "f5"]]
-    assert cut_shares(sizes, 100) == [[name] for name in sizes]
-    assert cut_shares({}, 4) == [[]]
+    assert divide(sizes, 2) == [["f0"], ["f1", "f2", "f3", "f4", "f5"]]
+    assert divide(sizes, 100) == [[name] for name in sizes]
+    assert divide({}, 4) == [[]]
 
 
 def test_a_single_share_is_worked_on_in_this_process():
     done = []
-    run_shares(lambda share, advance: [advance(size) for size in share], [[1, 2]], done.append)
+    run_workers(lambda share, advance: [advance(size) for size in share], [[1, 2]], done.append)
     assert done == [1, 2]
 
 
