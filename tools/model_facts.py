@@ -1,9 +1,8 @@
 """What a config.json says of the model, free of how its file stores it, so that two can be compared."""
 
-from dataclasses import asdict
 from typing import Any
 
-from slimrl.models.family import family_of
+from slimrl.models.architecture import architecture_of
 
 STORAGE_KEYS = ("_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version")
 """Keys of config.json that do not say what the model computes."""
@@ -12,11 +11,9 @@ STORAGE_KEYS = ("_name_or_path", "architectures", "dtype", "quantization_config"
 def model_facts(hf_config: dict[str, Any]) -> dict[str, Any]:
     """In the trainer's terms, or as config.json has them where the family is not supported."""
     try:
-        family = family_of(hf_config)
-        model = asdict(family.megatron_config(hf_config))
+        return architecture_of(hf_config)
     except ValueError:
         return {name: value for name, value in hf_config.items() if name not in STORAGE_KEYS}
-    return {"family": family.name, **model.pop("transformer"), **model}
 
 
 def different_facts(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

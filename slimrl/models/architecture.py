@@ -1,6 +1,7 @@
 """The facts of a model that a training checkpoint must share with the model that it is loaded into. Torch-free."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ def weights_folder(path: Path) -> Path:
 
 
 def architecture_of(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Family, vocabulary and everything that shapes the layers, as JSON values."""
+    """Family and all that config.json says in the trainer's terms, positions and shared weights too, as JSON values.
+
+    Raises:
+        ValueError: the family is not supported, or the config has what it does not support.
+    """
     family = family_of(hf_config)
-    model = family.megatron_config(hf_config)
-    facts = {"family": family.name, "vocab_size": model.vocab_size, **model.transformer}
-    return json.loads(json.dumps(facts))
+    model = asdict(family.megatron_config(hf_config))
+    return json.loads(json.dumps({"family": family.name, **model.pop("transformer"), **model}))
 
 
 def read_facts(directory: Path) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slimrl_tools.toy_configs import ToySize, toy_config
 
 from slimrl.config.schema import LrSchedule, OptimizerConfig, TrainerConfig
-from slimrl.models.architecture import FACTS_FILE, check_architecture
+from slimrl.models.architecture import FACTS_FILE, architecture_of, check_architecture
+from slimrl.models.megatron_config import LLAMA3_ROPE
 from slimrl.trainer.build import ddp_config, padded_vocab, transformer_config
 from slimrl.trainer.optimizer import build_scheduler
 from slimrl.trainer.passthrough import OWNED, SECTIONS, fields_for
@@ -91,3 +93,28 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(
     (tmp_path / FACTS_FILE).write_text(json.dumps({"architecture": saved}))
     with pytest.raises(ValueError, match="hidden_size is 64 there and 32 here; num_experts is absent there and 8 here"):
         check_architecture(tmp_path, {**saved, "hidden_size": 32, "num_experts": 8})
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, **LLAMA3_ROPE}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
+            r"rotary_base is 1000000\.0 there and 10000000",
+        ),
+        ({"tie_word_embeddings": True}, "tie_embeddings is False there and True here"),
+        ({"rope_parameters": LLAMA3}, r"llama3_rope_factor is None there and 8\.0 here"),
+    ],
+)
+def test_a_checkpoint_whose_model_differs_outside_of_its_layers_is_refused(tmp_path, config, says):
+    saved = toy_config("llama", ToySize()) | {
+        "vocab_size": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    (tmp_path / FACTS_FILE).write_text(json.dumps({"architecture": architecture_of(saved)}))
+    check_architecture(tmp_path, architecture_of(saved | {"dtype": "bfloat16"}))
+    with pytest.raises(ValueError, match=says):
+        check_architecture(tmp_path, architecture_of(saved | config))
