@@ -26,7 +26,7 @@ from slimrl_tools.conversion import (
     refuse_existing,
     run_plan,
 )
-from slimrl_tools.output_folder import copy_other_files, output_folder, source_files
+from slimrl_tools.output_folder import output_folder, source_files
 from slimrl_tools.torch_dist_share import convert_share
 
 from slimrl.config.model_rules import model_violations
@@ -37,6 +37,7 @@ from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.family import family_of
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.hf_config import read_hf_config
+from slimrl.models.other_files import copy_other_files
 from slimrl.models.shard_pieces import Piece, ShardSchema
 from slimrl.models.torch_dist_files import FILE_BYTES, piece_bytes, plan_files, read_record
 from slimrl.models.weight_map import Entry

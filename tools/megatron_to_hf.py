@@ -22,13 +22,14 @@ from slimrl_tools.conversion import (
     run_plan,
 )
 from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint
-from slimrl_tools.output_folder import copy_other_files, output_folder, source_files
+from slimrl_tools.output_folder import output_folder, source_files
 from slimrl_tools.safetensors_share import convert_share
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.family import family_of
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
+from slimrl.models.other_files import copy_other_files
 from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, SafetensorsFolder, plan_files, write_index
 from slimrl.models.torch_dist_reader import StoredWeights, read_metadata

@@ -80,14 +80,6 @@ def check_space(out: Path, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, f"needs {nbytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", str(folder))
 
 
-def copy_other_files(src: Path, out: Path) -> None:
-    """Copy what lies beside the weights: tokenizer, generation config, licence, code; not config.json or an index."""
-    for file in sorted(src.iterdir()):
-        weights = file.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf"))
-        if file.is_file() and not weights and not file.name.startswith(".") and file.name != "config.json":
-            shutil.copyfile(file, out / file.name)
-
-
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
     with (partial / _LOCK_NAME).open("w") as lock:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
-from slimrl_tools.output_folder import check_space, copy_other_files, output_folder, partial_path
+from slimrl_tools.output_folder import check_space, output_folder, partial_path
 from slimrl_tools.progress import Advance, byte_progress
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
+from slimrl.models.other_files import copy_other_files
 from slimrl.models.safetensors_file import read_header, spec_bytes, write_safetensors_file
 from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, plan_files, write_index
 

@@ -26,9 +26,9 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch import nn
 
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
+from slimrl.models.other_files import copy_other_files
 from slimrl.models.shard_pieces import SHARDING
 from slimrl.trainer.build import unwrap
-from slimrl.trainer.export import COPIED
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.parallel import Layout, seed_ranks
 
@@ -138,10 +138,8 @@ def _model_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[
 
 def _copy_hf_files(model_path: Path, folder: Path) -> None:
     folder.mkdir()
-    for pattern in ("config.json", *COPIED):
-        for file in sorted(model_path.glob(pattern)):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+    shutil.copyfile(model_path / "config.json", folder / "config.json")
+    copy_other_files(model_path, folder)
 
 
 def _sharded_state(

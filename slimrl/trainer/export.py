@@ -11,24 +11,13 @@ import torch.distributed as dist
 from slimrl.data.protocols import WeightSource
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.hf_config import read_hf_config
+from slimrl.models.other_files import copy_other_files
 from slimrl.models.safetensors_folder import write_safetensors
 from slimrl.trainer.carried import CarriedTensors
 
-COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "LICENSE*",
-)
-"""Files beside the weights that a checkpoint keeps from the one that it was trained from."""
-
 
 def export_hf(source: WeightSource, src_model_dir: Path, out_dir: Path) -> None:
-    """Write the source's weights with the configuration and the tokenizer of `src_model_dir`; all ranks call it.
+    """Write the source's weights with the configuration, tokenizer and code of `src_model_dir`; all ranks call it.
 
     The weights are written as the trainer has them: of a checkpoint in block FP8, what comes out is plain.
     Layers for multi-token prediction, which are not trained, are carried over from `src_model_dir` (see carried.py).
@@ -67,10 +56,7 @@ def _write(source: WeightSource, src_model_dir: Path, out_dir: Path) -> None:
             carried = CarriedTensors(reader, read_hf_config(src_model_dir), specs, specs[0].dtype)
             write_safetensors(partial, carried.specs(), carried.tensors(source.tensors()))
         (partial / "config.json").write_text(json.dumps(_config(src_model_dir, specs[0].dtype), indent=2) + "\n")
-        for pattern in COPIED:
-            for file in sorted(src_model_dir.glob(pattern)):
-                if file.is_file():
-                    shutil.copyfile(file, partial / file.name)
+        copy_other_files(src_model_dir, partial)
         partial.rename(out_dir)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

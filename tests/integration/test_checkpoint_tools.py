@@ -53,6 +53,7 @@ def checkpoints(tmp_path_factory):
     """One Qwen3-MoE in every format."""
     folder = tmp_path_factory.mktemp("formats")
     hf = small_model("qwen3_moe", folder / "hf")
+    (hf / "tiktoken.model").write_text("ranks")
     hf_to_megatron(
         hf,
         folder / "converted",
@@ -64,6 +65,11 @@ def checkpoints(tmp_path_factory):
     result = CliRunner().invoke(app, ["quantize", str(hf), str(folder / "fp8"), "--block", "16"])
     assert result.exit_code == 0, result.output
     return folder
+
+
+@pytest.mark.parametrize("place", ["converted/hf", "run/step_000003/trainer/hf", "fp8"])
+def test_every_format_keeps_a_tokenizer_that_is_in_a_file_of_its_own_kind(checkpoints, place):
+    assert (checkpoints / place / "tiktoken.model").read_text() == "ranks"
 
 
 def test_megatron_and_transformers_compute_the_same_of_a_converted_checkpoint(checkpoints):

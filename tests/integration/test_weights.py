@@ -20,6 +20,9 @@ from slimrl.trainer.weights import load_hf_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
+BESIDE_THE_WEIGHTS = ("tiktoken.model", "tokenization_x.py", "modeling_x.py")
+"""Of which only code with these names knows what they are for; an export without them does not load."""
+
 
 def refusals_and_export(rank, world_size, port, path, broken, out):
     """One rank: an export, the refusal to overwrite it, and what a broken checkpoint is told."""
@@ -42,6 +45,8 @@ def refusals_and_export(rank, world_size, port, path, broken, out):
 
 def test_an_export_is_a_checkpoint_that_transformers_loads_and_a_broken_one_is_refused_in_full(tmp_path):
     path = small_model("qwen3_moe", tmp_path / "hf")
+    for name in BESIDE_THE_WEIGHTS:
+        (path / name).write_text(name)
     broken = tmp_path / "broken"
     broken.mkdir()
     shutil.copyfile(path / "config.json", broken / "config.json")
@@ -66,3 +71,4 @@ def test_an_export_is_a_checkpoint_that_transformers_loads_and_a_broken_one_is_r
     for name, tensor in original.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert (out / "tokenizer.json").read_text() == "{}"
+    assert all((out / name).read_text() == name for name in BESIDE_THE_WEIGHTS)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from slimrl_tools.output_folder import check_space, copy_other_files, output_folder, partial_path, source_files
+from slimrl_tools.output_folder import check_space, output_folder, partial_path, source_files
 
 JOB = {"command": "test", "block": (16, 16)}
 
@@ -76,17 +76,6 @@ def test_a_disk_that_is_too_small_is_named_before_anything_is_written(tmp_path):
     with pytest.raises(OSError, match=r"needs 1000000\.0 GB, .* GB are free"):
         check_space(tmp_path / "not" / "there" / "out", 10**15)
     check_space(tmp_path / "out", 1)
-
-
-def test_tokenizer_and_code_are_copied_and_weights_are_not(tmp_path):
-    src, out = tmp_path / "src", tmp_path / "out"
-    src.mkdir()
-    out.mkdir()
-    copied = ("tokenizer.json", "generation_config.json", "LICENSE", "modeling_x.py")
-    for name in (*copied, "config.json", "model.safetensors", "model.safetensors.index.json", "a.bin", ".hidden"):
-        (src / name).write_text(name)
-    copy_other_files(src, out)
-    assert sorted(file.name for file in out.iterdir()) == sorted(copied)
 
 
 def test_a_source_is_known_by_the_sizes_and_times_of_its_files(tmp_path):
