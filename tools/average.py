@@ -9,7 +9,6 @@ from slimrl_tools.compare import read_whole
 from slimrl_tools.model_facts import different_facts
 from slimrl_tools.output_folder import source_files
 from slimrl_tools.rewrite import Rewrite
-from slimrl_tools.written import check_written
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
@@ -70,7 +69,6 @@ def averaging(
             "shard": shard_bytes,
         },
         max_shard_bytes=shard_bytes,
-        check=lambda out, advance: check_written(out, specs, produce, advance),
     )
 
 

@@ -1,20 +1,34 @@
-"""Writing a Hugging Face checkpoint that is made from another, file by file, so that it can be interrupted."""
+"""Writing a Hugging Face checkpoint that is made from another, file by file, so that it can be interrupted.
+
+1. Each file is written, waited for until it is on the disk, and compared with checksums of the tensors as they were
+   made, while the next one is made. Then its record is written, without which `--resume` makes the file again.
+2. Index, config, tokenizer and code are added.
+3. The whole has the names, shapes and dtypes that it should, and where its values must keep within a limit of the
+   source's, they are compared.
+"""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.filesize import decimal
-from slimrl_tools.output_folder import check_space, output_folder, partial_path
+from slimrl_tools.conversion import RECORDS, Finisher, due_files, record_file, refuse_existing
+from slimrl_tools.exit_codes import CheckFailed
+from slimrl_tools.output_folder import check_space, finished, output_folder, partial_path
 from slimrl_tools.progress import Advance, byte_progress
+from slimrl_tools.safetensors_share import check_file, write_digests
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.other_files import copy_other_files
-from slimrl.models.safetensors_file import read_header, spec_bytes, write_safetensors_file
-from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, plan_files, write_index
+from slimrl.models.safetensors_file import spec_bytes, write_safetensors_file
+from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, SafetensorsFolder, plan_files, write_index
+from slimrl.models.torch_dist_files import tensor_digest
 
 Produce = Callable[[Sequence[TensorSpec]], Iterable[tuple[str, Tensor]]]
 """Makes the tensors of one output file, in order."""
@@ -35,7 +49,7 @@ class Rewrite:
     job: dict[str, Any]
     """What the output depends on; see output_folder."""
     max_shard_bytes: int = MAX_SHARD_BYTES
-    check: Callable[[Path, Advance], None] | None = None
+    compare: Callable[[Path, Advance], None] | None = None
     """Compares the written folder with the source, counting `nbytes` in all. Raises CheckFailed where they differ."""
 
     @property
@@ -44,28 +58,26 @@ class Rewrite:
         return sum(map(spec_bytes, self.specs))
 
 
-def write_checkpoint(rewrite: Rewrite, out: Path, *, resume: bool) -> None:
+def write_checkpoint(rewrite: Rewrite, out: Path, *, resume: bool, check: bool = True) -> None:
     """Write the folder `out`; what an interrupted run of the same job has finished is kept and not made again.
+
+    Args:
+        check: read back what was written, that of an earlier run too, and compare it with the source.
 
     Raises:
         ValueError: `out` exists, or an interrupted run left something else; see output_folder.
-        CheckFailed: the check found a difference; the output stays under its temporary name.
-        OSError: the disk is full.
+        CheckFailed: what was written is not what the source implies; nothing of it is left.
+        OSError: the disk is full, or a file reads back differently than it was written; it is made again on a resume.
     """
     files = plan_files(rewrite.specs, rewrite.max_shard_bytes)
     with output_folder(out, rewrite.job, resume=resume) as partial:
-        due = {name: group for name, group in files.items() if not _is_written(partial / name, group)}
-        nbytes = sum(spec_bytes(spec) for group in due.values() for spec in group)
-        check_space(partial, nbytes)
-        with byte_progress(rewrite.title, nbytes) as advance:
-            for name, group in due.items():
-                write_safetensors_file(partial / name, group, _counted(rewrite.produce(group), group, advance))
+        _write_files(rewrite, partial, files, check)
         write_index(partial, files)
         (partial / "config.json").write_text(json.dumps(rewrite.config, indent=2) + "\n")
         copy_other_files(rewrite.src, partial)
-        if rewrite.check is not None:
-            with byte_progress("check", rewrite.nbytes) as advance:
-                rewrite.check(partial, advance)
+        if check:
+            _check_whole(rewrite, partial)
+        shutil.rmtree(partial / RECORDS)
 
 
 def describe(rewrite: Rewrite, out: Path) -> str:
@@ -74,24 +86,74 @@ def describe(rewrite: Rewrite, out: Path) -> str:
     Raises:
         ValueError: `out` exists.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists; it is not overwritten")
+    refuse_existing(out)
     count = len(plan_files(rewrite.specs, rewrite.max_shard_bytes))
     begun = f", continuing {partial_path(out)}" if partial_path(out).exists() else ""
     return f"{out}: {len(rewrite.specs)} tensors, {decimal(rewrite.nbytes)} in {count} files{begun}"
 
 
-def _is_written(file: Path, specs: Sequence[TensorSpec]) -> bool:
-    """Whether a file is there from an earlier run; a file under its final name is whole, which its header confirms."""
-    if not file.exists():
-        return False
-    found = {place.spec for place in read_header(file).values()}
-    return found == {TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype) for spec in specs}
+def _write_files(rewrite: Rewrite, partial: Path, files: Mapping[str, Sequence[TensorSpec]], check: bool) -> None:
+    (partial / RECORDS).mkdir(exist_ok=True)
+    due = due_files(partial, list(files))
+    nbytes = sum(spec_bytes(spec) for name in due for spec in files[name])
+    check_space(partial, nbytes)
+
+    def finish(name: str, digests: Mapping[str, str]) -> None:
+        if check:
+            check_file(partial / name, digests, advance)
+        write_digests(record_file(partial, name), digests)
+
+    title = f"{rewrite.title} and check" if check else rewrite.title
+    with byte_progress(title, nbytes + (rewrite.nbytes if check else 0)) as advance, Finisher() as finisher:
+        for name in (name for name in files if check and name not in due):
+            _check_again(partial, name, advance)
+        for name in due:
+            digests: dict[str, str] = {}
+            tensors = _counted(rewrite.produce(files[name]), files[name], digests, advance)
+            write_safetensors_file(partial / name, files[name], tensors)
+            finisher.add(partial / name, bind(finish, name, digests))
+
+
+def _check_again(partial: Path, name: str, advance: Advance) -> None:
+    """Of an earlier run's file; one that has changed since loses its record, so that the next run makes it again."""
+    record = record_file(partial, name)
+    try:
+        check_file(partial / name, json.loads(record.read_text()), advance)
+    except (OSError, ValueError):
+        record.unlink()
+        raise
+
+
+def _check_whole(rewrite: Rewrite, partial: Path) -> None:
+    """Files hold what was made, so where the whole is wrong none of them is of use, and all are removed."""
+    try:
+        _check_specs(partial, rewrite.specs)
+        if rewrite.compare is not None:
+            with byte_progress("compare", rewrite.nbytes) as advance:
+                rewrite.compare(partial, advance)
+    except CheckFailed:
+        for name in finished(partial):
+            (partial / name).unlink()
+        raise
+
+
+def _check_specs(partial: Path, specs: Sequence[TensorSpec]) -> None:
+    with SafetensorsFolder(partial) as written:
+        found = {name: (spec.shape, spec.dtype) for name, spec in written.specs.items()}
+    due = {spec.name: (spec.shape, spec.dtype) for spec in specs}
+    if found != due:
+        first = min(name for name in found.keys() | due.keys() if found.get(name) != due.get(name))
+        raise CheckFailed(f"{partial}: {first} is {found.get(first)}, {due.get(first)} was written")
 
 
 def _counted(
-    tensors: Iterable[tuple[str, Tensor]], specs: Sequence[TensorSpec], advance: Advance
+    tensors: Iterable[tuple[str, Tensor]], specs: Sequence[TensorSpec], digests: dict[str, str], advance: Advance
 ) -> Iterator[tuple[str, Tensor]]:
-    for spec, item in zip(specs, tensors, strict=True):
-        yield item
+    """The tensors as they are written; their checksums go into `digests`."""
+    for spec, (name, tensor) in zip(specs, tensors, strict=True):
+        cast = tensor.to(getattr(torch, spec.dtype)).contiguous()
+        digests[name] = tensor_digest(cast)
+        yield name, cast
+        # Gone before the next is made.
+        del tensor, cast
         advance(spec_bytes(spec))

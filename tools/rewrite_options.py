@@ -1,6 +1,5 @@
 """Options that the commands share which write one checkpoint from others, and how these run."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +21,4 @@ def run(rewrite: "Rewrite", out: Path, *, dry_run: bool, resume: bool, no_check:
     typer.echo(describe(rewrite, out))
     if dry_run:
         return
-    if no_check:
-        rewrite = replace(rewrite, check=None)
-    write_checkpoint(rewrite, out, resume=resume)
+    write_checkpoint(rewrite, out, resume=resume, check=not no_check)

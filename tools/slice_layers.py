@@ -10,7 +10,6 @@ from typing import Any
 from slimrl_tools.compare import read_whole
 from slimrl_tools.output_folder import source_files
 from slimrl_tools.rewrite import Rewrite
-from slimrl_tools.written import check_written
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
@@ -68,7 +67,6 @@ def slicing(src: SafetensorsFolder, num_layers: int, shard_bytes: int = MAX_SHAR
             "shard": shard_bytes,
         },
         max_shard_bytes=shard_bytes,
-        check=lambda out, advance: check_written(out, specs, produce, advance),
     )
 
 

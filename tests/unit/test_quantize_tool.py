@@ -1,6 +1,8 @@
 """`slimrl-tools quantize` and `dequantize` on toys: what is quantised, what comes back, what happens when they stop."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,7 +225,73 @@ def test_the_check_at_the_end_finds_a_wrong_result(toy, tmp_path, monkeypatch, w
     said = run("quantize", toy, tmp_path / "out", "--block", 16, code=1)
     assert "differs from the source" in said
     assert ("lm_head" if wrong == "plain" else "model.layers.1.self_attn.o_proj.weight") in said
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["toy"]
+
+
+def test_a_file_that_was_written_wrongly_is_made_again_on_a_resume(toy, tmp_path, monkeypatch):
+    command = ("dequantize", tmp_path / "fp8", tmp_path / "out", *SMALL_FILES)
+    run("quantize", toy, tmp_path / "fp8", "--block", 16)
+    run("dequantize", tmp_path / "fp8", tmp_path / "whole", *SMALL_FILES)
+    damaged = []
+
+    def spoils_the_third(file, specs, tensors):
+        original(file, specs, tensors)
+        if file.name.startswith("model-00003"):
+            flip(file)
+            damaged.append(file.name)
+
+    original = rewrite.write_safetensors_file
+    with monkeypatch.context() as patched:
+        patched.setattr(rewrite, "write_safetensors_file", spoils_the_third)
+        said = run(*command, code=1)
+    assert f"{damaged[0]}: " in said
+    assert "reads back differently than it was written" in said
+    assert (tmp_path / ".out.partial" / damaged[0]).exists()
+    run(*command, "--resume", "--no-check")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_file_of_an_earlier_run_that_has_changed_since_is_found_and_made_again(toy, tmp_path, monkeypatch):
+    command = ("quantize", toy, tmp_path / "out", "--block", 16, *SMALL_FILES)
+    run("quantize", toy, tmp_path / "whole", "--block", 16, *SMALL_FILES)
+
+    def stops(*_):
+        raise OSError(5, "the disk failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rewrite, "write_index", stops)
+        run(*command, code=1)
+    flip(next((tmp_path / ".out.partial").glob("model-00002*")))
+    assert "reads back differently than it was written" in run(*command, "--resume", code=1)
+    run(*command, "--resume")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def flip(file):
+    """Change the last byte of a file, which belongs to a tensor."""
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+def test_a_file_is_on_the_disk_before_a_resume_takes_it_for_whole(toy, tmp_path, monkeypatch):
+    events = []
+    original_sync, original_record = os.fsync, rewrite.write_digests
+
+    def syncs(descriptor):
+        events.append(("on disk", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        original_sync(descriptor)
+
+    def records(record, digests):
+        events.append(("recorded", record.name.removesuffix(".json")))
+        original_record(record, digests)
+
+    monkeypatch.setattr(os, "fsync", syncs)
+    monkeypatch.setattr(rewrite, "write_digests", records)
+    run("slice-layers", toy, tmp_path / "out", "--layers", 1, *SMALL_FILES)
+    files = sorted(file.name for file in (tmp_path / "out").glob("model*-of-*"))
+    assert len(files) > 2
+    assert events == [(what, file) for file in files for what in ("on disk", "recorded")]
 
 
 def test_help_shows_examples():
