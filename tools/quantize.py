@@ -15,7 +15,7 @@ from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint import check_tensors
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.family import family_of
-from slimrl.models.fp8 import FP8_DTYPE, SCALE_SUFFIX, Block, BlockFp8, dequantize, quantize
+from slimrl.models.fp8 import FP8_DTYPE, FP8_MAX, MIN_ABSMAX, SCALE_SUFFIX, Block, BlockFp8, dequantize, quantize
 from slimrl.models.fp8_tensors import kept_modules, quantized_names, quantized_specs
 from slimrl.models.hf_checkpoint import DequantizingReader
 from slimrl.models.hf_config import dtype_name, read_hf_config
@@ -109,8 +109,8 @@ def dequantization(src: SafetensorsFolder, dtype: str, shard_bytes: int = MAX_SH
 def check_quantized(src: CheckpointReader, result: SafetensorsFolder, block: Block, advance: Advance) -> None:
     """Compare a checkpoint in block FP8 with its source: names, shapes, and values within the rounding error.
 
-    An element is off by at most 1/16 of itself where its tile's scale makes it a normal number of e4m3, else by half of
-    the smallest one, scale / 1024. All else is equal bit for bit.
+    A scale is its tile's largest magnitude / 448 bit for bit. An element is off by at most 1/16 of itself where that
+    makes it a normal number of e4m3, else by half of the smallest one, scale / 1024. All else is equal bit for bit.
 
     Raises:
         CheckFailed: naming the first tensor that differs.
@@ -176,6 +176,18 @@ def _check_rounding(src: CheckpointReader, result: SafetensorsFolder, name: str,
         weight_MN = src.read(name, part).to(torch.float32)
         back_MN = dequantize(result.read(name, part), scale_RC, torch.float32, block)
         scale_MN = scale_RC.repeat_interleave(block[0], 0)[: len(weight_MN)].repeat_interleave(block[1], 1)[:, :columns]
+        if not torch.equal(scale_RC, _expected_scales(weight_MN, block)):
+            raise CheckFailed(
+                f"{result.path}: {name}{SCALE_SUFFIX}: differs from the source's largest magnitudes / 448"
+            )
         limit_MN = torch.maximum(weight_MN.abs() * (2.0**-4 + 2.0**-20), scale_MN * (2.0**-10 + 2.0**-20))
         if not bool(((back_MN - weight_MN).abs() <= limit_MN).all()):
             raise CheckFailed(f"{result.path}: {name}: differs from the source by more than the rounding to float8")
+
+
+def _expected_scales(weight_MN: Tensor, block: Block) -> Tensor:
+    """float32 [ceil(M / block rows), ceil(N / block columns)], tile by tile as the format defines them."""
+    (height, width), (rows, columns) = block, weight_MN.shape
+    padded_MN = torch.nn.functional.pad(weight_MN.abs(), (0, -columns % width, 0, -rows % height))
+    absmax_RC = padded_MN.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax((1, 3))
+    return absmax_RC.clamp(min=MIN_ABSMAX) / FP8_MAX

@@ -208,12 +208,15 @@ def test_a_run_that_finished_nothing_leaves_nothing(toy, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["toy"]
 
 
-@pytest.mark.parametrize("wrong", ["scale", "code", "plain"])
+@pytest.mark.parametrize("wrong", ["scale", "zeros", "code", "plain"])
 def test_the_check_at_the_end_finds_a_wrong_result(toy, tmp_path, monkeypatch, wrong):
     def spoilt(src, group, block):
         for name, tensor in original(src, group, block):
             if wrong == "scale" and name == "model.layers.1.self_attn.o_proj.weight_scale_inv":
                 tensor = tensor * 1.2
+            if wrong == "zeros" and name.startswith("model.layers.1.self_attn.o_proj.weight"):
+                # A scale of 1000 would make the limit for every element of this matrix larger than the element.
+                tensor = torch.full_like(tensor, 1000.0) if name.endswith("_scale_inv") else torch.zeros_like(tensor)
             if wrong == "code" and name == "model.layers.1.self_attn.o_proj.weight":
                 tensor.view(torch.uint8)[20, 3] ^= 0x80
             if wrong == "plain" and name == "lm_head.weight":
