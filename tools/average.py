@@ -16,8 +16,6 @@ from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.hf_config import dtype_name, read_hf_config
 from slimrl.models.safetensors_folder import MAX_SHARD_BYTES
 
-FLOAT_DTYPES = ("bfloat16", "float16", "float32")
-
 MAX_LISTED = 5
 """Differences between two checkpoints that an error names."""
 
@@ -33,14 +31,13 @@ def averaging(
     Args:
         readers: of Hugging Face checkpoints, which stay open until it is written; config and tokenizer are the first's.
         weights: one per checkpoint, adding up to 1; None for equal ones.
-        dtype: of the tensors that have the dtype of the first's config; others keep their own. None keeps all.
+        dtype: as torch prints it, of the tensors that have the dtype of the first's config; others keep their own. None
+            keeps all.
 
     Raises:
-        ValueError: the checkpoints are not of one model, or weights or dtype cannot be.
+        ValueError: the checkpoints are not of one model, or the weights cannot be.
     """
     shares = _shares(weights, len(readers))
-    if dtype is not None and dtype not in FLOAT_DTYPES:
-        raise ValueError(f"--dtype {dtype}: one of {', '.join(FLOAT_DTYPES)}")
     first, *others = readers
     config = read_hf_config(first.path)
     for reader in others:
@@ -56,7 +53,7 @@ def averaging(
             yield spec.name, weighted_sum((read_whole(reader, spec.name) for reader in readers), shares)
 
     return Rewrite(
-        title="averaged",
+        title="average",
         src=first.path,
         specs=specs,
         produce=produce,

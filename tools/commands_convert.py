@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from slimrl_tools.command_options import KEEP, DryRun, Dtype, NoCheck, Out, Resume, ShardGb, torch_dtype_or_keep
 from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.terminal import quiet_megatron
 
@@ -14,14 +15,8 @@ app = typer.Typer(
     no_args_is_help=True, help="Convert checkpoints between Hugging Face's format and Megatron's torch_dist."
 )
 
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")]
 Size = Annotated[int, typer.Option(min=1)]
-Dtype = Annotated[str, typer.Option(help="keep, bf16 or fp32. What a model keeps in float32 stays so.")]
 Processes = Annotated[int, typer.Option(min=1, help="Processes that convert, each with its share of the files.")]
-ShardGb = Annotated[float, typer.Option(min=0.000001, help="Gigabytes (1e9 bytes) per file at most.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be written, write nothing.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")]
-NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not read the result back and compare it.")]
 
 
 @app.command()
@@ -33,7 +28,7 @@ def hf_to_megatron(
     virtual_pipeline: Annotated[int | None, typer.Option(min=1)] = None,
     expert: Size = 1,
     expert_tensor: Size = 1,
-    dtype: Dtype = "keep",
+    dtype: Dtype = KEEP,
     shard_gb: ShardGb = 1.0,
     processes: Processes = 1,
     dry_run: DryRun = False,
@@ -86,7 +81,7 @@ def megatron_to_hf(
     hf: Annotated[
         Path | None, typer.Option(help="Folder with config.json and tokenizer, if not the copy in the checkpoint.")
     ] = None,
-    dtype: Dtype = "keep",
+    dtype: Dtype = KEEP,
     processes: Processes = 1,
     dry_run: DryRun = False,
     resume: Resume = False,
@@ -114,8 +109,6 @@ def megatron_to_hf(
 
 
 def _options(dtype: str, processes: int, resume: bool, no_check: bool) -> "Options":
-    from slimrl_tools.conversion import DTYPES, Options
+    from slimrl_tools.conversion import Options
 
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
-    return Options(dtype=DTYPES[dtype], processes=processes, resume=resume, check=not no_check)
+    return Options(dtype=torch_dtype_or_keep("--dtype", dtype), processes=processes, resume=resume, check=not no_check)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from slimrl_tools.command_options import KEEP, DryRun, Dtype, NoCheck, Out, Resume, ShardGb, torch_dtype_or_keep
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.rewrite_options import DryRun, NoCheck, Resume, ShardGb, run
 
 
 def average(
@@ -16,7 +16,7 @@ def average(
     weights: Annotated[
         str | None, typer.Option(help="One number per checkpoint, by commas, adding up to 1. Equal without it.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32 instead of the first's.")] = None,
+    dtype: Dtype = KEEP,
     shard_gb: ShardGb = 5.0,
     dry_run: DryRun = False,
     resume: Resume = False,
@@ -30,22 +30,24 @@ def average(
     \b
     Examples:
       slimrl-tools average seed0/export/hf seed1/export/hf seed2/export/hf mean
-      slimrl-tools average tuned base mix --weights 0.7,0.3 --dtype float32
+      slimrl-tools average tuned base mix --weights 0.7,0.3 --dtype fp32
     """
     with exit_codes(), ExitStack() as stack:
         from slimrl_tools.average import averaging
+        from slimrl_tools.rewrite import run_rewrite
 
         from slimrl.models.hf_checkpoint import open_hf_checkpoint
 
         *sources, out = paths
+        torch_name = torch_dtype_or_keep("--dtype", dtype)
         readers = [stack.enter_context(open_hf_checkpoint(path)) for path in sources]
-        rewrite = averaging(readers, _numbers(weights), dtype, int(shard_gb * 1e9))
-        run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)
+        rewrite = averaging(readers, _numbers(weights), torch_name, int(shard_gb * 1e9))
+        run_rewrite(rewrite, out, dry_run=dry_run, resume=resume, check=not no_check, say=typer.echo)
 
 
 def slice_layers(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Hugging Face checkpoint.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    out: Out,
     layers: Annotated[int, typer.Option(min=1, help="How many layers to keep, from the first.")],
     shard_gb: ShardGb = 5.0,
     dry_run: DryRun = False,
@@ -63,13 +65,14 @@ def slice_layers(
       slimrl-tools slice-layers DeepSeek-V3 DeepSeek-V3-5-layers --layers 5 --dry-run
     """
     with exit_codes():
+        from slimrl_tools.rewrite import run_rewrite
         from slimrl_tools.slice_layers import slicing
 
         from slimrl.models.safetensors_folder import SafetensorsFolder
 
         with SafetensorsFolder(src) as folder:
             rewrite = slicing(folder, layers, int(shard_gb * 1e9))
-            run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)
+            run_rewrite(rewrite, out, dry_run=dry_run, resume=resume, check=not no_check, say=typer.echo)
 
 
 def _numbers(text: str | None) -> list[float] | None:

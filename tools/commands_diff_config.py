@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from slimrl_tools.command_options import Json
 from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.terminal import make_console, quiet_megatron
 
@@ -20,7 +21,7 @@ def diff_config(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare what a config.json says with what the trainer would build under a recipe. Exit code 1 if they differ.
 

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group
 from rich.table import Table
+from slimrl_tools.command_options import Json
 from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.terminal import make_console, quiet_megatron, show_bytes, show_count
 
 
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint in any format, or a published model.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Json = False,
     hf: Annotated[
         Path | None, typer.Option(help="Folder with config.json, for a torch_dist checkpoint without one.")
     ] = None,

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from slimrl_tools.command_options import DTYPES, DryRun, NoCheck, Out, Resume, ShardGb, torch_dtype
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.rewrite_options import DryRun, NoCheck, Resume, ShardGb, run
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Hugging Face checkpoint.")]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the result.")]
 
 
 def quantize(
@@ -37,6 +36,7 @@ def quantize(
     """
     with exit_codes():
         from slimrl_tools.quantize import quantization
+        from slimrl_tools.rewrite import run_rewrite
 
         from slimrl.models.safetensors_folder import SafetensorsFolder
 
@@ -44,13 +44,13 @@ def quantize(
             raise ValueError(f"--format {to_format}: fp8-block is the one there is")
         with SafetensorsFolder(src) as folder:
             rewrite = quantization(folder, (block, block), not_convert or [], int(shard_gb * 1e9))
-            run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)
+            run_rewrite(rewrite, out, dry_run=dry_run, resume=resume, check=not no_check, say=typer.echo)
 
 
 def dequantize(
     src: Source,
     out: Out,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "bf16",
     shard_gb: ShardGb = 5.0,
     dry_run: DryRun = False,
     resume: Resume = False,
@@ -61,13 +61,15 @@ def dequantize(
     \b
     Examples:
       slimrl-tools dequantize DeepSeek-V3 DeepSeek-V3-bf16
-      slimrl-tools dequantize model-fp8 model --dtype float32
+      slimrl-tools dequantize model-fp8 model --dtype fp32
     """
     with exit_codes():
         from slimrl_tools.quantize import dequantization
+        from slimrl_tools.rewrite import run_rewrite
 
         from slimrl.models.safetensors_folder import SafetensorsFolder
 
+        torch_name = torch_dtype("--dtype", dtype)
         with SafetensorsFolder(src) as folder:
-            rewrite = dequantization(folder, dtype, int(shard_gb * 1e9))
-            run(rewrite, out, dry_run=dry_run, resume=resume, no_check=no_check)
+            rewrite = dequantization(folder, torch_name, int(shard_gb * 1e9))
+            run_rewrite(rewrite, out, dry_run=dry_run, resume=resume, check=not no_check, say=typer.echo)

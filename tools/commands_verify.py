@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from slimrl_tools.command_options import Json, torch_dtype
 from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.terminal import make_console, quiet_megatron
 
@@ -26,9 +27,7 @@ def verify(
         int, typer.Option(metavar="N", min=0, help="Compare logits on this many random prompts too.")
     ] = 0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="With --logits: tokens of a prompt.")] = 64,
-    logits_dtype: Annotated[str, typer.Option(help="With --logits: what both compute in, float32 or bfloat16.")] = (
-        "float32"
-    ),
+    logits_dtype: Annotated[str, typer.Option(help="With --logits: what both compute in, fp32 or bf16.")] = "fp32",
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="Largest absolute difference that counts as equal.")
     ] = None,
@@ -36,7 +35,7 @@ def verify(
     hf: Annotated[
         Path | None, typer.Option(help="Folder with config.json, for torch_dist checkpoints without one.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Compare two checkpoints in any two formats, tensor by tensor. Exit code 0: the same, 1: different, 2: refused.
 
@@ -51,21 +50,20 @@ def verify(
     Examples:
       slimrl-tools verify Qwen3-30B-A3B Qwen3-30B-A3B-mcore
       slimrl-tools verify model model-fp8 --logits 4
-      slimrl-tools verify runs/a/export/hf runs/a/checkpoints/step_000012 --ignore-dtype --json differences.json
+      slimrl-tools verify runs/a/export/hf runs/a/checkpoints/step_000012 --ignore-dtype --json > differences.json
     """
     with exit_codes():
         quiet_megatron()
         from slimrl_tools.verification import LogitRequest
         from slimrl_tools.verification import verify as run
 
-        if logits_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"--logits-dtype {logits_dtype}: float32 or bfloat16")
-        request = LogitRequest(num_prompts=logits, num_tokens=prompt_tokens, dtype=logits_dtype) if logits else None
+        dtype = torch_dtype("--logits-dtype", logits_dtype, ("fp32", "bf16"))
+        request = LogitRequest(num_prompts=logits, num_tokens=prompt_tokens, dtype=dtype) if logits else None
         result = run(a, b, hf_dir=hf, tolerance=tolerance, ignore_dtype=ignore_dtype, logits=request)
-        if json_file is not None:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
-        _show(result)
+        if as_json:
+            typer.echo(json.dumps(result.as_dict(), indent=2))
+        else:
+            _show(result)
     if not result.same:
         raise typer.Exit(1)
 

@@ -16,9 +16,6 @@ from slimrl_tools.progress import Advance, byte_progress
 from slimrl_tools.terminal import show_bytes
 from slimrl_tools.workers import divide, run_workers
 
-DTYPES = {"keep": None, "bf16": "bfloat16", "fp32": "float32"}
-"""Values of --dtype; None for what the source has."""
-
 RECORDS = ".records"
 """Folder within an unfinished output."""
 

@@ -135,7 +135,7 @@ def _by_megatron(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str) -> Tens
 
     precisions = {"float32": Precision.fp32, "bfloat16": Precision.bf16}
     if dtype not in precisions:
-        raise ValueError(f"--logits-dtype {dtype}: Megatron computes in float32 or bfloat16")
+        raise ValueError(f"{dtype}: Megatron computes in float32 or bfloat16")
     hf_config = found.hf_config()
     model = family_of(hf_config).megatron_config(hf_config)
     trainer = TrainerConfig(

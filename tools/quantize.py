@@ -25,8 +25,6 @@ from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, SafetensorsFolder
 CHECKED_TILE_ROWS = 8
 """Tile rows of a matrix that the check compares at a time."""
 
-FLOAT_DTYPES = ("bfloat16", "float16", "float32")
-
 
 def quantization(
     src: SafetensorsFolder, block: Block, not_convert: Sequence[str], shard_bytes: int = MAX_SHARD_BYTES
@@ -76,13 +74,12 @@ def dequantization(src: SafetensorsFolder, dtype: str, shard_bytes: int = MAX_SH
     """How a checkpoint in block FP8, of any family, becomes a plain one.
 
     Args:
-        dtype: of what was float8, and of tensors in the dtype that the config gives; float32 among bfloat16 stays.
+        dtype: as torch prints it, of what was float8 and of tensors in the dtype that the config gives; float32 among
+            bfloat16 stays.
 
     Raises:
         ValueError: the source is not in block FP8.
     """
-    if dtype not in FLOAT_DTYPES:
-        raise ValueError(f"--dtype {dtype}: one of {', '.join(FLOAT_DTYPES)}")
     config = read_hf_config(src.path)
     fp8 = BlockFp8.of_config(config)
     if fp8 is None:

@@ -39,7 +39,7 @@ class Rewrite:
     """What to write, and how its tensors are made."""
 
     title: str
-    """For the progress bar."""
+    """Of the progress bar: what is done, as the command is called."""
     src: Path
     """Folder whose tokenizer and other files are copied."""
     specs: list[TensorSpec]
@@ -78,6 +78,15 @@ def write_checkpoint(rewrite: Rewrite, out: Path, *, resume: bool, check: bool =
         if check:
             _check_whole(rewrite, partial)
         shutil.rmtree(partial / RECORDS)
+
+
+def run_rewrite(
+    rewrite: Rewrite, out: Path, *, dry_run: bool, resume: bool, check: bool, say: Callable[[str], None]
+) -> None:
+    """Say what is to be written, and write it unless it is a dry run; see `write_checkpoint`."""
+    say(describe(rewrite, out))
+    if not dry_run:
+        write_checkpoint(rewrite, out, resume=resume, check=check)
 
 
 def describe(rewrite: Rewrite, out: Path) -> str:

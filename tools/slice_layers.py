@@ -54,7 +54,7 @@ def slicing(src: SafetensorsFolder, num_layers: int, shard_bytes: int = MAX_SHAR
         return ((spec.name, read_whole(src, spec.name)) for spec in group)
 
     return Rewrite(
-        title="sliced",
+        title="slice",
         src=src.path,
         specs=specs,
         produce=produce,

@@ -97,7 +97,7 @@ def verify(
     with open_found(a) as reader_a, open_found(b) as reader_b:
         quantized_a, quantized_b = _quantized(reader_a), _quantized(reader_b)
         nbytes = sum(map(spec_bytes, reader_a.specs.values()))
-        with byte_progress("compared", nbytes) as advance:
+        with byte_progress("compare", nbytes) as advance:
             comparison = compare_checkpoints(
                 reader_a,
                 reader_b,

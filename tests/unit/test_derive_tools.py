@@ -50,7 +50,7 @@ def test_the_mean_is_that_of_float64_to_the_last_bits_of_float32(tmp_path):
 
 def test_equal_weights_are_the_default_and_the_mean_is_rounded_once(tmp_path):
     paths = toys(tmp_path, 2)
-    run("average", *paths, tmp_path / "mean", "--dtype", "bfloat16")
+    run("average", *paths, tmp_path / "mean", "--dtype", "bf16")
     a, b = (tensors_of(path) for path in paths)
     for name, tensor in tensors_of(tmp_path / "mean").items():
         assert torch.equal(tensor, ((a[name].double() + b[name].double()) / 2).bfloat16()), name
@@ -59,7 +59,7 @@ def test_equal_weights_are_the_default_and_the_mean_is_rounded_once(tmp_path):
 
 def test_a_bias_that_is_kept_in_float32_stays_so(tmp_path):
     (path,) = toys(tmp_path, 1, "glm4_moe")
-    run("average", path, path, tmp_path / "mean", "--dtype", "bfloat16")
+    run("average", path, path, tmp_path / "mean", "--dtype", "bf16")
     run("average", tmp_path / "mean", tmp_path / "mean", tmp_path / "again")
     for folder in ("mean", "again"):
         dtypes = {name: tensor.dtype for name, tensor in tensors_of(tmp_path / folder).items()}
@@ -70,7 +70,7 @@ def test_a_bias_that_is_kept_in_float32_stays_so(tmp_path):
 def test_block_fp8_is_averaged_dequantised_and_written_plain(tmp_path):
     (path,) = toys(tmp_path, 1)
     run("quantize", path, tmp_path / "fp8", "--block", 16)
-    run("dequantize", tmp_path / "fp8", tmp_path / "plain", "--dtype", "float32")
+    run("dequantize", tmp_path / "fp8", tmp_path / "plain", "--dtype", "fp32")
     run("average", tmp_path / "fp8", tmp_path / "fp8", tmp_path / "mean")
     assert "quantization_config" not in json.loads((tmp_path / "mean" / "config.json").read_text())
     run("verify", tmp_path / "plain", tmp_path / "mean")
@@ -91,7 +91,7 @@ def test_checkpoints_of_two_models_are_refused_with_what_differs(tmp_path):
         (["--weights", "0.5,0.6"], "add up to 1.1"),
         (["--weights", "1"], "1 of them for 2 checkpoints"),
         (["--weights", "a,b"], "numbers separated by commas"),
-        (["--dtype", "int8"], "one of bfloat16"),
+        (["--dtype", "int8"], "one of keep, bf16, fp16, fp32"),
     ],
 )
 def test_weights_and_dtypes_that_cannot_be_are_refused(tmp_path, arguments, says):

@@ -75,7 +75,7 @@ def test_linear_layers_and_experts_are_quantised_and_nothing_else(toy, tmp_path)
 
 def test_transformers_computes_with_it_what_it_computes_with_ours_dequantised(toy, tmp_path, monkeypatch):
     run("quantize", toy, tmp_path / "fp8", "--block", 16)
-    run("dequantize", tmp_path / "fp8", tmp_path / "plain", "--dtype", "float32")
+    run("dequantize", tmp_path / "fp8", tmp_path / "plain", "--dtype", "fp32")
     # transformers asks for accelerate before it dequantises on a CPU, which it does without it.
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
     ids = torch.arange(40).view(2, 20)
@@ -135,7 +135,7 @@ def test_input_that_does_not_fit_is_refused_and_nothing_is_written(toy, tmp_path
         ("quantize", toy, tmp_path / "exists"): "exists; it is not overwritten",
         ("quantize", tmp_path / "fp8", out): "is quantised already",
         ("dequantize", toy, out): "is not quantised",
-        ("dequantize", tmp_path / "fp8", out, "--dtype", "int8"): "--dtype int8: one of bfloat16, float16, float32",
+        ("dequantize", tmp_path / "fp8", out, "--dtype", "int8"): "--dtype int8: one of bf16, fp16, fp32",
         ("quantize", toy, out, "--format", "int4"): "--format int4: fp8-block is the one there is",
         ("quantize", toy, out, "--not-convert", "mlp.gat"): "'mlp.gat' is no module of this model",
         ("quantize", toy, out, "--not-convert", "q_proj"): "engines hold these as one matrix, so name both or neither",

@@ -27,6 +27,13 @@ def run(*arguments, code=0) -> str:
     return result.output
 
 
+def printed(*arguments, code=0) -> str:
+    """Standard output alone, as a program that reads it gets it."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
 def changed(toy, change, **config):
     """A copy of a toy whose tensors went through `change`, with other keys in its config."""
     copy = toy.with_name("changed")
@@ -51,11 +58,11 @@ def test_one_changed_element_is_named_with_its_place_and_fails(toy, tmp_path):
         tensors[name][5, 7] += 0.125
 
     copy = changed(toy, change)
-    output = run("verify", toy, copy, "--json", tmp_path / "out" / "report.json", code=1)
+    output = run("verify", toy, copy, code=1)
     assert name in output
     assert "[5, 7]" in output
     assert output.strip().endswith("DIFFERENT: values")
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = json.loads(printed("verify", toy, copy, "--json", code=1))
     (difference,) = report["tensors"]["differences"]
     assert (report["same"], difference["name"], difference["where"]) == (False, name, [5, 7])
     assert difference["max_abs"] == pytest.approx(0.125, abs=1e-6)
@@ -128,4 +135,4 @@ def test_what_mtp_layers_repeat_may_be_left_out(tmp_path):
 
 def test_what_is_no_checkpoint_is_refused(toy, tmp_path):
     assert "no such folder" in run("verify", toy, tmp_path / "nothing", code=2)
-    assert "float32 or bfloat16" in run("verify", toy, toy, "--logits", 1, "--logits-dtype", "int8", code=2)
+    assert "one of fp32, bf16" in run("verify", toy, toy, "--logits", 1, "--logits-dtype", "int8", code=2)
