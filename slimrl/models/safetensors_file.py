@@ -4,12 +4,9 @@ The format: 8 bytes of length, a header in JSON that gives each tensor's dtype, 
 tensors without gaps. Neither reading nor writing holds more than the tensor at hand.
 """
 
-import errno
 import json
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,16 @@ import torch
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
+from slimrl.models.whole_file import whole_file
 
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library takes; a length beyond it is that of another kind of file."""
 
 IO_BYTES = 1 << 30
 """Most bytes in one call of the system, which itself takes less than 2 GiB."""
+
+BAND_BYTES = 4 * 1024**2
+"""Read at a time of a tensor of whose rows only a part is wanted."""
 
 _ALIGNMENT = 8
 """The data starts at a multiple of it."""
@@ -138,15 +139,21 @@ def read_tensor(descriptor: int, file: Path, place: Place, slices: tuple[slice, 
         return result
     if not place.nbytes:
         return torch.empty(shape, dtype=dtype)[slices]
-    base = place.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    if os.fstat(descriptor).st_size < place.start + place.nbytes:
-        raise ValueError(f"{file}: cut short since it was opened")
-    length = place.start + place.nbytes - base
-    with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=base) as mapped:
-        flat = torch.frombuffer(mapped, dtype=dtype, count=torch.Size(shape).numel(), offset=place.start - base)
-        result = flat.view(shape)[slices].clone(memory_format=torch.contiguous_format)
-        # The mapping cannot be closed while a tensor points into it.
-        del flat
+    return _read_bands(descriptor, file, place, slices)
+
+
+def _read_bands(descriptor: int, file: Path, place: Place, slices: tuple[slice, ...]) -> Tensor:
+    """Whole rows, a band of them at a time, and of each band the part that is asked for."""
+    shape, dtype, (rows, *columns) = place.spec.shape, getattr(torch, place.spec.dtype), slices
+    row_bytes = place.nbytes // shape[0]
+    height = max(1, BAND_BYTES // row_bytes)
+    result = torch.empty([part.stop - part.start for part in slices], dtype=dtype)
+    buffer = torch.empty((min(height, rows.stop - rows.start), *shape[1:]), dtype=dtype)
+    for start in range(rows.start, rows.stop, height):
+        stop = min(start + height, rows.stop)
+        band = buffer[: stop - start]
+        _read_into(descriptor, file, band, place.start + start * row_bytes)
+        result[start - rows.start : stop - rows.start] = band[:, *columns]
     return result
 
 
@@ -178,17 +185,8 @@ def write_safetensors_file(file: Path, specs: Sequence[TensorSpec], tensors: Ite
     Raises:
         OSError: the disk is full, or writing failed; nothing is left behind then.
     """
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with partial.open("wb", buffering=0) as stream:
-            _write(stream.fileno(), specs, iter(tensors))
-        partial.replace(file)
-    except OSError as error:
-        reason = "no space left on the disk" if error.errno == errno.ENOSPC else error.strerror
-        raise OSError(error.errno, f"could not be written: {reason}", str(file)) from error
-    finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
+    with whole_file(file, buffering=0) as stream:
+        _write(stream.fileno(), specs, iter(tensors))
 
 
 def _write(descriptor: int, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -200,6 +198,8 @@ def _write(descriptor: int, specs: Sequence[TensorSpec], tensors: Iterator[tuple
         assert tuple(tensor.shape) == spec.shape, f"{name}: {tuple(tensor.shape)}, declared {spec.shape}"
         plain = tensor.detach().to("cpu", getattr(torch, spec.dtype)).contiguous()
         _write_at(descriptor, _bytes_of(plain), offsets[spec.name])
+        # Gone before the next is made.
+        del tensor, plain
 
 
 def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.shard_pieces import Piece, ShardSchema, stored_apart
 from slimrl.models.weight_map import Entry
+from slimrl.models.whole_file import whole_file
 
 FILE_BYTES = 10**9
 """Tensor bytes per file, where nothing else is asked for."""
@@ -80,18 +81,20 @@ def write_file(
     reader: CheckpointReader,
     advance: Callable[[int], None],
 ) -> list[Block]:
-    """Write one file, which has its name only when it is whole. Holds one shard at a time.
+    """Write one file, which has its name only when it is whole.
+
+    Holds at most 3 times one shard, in the source's dtype or the stored one, whichever is larger: what it is laid out
+    from and itself, or itself, the piece to be stored and the bytes of it that torch makes.
 
     Args:
         advance: told the bytes of each piece that is written.
 
     Raises:
-        OSError: the disk is full, or another fault of it.
+        OSError: the disk is full, or writing failed; it names the file, and nothing is left behind.
         ValueError: the source is broken.
     """
-    partial = file.with_name(f".{file.name}.partial")
     blocks = []
-    with partial.open("wb") as stream:
+    with whole_file(file) as stream:
         for piece, tensor in _tensors(pieces, entries, dtypes, reader):
             hashed = _Hashed(stream)
             _save(tensor, hashed)
@@ -99,8 +102,10 @@ def write_file(
             blocks.append(
                 Block(key=piece.key, offset=piece.offset, start=start, length=hashed.length, digest=hashed.digest())
             )
-            advance(tensor.nbytes)
-    partial.replace(file)
+            nbytes = tensor.nbytes
+            # Gone before the next is made.
+            del tensor
+            advance(nbytes)
     return blocks
 
 
@@ -168,19 +173,30 @@ def tensor_digest(tensor: Tensor) -> str:
 def _tensors(
     pieces: Sequence[Piece], entries: Sequence[Entry], dtypes: Sequence[torch.dtype], reader: CheckpointReader
 ) -> Iterator[tuple[Piece, Tensor]]:
-    for (entry, shard), group in groupby(pieces, key=lambda piece: (piece.entry, piece.shard)):
-        members = list(group)
-        if stored_apart(entries[entry], members):
-            stored: Iterable[Tensor] = entries[entry].parts(reader.read, shard, members[0].num_shards)
-        else:
-            whole = entries[entry].to_megatron(reader.read, shard, members[0].num_shards)
-            stored = (whole[piece.slices] for piece in members)
-        for piece, tensor in zip(members, stored, strict=True):
-            yield piece, _plain(tensor.to(dtypes[entry])).view(piece.stored_shape)
+    for (entry, _), group in groupby(pieces, key=lambda piece: (piece.entry, piece.shard)):
+        members, dtype = list(group), dtypes[entry]
+        stored = _of_shard(entries[entry], members, reader)
+        # Nothing here refers to a tensor, so that each is gone before the next is made.
+        yield from ((piece, _plain(next(stored), dtype).view(piece.stored_shape)) for piece in members)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """In memory of its own, all of which torch would save."""
+def _of_shard(entry: Entry, pieces: Sequence[Piece], reader: CheckpointReader) -> Iterator[Tensor]:
+    """The pieces of a shard; the last one is not held here while it is used."""
+    shard, count = pieces[0].shard, pieces[0].num_shards
+    if stored_apart(entry, pieces):
+        yield from entry.parts(reader.read, shard, count)
+        return
+    whole = entry.to_megatron(reader.read, shard, count)
+    for piece in pieces[:-1]:
+        yield whole[piece.slices]
+    last = [whole[pieces[-1].slices]]
+    del whole
+    yield last.pop()
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast, and in memory of its own, all of which torch would save."""
+    tensor = tensor.to(dtype)
     alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -188,7 +204,7 @@ def _plain(tensor: Tensor) -> Tensor:
 class _Hashed:
     """What torch writes through it goes into the stream, and is counted and hashed."""
 
-    def __init__(self, stream: io.BufferedWriter) -> None:
+    def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._digest, self.length = stream, xxhash.xxh3_128(), 0
 
     def write(self, data: bytes) -> int:

@@ -1,0 +1,30 @@
+"""A file that has its name only when it is whole."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, cast
+
+
+@contextmanager
+def whole_file(file: Path, buffering: int = -1) -> Iterator[BinaryIO]:
+    """Write under a temporary name beside `file`; renamed at the end of the block, removed where the block fails.
+
+    Args:
+        buffering: as `open` takes it; 0 for writes past the stream, to its descriptor.
+
+    Raises:
+        OSError: the disk is full, or writing failed; it names the file.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with partial.open("wb", buffering=buffering) as stream:
+            yield cast(BinaryIO, stream)
+        partial.replace(file)
+    except OSError as error:
+        reason = "no space left on the disk" if error.errno == errno.ENOSPC else error.strerror
+        raise OSError(error.errno, f"could not be written: {reason}", str(file)) from error
+    finally:
+        with suppress(FileNotFoundError):
+            partial.unlink()
