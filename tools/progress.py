@@ -1,6 +1,7 @@
 """A progress bar with bytes per second, on stderr; without a terminal it is silent until its last line."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +25,14 @@ def byte_progress(title: str, total_bytes: int) -> Iterator[Advance]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    started, done = time.monotonic(), 0
+    started, done, lock = time.monotonic(), 0, threading.Lock()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total_bytes)
 
         def advance(nbytes: int) -> None:
             nonlocal done
-            done += nbytes
+            with lock:
+                done += nbytes
             progress.advance(task, nbytes)
 
         yield advance
