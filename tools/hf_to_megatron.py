@@ -31,6 +31,7 @@ from slimrl_tools.torch_dist_share import convert_share
 
 from slimrl.config.model_rules import model_violations
 from slimrl.config.schema import ParallelConfig, Recipe, TrainerConfig
+from slimrl.data.protocols import TensorSpec
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, architecture_of
 from slimrl.models.checkpoint import check_tensors
 from slimrl.models.checkpoint_reader import CheckpointReader
@@ -38,15 +39,17 @@ from slimrl.models.family import family_of
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.other_files import copy_other_files
-from slimrl.models.shard_pieces import Piece, ShardSchema
+from slimrl.models.safetensors_file import element_bytes
+from slimrl.models.shard_pieces import ShardSchema
 from slimrl.models.torch_dist_files import FILE_BYTES, piece_bytes, plan_files, read_record
 from slimrl.models.weight_map import Entry
 from slimrl.trainer.fake_world import smallest_world
 from slimrl.trainer.shard_schema import shard_schema
+from slimrl.trainer.torch_dist import TorchDistCheckpoint
 from slimrl.trainer.torch_dist_metadata import write_metadata
 
 COPIES_HELD = 3
-"""Largest shards that a process holds: the shard, what it is made of or the piece to be stored, and torch's copy."""
+"""Largest shards that a process holds: see `write_file`."""
 
 
 def hf_to_megatron(
@@ -75,8 +78,15 @@ def hf_to_megatron(
         mtp = check_tensors(reader, family_of(config), config)
         schema = shard_schema(config, tensor=parallel.tensor, expert_tensor=parallel.expert_tensor, mtp=mtp)
         dtypes = [_stored_dtype(entry, reader, options.dtype) for entry in schema.weight_map.entries]
+        largest = _largest_shard(schema, dtypes, reader)
     files = plan_files(schema, dtypes, file_bytes)
-    plan = _plan(out, schema, files, dtypes)
+    plan = Plan(
+        out=out,
+        num_tensors=len(schema.key_shapes()),
+        files={name: sum(piece_bytes(piece, dtypes) for piece in pieces) for name, pieces in files.items()},
+        largest_bytes=largest,
+        copies_held=COPIES_HELD,
+    )
     if dry_run:
         say(plan.describe(options.processes))
         return
@@ -92,6 +102,7 @@ def hf_to_megatron(
         run_plan(convert, plan, files, partial, options)
         records = {name: read_record(record_file(partial, name)) for name in files}
         write_metadata(partial, schema, dtypes, records)
+        _check_result(partial, config, schema, dtypes)
         _write_facts(src, partial, config, parallel, options.dtype)
         shutil.rmtree(partial / RECORDS)
 
@@ -120,17 +131,38 @@ def _stored_dtype(entry: Entry, reader: CheckpointReader, dtype: str | None) -> 
     return stored
 
 
-def _plan(out: Path, schema: ShardSchema, files: dict[str, list[Piece]], dtypes: Sequence[torch.dtype]) -> Plan:
+def _largest_shard(schema: ShardSchema, dtypes: Sequence[torch.dtype], reader: CheckpointReader) -> int:
+    """Bytes of the largest one in the dtype in which it is read or stored, whichever is larger."""
+    widths = [
+        max(dtype.itemsize, *(element_bytes(reader.specs[tensor.name].dtype) for tensor in entry.hf))
+        for entry, dtype in zip(schema.weight_map.entries, dtypes, strict=True)
+    ]
     shards: dict[tuple[int, int], int] = {}
     for piece in schema.pieces:
-        shards[piece.entry, piece.shard] = shards.get((piece.entry, piece.shard), 0) + piece_bytes(piece, dtypes)
-    return Plan(
-        out=out,
-        num_tensors=len(schema.key_shapes()),
-        files={name: sum(piece_bytes(piece, dtypes) for piece in pieces) for name, pieces in files.items()},
-        largest_bytes=max(shards.values()),
-        copies_held=COPIES_HELD,
-    )
+        place = piece.entry, piece.shard
+        shards[place] = shards.get(place, 0) + piece.numel * widths[piece.entry]
+    return max(shards.values())
+
+
+def _check_result(partial: Path, config: dict[str, Any], schema: ShardSchema, dtypes: Sequence[torch.dtype]) -> None:
+    """Open what was written as any reader does: files, metadata and keys must make up the model.
+
+    Raises:
+        OSError: they do not.
+    """
+    expected = {
+        tensor.name: TensorSpec(name=tensor.name, shape=tensor.shape, dtype=str(dtype).removeprefix("torch."))
+        for entry, dtype in zip(schema.weight_map.entries, dtypes, strict=True)
+        for tensor in entry.hf
+    }
+    try:
+        with TorchDistCheckpoint(partial, config) as written:
+            specs = written.specs
+    except ValueError as error:
+        raise OSError(f"{partial}: what was written does not read back: {error}") from error
+    if specs != expected:
+        wrong = min(name for name in specs.keys() | expected.keys() if specs.get(name) != expected.get(name))
+        raise OSError(f"{partial}: {wrong} reads back as {specs.get(wrong)}, {expected.get(wrong)} was written")
 
 
 def _write_facts(src: Path, partial: Path, config: dict[str, Any], parallel: ParallelConfig, dtype: str | None) -> None:

@@ -8,9 +8,10 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial as bind
 from pathlib import Path
+from typing import Any
 
 from slimrl_tools.conversion import (
     RECORDS,
@@ -21,23 +22,24 @@ from slimrl_tools.conversion import (
     refuse_existing,
     run_plan,
 )
-from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint
+from slimrl_tools.open_checkpoint import FoundCheckpoint, check_model, find_checkpoint
 from slimrl_tools.output_folder import output_folder, source_files
 from slimrl_tools.safetensors_share import convert_share
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models.checkpoint_reader import CheckpointReader
-from slimrl.models.family import family_of
+from slimrl.models.checkpoint import check_tensors
+from slimrl.models.family import Family, family_of
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.other_files import copy_other_files
 from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, SafetensorsFolder, plan_files, write_index
 from slimrl.models.torch_dist_reader import StoredWeights, read_metadata
-from slimrl.models.weight_map import WeightMap
+from slimrl.models.weight_map import Entry, WeightMap
 from slimrl.trainer.torch_dist import schema_of_stored
 
 COPIES_HELD = 3
-"""Largest Megatron tensors that a process holds: a stored block, the tensor, and the same in Hugging Face's layout."""
+"""Largest Megatron tensors that a process holds: the tensor, the same in Hugging Face's layout, and one of these cast;
+or the tensor, a stored block of it and the bytes that torch makes that of."""
 
 
 def megatron_to_hf(
@@ -64,16 +66,19 @@ def megatron_to_hf(
     found = find_checkpoint(src, hf_dir)
     if found.format != "torch_dist":
         raise ValueError(f"{src}: a Hugging Face checkpoint already")
+    check_model(found)
     config = found.hf_config()
-    weight_map = family_of(config).weight_map(config, mtp=True)
+    family = family_of(config)
+    weight_map = family.weight_map(config, mtp=True)
     metadata = read_metadata(found.path)
     stored = found.path, metadata, schema_of_stored(found.path, metadata, config)
     with StoredWeights(*stored) as reader:
-        specs, carried = _specs(weight_map, reader, found, options.dtype, say)
-        largest = max(
-            sum(spec_bytes(reader.specs[tensor.name]) for tensor in entry.hf if tensor.name in reader.specs)
-            for entry in weight_map.entries
-        )
+        missing = weight_map.hf_tensors.keys() - reader.specs.keys()
+        carried = _carried(found, family, config, missing, say) if missing else {}
+        sources = {**carried, **reader.specs}
+    specs = _specs(weight_map, sources, options.dtype)
+    written = {spec.name: spec for spec in specs}
+    largest = max(_bytes_held(entry, held) for entry in weight_map.entries for held in (sources, written))
     files = plan_files(specs, shard_bytes)
     plan = Plan(
         out=out,
@@ -85,16 +90,18 @@ def megatron_to_hf(
     if dry_run:
         say(plan.describe(options.processes))
         return
+    assert found.hf_dir is not None
     job = {
         "command": "convert megatron-to-hf",
         "source": source_files(found.path),
-        "hf_dir": str(found.hf_dir),
+        "hf_dir": [str(found.hf_dir), source_files(found.hf_dir)],
         "dtype": options.dtype,
         "shard_bytes": shard_bytes,
     }
     with output_folder(out, job, resume=options.resume) as partial:
-        assert found.hf_dir is not None
-        convert = bind(convert_share, stored, found.hf_dir, carried, _originals(weight_map), partial, options.check)
+        convert = bind(
+            convert_share, stored, found.hf_dir, frozenset(carried), _originals(weight_map), partial, options.check
+        )
         run_plan(convert, plan, files, partial, options)
         write_index(partial, files)
         copy_other_files(found.hf_dir, partial)
@@ -105,35 +112,42 @@ def megatron_to_hf(
         shutil.rmtree(partial / RECORDS)
 
 
-def _specs(
-    weight_map: WeightMap, reader: CheckpointReader, found: FoundCheckpoint, dtype: str | None, say: Say
-) -> tuple[list[TensorSpec], frozenset[str]]:
-    """What is written, in order, and which of it the Hugging Face folder gives.
+def _carried(
+    found: FoundCheckpoint, family: Family, hf_config: dict[str, Any], missing: Set[str], say: Say
+) -> dict[str, TensorSpec]:
+    """What the Hugging Face folder gives of the tensors that a torch_dist checkpoint lacks: all of them, or none.
 
-    Those are the layers for multi-token prediction of a model that was trained without them. They are left out where
-    that folder has no weights.
+    They are the layers for multi-token prediction, which training leaves out. A folder that has weights must have those
+    of this model.
     """
-    missing = frozenset(weight_map.hf_tensors) - reader.specs.keys()
-    available: Mapping[str, TensorSpec] = {}
-    if missing and found.hf_dir is not None and any(found.hf_dir.glob("*.safetensors")):
+    carried: dict[str, TensorSpec] = {}
+    assert found.hf_dir is not None
+    if any(found.hf_dir.glob("*.safetensors")):
         with open_hf_checkpoint(found.hf_dir) as other:
-            available = dict(other.specs)
-    carried = missing & available.keys()
-    if missing:
-        count = len(carried) or len(missing)
-        what = f"taken unchanged from {found.hf_dir}" if carried else "left out, give their checkpoint with --hf"
-        say(f"{found.path} has no layers for multi-token prediction; their {count} tensors are {what}")
-    held = {**{name: available[name] for name in carried}, **reader.specs}
-    with_mtp = not missing - carried
+            if check_tensors(other, family, hf_config):
+                carried = {name: other.specs[name] for name in missing}
+    what = f"taken unchanged from {found.hf_dir}" if carried else "left out, give their checkpoint with --hf"
+    say(f"{found.path} has no layers for multi-token prediction; their {len(missing)} tensors are {what}")
+    return carried
+
+
+def _specs(weight_map: WeightMap, sources: Mapping[str, TensorSpec], dtype: str | None) -> list[TensorSpec]:
+    """What is written, in order; copies only beside the layers for multi-token prediction, which hold them."""
+    with_mtp = weight_map.hf_tensors.keys() <= sources.keys()
     specs = []
-    for entry in weight_map.entries:
-        for tensor in entry.hf:
-            if tensor.name not in held:
-                continue
-            written = tensor.dtype or dtype if dtype is not None else held[tensor.name].dtype
-            for name in tensor.names if with_mtp else (tensor.name,):
-                specs.append(TensorSpec(name=name, shape=tensor.shape, dtype=written or held[tensor.name].dtype))
-    return specs, carried
+    for tensor in weight_map.hf_tensors.values():
+        if tensor.name not in sources:
+            continue
+        own = sources[tensor.name].dtype
+        written = own if dtype is None else tensor.dtype or dtype
+        for name in tensor.names if with_mtp else (tensor.name,):
+            specs.append(TensorSpec(name=name, shape=tensor.shape, dtype=written))
+    return specs
+
+
+def _bytes_held(entry: Entry, specs: Mapping[str, TensorSpec]) -> int:
+    """Of the Megatron tensor, as it is stored or as it is written."""
+    return sum(spec_bytes(specs[tensor.name]) for tensor in entry.hf if tensor.name in specs)
 
 
 def _originals(weight_map: WeightMap) -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slimrl.models.architecture import HF_SUBFOLDER
+from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, architecture_of, check_architecture
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.hf_config import read_hf_config
@@ -70,13 +70,30 @@ def open_checkpoint(path: Path, hf_dir: Path | None = None) -> CheckpointReader:
 
 
 def open_found(found: FoundCheckpoint) -> CheckpointReader:
-    """The same of a checkpoint that was found already."""
+    """The same of a checkpoint that was found already.
+
+    Raises:
+        ValueError: it is broken, or says itself that it is of another model than its config.json.
+    """
     if found.format == "huggingface":
         return open_hf_checkpoint(found.path)
     # Imports Megatron, which takes seconds.
     from slimrl.trainer.torch_dist import TorchDistCheckpoint
 
+    check_model(found)
     return TorchDistCheckpoint(found.path, found.hf_config())
+
+
+def check_model(found: FoundCheckpoint) -> None:
+    """Whether a torch_dist checkpoint is of the model of its config.json, where it says of which it is.
+
+    Tensors do not tell: 4 heads of 16 have the shapes of 8 heads of 8, and are laid out otherwise.
+
+    Raises:
+        ValueError: naming every fact that differs.
+    """
+    if (found.path / FACTS_FILE).is_file():
+        check_architecture(found.path, architecture_of(found.hf_config()))
 
 
 def _what_is_there(path: Path) -> str:

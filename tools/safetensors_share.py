@@ -74,8 +74,11 @@ def _tensors(
     for spec in group:
         tensor = read(spec)
         digests[spec.name] = tensor_digest(tensor)
+        nbytes = tensor.nbytes
         yield spec.name, tensor
-        advance(tensor.nbytes)
+        # Gone before the next is made.
+        del tensor
+        advance(nbytes)
 
 
 def write_digests(record: Path, digests: Mapping[str, str]) -> None:

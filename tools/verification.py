@@ -13,7 +13,6 @@ from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint, open_
 from slimrl_tools.progress import byte_progress
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models.architecture import FACTS_FILE, architecture_of, check_architecture
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.family import family_of
 from slimrl.models.hf_checkpoint import DequantizingReader
@@ -150,19 +149,7 @@ def _copies(found: FoundCheckpoint) -> dict[str, str]:
 
 def _config_differences(a: FoundCheckpoint, b: FoundCheckpoint) -> list[str]:
     """What the two configs say differently of the model."""
-    from_checkpoints = [line for found in (a, b) for line in _facts_differences(found)]
-    return [*from_checkpoints, *different_facts(a.hf_config(), b.hf_config())]
-
-
-def _facts_differences(found: FoundCheckpoint) -> list[str]:
-    """Where a torch_dist checkpoint says itself of which architecture it is, whether its config.json agrees."""
-    if found.format != "torch_dist" or not (found.path / FACTS_FILE).is_file():
-        return []
-    try:
-        check_architecture(found.path, architecture_of(found.hf_config()))
-    except ValueError as error:
-        return [str(error)]
-    return []
+    return different_facts(a.hf_config(), b.hf_config())
 
 
 def _precision(computed_in: str, specs: list[TensorSpec], quantized: bool) -> str:
