@@ -130,20 +130,27 @@ def test_a_converted_checkpoint_is_block_for_block_what_megatron_saves_of_the_lo
     assert not [key for key, block in blocks.items() if block.dtype != expected_blocks[key].dtype]
 
 
+def tensors_of(chunk) -> dict[str, torch.Tensor]:
+    """Copies of a model chunk's weights and buffers."""
+    state = unwrap(chunk).state_dict()
+    return {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
 def same_weights(rank, world_size, port, hf, converted, layouts):
     """Raises where a model loaded from the converted checkpoint differs from one loaded from Hugging Face's."""
     start(rank, world_size, port)
     for name, parallel in layouts.items():
         expected = chunks_of(hf, parallel)
         load_hf(expected, hf)
-        state = {key: tensor.clone() for chunk in expected for key, tensor in unwrap(chunk).state_dict().items()
-                 if isinstance(tensor, torch.Tensor)}  # fmt: skip
+        states = [tensors_of(chunk) for chunk in expected]
         chunks = chunks_of(hf, parallel)
         load_weights(converted, chunks)
-        for chunk in chunks:
-            for key, tensor in unwrap(chunk).state_dict().items():
-                if isinstance(tensor, torch.Tensor) and len(chunks) == 1:
-                    assert torch.equal(tensor, state[key]), (name, key)
+        assert len(chunks) == len(states) == (parallel.virtual_pipeline or 1)
+        for chunk, state in zip(chunks, states, strict=True):
+            found = tensors_of(chunk)
+            assert found.keys() == state.keys()
+            assert found
+            assert not [key for key, tensor in found.items() if not torch.equal(tensor, state[key])], name
     dist.destroy_process_group()
 
 
