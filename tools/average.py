@@ -5,15 +5,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from slimrl_tools.compare import read_whole
 from slimrl_tools.model_facts import different_facts
 from slimrl_tools.output_folder import source_files
 from slimrl_tools.rewrite import Rewrite
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models.checkpoint_reader import CheckpointReader
-from slimrl.models.hf_config import dtype_name, read_hf_config
+from slimrl.models.checkpoint_reader import CheckpointReader, read_whole
+from slimrl.models.hf_config import dtype_name, plain_config, read_hf_config
 from slimrl.models.safetensors_folder import MAX_SHARD_BYTES
 
 MAX_LISTED = 5
@@ -57,7 +56,7 @@ def averaging(
         src=first.path,
         specs=specs,
         produce=produce,
-        config=_plain_config(config, dtype or before),
+        config=plain_config(config, dtype or before),
         job={
             "command": "average",
             "sources": [[str(reader.path.resolve()), source_files(reader.path)] for reader in readers],
@@ -105,9 +104,3 @@ def _check_alike(first: CheckpointReader, config: dict[str, Any], other: Checkpo
         more = [f"and {len(differences) - MAX_LISTED} more"] if len(differences) > MAX_LISTED else []
         listed = "\n  ".join(differences[:MAX_LISTED] + more)
         raise ValueError(f"{first.path} and {other.path} are not of one model:\n  {listed}")
-
-
-def _plain_config(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Of weights that are not quantised."""
-    plain = {name: value for name, value in config.items() if name != "quantization_config"}
-    return {**plain, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}

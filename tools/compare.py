@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.models.safetensors_folder import spec_bytes
 
 BAND_ELEMENTS = 1 << 22
@@ -154,10 +154,6 @@ def compare_checkpoints(
         advance(spec_bytes(spec))
     result.differences.sort(key=lambda difference: (difference.within, -difference.max_abs))
     return result
-
-
-def read_whole(reader: CheckpointReader, name: str) -> Tensor:
-    return reader.read(name, tuple(slice(0, size) for size in reader.specs[name].shape))
 
 
 def compare_tensors(name: str, a: Tensor, b: Tensor, limit: Limit) -> TensorDifference | None:

@@ -66,14 +66,6 @@ def refuse_existing(out: Path) -> None:
         raise ValueError(f"{out} exists; it is not overwritten")
 
 
-def config_for(hf_config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
-    """config.json of plain weights in `dtype`, None for that which it names."""
-    config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
-    if dtype is not None:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    return config
-
-
 def record_file(partial: Path, name: str) -> Path:
     """Of the output file `name`."""
     return partial / RECORDS / f"{name}.json"

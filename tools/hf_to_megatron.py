@@ -21,7 +21,6 @@ from slimrl_tools.conversion import (
     Options,
     Plan,
     Say,
-    config_for,
     record_file,
     refuse_existing,
     run_plan,
@@ -37,7 +36,7 @@ from slimrl.models.checkpoint import check_tensors
 from slimrl.models.checkpoint_reader import CheckpointReader
 from slimrl.models.family import family_of
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
-from slimrl.models.hf_config import read_hf_config
+from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.models.other_files import copy_other_files
 from slimrl.models.safetensors_file import element_bytes
 from slimrl.models.shard_pieces import ShardSchema
@@ -179,4 +178,4 @@ def _write_facts(src: Path, partial: Path, config: dict[str, Any], parallel: Par
     hf = partial / HF_SUBFOLDER
     hf.mkdir(exist_ok=True)
     copy_other_files(src, hf)
-    (hf / "config.json").write_text(json.dumps(config_for(config, dtype), indent=2) + "\n")
+    (hf / "config.json").write_text(json.dumps(plain_config(config, dtype), indent=2) + "\n")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from slimrl_tools.open_checkpoint import FoundCheckpoint, open_found
 from torch import Tensor
 
-from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.models.family import family_of
 
 MAX_FLOAT32 = 1e-4
@@ -93,7 +93,7 @@ class _LazyTensor:
         self._reader, self._name = reader, name
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self._reader.read(self._name, tuple(slice(0, size) for size in self._reader.specs[self._name].shape))
+        return read_whole(self._reader, self._name)
 
 
 def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,6 @@ from slimrl_tools.conversion import (
     Options,
     Plan,
     Say,
-    config_for,
     refuse_existing,
     run_plan,
 )
@@ -30,6 +29,7 @@ from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint import check_tensors
 from slimrl.models.family import Family, family_of
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
+from slimrl.models.hf_config import plain_config
 from slimrl.models.other_files import copy_other_files
 from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, SafetensorsFolder, plan_files, write_index
@@ -105,7 +105,7 @@ def megatron_to_hf(
         run_plan(convert, plan, files, partial, options)
         write_index(partial, files)
         copy_other_files(found.hf_dir, partial)
-        (partial / "config.json").write_text(json.dumps(config_for(config, specs[0].dtype), indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(plain_config(config, specs[0].dtype), indent=2) + "\n")
         with SafetensorsFolder(partial) as folder:
             if folder.specs != {spec.name: spec for spec in specs}:
                 raise OSError(f"{partial}: the files do not hold what was written")

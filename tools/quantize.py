@@ -13,12 +13,12 @@ from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint import check_tensors
-from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.models.family import family_of
 from slimrl.models.fp8 import FP8_DTYPE, FP8_MAX, MIN_ABSMAX, SCALE_SUFFIX, Block, BlockFp8, dequantize, quantize
 from slimrl.models.fp8_tensors import kept_modules, quantized_names, quantized_specs
 from slimrl.models.hf_checkpoint import DequantizingReader
-from slimrl.models.hf_config import dtype_name, read_hf_config
+from slimrl.models.hf_config import dtype_name, plain_config, read_hf_config
 from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, SafetensorsFolder
 
@@ -89,15 +89,13 @@ def dequantization(src: SafetensorsFolder, dtype: str, shard_bytes: int = MAX_SH
         TensorSpec(name=spec.name, shape=spec.shape, dtype=dtype if spec.dtype == before else spec.dtype)
         for spec in reader.specs.values()
     ]
-    plain: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}
-    plain["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
 
     return Rewrite(
         title="dequantize",
         src=src.path,
         specs=specs,
-        produce=lambda group: ((spec.name, _whole(reader, spec.name)) for spec in group),
-        config=plain,
+        produce=lambda group: ((spec.name, read_whole(reader, spec.name)) for spec in group),
+        config=plain_config(config, dtype),
         job=_job("dequantize", src.path, dtype=dtype, shard=shard_bytes),
         max_shard_bytes=shard_bytes,
     )
@@ -121,7 +119,7 @@ def check_quantized(src: CheckpointReader, result: SafetensorsFolder, block: Blo
         if spec.shape != src.specs[name].shape:
             raise CheckFailed(f"{result.path}: {name}: shape {spec.shape}, the source's is {src.specs[name].shape}")
         if spec.dtype != FP8_DTYPE:
-            _check_same(result.path, name, _whole(src, name), _whole(result, name))
+            _check_same(result.path, name, read_whole(src, name), read_whole(result, name))
         else:
             _check_rounding(src, result, name, block)
         advance(spec_bytes(spec))
@@ -131,21 +129,17 @@ def _job(command: str, src: Path, **options: Any) -> dict[str, Any]:
     return {"command": command, "source": str(src.resolve()), "files": source_files(src), **options}
 
 
-def _whole(reader: CheckpointReader, name: str) -> Tensor:
-    return reader.read(name, tuple(slice(0, size) for size in reader.specs[name].shape))
-
-
 def _quantized(src: SafetensorsFolder, group: Sequence[TensorSpec], block: Block) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one file; a matrix whose scales begin the file, the last one of the file before, is done again."""
     scales: dict[str, Tensor] = {}
     for spec in group:
         if spec.name in src.specs and spec.dtype != FP8_DTYPE:
-            yield spec.name, _whole(src, spec.name)
+            yield spec.name, read_whole(src, spec.name)
             continue
         name = spec.name.removesuffix(SCALE_SUFFIX)
         if name not in scales:
             try:
-                weight_MN, scales[name] = quantize(_whole(src, name), block)
+                weight_MN, scales[name] = quantize(read_whole(src, name), block)
             except ValueError as error:
                 raise ValueError(f"{src.path}: {name}: {error}") from error
         yield spec.name, scales.pop(name) if spec.name != name else weight_MN

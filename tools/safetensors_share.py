@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.safetensors_file import read_header, write_safetensors_file
 from slimrl.models.shard_pieces import ShardSchema
@@ -64,7 +64,7 @@ def _read(
 ) -> Tensor:
     original = originals.get(spec.name, spec.name)
     source = other if other is not None and original in carried else reader
-    return source.read(original, _whole(spec)).to(getattr(torch, spec.dtype)).contiguous()
+    return read_whole(source, original).to(getattr(torch, spec.dtype)).contiguous()
 
 
 def _tensors(
@@ -100,7 +100,3 @@ def check_file(file: Path, digests: Mapping[str, str], advance: Advance) -> None
             if stored_digest(stream, places[name].start, places[name].nbytes) != digest:
                 raise OSError(f"{file}: {name} reads back differently than it was written")
             advance(places[name].nbytes)
-
-
-def _whole(spec: TensorSpec) -> tuple[slice, ...]:
-    return tuple(slice(0, size) for size in spec.shape)

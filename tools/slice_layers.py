@@ -7,13 +7,13 @@ they continue the last layer, which is not there any more.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slimrl_tools.compare import read_whole
 from slimrl_tools.output_folder import source_files
 from slimrl_tools.rewrite import Rewrite
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint import check_tensors
+from slimrl.models.checkpoint_reader import read_whole
 from slimrl.models.family import family_of
 from slimrl.models.fp8 import SCALE_SUFFIX
 from slimrl.models.hf_checkpoint import open_hf_checkpoint

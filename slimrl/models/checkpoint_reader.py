@@ -41,3 +41,8 @@ class CheckpointReader(Protocol):
     def __enter__(self) -> "CheckpointReader": ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+def read_whole(reader: CheckpointReader, name: str) -> Tensor:
+    """A tensor, all of it, on the CPU and in the dtype of its spec."""
+    return reader.read(name, tuple(slice(0, size) for size in reader.specs[name].shape))

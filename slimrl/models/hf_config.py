@@ -1,6 +1,7 @@
 """What a Hugging Face config.json says, whichever release of transformers wrote it, and the published ones we ship."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -31,6 +32,14 @@ def head_dim(hf_config: dict[str, Any]) -> int:
 def dtype_name(hf_config: dict[str, Any]) -> str:
     """Element type of the checkpoint, as torch prints it without the prefix."""
     return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or DEFAULT_DTYPE).removeprefix("torch.")
+
+
+def plain_config(hf_config: Mapping[str, Any], dtype: str | None = None) -> dict[str, Any]:
+    """config.json of weights that are not quantised, in `dtype` as torch prints it; None for that which it names."""
+    config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    return config
 
 
 def rope_theta(hf_config: dict[str, Any]) -> float:

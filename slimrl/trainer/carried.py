@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.models.family import family_of
 
 
@@ -56,4 +56,4 @@ class CarriedTensors:
             yield name, tensor
             yield from ((copy, tensor) for copy in self._copies.get(name, ()))
         for spec in self._carried:
-            yield spec.name, self._reader.read(spec.name, tuple(slice(0, size) for size in spec.shape))
+            yield spec.name, read_whole(self._reader, spec.name)

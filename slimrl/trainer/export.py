@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from slimrl.data.protocols import WeightSource
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
-from slimrl.models.hf_config import read_hf_config
+from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.models.other_files import copy_other_files
 from slimrl.models.safetensors_folder import write_safetensors
 from slimrl.trainer.carried import CarriedTensors
@@ -51,21 +50,13 @@ def _write(source: WeightSource, src_model_dir: Path, out_dir: Path) -> None:
     partial = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.partial")
     partial.mkdir()
     try:
-        specs = source.specs()
+        specs, config = source.specs(), read_hf_config(src_model_dir)
         with open_hf_checkpoint(src_model_dir) as reader:
-            carried = CarriedTensors(reader, read_hf_config(src_model_dir), specs, specs[0].dtype)
+            carried = CarriedTensors(reader, config, specs, specs[0].dtype)
             write_safetensors(partial, carried.specs(), carried.tensors(source.tensors()))
-        (partial / "config.json").write_text(json.dumps(_config(src_model_dir, specs[0].dtype), indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(plain_config(config, specs[0].dtype), indent=2) + "\n")
         copy_other_files(src_model_dir, partial)
         partial.rename(out_dir)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _config(src_model_dir: Path, dtype: str) -> dict[str, Any]:
-    """The trained weights are plain, so what the config says of a quantised checkpoint is left out."""
-    config = read_hf_config(src_model_dir)
-    config.pop("quantization_config", None)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return {**config, key: dtype}
