@@ -42,7 +42,8 @@ def hf_to_megatron(
     stored one by one.
 
     A process holds at most 3 times the largest part of a tensor at a time, however large the model is (gate and up of
-    an MLP count as one tensor, so do query, key and value). An interrupted run leaves .OUT.partial alone, and continues
+    an MLP count as one tensor, so do query, key and value), in the source's dtype or the stored one, whichever is
+    larger. An interrupted run leaves .OUT.partial alone, and continues
     with --resume. At the end everything is read back and compared with checksums of what was written.
 
     \b
@@ -89,7 +90,8 @@ def megatron_to_hf(
 ) -> None:
     """Write safetensors with an index, config and tokenizer. Optimizer state in the checkpoint is left alone.
 
-    A process holds at most 3 times the largest tensor of Megatron's at a time, however large the model is. Layers for
+    A process holds at most 3 times the largest tensor of Megatron's at a time, however large the model is, in the
+    stored dtype or the written one, whichever is larger. Layers for
     multi-token prediction, which training leaves out, are taken from the folder of --hf if their weights are there.
 
     \b

@@ -29,7 +29,7 @@ class Options:
     processes: int = 1
     resume: bool = False
     check: bool = True
-    """Read the output back at the end and compare it with the checksums of what was written."""
+    """Read every file back when it is written and compare it with the checksums of what was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def run_plan(
 
 
 def on_disk(file: Path) -> None:
-    """Wait until a written file has left the memory of the system."""
+    """Wait until a written file is on the disk. Read back afterwards, it may come from the memory of the system."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)
