@@ -32,7 +32,7 @@ def diff_config(
 
     \b
     Examples:
-      slimrl-tools diff-config Qwen3-30B-A3B recipes/qwen3_moe/30b_a3b_gspo.yaml
+      slimrl-tools diff-config Qwen3-30B-A3B recipes/tiny_moe/gspo_calculator.yaml
       slimrl-tools diff-config model recipes/tiny_moe/sft.yaml trainer.megatron.moe_router_topk=4
     """
     with exit_codes():

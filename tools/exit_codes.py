@@ -16,8 +16,15 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        typer.echo(str(error), err=True)
+        _say(str(error), error)
         raise typer.Exit(2) from None
     except (OSError, CheckFailed) as error:
-        typer.echo(f"failed: {error}", err=True)
+        _say(f"failed: {error}", error)
         raise typer.Exit(1) from None
+    except KeyboardInterrupt as error:
+        _say("interrupted", error)
+        raise typer.Exit(1) from None
+
+
+def _say(message: str, error: BaseException) -> None:
+    typer.echo("\n".join([message, *getattr(error, "__notes__", ())]), err=True)

@@ -45,8 +45,10 @@ def output_folder(out: Path, job: dict[str, Any], *, resume: bool) -> Iterator[P
         _check_job(partial, job)
         try:
             yield partial
-        except BaseException:
-            if not finished(partial):
+        except BaseException as error:
+            if finished(partial):
+                error.add_note(f"What is finished lies in {partial}; --resume continues from there.")
+            else:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         if out.exists():

@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -53,17 +54,28 @@ def run_workers(work: Callable[[Part, Advance], None], parts: Sequence[Part], ad
     context = multiprocessing.get_context("spawn")
     workers: dict[Connection, Any] = {}
     try:
-        for part in parts:
-            receiver, sender = context.Pipe(duplex=False)
-            workers[receiver] = context.Process(target=_work, args=(work, part, sender))
-            workers[receiver].start()
-            # The worker alone holds this end now, so that it closes when the worker ends, in whatever way.
-            sender.close()
+        with _interrupts_held():
+            for part in parts:
+                receiver, sender = context.Pipe(duplex=False)
+                workers[receiver] = context.Process(target=_work, args=(work, part, sender))
+                workers[receiver].start()
+                # The worker alone holds this end now, so that it closes when the worker ends, in whatever way.
+                sender.close()
         _listen(workers, advance)
     finally:
         _end([worker for worker in workers.values() if worker.pid is not None])
         for receiver in workers:
             receiver.close()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the block ends, and never comes to processes started in it, not even while Python starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _listen(workers: Mapping[Connection, Any], advance: Advance) -> None:
@@ -104,8 +116,6 @@ def _end(workers: Sequence[Any]) -> None:
 
 
 def _work(work: Callable[[Any, Advance], None], part: Any, sender: Connection) -> None:
-    # Ctrl-C reaches every process of the terminal; the parent ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     unreported, lock = 0, threading.Lock()

@@ -41,19 +41,22 @@ def check_tensors(folder: CheckpointReader, family: Family, hf_config: dict[str,
     has_mtp = any(tensor.name in found for entry in weight_map.entries if entry.rule.mtp for tensor in entry.hf)
     required = [tensor for entry in weight_map.entries if has_mtp or not entry.rule.mtp for tensor in entry.hf]
     expected = {name: tensor for tensor in required for name in tensor.names}
-    problems = [f"{tensor.name}: missing" for tensor in required if tensor.name not in found]
-    problems += [f"{name}: not part of this model" for name in found if name not in expected]
+    missing = [f"{tensor.name}: missing" for tensor in required if tensor.name not in found]
+    unknown = [f"{name}: not part of this model" for name in found if name not in expected]
+    other: list[str] = []
     for name, tensor in expected.items():
         if name not in found:
             continue
         if found[name].shape != tensor.shape:
-            problems.append(f"{name}: shape {list(found[name].shape)}, config.json implies {list(tensor.shape)}")
+            other.append(f"{name}: shape {list(found[name].shape)}, config.json implies {list(tensor.shape)}")
         if found[name].dtype not in ("float32", "bfloat16", "float16"):
-            problems.append(f"{name}: {found[name].dtype} is not supported, convert it to bfloat16 or float32 first")
+            other.append(f"{name}: {found[name].dtype} is not supported, convert it to bfloat16 or float32 first")
+    problems = [*missing, *unknown, *other]
     if problems:
         more = [f"and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
         raise ValueError(
-            f"{folder.path}: the checkpoint does not match its config.json:\n  "
+            f"{folder.path}: the checkpoint does not match its config.json, which is of a {family.name}: "
+            f"{len(missing)} tensors missing, {len(unknown)} unknown, {len(other)} of another shape or type\n  "
             + "\n  ".join(problems[:MAX_LISTED] + more)
         )
     return has_mtp

@@ -120,6 +120,8 @@ def _files(path: Path) -> list[Path]:
         missing = [file.name for file in files if not file.exists()]
         if missing:
             raise ValueError(f"{index}: names files that are not there: {', '.join(missing)}; fetch them")
+        if (path / SINGLE_NAME).exists() and path / SINGLE_NAME not in files:
+            raise ValueError(f"{path}: {SINGLE_NAME} lies beside an index that does not name it; remove one of the two")
         return files
     single = path / SINGLE_NAME
     if single.exists():

@@ -30,8 +30,9 @@ def interrupted():
 
 def test_an_interrupted_job_keeps_what_it_finished_and_is_continued(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         write(out, then=interrupted)
+    assert caught.value.__notes__ == [f"What is finished lies in {partial_path(out)}; --resume continues from there."]
     with pytest.raises(ValueError, match="continue it with --resume"):
         write(out)
     with pytest.raises(ValueError, match=r"another job \(block differ\)"):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models.safetensors_folder import INDEX_NAME, SafetensorsFolder, write_safetensors
+from slimrl.models.safetensors_folder import INDEX_NAME, SINGLE_NAME, SafetensorsFolder, write_safetensors
 
 TENSORS = {
     "a": torch.arange(12.0).reshape(3, 4),
@@ -71,6 +71,11 @@ def test_shards_without_an_index_and_indices_of_another_kind_are_refused(tmp_pat
     write_safetensors(tmp_path, SPECS, TENSORS.items(), max_bytes=100)
     index = tmp_path / INDEX_NAME
     good = json.loads(index.read_text())
+    single = tmp_path / SINGLE_NAME
+    single.write_bytes(b"left behind")
+    with pytest.raises(ValueError, match="lies beside an index that does not name it"):
+        SafetensorsFolder(tmp_path)
+    single.unlink()
     index.unlink()
     with pytest.raises(ValueError, match=r"index\.json is missing, which tells the tensors of model-00001"):
         SafetensorsFolder(tmp_path)
