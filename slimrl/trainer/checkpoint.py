@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch import nn
 
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
+from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.models.other_files import copy_other_files
 from slimrl.models.shard_pieces import SHARDING
 from slimrl.trainer.build import unwrap
@@ -138,7 +139,9 @@ def _model_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[
 
 def _copy_hf_files(model_path: Path, folder: Path) -> None:
     folder.mkdir()
-    shutil.copyfile(model_path / "config.json", folder / "config.json")
+    # The weights are plain, whatever those of the model were.
+    config = plain_config(read_hf_config(model_path))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     copy_other_files(model_path, folder)
 
 

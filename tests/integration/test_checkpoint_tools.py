@@ -72,6 +72,15 @@ def test_every_format_keeps_a_tokenizer_that_is_in_a_file_of_its_own_kind(checkp
     assert (checkpoints / place / "tiktoken.model").read_text() == "ranks"
 
 
+@pytest.mark.full
+def test_a_run_of_a_model_in_block_fp8_has_plain_weights_and_says_so(checkpoints, tmp_path):
+    run_ranks(save_run, 1, checkpoints / "fp8", tmp_path / "step_000003", timeout_s=120)
+    facts = inspect_checkpoint(tmp_path / "step_000003")
+    assert facts["quantisation"] is None
+    assert facts["architecture"] == inspect_checkpoint(checkpoints / "fp8")["architecture"]
+    assert compared(tmp_path / "step_000003", checkpoints / "fp8").tensors.num_exceeding == 0
+
+
 def test_megatron_and_transformers_compute_the_same_of_a_converted_checkpoint(checkpoints):
     result = compared(checkpoints / "hf", checkpoints / "converted", LOGITS)
     assert result.same
