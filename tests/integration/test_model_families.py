@@ -31,6 +31,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 BOUNDS = [0, 17, 40, 41, 161]
 """Of four sequences packed one after the other."""
 
+GPU_RELATIVE_RMS = 0.01
+"""Root mean square of the differences of logits over that of the logits. Transformer Engine multiplies float32 with 10
+bits behind the leading one; unrelated models give about 1.4."""
+
 
 def test_every_family_gives_the_logits_of_transformers(tmp_path):
     paths = [small_model(name, tmp_path / name) for name in CONFIGS]
@@ -42,6 +46,27 @@ def test_every_family_gives_the_logits_of_transformers(tmp_path):
             expected = [model(tokens_T[None, a:b]).logits[0] for a, b in pairwise(BOUNDS)]
         difference = (torch.from_numpy(logits_TV) - torch.cat(expected)).abs().max()
         assert difference < 1e-4, (path.name, difference)
+
+
+@pytest.mark.gpu
+def test_every_family_on_a_gpu_gives_the_logits_that_transformers_computes_without(tmp_path):
+    assert torch.cuda.is_available(), "run these tests where there is a GPU"
+    paths = [small_model(name, tmp_path / name) for name in CONFIGS]
+    tokens_T = torch.randint(0, VOCAB, (BOUNDS[-1],), generator=torch.Generator().manual_seed(5))
+    (results,) = run_ranks(packed_logits, 1, paths, tokens_T, BOUNDS, timeout_s=150)
+    for path, logits_TV in zip(paths, results, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            expected_TV = torch.cat([model(tokens_T[None, a:b]).logits[0] for a, b in pairwise(BOUNDS)])
+        gap_TV = torch.from_numpy(logits_TV) - expected_TV
+        assert gap_TV.square().mean() < GPU_RELATIVE_RMS**2 * expected_TV.square().mean(), path.name
+
+
+@pytest.mark.gpu
+def test_weights_that_lie_on_a_gpu_return_bit_for_bit(tmp_path):
+    assert torch.cuda.is_available(), "run these tests where there is a GPU"
+    one = {"one": ParallelConfig()}
+    run_ranks(round_trip, 1, [(small_model(name, tmp_path / name), one) for name in CONFIGS], timeout_s=200)
 
 
 def cases(folder: Path, names: list[str], num_ranks: int) -> list[tuple[Path, dict[str, ParallelConfig]]]:

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 
 from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.device import compute_device
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer.build import build_model
@@ -94,7 +95,7 @@ def round_trip(
             seen = {}
             for tensor_name, tensor in source.tensors():
                 assert (tensor is None) == (rank != 0)
-                seen[tensor_name] = tensor if tensor is None else tensor.clone()
+                seen[tensor_name] = tensor if tensor is None else tensor.to("cpu", copy=True)
             seconds[path.name, name] = time.perf_counter() - start
             assert list(seen) == [spec.name for spec in source.specs()]
             if rank == 0:
@@ -110,19 +111,21 @@ def packed_logits(
 ) -> list[np.ndarray]:
     """float32 [T, V] of each checkpoint on one rank, sequences packed one after the other."""
     join(rank, world_size, port)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    device = compute_device()
+    tokens_T = tokens_T.to(device)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
     longest = int(cu_seqlens.diff().max())
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )  # fmt: skip
-    position_ids_T = torch.cat([torch.arange(int(length)) for length in cu_seqlens.diff()])
+    position_ids_T = torch.cat([torch.arange(int(length), device=device) for length in cu_seqlens.diff()])
     results = []
     for path in paths:
         chunks, _, _ = loaded_chunks(path, ParallelConfig())
         chunks[0].eval()
         with torch.no_grad():
             logits_1TV = chunks[0](tokens_T[None], position_ids_T[None], None, packed_seq_params=packed)
-        results.append(logits_1TV[0].numpy())
+        results.append(logits_1TV[0].cpu().numpy())
     dist.destroy_process_group()
     return results
