@@ -16,6 +16,9 @@ from slimrl_tools.progress import Advance, byte_progress
 from slimrl_tools.terminal import show_bytes
 from slimrl_tools.workers import divide, run_workers
 
+Say = Callable[[str], None]
+"""Tells the user a line."""
+
 RECORDS = ".records"
 """Folder within an unfinished output."""
 
@@ -145,7 +148,3 @@ class Finisher:
 def _finish(file: Path, finish: Callable[[], None]) -> None:
     on_disk(file)
     finish()
-
-
-Say = Callable[[str], None]
-"""Tells the user a line."""
