@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -54,6 +55,8 @@ def run_workers(work: Callable[[Part, Advance], None], parts: Sequence[Part], ad
     context = multiprocessing.get_context("spawn")
     workers: dict[Connection, Any] = {}
     try:
+        # Started with the first worker it would let interrupts through again.
+        resource_tracker.ensure_running()
         with _interrupts_held():
             for part in parts:
                 receiver, sender = context.Pipe(duplex=False)
