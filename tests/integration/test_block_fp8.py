@@ -13,11 +13,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from slimrl_tools.conversion import RECORDS
 from slimrl_tools.quantize import dequantization, quantization
 from slimrl_tools.rewrite import write_checkpoint
 from slimrl_tools.toy import write_toy
 from slimrl_tools.toy_configs import ToySize
-from weight_cases import MOE_LAYOUTS_OF_2, round_trip
+from weight_cases import EXPECTED_NAME, MOE_LAYOUTS_OF_2, round_trip
 
 from slimrl.models.fp8 import BlockFp8, dequantize, quantize
 from slimrl.models.safetensors_folder import SafetensorsFolder
@@ -92,8 +93,7 @@ def test_a_trainer_loads_it_under_any_layout_as_if_it_were_plain(tmp_path):
     with SafetensorsFolder(tmp_path / "fp8") as folder:
         write_checkpoint(dequantization(folder, "float32"), tmp_path / "plain", resume=False)
     plain = {name: tensor for file in (tmp_path / "plain").glob("model-*") for name, tensor in load_file(file).items()}
-    # What the ranks compare with; the index beside it says that the checkpoint is in the other files.
-    save_file(plain, tmp_path / "fp8" / "model.safetensors")
+    save_file(plain, tmp_path / "fp8" / EXPECTED_NAME)
     layouts = {name: MOE_LAYOUTS_OF_2[name] for name in ("tp2_sp_etp2", "ep2")}
     run_ranks(round_trip, 2, [(tmp_path / "fp8", layouts)], timeout_s=DEADLINE_S)
 
@@ -121,11 +121,12 @@ def test_a_killed_run_is_continued_and_gives_the_same_files(tmp_path):
     options = ["--block", "16", "--shard-gb", "0.00002"]
     run = subprocess.Popen([*command, str(tmp_path / "out"), *options], stdout=subprocess.DEVNULL)
     partial = tmp_path / ".out.partial"
-    wait_for_files(partial, 5, run)
+    wait_for_records(partial / RECORDS, 5, run)
     run.send_signal(signal.SIGKILL)
     run.wait(DEADLINE_S)
     assert not (tmp_path / "out").exists()
-    kept = {file.name: os.stat(file).st_mtime_ns for file in partial.glob("model-*")}
+    recorded = [file.name.removesuffix(".json") for file in (partial / RECORDS).glob("*.json")]
+    kept = {name: os.stat(partial / name).st_mtime_ns for name in recorded}
     assert len(kept) >= 5
     for out in ("out", "whole"):
         subprocess.run([*command, str(tmp_path / out), *options, "--resume"], timeout=DEADLINE_S, check=True)
@@ -134,10 +135,10 @@ def test_a_killed_run_is_continued_and_gives_the_same_files(tmp_path):
     assert files[0] == files[1]
 
 
-def wait_for_files(folder: Path, count: int, run: subprocess.Popen) -> None:
-    """Until so many files are finished; stops waiting when the process ends."""
+def wait_for_records(folder: Path, count: int, run: subprocess.Popen) -> None:
+    """Until so many files are on the disk, checked and recorded; stops waiting when the process ends."""
     deadline = time.monotonic() + DEADLINE_S
-    while len(list(folder.glob("model-*"))) < count:
+    while len(list(folder.glob("*.json"))) < count:
         assert run.poll() is None, "ended before it could be killed"
         assert time.monotonic() < deadline, "no files"
         time.sleep(0.002)
