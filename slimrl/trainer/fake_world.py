@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slimrl.config.schema import ParallelConfig
-from slimrl.trainer.parallel import seed_ranks
+from slimrl.trainer.parallel import make_groups, seed_ranks
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
@@ -45,15 +45,7 @@ def fake_world(parallel: ParallelConfig, *, rank: int, world_size: int) -> Itera
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         try:
-            mpu.initialize_model_parallel(
-                parallel.tensor,
-                parallel.pipeline,
-                parallel.virtual_pipeline,
-                context_parallel_size=parallel.context,
-                expert_model_parallel_size=parallel.expert,
-                expert_tensor_parallel_size=parallel.expert_tensor,
-                create_gloo_process_groups=False,
-            )
+            make_groups(parallel, create_gloo_process_groups=False)
         except RuntimeError as error:
             raise ValueError(f"{world_size} ranks do not divide into the layout: {error}") from error
         seed_ranks(0)

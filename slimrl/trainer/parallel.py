@@ -2,6 +2,7 @@
 
 import math
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -44,15 +45,7 @@ def init_parallel(
 
 def init_model_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int) -> Layout:
     """Build Megatron's groups on a process group that exists, and seed the random-number states."""
-    mpu.initialize_model_parallel(
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.virtual_pipeline,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-        distributed_timeout_minutes=math.ceil(timeout_s / 60),
-    )
+    make_groups(parallel, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     seed_ranks(seed)
     return Layout(
         rank=dist.get_rank(),
@@ -69,6 +62,19 @@ def init_model_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int
         pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
         context_rank=mpu.get_context_parallel_rank(),
         data_rank=mpu.get_data_parallel_rank(),
+    )
+
+
+def make_groups(parallel: ParallelConfig, **options: Any) -> None:
+    """Megatron's groups of this layout; `options` of initialize_model_parallel besides the sizes."""
+    mpu.initialize_model_parallel(
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        **options,
     )
 
 
