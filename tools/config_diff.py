@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from slimrl_tools.config_fields import kind_of_field, matters, variants
 
 from slimrl.config.schema import TrainerConfig
@@ -146,9 +146,7 @@ def _fact_row(name: str, value: Any, keys: dict[str, Any], trainer: TrainerConfi
     """A fact of the family; the trainer hands those without a field in `built` to the model as they are."""
     family, result = _plain(value), built.get(name, _plain(value))
     note, agrees = "", True
-    if name in trainer.megatron and name not in built:
-        note, agrees = f"trainer.megatron.{name} has no effect on this model", False
-    elif result != family:
+    if result != family:
         origin = f"trainer.megatron.{name}" if name in trainer.megatron else "the trainer"
         note, agrees = f"{origin} changes {_WHAT[kind_of_field(name)]}", kind_of_field(name) != "model"
     return Row(field=name, keys=keys, family=family, built=result, note=note, agrees=agrees)
@@ -158,9 +156,7 @@ def _setting_row(name: str, built: dict[str, Any], without: dict[str, Any]) -> R
     """A setting of the recipe on which config.json has no say."""
     kind = kind_of_field(name)
     if name not in built:
-        note, agrees = "has no effect on this model", kind != "model"
-        if not any(name == known.name for known in dataclasses.fields(MLATransformerConfig)):
-            note, agrees = "not of the model: optimizer or gradients", True
+        note, agrees = "not of the model: optimizer or gradients", True
     elif built[name] == without[name]:
         note, agrees = "what it would be without the recipe", True
     else:

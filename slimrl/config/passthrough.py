@@ -41,6 +41,7 @@ OWNED = {
         "bf16": "trainer.precision",
         "fp16": "trainer.precision",
         "params_dtype": "trainer.precision",
+        "pipeline_dtype": "trainer.precision",
     },
     "rollout.sglang": {
         "model_path": "model.path",
@@ -49,6 +50,30 @@ OWNED = {
     },
 }
 """Fields with a key of their own in the recipe."""
+
+LATENT_ATTENTION = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "cache_mla_latents",
+)
+"""Fields of megatron-core's configuration of multi-latent attention, which no recipe sets: whether a model has it, and
+how it turns positions, trainer and engines both take from the model's config.json."""
+
+OF_THE_MODEL = "is the model's: trainer and engines take attention and positions from the config.json of model.path"
+"""Why a field of LATENT_ATTENTION is refused."""
 
 _SCALARS = {"bool": bool, "int": int, "float": float, "str": str}
 _CONTAINERS = {"list": list, "List": list, "tuple": list, "Tuple": list, "dict": dict, "Dict": dict}
@@ -188,6 +213,8 @@ def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldTy
     owned = OWNED[section]
     if name in owned:
         return f"is set by {owned[name]}."
+    if section == "trainer.megatron" and name in LATENT_ATTENTION:
+        return f"{OF_THE_MODEL}."
     if name not in fields:
         return "no such field in the installed version." + suggestion(name, fields)
     field = fields[name]

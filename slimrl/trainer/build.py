@@ -15,7 +15,7 @@ from torch import nn
 from slimrl import device
 from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
-from slimrl.trainer.passthrough import fields_for
+from slimrl.trainer.passthrough import converted, fields_for
 
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:
@@ -85,16 +85,16 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
         mtp: with the model's layers for multi-token prediction.
 
     Raises:
-        ValueError: `trainer.megatron` names an unknown field or one with a setting of its own, or asks for something
-            that cannot be, as FP8 without Transformer Engine.
+        ValueError: `trainer.megatron` names a field that is unknown, has a setting of its own or is the model's, or
+            asks for something that cannot be, as FP8 without Transformer Engine.
     """
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
-    user = fields_for(kind, trainer.megatron)
+    user = fields_for(TransformerConfig, trainer.megatron)
     if user.get("fp8") and not device.has_transformer_engine():
         raise ValueError("trainer.megatron.fp8: FP8 training needs a GPU and Transformer Engine")
     if user.get("mtp_num_layers"):
         raise ValueError("trainer.megatron.mtp_num_layers: layers for multi-token prediction are not trained")
-    family = fields_for(kind, model.transformer)
+    family = converted(kind, model.transformer)
     if mtp and model.mtp_layers:
         family["mtp_num_layers"] = model.mtp_layers
     family.setdefault("activation_func", torch.nn.functional.silu)

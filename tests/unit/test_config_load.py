@@ -136,6 +136,9 @@ def test_an_interpolation_that_leads_nowhere_or_to_a_wrong_type_is_named(folder)
          "trainer.megatron.activation_func: is a Callable, which a recipe cannot hold."),
         ("trainer.megatron.recompute_granularity=ful",
          "trainer.megatron.recompute_granularity: 'ful' is not one of full, selective. Did you mean full?"),
+        ("trainer.megatron.rotary_base=5.0",
+         "trainer.megatron.rotary_base: is the model's: trainer and engines take attention and positions "
+         "from the config.json of model.path."),
         ("trainer.megatron.lr=1", "trainer.megatron.lr: is set by trainer.optimizer.lr."),
         ("steps", "steps: an override is written key=value."),
         ("agent.tools=[a", "agent.tools: '[a' is not YAML: expected ',' or ']', but got '<stream end>'."),

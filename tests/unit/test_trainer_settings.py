@@ -1,19 +1,23 @@
 """What a recipe becomes in Megatron's terms."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from slimrl_tools.toy_configs import ToySize, toy_config
 
+from slimrl.config.passthrough import LATENT_ATTENTION, OWNED
 from slimrl.config.schema import LrSchedule, OptimizerConfig, TrainerConfig
 from slimrl.models.architecture import FACTS_FILE, architecture_of, check_architecture
+from slimrl.models.family import family_of
 from slimrl.models.megatron_config import LLAMA3_ROPE
 from slimrl.trainer.build import ddp_config, padded_vocab, transformer_config
 from slimrl.trainer.optimizer import build_scheduler
-from slimrl.trainer.passthrough import OWNED, SECTIONS, fields_for
+from slimrl.trainer.passthrough import SECTIONS, fields_for
 
 
 def rates(updates, **settings):
@@ -72,10 +76,25 @@ def test_passed_through_fields_reach_the_configuration_that_has_them():
     assert config.activation_func is torch.nn.functional.relu
 
 
-@pytest.mark.parametrize("name", sorted(OWNED))
-def test_a_field_with_a_setting_of_its_own_is_refused_by_that_setting(name):
-    with pytest.raises(ValueError, match=f"trainer.megatron.{name}: set {OWNED[name]} instead"):
+@pytest.mark.parametrize(("name", "setting"), sorted(OWNED["trainer.megatron"].items()))
+def test_a_field_with_a_setting_of_its_own_is_refused_by_that_setting(name, setting):
+    with pytest.raises(ValueError, match=f"trainer.megatron.{name}: set {setting} instead"):
         fields_for(SECTIONS[0], {name: 1})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["kv_lora_rank", "rotary_base", "rotary_scaling_factor"])
+def test_fields_of_latent_attention_are_the_model_s_whatever_attention_it_has(family, name):
+    config = toy_config(family, ToySize()) | {"vocab_size": 128}
+    with pytest.raises(ValueError, match=rf"trainer\.megatron\.{name}: is the model's: trainer and engines take"):
+        transformer_config(trainer(**{name: 64}), family_of(config).megatron_config(config))
+
+
+def test_no_field_of_latent_attention_is_missed():
+    latent, plain = (
+        {field.name for field in dataclasses.fields(kind)} for kind in (MLATransformerConfig, TransformerConfig)
+    )
+    assert set(LATENT_ATTENTION) == (latent - plain) | {"multi_latent_attention"}
 
 
 def test_an_unknown_field_is_refused():
