@@ -7,7 +7,6 @@ and mend it. A model that imitates them has every skill that the task takes, and
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from slimrl.agent.calculator import calculator
 from slimrl.agent.episode import error_text
 from slimrl.agent.parsers import HermesParser, MalformedCall
 from slimrl.agent.tools import make_tool
+from slimrl.models.whole_folder import whole_folder
 
 SYSTEM_PROMPT = "Put the answer in \\boxed{}."
 """As `agent.system_prompt` of the task's recipes has it."""
@@ -57,22 +57,16 @@ def write_calculator_data(out: Path, *, seed: int, num_train: int, num_heldout: 
     Raises:
         ValueError: `out` exists.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists; it is not overwritten")
-    rng = random.Random(seed)
-    seen: set[str] = set()
-    heldout = [_new_problem(rng, seen) for _ in range(num_heldout)]
-    train = [_new_problem(rng, seen) for _ in range(num_train)]
-    tools = [make_tool(calculator).schema]
-    conversations = (_conversation(_new_problem(rng, seen), tools, rng) for _ in range(num_conversations))
-    partial = out.with_name(f".{out.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    _write(partial / "heldout.jsonl", map(_prompt_line, heldout))
-    _write(partial / "train.jsonl", map(_prompt_line, train))
-    _write(partial / "sft.jsonl", conversations)
-    partial.rename(out)
+    with whole_folder(out) as partial:
+        rng = random.Random(seed)
+        seen: set[str] = set()
+        heldout = [_new_problem(rng, seen) for _ in range(num_heldout)]
+        train = [_new_problem(rng, seen) for _ in range(num_train)]
+        tools = [make_tool(calculator).schema]
+        conversations = (_conversation(_new_problem(rng, seen), tools, rng) for _ in range(num_conversations))
+        _write(partial / "heldout.jsonl", map(_prompt_line, heldout))
+        _write(partial / "train.jsonl", map(_prompt_line, train))
+        _write(partial / "sft.jsonl", conversations)
 
 
 def make_problem(rng: random.Random) -> Problem:

@@ -5,8 +5,6 @@ file, and every family with a weight map can have a toy.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from slimrl.data.seeds import derive_seed
 from slimrl.models.family import family_of
 from slimrl.models.safetensors_folder import write_safetensors
 from slimrl.models.weight_map import WeightMap
+from slimrl.models.whole_folder import whole_folder
 
 EXPERT_BIAS_STD = 0.01
 """Standard deviation of the bias that chooses experts; small, so that all of them are chosen."""
@@ -34,26 +33,18 @@ def write_toy(family: str, out: Path, size: ToySize, seed: int) -> int:
         ValueError: an unknown family, sizes that do not fit together, or `out` exists.
     """
     config = toy_config(family, size)
-    if out.exists():
-        raise ValueError(f"{out} exists; it is not overwritten")
-    tokenizer = build_tokenizer()
-    config |= {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    weight_map = family_of(config).weight_map(config, mtp=True)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(out) as partial:
+        tokenizer = build_tokenizer()
+        config |= {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        weight_map = family_of(config).weight_map(config, mtp=True)
         write_safetensors(partial, weight_map.specs("float32"), _random_tensors(weight_map, size.init_std, seed))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return sum(torch.Size(tensor.shape).numel() for tensor in weight_map.hf_tensors.values())
 
 

@@ -1,8 +1,6 @@
 """A trained model as a Hugging Face checkpoint folder, complete or absent."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,6 +10,7 @@ from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.models.other_files import copy_other_files
 from slimrl.models.safetensors_folder import write_safetensors
+from slimrl.models.whole_folder import whole_folder
 from slimrl.trainer.carried import CarriedTensors
 
 
@@ -46,17 +45,9 @@ def _refuse_existing(out_dir: Path, rank: int) -> None:
 
 
 def _write(source: WeightSource, src_model_dir: Path, out_dir: Path) -> None:
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.partial")
-    partial.mkdir()
-    try:
-        specs, config = source.specs(), read_hf_config(src_model_dir)
-        with open_hf_checkpoint(src_model_dir) as reader:
-            carried = CarriedTensors(reader, config, specs, specs[0].dtype)
-            write_safetensors(partial, carried.specs(), carried.tensors(source.tensors()))
+    specs, config = source.specs(), read_hf_config(src_model_dir)
+    with whole_folder(out_dir) as partial, open_hf_checkpoint(src_model_dir) as reader:
+        carried = CarriedTensors(reader, config, specs, specs[0].dtype)
+        write_safetensors(partial, carried.specs(), carried.tensors(source.tensors()))
         (partial / "config.json").write_text(json.dumps(plain_config(config, specs[0].dtype), indent=2) + "\n")
         copy_other_files(src_model_dir, partial)
-        partial.rename(out_dir)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
