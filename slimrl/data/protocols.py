@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from slimrl.config.schema import PauseMode
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
@@ -68,17 +70,78 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketSpec:
-    """Tensors that travel together, packed one after the other in one flat buffer."""
+class TensorPart:
+    """A tensor, or some of its rows, within a bucket."""
 
-    tensors: tuple[TensorSpec, ...]
-    offsets: tuple[int, ...]
-    """Byte offset of each tensor, aligned to its element size."""
+    spec: TensorSpec
+    """Of the whole tensor."""
+    start: int
+    stop: int
+    """Rows along dimension 0, the second excluded; a scalar has one row."""
+    offset: int
+    """Byte offset in the bucket, aligned to the element size."""
+    nbytes: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return (self.stop - self.start, *self.spec.shape[1:]) if self.spec.shape else ()
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == num_rows(self.spec)
+
+
+def num_rows(spec: TensorSpec) -> int:
+    """Size of dimension 0; 1 of a scalar."""
+    return spec.shape[0] if spec.shape else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSpec:
+    """Tensors, or parts of them, that travel together, packed one after the other in one flat buffer."""
+
+    parts: tuple[TensorPart, ...]
     nbytes: int
 
 
+Region = tuple[slice, ...]
+"""A block of a tensor: one slice per dimension, with a start and a stop and no step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcePiece:
+    """A block of a Hugging Face tensor that some trainer ranks hold."""
+
+    region: Region
+    holders: tuple[int, ...]
+    """Their ranks, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTensor:
+    """Where a Hugging Face tensor lies in the trainer."""
+
+    spec: TensorSpec
+    pieces: tuple[SourcePiece, ...]
+    """They do not overlap and cover the tensor; a rank holds at most one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlace:
+    """What the planner of a resync knows of an engine."""
+
+    name: str
+    nodes: tuple[str, ...]
+    """Names of the nodes on which its processes run."""
+    num_ranks: int = 1
+    """Its processes: the tensor-parallel size."""
+    expert: int = 1
+    """Its expert-parallel size."""
+
+
 class WeightSource(Protocol):
-    """The trainer's side of a resync; every rank of the trainer holds one and all are iterated together."""
+    """The trainer's side of a resync; every rank of the trainer holds one."""
 
     def specs(self) -> list[TensorSpec]:
         """All tensors in the order in which `tensors` yields them; equal on every rank."""
@@ -86,6 +149,20 @@ class WeightSource(Protocol):
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """(name, torch tensor) on rank 0; (name, None) on the others, which take part in the gathering."""
+        ...
+
+    def layout(self) -> list[SourceTensor]:
+        """Where each tensor lies, in the order of `specs`; equal on every rank."""
+        ...
+
+    def piece(self, name: str) -> Any:
+        """This rank's piece of a tensor as it is now: a torch tensor of the piece's shape, without padding.
+
+        In the live weight's dtype, which may not be that of the spec, and a view of it where the layout allows.
+
+        Raises:
+            KeyError: this rank holds no piece of it.
+        """
         ...
 
 
@@ -103,11 +180,24 @@ class EngineControl(Protocol):
         """Processes of the engine (its tensor-parallel size); each joins a broadcast group."""
         ...
 
-    def pause(self) -> None:
-        """Stop scheduling; running requests are put back into the queue."""
+    @property
+    def place(self) -> EnginePlace: ...
+
+    def probe(self, timeout_s: float) -> None:
+        """Returns if the engine answers within `timeout_s`."""
         ...
 
-    def begin_update(self) -> None: ...
+    def pause(self, mode: PauseMode) -> None:
+        """Stop scheduling; `mode` says what becomes of running requests."""
+        ...
+
+    def running_requests(self) -> int:
+        """Requests under way that hold keys and values."""
+        ...
+
+    def begin_update(self) -> None:
+        """Open an update; one that was left open is closed first."""
+        ...
 
     def load_shared_bucket(self, segment: str, bucket: BucketSpec) -> None:
         """Load the bucket that lies in the named shared-memory segment (CPU) or behind the CUDA IPC handle."""

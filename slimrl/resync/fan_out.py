@@ -1,4 +1,4 @@
-"""One call to every engine at the same time, with one deadline and the first error at once."""
+"""One call to every engine at the same time, with one deadline."""
 
 import queue
 import threading
@@ -11,16 +11,31 @@ from slimrl.data.protocols import EngineError
 T = TypeVar("T")
 
 
-def fan_out(calls: Mapping[str, Callable[[], T]], what: str, timeout_s: float) -> dict[str, T]:
+class EnginesFailed(EngineError):
+    """Some engines failed a call."""
+
+    def __init__(self, failures: Mapping[str, str]) -> None:
+        """
+        Args:
+            failures: what each said or did, by the engine's name; the text names the engine and the call.
+        """
+        super().__init__("; ".join(failures.values()))
+        self.failures = dict(failures)
+
+
+def fan_out(
+    calls: Mapping[str, Callable[[], T]], what: str, timeout_s: float, *, at_once: bool = False
+) -> dict[str, T]:
     """Run all calls, each in a thread of its own, and return their results by name, in the order of `calls`.
 
     Args:
         what: names the call in errors.
+        at_once: raise the first failure without waiting for the other calls.
 
     Raises:
-        EngineError: the first call that raised EngineError, without waiting for the others; or, naming them, calls
-            that did not return in time. Their threads are daemons and end with the process at the latest.
-        Exception: anything else that a call raised.
+        EnginesFailed: calls that raised EngineError, or did not return in time. Threads of the latter are daemons and
+            end with the process at the latest.
+        Exception: anything else that a call raised, at once.
     """
     answers: queue.SimpleQueue[tuple[str, Any, Exception | None]] = queue.SimpleQueue()
 
@@ -34,13 +49,20 @@ def fan_out(calls: Mapping[str, Callable[[], T]], what: str, timeout_s: float) -
         threading.Thread(target=run, args=(name, call), name=f"{what}-{name}", daemon=True).start()
     deadline = time.monotonic() + timeout_s
     results: dict[str, T] = {}
-    while len(results) < len(calls):
+    failures: dict[str, str] = {}
+    while len(results) + len(failures) < len(calls) and not (at_once and failures):
         try:
             name, result, error = answers.get(timeout=max(deadline - time.monotonic(), 0))
         except queue.Empty:
-            late = ", ".join(name for name in calls if name not in results)
-            raise EngineError(f"{late}: {what} did not finish within {timeout_s:.0f} s") from None
-        if error is not None:
+            late = [name for name in calls if name not in results and name not in failures]
+            failures |= {name: f"{name}: {what} did not finish within {timeout_s:g} s" for name in late}
+            continue
+        if isinstance(error, EngineError):
+            failures[name] = str(error)
+        elif error is not None:
             raise error
-        results[name] = result
+        else:
+            results[name] = result
+    if failures:
+        raise EnginesFailed(failures)
     return {name: results[name] for name in calls}

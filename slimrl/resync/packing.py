@@ -15,7 +15,7 @@ class BucketPacker:
 
     def __init__(self, bucket: BucketSpec, buffer: Tensor) -> None:
         self._buffer = buffer
-        self._missing = {spec.name: (spec, offset) for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True)}
+        self._missing = {part.spec.name: (part.spec, part.offset) for part in bucket.parts}
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor to its place; its shape and dtype must be the declared ones."""

@@ -8,7 +8,7 @@ size without gaps and the buffer is the plain concatenation that SGLang expects.
 from collections.abc import Sequence
 from itertools import groupby
 
-from slimrl.data.protocols import BucketSpec, TensorSpec
+from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
 from slimrl.models.safetensors_folder import element_bytes, spec_bytes
 
 
@@ -41,9 +41,9 @@ def _units(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def _bucket(tensors: list[TensorSpec]) -> BucketSpec:
-    ordered = sorted(tensors, key=lambda spec: -element_bytes(spec.dtype))
-    offsets, end = [], 0
-    for spec in ordered:
-        offsets.append(end)
-        end += spec_bytes(spec)
-    return BucketSpec(tensors=tuple(ordered), offsets=tuple(offsets), nbytes=end)
+    parts, end = [], 0
+    for spec in sorted(tensors, key=lambda spec: -element_bytes(spec.dtype)):
+        nbytes = spec_bytes(spec)
+        parts.append(TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=end, nbytes=nbytes))
+        end += nbytes
+    return BucketSpec(parts=tuple(parts), nbytes=end)

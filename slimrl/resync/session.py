@@ -10,12 +10,10 @@ A step that fails leaves the engines paused: their weights may be of two version
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from slimrl.config.schema import ResyncConfig, TransportName, VerifyMode
 from slimrl.data.protocols import BucketSpec, EngineControl, EngineError, WeightSource
@@ -23,6 +21,7 @@ from slimrl.models.fingerprint import fingerprint
 from slimrl.resync.fan_out import fan_out
 from slimrl.resync.packing import BucketPacker
 from slimrl.resync.plan import plan_buckets
+from slimrl.resync.shared_buffer import SharedBuffer, clean_stale_segments, shared_buffer
 from slimrl.resync.transports.base import Transport
 from slimrl.resync.transports.collective import CollectiveTransport
 from slimrl.resync.transports.ipc import IpcTransport
@@ -48,6 +47,10 @@ class ResyncReport:
     fingerprint_mismatches: int
     mismatching: tuple[str, ...]
     """`<engine>: <tensor>` of each mismatch."""
+    failed_engines: Mapping[str, str] = field(default_factory=dict)
+    """Why each engine that was left out failed, by its name."""
+    stale_requests: int = 0
+    """Requests that go on with keys and values of older weights."""
 
 
 class ResyncSession:
@@ -77,10 +80,11 @@ class ResyncSession:
         self._engines = engines
         self._config = config
         self._rank = rank
-        self._transport = transport or make_transport(engines, config, run_id, address)
+        self._transport = transport or make_transport(config, run_id, address)
+        self._run_id = run_id
         self._names = [spec.name for spec in source.specs()]
         self._buckets = plan_buckets(source.specs(), config.bucket_bytes)
-        self._buffer: Tensor | None = None
+        self._buffer: SharedBuffer | None = None
 
     def run(self, version: int, on_progress: Progress | None = None) -> ResyncReport | None:
         """Bring every engine to the source's weights; all ranks call it, and rank 0 gets the report.
@@ -95,9 +99,15 @@ class ResyncSession:
             pass
         return None
 
+    def use(self, engines: Sequence[EngineControl]) -> None:
+        """Send to these engines from the next version on; every rank calls it."""
+        self._engines = engines
+
     def close(self) -> None:
         """Release shared memory and the engines; any rank may call it, more than once too."""
-        self._buffer = None
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
         self._transport.close()
 
     def _run(self, version: int, on_progress: Progress | None) -> ResyncReport:
@@ -106,20 +116,22 @@ class ResyncSession:
         to_verify = verified_names(self._names, self._config, version)
         try:
             if self._buffer is None:
-                self._buffer = self._transport.open(max(bucket.nbytes for bucket in self._buckets))
-            self._each("pause", lambda engine: engine.pause())
-            self._each("begin_update", lambda engine: engine.begin_update())
+                clean_stale_segments()
+                self._buffer = shared_buffer(max(bucket.nbytes for bucket in self._buckets), self._run_id)
+            self._transport.connect(self._engines)
+            self._each("pause", lambda engine: engine.pause(self._config.pause))
+            self._transport.begin(version)
             expected: dict[str, str] = {}
             stream = self._source.tensors()
             for number, bucket in enumerate(self._buckets, 1):
                 place = f"at bucket {number} of {len(self._buckets)}"
                 expected.update(self._fill(bucket, stream, to_verify))
-                self._transport.send(bucket)
+                self._transport.send(bucket, self._buffer)
                 if on_progress is not None:
                     on_progress(number, len(self._buckets))
             assert next(stream, None) is None, "the source has more tensors than it declares"
             place = "after the last bucket"
-            self._each("end_update", lambda engine: engine.end_update())
+            self._transport.end(version)
             self._each("flush_cache", lambda engine: engine.flush_cache())
             self._each("set_version", lambda engine: engine.set_version(version))
             mismatching = self._verify(expected)
@@ -140,12 +152,10 @@ class ResyncSession:
         calls = {engine.name: partial(call, engine) for engine in self._engines}
         return fan_out(calls, what, self._config.timeout_s)
 
-    def _fill(
-        self, bucket: BucketSpec, stream: Iterator[tuple[str, Tensor]], to_verify: frozenset[str]
-    ) -> dict[str, str]:
+    def _fill(self, bucket: BucketSpec, stream: Iterator[tuple[str, Any]], to_verify: frozenset[str]) -> dict[str, str]:
         """Pack the bucket; the fingerprints of those of its tensors that are to be verified."""
         assert self._buffer is not None
-        packer = BucketPacker(bucket, self._buffer)
+        packer = BucketPacker(bucket, self._buffer.tensor)
         prints = {}
         while not packer.is_full:
             name, tensor = next(stream)
@@ -167,11 +177,11 @@ class ResyncSession:
         )
 
 
-def make_transport(engines: Sequence[EngineControl], config: ResyncConfig, run_id: str, address: str) -> Transport:
-    """The transport that the config names, not yet open."""
+def make_transport(config: ResyncConfig, run_id: str, address: str) -> Transport:
+    """The transport that the config names, not yet connected."""
     if config.transport == TransportName.ipc:
-        return IpcTransport(engines, run_id, config.timeout_s)
-    return CollectiveTransport(engines, address, f"slimrl-{run_id}", config.timeout_s)
+        return IpcTransport(config.timeout_s)
+    return CollectiveTransport(address, f"slimrl-{run_id}", config.timeout_s)
 
 
 def verified_names(names: Sequence[str], config: ResyncConfig, version: int) -> frozenset[str]:

@@ -2,9 +2,8 @@
 
 /update_weights_from_tensor with load_format "flattened_bucket" carries any pickled dictionary to
 WeightUpdater._update_weights_from_flattened_bucket; the hook here takes the dictionaries that `bucket_payload`
-makes and leaves the others to SGLang. The engine maps the buffer and loads views of it: nothing is copied
-besides the copy into the parameters.
-The buffer is a file in /dev/shm (CPU), or device memory behind a CUDA IPC handle (GPU).
+makes and leaves the others to SGLang. The engine loads views of the shared memory: nothing is copied besides the copy
+into the parameters. A buffer stays mapped until the update ends.
 
 /update_weights_from_distributed receives one flat tensor of bytes per bucket, which SGLang takes for a tensor whose
 name is the bucket's description (`bucket_name`); the hook after the receipt takes it apart.
@@ -12,10 +11,8 @@ name is the bucket's description (`bucket_name`); the hook after the receipt tak
 
 import base64
 import json
-import mmap
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimrl.data.protocols import BucketSpec
@@ -23,16 +20,15 @@ from slimrl.data.protocols import BucketSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-CUDA_PREFIX = "cuda-ipc:"
-"""Before the base64 of the pickled arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor."""
 _KEY = "slimrl_segment"
 _NAME_PREFIX = "slimrl-bucket:"
+_MAPPED = "slimrl_mapped_segments"
+"""Attribute of the engine's model: the shared memory that is mapped now, by the name of its segment."""
 
 
 def bucket_payload(segment: str, bucket: BucketSpec) -> str:
     """The one element of `serialized_named_tensors`: base64 of a pickle of plain values, the same for every rank."""
-    value = {_KEY: segment, "nbytes": bucket.nbytes, "tensors": _layout(bucket)}
-    return base64.b64encode(pickle.dumps(value)).decode()
+    return base64.b64encode(pickle.dumps({_KEY: segment, "parts": _layout(bucket)})).decode()
 
 
 def bucket_name(bucket: BucketSpec) -> str:
@@ -42,8 +38,8 @@ def bucket_name(bucket: BucketSpec) -> str:
 
 def _layout(bucket: BucketSpec) -> list[list[Any]]:
     return [
-        [spec.name, list(spec.shape), spec.dtype, offset]
-        for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True)
+        [part.spec.name, list(part.spec.shape), part.spec.dtype, part.start, part.stop, part.offset]
+        for part in bucket.parts
     ]
 
 
@@ -56,13 +52,21 @@ def around_update(
         return original(updater, value)
     import torch
 
-    with_device = value[_KEY].startswith(CUDA_PREFIX)
-    buffer = _open_cuda(value[_KEY]) if with_device else _open_shared(value[_KEY], value["nbytes"])
-    updater.get_model().load_weights(_views(buffer, value["tensors"]))
-    if with_device:
+    model = updater.get_model()
+    try:
+        load_bucket(model, _mapped(model, value[_KEY]), value["parts"])
+    except (OSError, ValueError, RuntimeError, KeyError, AssertionError) as error:
+        # SGLang would end the whole engine; the trainer hears of it instead.
+        return False, f"{type(error).__name__}: {error}"
+    if torch.cuda.is_available():
         # The trainer reuses the buffer after our answer; the copies must have run by then.
         torch.cuda.synchronize()
     return True, "Success"
+
+
+def after_end_update(result: None, updater: Any, **kwargs: Any) -> None:
+    """Hook of WeightUpdater.end_weight_update: let go of the trainer's memory."""
+    vars(updater.get_model()).pop(_MAPPED, None)
 
 
 def after_receive(weights: "list[tuple[str, Tensor]]", updater: Any, **kwargs: Any) -> "list[tuple[str, Tensor]]":
@@ -70,36 +74,53 @@ def after_receive(weights: "list[tuple[str, Tensor]]", updater: Any, **kwargs: A
     tensors = []
     for name, tensor in weights:
         if name.startswith(_NAME_PREFIX):
-            tensors += _views(tensor, json.loads(name.removeprefix(_NAME_PREFIX)))
+            whole, rows = _views(tensor, json.loads(name.removeprefix(_NAME_PREFIX)))
+            _load_rows(updater.get_model(), rows)
+            tensors += whole
         else:
             tensors.append((name, tensor))
     return tensors
 
 
-def _views(buffer: "Tensor", tensors: list[list[Any]]) -> "list[tuple[str, Tensor]]":
+def load_bucket(model: Any, buffer: "Tensor", parts: list[list[Any]]) -> None:
+    """Copy the bucket that lies at the start of `buffer` into the model's parameters."""
+    whole, rows = _views(buffer, parts)
+    if whole:
+        model.load_weights(whole)
+    _load_rows(model, rows)
+
+
+def _load_rows(model: Any, rows: "list[tuple[str, int, Tensor]]") -> None:
+    if rows:
+        from slimrl.rollout.split_tensors import load_rows
+
+        load_rows(model, rows)
+
+
+def _views(
+    buffer: "Tensor", parts: list[list[Any]]
+) -> "tuple[list[tuple[str, Tensor]], list[tuple[str, int, Tensor]]]":
+    """Whole tensors by name, and (name, first row, rows) of the others."""
     import torch
 
-    views = []
-    for name, shape, dtype_name, offset in tensors:
+    whole, rows = [], []
+    for name, shape, dtype_name, start, stop, offset in parts:
         dtype = getattr(torch, dtype_name)
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        views.append((name, buffer[offset : offset + nbytes].view(dtype).view(shape)))
-    return views
+        is_whole = not shape or stop - start == shape[0]
+        part_shape = shape if is_whole else [stop - start, *shape[1:]]
+        nbytes = torch.Size(part_shape).numel() * dtype.itemsize
+        view = buffer[offset : offset + nbytes].view(dtype).view(part_shape)
+        if is_whole:
+            whole.append((name, view))
+        else:
+            rows.append((name, start, view))
+    return whole, rows
 
 
-def _open_shared(segment: str, nbytes: int) -> "Tensor":
-    """uint8 [nbytes]; the mapping lives as long as the tensor."""
-    import torch
+def _mapped(model: Any, segment: str) -> "Tensor":
+    from slimrl.models.shared_segment import open_shared
 
-    with (Path("/dev/shm") / segment).open("rb") as file:
-        # A private mapping: torch wants writable memory, and no write may reach the trainer's buffer.
-        mapping = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _open_cuda(segment: str) -> "Tensor":
-    """uint8 [nbytes] on the device of the trainer's buffer."""
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-    arguments = pickle.loads(base64.b64decode(segment.removeprefix(CUDA_PREFIX)))
-    return rebuild_cuda_tensor(*arguments)
+    mapped = vars(model).setdefault(_MAPPED, {})
+    if segment not in mapped:
+        mapped[segment] = open_shared(segment)
+    return mapped[segment]

@@ -4,42 +4,71 @@ An update is: pause, begin, any number of buckets, end, flush, version, resume. 
 end are refused by SGLang; without the flush the next request would attend to keys of the old weights.
 """
 
+from collections.abc import Collection
+from enum import Enum
 from typing import Any
 
 import httpx
 
-from slimrl.data.protocols import BucketSpec, EngineError
-from slimrl.rollout import weight_fingerprints
+from slimrl.config.schema import PauseMode
+from slimrl.data.protocols import BucketSpec, EngineError, EnginePlace
+from slimrl.rollout import running_requests, weight_fingerprints
 from slimrl.rollout.bucket_loader import bucket_name, bucket_payload
+
+
+class EngineMemory(str, Enum):
+    """What an engine can give away of its device's memory."""
+
+    weights = "weights"
+    kv_cache = "kv_cache"
 
 
 class SglangControl:
     """Implements EngineControl for the engine at `url`."""
 
-    def __init__(self, name: str, url: str, *, timeout_s: float, num_ranks: int = 1) -> None:
+    def __init__(self, name: str, url: str, *, timeout_s: float, num_ranks: int = 1, node: str = "") -> None:
         """
         Args:
             timeout_s: deadline of each call.
             num_ranks: tensor-parallel size of the engine.
+            node: on which its processes run, under a name that the trainer's ranks use too.
         """
-        self._name = name
-        self._num_ranks = num_ranks
+        self._place = EnginePlace(name=name, nodes=(node,), num_ranks=num_ranks)
         self._timeout_s = timeout_s
         self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
 
     @property
     def name(self) -> str:
-        return self._name
+        return self._place.name
 
     @property
     def num_ranks(self) -> int:
-        return self._num_ranks
+        return self._place.num_ranks
 
-    def pause(self) -> None:
-        self._call("pause_generation", mode="retract")
+    @property
+    def place(self) -> EnginePlace:
+        return self._place
+
+    def pause(self, mode: PauseMode = PauseMode.retract) -> None:
+        self._call("pause_generation", mode=mode.value)
+
+    def running_requests(self) -> int:
+        """Requests under way that hold keys and values; those that wait, as retracted ones do, hold none."""
+        return sum(state[running_requests.KEY] for state in self._server_state(self._timeout_s))
+
+    def probe(self, timeout_s: float) -> None:
+        """Ask the engine's workers, paused or not, for a sign of life; raises EngineError where none comes in time."""
+        self._server_state(timeout_s)
 
     def begin_update(self) -> None:
-        self._call("begin_weight_update")
+        """An update that broke off is still open in SGLang; it is closed first."""
+        try:
+            self._call("begin_weight_update")
+        except EngineError as error:
+            if "already open" not in str(error):
+                raise
+            self._call("end_weight_update")
+            self._call("begin_weight_update")
 
     def load_shared_bucket(self, segment: str, bucket: BucketSpec) -> None:
         self._call(
@@ -94,27 +123,41 @@ class SglangControl:
 
     def version(self) -> int:
         """The version that the engine says it serves."""
-        try:
-            response = self._http.get("model_info")
-            return int(response.raise_for_status().json()["weight_version"])
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            raise EngineError(f"{self._name}, model_info: {error!r}") from error
+        return int(self._request("GET", "model_info", self._timeout_s)["weight_version"])
+
+    def release_memory(self, parts: Collection[EngineMemory]) -> None:
+        """Give device memory away; its contents are lost. Requests are aborted, and none are served before `resume`."""
+        self.pause(PauseMode.abort)
+        # SGLang's workers end over a release while anything runs; this waits for the end of what was aborted.
+        self._call(f"flush_cache?timeout={0.9 * self._timeout_s:g}")
+        self._call("release_memory_occupation", tags=[part.value for part in parts])
+
+    def resume_memory(self, parts: Collection[EngineMemory]) -> None:
+        """Take memory back that `release_memory` gave away; there is nothing of use in it."""
+        self._call("resume_memory_occupation", tags=[part.value for part in parts])
 
     def close(self) -> None:
         self._http.close()
 
+    def _server_state(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What each of the engine's schedulers says of itself."""
+        return self._request("GET", "server_info", timeout_s)["internal_states"]
+
     def _call(self, route: str, **body: Any) -> dict[str, Any]:
-        """POST; the JSON of the answer, or {} where the route answers in prose."""
+        return self._request("POST", route, self._timeout_s, body)
+
+    def _request(self, method: str, route: str, timeout_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON of the answer, or {} where the route answers in prose."""
         try:
-            response = self._http.post(route, json=body)
+            response = self._http.request(method, route, json=body, timeout=timeout_s)
         except httpx.TimeoutException as error:
-            raise EngineError(f"{self._name}, {route}: no answer within {self._timeout_s:g} s") from error
+            raise EngineError(f"{self.name}, {route}: no answer within {timeout_s:g} s") from error
         except httpx.TransportError as error:
-            raise EngineError(f"{self._name}, {route}: {type(error).__name__} {error}".rstrip()) from error
+            raise EngineError(f"{self.name}, {route}: {type(error).__name__} {error}".rstrip()) from error
         is_json = response.headers.get("content-type", "").startswith("application/json")
         answer = response.json() if is_json else {}
         failed = isinstance(answer, dict) and answer.get("success") is False
         if response.status_code != 200 or failed:
             reason = answer.get("message") if isinstance(answer, dict) else None
-            raise EngineError(f"{self._name}, {route}: {response.status_code} {reason or response.text[:500]}")
+            raise EngineError(f"{self.name}, {route}: {response.status_code} {reason or response.text[:500]}")
         return answer if isinstance(answer, dict) else {}

@@ -26,7 +26,7 @@ from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
 from slimrl.observability.run_folder import RunFolder, open_run_folder
-from slimrl.resync.transports.shared_buffer import clean_stale_segments
+from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.runtime.cluster import ray_cluster
 from slimrl.runtime.ending import Family, ending_on_signals, what_is_left
 from slimrl.runtime.engine_group import EngineGroup

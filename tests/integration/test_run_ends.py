@@ -9,8 +9,9 @@ import psutil
 import pytest
 from cli_runs import RECIPES, CliRun, Workspace, make_workspace, num_logged_steps
 
+from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.observability.run_folder import RunFolder
-from slimrl.resync.transports.shared_buffer import SHARED_MEMORY_DIR, clean_stale_segments
+from slimrl.resync.shared_buffer import clean_stale_segments
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(500)]
 

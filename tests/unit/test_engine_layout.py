@@ -2,16 +2,20 @@
 
 import base64
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slimrl.data.protocols import BucketSpec, TensorSpec
+from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
 from slimrl.models.engine_layout import EngineShape, engine_slices
-from slimrl.rollout.bucket_loader import CUDA_PREFIX, after_receive, around_update, bucket_name, bucket_payload
+from slimrl.models.fingerprint import fingerprint
+from slimrl.rollout.bucket_loader import after_end_update, after_receive, around_update, bucket_name, bucket_payload
+from slimrl.rollout.split_tensors import copy_rows
+from slimrl.rollout.weight_fingerprints import rank_hashes
 
-HEADS, KV_HEADS, SIZE, HIDDEN, INNER, EXPERTS, VOCAB = 4, 2, 3, 8, 8, 3, 10
+HEADS, KV_HEADS, SIZE, HIDDEN, INNER, EXPERTS, VOCAB = 4, 2, 3, 8, 8, 4, 10
 
 
 def hf_tensors():
@@ -32,8 +36,8 @@ def hf_tensors():
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def engine_rank(tensors, rank, world):
-    """Parameters of one tensor-parallel rank, fused as SGLang fuses them."""
+def engine_rank(tensors, rank, world, expert_parallel=1):
+    """Parameters of one rank, fused as SGLang fuses them."""
     attention, experts = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
     replicas = max(1, world // KV_HEADS)
 
@@ -42,9 +46,13 @@ def engine_rank(tensors, rank, world):
 
     kv = {"index": rank // replicas, "of": world // replicas}
     qkv = [shard(f"{attention}.q_proj.weight"), *(shard(f"{attention}.{x}_proj.weight", **kv) for x in "kv")]
+    sharers = world // expert_parallel
+    inner = {"index": rank % sharers, "of": sharers}
+    first, held_experts = rank // sharers * (EXPERTS // expert_parallel), EXPERTS // expert_parallel
+    held = range(first, first + held_experts)
     halves = [
-        torch.cat([shard(f"{experts}.{expert}.{name}_proj.weight") for name in ("gate", "up")])
-        for expert in range(EXPERTS)
+        torch.cat([shard(f"{experts}.{expert}.{name}_proj.weight", **inner) for name in ("gate", "up")])
+        for expert in held
     ]
     padded = torch.cat([tensors["model.embed_tokens.weight"], torch.zeros(6, HIDDEN)])
     return {
@@ -55,29 +63,72 @@ def engine_rank(tensors, rank, world):
         "model.embed_tokens.weight": padded.chunk(world)[rank],
         f"{experts}.w13_weight": torch.stack(halves),
         f"{experts}.w2_weight": torch.stack(
-            [shard(f"{experts}.{expert}.down_proj.weight", 1) for expert in range(EXPERTS)]
+            [shard(f"{experts}.{expert}.down_proj.weight", 1, **inner) for expert in held]
         ),
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_shards_of_all_ranks_give_each_tensor_back_once(world):
-    tensors = hf_tensors()
-    ranks = [engine_rank(tensors, rank, world) for rank in range(world)]
-    shape = EngineShape(
-        num_heads=HEADS, num_kv_heads=KV_HEADS, num_experts=EXPERTS, vocab_size=VOCAB, tensor_parallel=world
+RANKS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]
+"""Ranks of an engine, and parts into which its experts are divided."""
+
+
+def engine_shape(world, expert_parallel):
+    return EngineShape(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        num_experts=EXPERTS,
+        vocab_size=VOCAB,
+        tensor_parallel=world,
+        expert_parallel=expert_parallel,
     )
+
+
+@pytest.mark.parametrize(("world", "expert_parallel"), RANKS)
+def test_the_shards_of_all_ranks_give_each_tensor_back_once(world, expert_parallel):
+    tensors = hf_tensors()
+    ranks = [engine_rank(tensors, rank, world, expert_parallel) for rank in range(world)]
     found = []
     for engine_name in ranks[0]:
-        for piece in engine_slices(engine_name, shape):
-            shards = [piece.of(rank[engine_name]) for rank in ranks]
-            if piece.shard_dim is not None:
-                whole = torch.cat(shards[:: piece.replicas], dim=piece.shard_dim)
-            else:
-                whole = shards[0]
-            assert torch.equal(whole[: piece.rows], tensors[piece.hf_name]), piece.hf_name
+        for piece in engine_slices(engine_name, engine_shape(world, expert_parallel)):
+            held = {rank: holding for rank in range(world) if (holding := piece.holding(rank, world))}
+            copies = {}
+            for rank, holding in held.items():
+                copies.setdefault(holding.copy, []).append((holding.shard, piece.of(ranks[rank][engine_name])))
+            for shards in copies.values():
+                assert [shard for shard, _ in shards] == list(range(len(shards)))
+                whole = torch.cat([part for _, part in shards], dim=piece.shard_dim or 0)
+                assert torch.equal(whole[: piece.rows], tensors[piece.hf_name]), piece.hf_name
+            assert {(h.shards, h.copies) for h in held.values()} == {(len(copies[0]), len(copies))}
             found.append(piece.hf_name)
     assert sorted(found) == sorted(tensors)
+
+
+def engine_prints(ranks, shape):
+    """Fingerprints from the sum of the ranks' tables, which modulo 2^64 is what int64 gives."""
+    hashes = [rank_hashes(parameters, shape, rank, None) for rank, parameters in enumerate(ranks)]
+    return replace(hashes[0], table=sum(part.table for part in hashes)).fingerprints()
+
+
+@pytest.mark.parametrize(("world", "expert_parallel"), RANKS)
+def test_the_hashes_of_all_ranks_add_up_to_the_fingerprints_of_whole_tensors(world, expert_parallel):
+    tensors = hf_tensors()
+    ranks = [engine_rank(tensors, rank, world, expert_parallel) for rank in range(world)]
+    prints = engine_prints(ranks, engine_shape(world, expert_parallel))
+    assert prints == {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+def test_an_element_that_differs_in_one_copy_or_one_expert_changes_that_fingerprint_alone():
+    tensors = hf_tensors()
+    expected = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    for engine_name, position, hf_name in [
+        ("model.layers.0.self_attn.q_norm.weight", (1,), "model.layers.0.self_attn.q_norm.weight"),
+        ("model.layers.0.mlp.experts.w2_weight", (1, 0, 0), "model.layers.0.mlp.experts.3.down_proj.weight"),
+        ("model.layers.0.self_attn.qkv_proj.weight", (-1, 0), "model.layers.0.self_attn.v_proj.weight"),
+    ]:
+        ranks = [{name: value.clone() for name, value in engine_rank(tensors, r, 4, 2).items()} for r in range(4)]
+        ranks[3][engine_name][position] += 1
+        prints = engine_prints(ranks, engine_shape(4, 2))
+        assert [name for name in expected if prints[name] != expected[name]] == [hf_name]
 
 
 def test_latent_projections_lie_one_on_the_other_and_their_expansions_are_sharded():
@@ -142,14 +193,14 @@ class FakeUpdater:
 
 def bucket_of(tensors):
     """(description, bytes), aligned to 16."""
-    specs, offsets, chunks, end = [], [], [], 0
+    parts, chunks, end = [], [], 0
     for name, tensor in tensors.items():
         start = -(-end // 16) * 16
         chunks += [b"\xff" * (start - end), tensor.contiguous().view(torch.uint8).numpy().tobytes()]
-        specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.")))
-        offsets.append(start)
+        spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+        parts.append(TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=start, nbytes=tensor.nbytes))
         end = start + tensor.nbytes
-    return BucketSpec(tensors=tuple(specs), offsets=tuple(offsets), nbytes=end), b"".join(chunks)
+    return BucketSpec(parts=tuple(parts), nbytes=end), b"".join(chunks)
 
 
 MIXED = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.bfloat16), "c": torch.randn(1)}
@@ -165,6 +216,18 @@ def test_a_bucket_in_shared_memory_is_loaded_as_it_was_written(tmp_path, monkeyp
     assert updater.model.loaded.keys() == MIXED.keys()
     assert all(torch.equal(updater.model.loaded[name], MIXED[name]) for name in MIXED)
     assert segment.read_bytes() == content
+    (mapped,) = updater.model.slimrl_mapped_segments.values()
+    after_end_update(None, updater, run_post_load=False)
+    assert not hasattr(updater.model, "slimrl_mapped_segments")
+    assert mapped.numel() == len(content)
+
+
+def test_a_segment_that_is_gone_is_told_and_the_engine_lives(tmp_path):
+    bucket, _ = bucket_of(MIXED)
+    value = pickle.loads(base64.b64decode(bucket_payload(str(tmp_path / "gone"), bucket)))
+    success, message = around_update(lambda *args: (False, "original"), FakeUpdater(), value)
+    assert not success
+    assert message.startswith("FileNotFoundError")
 
 
 def test_payloads_of_others_go_to_the_original():
@@ -181,7 +244,13 @@ def test_a_received_bucket_is_taken_apart_and_other_tensors_pass():
     assert all(torch.equal(tensors[name], MIXED[name]) for name in MIXED)
 
 
-def test_both_sides_of_cuda_ipc_use_one_prefix():
-    from slimrl.resync.transports import shared_buffer
-
-    assert shared_buffer.CUDA_PREFIX == CUDA_PREFIX
+@pytest.mark.parametrize("shard_dim", [None, 0, 1])
+def test_rows_of_a_split_tensor_fill_every_shard_whatever_the_cuts(shard_dim):
+    whole = torch.randn(10, 6)
+    padded = torch.cat([whole, torch.zeros(2, 6)]) if shard_dim == 0 else whole
+    expected = [padded] if shard_dim is None else list(padded.chunk(3, shard_dim))
+    shards = [torch.zeros_like(shard) for shard in expected]
+    for start, stop in ((0, 3), (3, 9), (9, 10)):
+        for index, shard in enumerate(shards):
+            copy_rows(shard, whole[start:stop], start, shard_dim, index)
+    assert all(torch.equal(*pair) for pair in zip(shards, expected, strict=True))

@@ -15,7 +15,7 @@ def spec(name: str, *shape: int, dtype: str = "float32", atomic: str | None = No
 
 
 def names(buckets) -> list[list[str]]:
-    return [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
+    return [[part.spec.name for part in bucket.parts] for bucket in buckets]
 
 
 def test_tensors_fill_buckets_in_their_order():
@@ -52,8 +52,8 @@ def test_an_atomic_group_that_is_torn_apart_is_refused():
 def test_mixed_dtypes_are_aligned_without_gaps():
     specs = [spec("half", 3, dtype="bfloat16"), spec("full", 2), spec("byte", 1, dtype="uint8"), spec("wide", 1)]
     (bucket,) = plan_buckets(specs, 1000)
-    for tensor, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-        assert offset % getattr(torch, tensor.dtype).itemsize == 0
+    for part in bucket.parts:
+        assert part.offset % getattr(torch, part.spec.dtype).itemsize == 0
     assert bucket.nbytes == 3 * 2 + 2 * 4 + 1 + 4
 
 
@@ -61,7 +61,7 @@ def test_a_published_model_is_covered_once_within_the_bound():
     hf_config = published_config("Qwen3-30B-A3B")
     specs = family_of(hf_config).hf_tensor_specs(hf_config)
     buckets = plan_buckets(specs, 256 * 1024**2)
-    assert [tensor.name for bucket in buckets for tensor in bucket.tensors] == [tensor.name for tensor in specs]
+    assert [part.spec.name for bucket in buckets for part in bucket.parts] == [tensor.name for tensor in specs]
     embedding_bytes = 151936 * 2048 * 2
     assert sorted(bucket.nbytes for bucket in buckets)[-2:] == [embedding_bytes, embedding_bytes]
     assert all(bucket.nbytes <= 256 * 1024**2 for bucket in buckets if bucket.nbytes != embedding_bytes)
@@ -82,7 +82,7 @@ def test_packing_lays_tensors_where_the_plan_says_whatever_their_order_and_strid
         assert not packer.is_full
         packer.put(name, values[name])
     assert packer.is_full
-    expected = [values[tensor.name].contiguous().view(-1).view(torch.uint8) for tensor in bucket.tensors]
+    expected = [values[part.spec.name].contiguous().view(-1).view(torch.uint8) for part in bucket.parts]
     assert torch.equal(buffer, torch.cat(expected))
 
 

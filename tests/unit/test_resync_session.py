@@ -18,10 +18,11 @@ from slimrl import device
 from slimrl.config.schema import ResyncConfig, TransportName, VerifyMode
 from slimrl.data.protocols import EngineError, TensorSpec
 from slimrl.models.fingerprint import fingerprint
+from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.resync.fan_out import fan_out
 from slimrl.resync.session import ResyncError, ResyncSession, verified_names
+from slimrl.resync.shared_buffer import FileBuffer, clean_stale_segments
 from slimrl.resync.transports.collective import LEAVE_TIMEOUT_S
-from slimrl.resync.transports.shared_buffer import SHARED_MEMORY_DIR, FileBuffer, clean_stale_segments
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
 
@@ -64,7 +65,7 @@ class Engine:
         if self.fails_at is not None and (call, self.calls.count(call)) == self.fails_at:
             raise EngineError(f"{self.name}: {call}: refused")
 
-    def pause(self):
+    def pause(self, mode):
         self._note("pause")
 
     def begin_update(self):
@@ -134,10 +135,14 @@ class Engine:
         self.left = self.groups.pop(group)
 
     def _take(self, flat, bucket):
-        for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-            dtype = getattr(torch, spec.dtype)
-            nbytes = torch.Size(spec.shape).numel() * dtype.itemsize
-            self.loaded[spec.name] = flat[offset : offset + nbytes].clone().view(dtype).view(spec.shape)
+        for part in bucket.parts:
+            dtype = getattr(torch, part.spec.dtype)
+            value = flat[part.offset : part.offset + part.nbytes].clone().view(dtype).view(part.shape)
+            if part.is_whole:
+                self.loaded[part.spec.name] = value
+                continue
+            whole = self.loaded.setdefault(part.spec.name, torch.zeros(part.spec.shape, dtype=dtype))
+            whole[part.start : part.stop] = value
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -240,7 +245,7 @@ def test_a_refused_broadcast_does_not_wait_for_its_deadline():
 
 def test_an_engine_that_hangs_runs_into_the_deadline():
     class Hanging(Engine):
-        def pause(self):
+        def pause(self, mode):
             threading.Event().wait(30)
 
     resync = session(Source(weights()), [Engine("engine 0"), Hanging("engine 1")], config(timeout_s=0.3))

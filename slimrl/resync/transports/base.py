@@ -1,34 +1,40 @@
 """What a transport offers to a resync session."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
-
-from slimrl.data.protocols import BucketSpec
+from slimrl.data.protocols import BucketSpec, EngineControl
+from slimrl.resync.shared_buffer import SharedBuffer
 
 
 class Transport(Protocol):
-    """Lives on trainer rank 0, for the whole run."""
+    """Lives on every sender, for the whole run. A version is: connect, begin, sends, end; or it breaks off anywhere.
 
-    def open(self, nbytes: int) -> Tensor:
-        """Connect to the engines; called once, before the first bucket.
+    Each method raises EnginesFailed where it knows which engines failed and the others have finished with the call,
+    EngineError where it only knows that one did, OSError for a fault of this side (a full disk), and returns or raises
+    within the deadline that its maker was given.
+    """
 
-        Returns:
-            uint8 [nbytes]: the buffer into which the session packs one bucket after the other.
+    def connect(self, engines: Sequence[EngineControl]) -> None:
+        """Take these engines from now on; joins, or makes anew, what they need where they changed.
 
-        Raises:
-            EngineError: an engine did not take part.
+        Called before every attempt at a version, after one that broke off too.
         """
         ...
 
-    def send(self, bucket: BucketSpec) -> None:
-        """Have every engine load the bucket that lies at the buffer's start; the buffer is free again on return.
+    def begin(self, version: int) -> None: ...
 
-        Raises:
-            EngineError: an engine refused, died, or outran the deadline.
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
+        """Have every engine take the bucket that lies at the buffer's start; the buffer is free again on return.
+
+        Called from a thread of its own, for one bucket at a time.
         """
+        ...
+
+    def end(self, version: int) -> None:
+        """Returns when every engine has the whole version loaded."""
         ...
 
     def close(self) -> None:
-        """Let go of the buffer and of the engines, which may be gone already. May be called more than once."""
+        """Let go of the engines, which may be gone already. May be called more than once."""
         ...

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slimrl import device
 from slimrl.data.protocols import BucketSpec, EngineControl, EngineError
 from slimrl.resync.fan_out import fan_out
+from slimrl.resync.shared_buffer import SharedBuffer
 
 LEAVE_TIMEOUT_S = 5.0
 """How long `close` waits for the engines to leave the group."""
@@ -36,66 +36,75 @@ class CollectiveTransport:
         timeout_s: deadline of joining, and of one bucket.
     """
 
-    def __init__(self, engines: Sequence[EngineControl], address: str, group: str, timeout_s: float) -> None:
-        self._engines = engines
+    def __init__(self, address: str, group: str, timeout_s: float) -> None:
         self._address = address
         self._group_name = group
         self._timeout_s = timeout_s
+        self._engines: Sequence[EngineControl] = ()
+        self._attempt = 0
         self._group: Any = None
-        self._buffer: Tensor | None = None
 
-    def open(self, nbytes: int) -> Tensor:
-        assert self._group is None, "opened twice"
+    def connect(self, engines: Sequence[EngineControl]) -> None:
+        """Make the group, unless it is there, whole, and of these engines."""
+        if self._group is not None and list(engines) == list(self._engines):
+            return
+        self.close()
+        self._engines = engines
+        self._attempt += 1
         backend = device.collective_backend()
-        *first_ranks, world_size = accumulate((engine.num_ranks for engine in self._engines), initial=1)
+        *first_ranks, world_size = accumulate((engine.num_ranks for engine in engines), initial=1)
         timeout = timedelta(seconds=self._timeout_s)
         store = dist.TCPStore(
             self._address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
+        group = self._joined_name()
         calls: dict[str, Callable[[], Any]] = {
-            engine.name: partial(
-                engine.join_group,
-                self._address,
-                store.port,
-                first_rank,
-                world_size,
-                self._group_name,
-                backend,
-            )
-            for engine, first_rank in zip(self._engines, first_ranks, strict=True)
+            engine.name: partial(engine.join_group, self._address, store.port, first_rank, world_size, group, backend)
+            for engine, first_rank in zip(engines, first_ranks, strict=True)
         }
-        calls["trainer"] = partial(_join, store, world_size, self._group_name, backend, timeout)
-        self._group = fan_out(calls, "join_group", self._timeout_s)["trainer"]
-        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device.compute_device())
-        return self._buffer
+        calls["trainer"] = partial(_join, store, world_size, group, backend, timeout)
+        self._group = fan_out(calls, "join_group", self._timeout_s, at_once=True)["trainer"]
 
-    def send(self, bucket: BucketSpec) -> None:
+    def begin(self, version: int) -> None:
+        fan_out({engine.name: engine.begin_update for engine in self._engines}, "begin_update", self._timeout_s)
+
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
         """Returns once the broadcast is done and every engine has loaded what it received."""
-        assert self._group is not None, "not open"
-        assert self._buffer is not None
+        assert self._group is not None, "not connected"
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        work = self._group.broadcast([self._buffer[: bucket.nbytes]], options)
-        calls = {engine.name: partial(engine.receive_bucket, self._group_name, bucket) for engine in self._engines}
-        # The engines' answers first: one that refuses says why, whereas the broadcast would only run out of time.
-        fan_out(calls, "receive_bucket", self._timeout_s)
+        work = self._group.broadcast([buffer.tensor[: bucket.nbytes]], options)
+        group = self._joined_name()
+        calls = {engine.name: partial(engine.receive_bucket, group, bucket) for engine in self._engines}
+        try:
+            # The engines' answers first: one that refuses says why, whereas the broadcast would only run out of time.
+            fan_out(calls, "receive_bucket", self._timeout_s, at_once=True)
+        except EngineError:
+            self.close()
+            raise
         work.wait(timedelta(seconds=self._timeout_s))
-        if self._buffer.is_cuda:
+        if buffer.tensor.is_cuda:
             torch.cuda.synchronize()
+
+    def end(self, version: int) -> None:
+        fan_out({engine.name: engine.end_update for engine in self._engines}, "end_update", self._timeout_s)
 
     def close(self) -> None:
         if self._group is None:
             return
         last_reference = [self._group]
-        self._group, self._buffer = None, None
+        self._group = None
         # gloo's destructor waits until a broadcast that broke off is out of time; a thread of its own can afford that.
         threading.Thread(target=last_reference.clear, name="drop-group", daemon=True).start()
-        calls = {engine.name: partial(engine.leave_group, self._group_name) for engine in self._engines}
+        calls = {engine.name: partial(engine.leave_group, self._joined_name()) for engine in self._engines}
         try:
             fan_out(calls, "leave_group", LEAVE_TIMEOUT_S)
         except EngineError:
             # An engine that is gone has left the group; one that still waits for a broadcast is about to be ended.
             return
+
+    def _joined_name(self) -> str:
+        return f"{self._group_name}-{self._attempt}"
 
 
 def _join(store: Any, world_size: int, group: str, backend: str, timeout: timedelta) -> Any:

@@ -1,4 +1,4 @@
-"""Memory that engines of the same node map: a file in /dev/shm on a CPU, device memory behind CUDA IPC on a GPU.
+"""Memory that other processes of a node map: a file in /dev/shm on a CPU, device memory behind CUDA IPC on a GPU.
 
 A file is named `slimrl-<run>-<pid>-<number>`, so that a later run finds what a killed one left behind.
 """
@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 
 from slimrl import device
-
-SHARED_MEMORY_DIR = Path("/dev/shm")
-
-CUDA_PREFIX = "cuda-ipc:"
-"""Before the base64 of the pickled arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor."""
+from slimrl.models.shared_segment import CUDA_PREFIX, SHARED_MEMORY_DIR
 
 _NAME = re.compile(r"slimrl-.+-(\d+)-\d+")
 
@@ -31,7 +27,7 @@ class SharedBuffer(Protocol):
     """uint8 [nbytes]"""
 
     def segment(self) -> str:
-        """What an engine needs to map the buffer, once; what was written to `tensor` before is visible there."""
+        """What `open_shared` needs to map the buffer; what was written to `tensor` before is visible there."""
         ...
 
     def close(self) -> None: ...

@@ -1,0 +1,101 @@
+"""Transport through a shared file system: every version a Hugging Face checkpoint, which the engines reload."""
+
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimrl.data.protocols import BucketSpec, EngineControl, TensorSpec
+from slimrl.models.versions.directory import VersionDirectory
+from slimrl.models.versions.manifest import Manifest, VersionRef
+from slimrl.resync.fan_out import fan_out
+from slimrl.resync.shared_buffer import SharedBuffer
+from slimrl.resync.version_writer import VersionWriter
+from slimrl.resync.whole_writer import WholeWriter
+
+
+class DiskTransport:
+    """Implements Transport. A bucket is written as it comes; the engines load when the version is whole.
+
+    Args:
+        root: folder of this run's versions, which trainer and engines reach under this path.
+        specs: all tensors that will be sent, in order.
+        model_dir: checkpoint whose configuration, tokenizer and code go with the weights.
+        file_bytes: most bytes of one file of a checkpoint.
+        keep: newest versions that are kept.
+        timeout_s: deadline of an engine's reload.
+    """
+
+    local_dir: Path | None = None
+    """Where engines keep a copy of the weights; None for engines that load the version itself."""
+
+    def __init__(
+        self,
+        root: Path,
+        specs: Sequence[TensorSpec],
+        model_dir: Path,
+        *,
+        file_bytes: int,
+        keep: int,
+        timeout_s: float,
+    ) -> None:
+        self._directory = VersionDirectory(root.absolute())
+        self._specs, self._model_dir, self._file_bytes = specs, model_dir, file_bytes
+        self._keep, self._timeout_s = keep, timeout_s
+        self._engines: Sequence[EngineControl] = ()
+        self._writer: VersionWriter | None = None
+        self._partial = Path()
+        self._host: Tensor | None = None
+
+    def connect(self, engines: Sequence[EngineControl]) -> None:
+        self._engines = engines
+
+    def begin(self, version: int) -> None:
+        self._drop_writer()
+        self._partial = self._directory.begin(version)
+        self._writer = self._open_writer(self._partial, VersionRef(version=version, id=secrets.token_hex(8)))
+
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
+        assert self._writer is not None, "no version begun"
+        self._writer.write(bucket, self._on_host(buffer.tensor[: bucket.nbytes]))
+
+    def end(self, version: int) -> None:
+        """Publish the version, have every engine load it, and remove what is no longer needed."""
+        assert self._writer is not None, "no version begun"
+        manifest = self._writer.finish()
+        self._drop_writer()
+        folder = self._directory.publish(self._partial, version)
+        calls = {
+            engine.name: partial(engine.load_version, str(folder), self.local_dir and str(self.local_dir))
+            for engine in self._engines
+        }
+        fan_out(calls, "load_version", self._timeout_s)
+        self._loaded(manifest)
+        self._directory.prune(self._keep)
+
+    def close(self) -> None:
+        self._drop_writer()
+        self._directory.clean()
+        self._host = None
+
+    def _open_writer(self, folder: Path, ref: VersionRef) -> VersionWriter:
+        return WholeWriter(folder, ref, self._specs, self._model_dir, file_bytes=self._file_bytes)
+
+    def _loaded(self, manifest: Manifest) -> None:
+        """Every engine has this version."""
+
+    def _drop_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _on_host(self, data: Tensor) -> np.ndarray:
+        if data.is_cuda:
+            if self._host is None or len(self._host) < len(data):
+                self._host = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
+            data = self._host[: len(data)].copy_(data)
+        return data.numpy()
