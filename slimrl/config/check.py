@@ -42,6 +42,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             "trainer.max_skipped_steps",
             "rollout.num_engines",
             "rollout.engine_tensor",
+            "rollout.engine_expert",
             "rollout.threads_per_engine",
             "rollout.prompts_per_step",
             "rollout.samples_per_prompt",
@@ -52,6 +53,8 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             "rollout.max_trajectory_tokens",
             "resync.bucket_bytes",
             "resync.sampled_tensors",
+            "resync.keep",
+            "resync.full_every",
             "sft.batch_conversations",
             "sft.max_tokens",
             "sft.summary_every_steps",
@@ -87,6 +90,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             "rollout.eval_sampling.temperature",
             "eval.every_steps",
             "checkpoint.every_steps",
+            "rollout.max_replacements",
             "tracking.trajectories_per_step",
         ],
         (lambda value: value >= 0, _FROM_ZERO),
@@ -108,7 +112,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Range of each number that has one."""
 
-DIVISORS = ("trainer.parallel.", "trainer.num_ranks", "rollout.engine_tensor")
+DIVISORS = ("trainer.parallel.", "trainer.num_ranks", "rollout.engine_")
 """Sizes that the rules below divide by; while one of them is below 1, those rules say nothing sensible."""
 
 MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -213,8 +217,13 @@ def batch_violations(recipe: Recipe) -> Iterator[Violation]:
 
 
 def rollout_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Deadlines, lengths and the reach of the transport."""
+    """Engine sizes, deadlines, lengths and the reach of the transport."""
     rollout = recipe.rollout
+    if rollout.engine_tensor % rollout.engine_expert:
+        yield (
+            "rollout.engine_expert",
+            f"{rollout.engine_expert} does not divide rollout.engine_tensor {rollout.engine_tensor}.",
+        )
     for name in ("sampling", "eval_sampling"):
         new = getattr(rollout, name).max_new_tokens
         if new >= rollout.max_trajectory_tokens:
@@ -230,6 +239,13 @@ def rollout_violations(recipe: Recipe) -> Iterator[Violation]:
             )
     if recipe.resync.transport is TransportName.ipc and rollout.sglang.get("nnodes", 1) > 1:
         yield "resync.transport", "ipc reaches engines on the trainer's own node only. Use collective."
+    if recipe.resync.transport is TransportName.delta and not recipe.resync.local_dir:
+        yield "resync.local_dir", "delta needs a folder on the own disk of each node, with room for the model."
+    if rollout.colocated and recipe.resync.transport is TransportName.collective:
+        yield (
+            "rollout.colocated",
+            "collective needs devices of the engines' own. Use resync.transport ipc, or colocated false.",
+        )
 
 
 def sft_violations(recipe: Recipe) -> Iterator[Violation]:

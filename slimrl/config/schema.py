@@ -50,6 +50,30 @@ class TransportName(str, Enum):
     """Same node: CUDA IPC on a GPU, a named shared-memory segment on a CPU."""
     collective = "collective"
     """Across nodes: NCCL or gloo broadcast from trainer rank 0."""
+    disk = "disk"
+    """Through a shared file system: a whole Hugging Face checkpoint of each version, which engines reload."""
+    delta = "delta"
+    """Through a shared file system: what changed against the version before, applied to a copy beside the engine."""
+
+
+class DeltaEncoding(str, Enum):
+    """How a changed tensor is written; slimrl/models/versions/codec.py has the formats."""
+
+    xor = "xor"
+    """Exclusive or of old and new bits: smallest where most elements change, as in fp32."""
+    overwrite = "overwrite"
+    """Places and new values of changed elements: fastest where few of them change, as in bf16."""
+
+
+class PauseMode(str, Enum):
+    """What becomes of requests that run when the weights change."""
+
+    retract = "retract"
+    """They go back into the queue, and their keys and values are computed again with the new weights."""
+    abort = "abort"
+    """They end with what they have; their trajectories are aborted."""
+    in_place = "in_place"
+    """They go on with keys and values of the old weights, which are counted as stale and not flushed."""
 
 
 class VerifyMode(str, Enum):
@@ -169,9 +193,15 @@ class SamplingConfig:
 class RolloutConfig:
     num_engines: int = 1
     engine_tensor: int = 1
-    """Tensor-parallel size of one engine."""
+    """Tensor-parallel size of one engine: its ranks."""
+    engine_expert: int = 1
+    """Expert-parallel size of one engine: parts into which its experts are divided among these ranks."""
     threads_per_engine: int = 1
     """CPU threads of each engine process (OMP_NUM_THREADS)."""
+    colocated: bool = False
+    """Engines share the trainer's devices: each side gives its memory away while the other one works."""
+    max_replacements: int = 3
+    """Engines started anew in one run, because they failed in a resync, before the run stops."""
     router: bool = True
     """Put smg in front of the engines; without it a session is pinned to an engine by its hash."""
     prompts_per_step: int = 32
@@ -228,6 +258,18 @@ class ResyncConfig:
     sampled_tensors: int = 32
     """Tensors compared per resync by `sampled`; the sample moves on each time."""
     timeout_s: float = 300.0
+    pause: PauseMode = PauseMode.retract
+    dir: str = ""
+    """Folder for versions, reached by trainer and engines under one path (disk, delta); empty for `resync` in the run's
+    folder."""
+    keep: int = 2
+    """Newest versions kept in `dir`, besides those that they build on."""
+    local_dir: str = ""
+    """Folder on the own disk of every node that has engines, and of trainer rank 0's, each with room for one copy of
+    the model (delta)."""
+    full_every: int = 20
+    """Every so many versions one is written whole (delta)."""
+    delta_encoding: DeltaEncoding = DeltaEncoding.overwrite
 
 
 @dataclass(kw_only=True)
