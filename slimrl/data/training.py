@@ -1,8 +1,18 @@
 """What a trainer says of itself and of a pass, free of Megatron, so that a driver need not import it."""
 
 from dataclasses import asdict, dataclass
+from enum import Enum
 
 import numpy as np
+
+
+class MemoryPart(str, Enum):
+    """What a trainer can give away of its device's memory."""
+
+    weights = "weights"
+    gradients = "gradients"
+    optimizer = "optimizer"
+    """Main weights and moments"""
 
 
 @dataclass(frozen=True, kw_only=True)

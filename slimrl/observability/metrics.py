@@ -41,6 +41,8 @@ METRIC_NAMES = (
     "resync/seconds",
     "resync/version",
     "resync/fingerprint_mismatches",
+    "resync/stale_requests",
+    "resync/replaced_engines",
     "sft/loss",
     "sft/tokens",
     "time/rollout_s",

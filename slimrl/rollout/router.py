@@ -33,6 +33,7 @@ class Router:
         timeout_s: float,
         request_timeout_s: float,
         host: str = "127.0.0.1",
+        port: int | None = None,
     ) -> None:
         """Start it.
 
@@ -42,14 +43,16 @@ class Router:
             timeout_s: deadline of its start and of each control call.
             request_timeout_s: of one generation; the client's own deadline is the shorter one.
             host: address to listen on.
+            port: None for a free one.
         """
-        port, metrics_port = free_ports(2, host)
-        self.url = f"http://{host}:{port}"
+        free, metrics_port = free_ports(2, host)
+        self.port = port or free
+        self.url = f"http://{host}:{self.port}"
         self._num_engines = len(engine_urls)
         self._timeout_s = timeout_s
         options = {
             "host": host,
-            "port": port,
+            "port": self.port,
             "policy": "consistent_hashing",
             "prometheus-host": host,
             "prometheus-port": metrics_port,

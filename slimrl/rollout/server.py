@@ -38,6 +38,7 @@ def engine_arguments(
         "port": port,
         "dtype": _DTYPE[precision],
         "tp_size": rollout.engine_tensor,
+        "ep_size": rollout.engine_expert,
         "random_seed": seed,
         "skip_server_warmup": True,
         # Tokens go in and come out, and versions are numbers from the first token on.
@@ -49,7 +50,9 @@ def engine_arguments(
         "sleep_on_idle": True,
         "log_level": "warning",
     }
-    if not cuda:
+    if cuda:
+        values["enable_memory_saver"] = rollout.colocated
+    else:
         values |= {
             "device": "cpu",
             "attention_backend": "torch_native",
@@ -112,9 +115,9 @@ class EngineServer:
         """
         self.index = index
         self._timeout_s = rollout.startup_timeout_s
-        port = port or free_port(host)
-        self.url = f"http://{host}:{port}"
-        arguments = engine_arguments(rollout, model, host=host, port=port, precision=precision, cuda=cuda, seed=seed)
+        self.port = port or free_port(host)
+        self.url = f"http://{host}:{self.port}"
+        arguments = engine_arguments(rollout, model, host=host, port=self.port, precision=precision, cuda=cuda, seed=seed)
         self.process = ServerProcess(
             f"engine {index}",
             [sys.executable, "-m", "slimrl.rollout.launch", str(os.getpid()), *arguments],

@@ -10,6 +10,7 @@ from slimrl import device
 from slimrl.config.schema import Recipe
 from slimrl.data.seeds import derive_seed
 from slimrl.observability.logs import capture_output
+from slimrl.rollout.control import EngineMemory, SglangControl
 from slimrl.rollout.server import EngineServer
 
 
@@ -32,25 +33,31 @@ class EngineActor:
     def __init__(self, recipe: Recipe, model_path: Path, logs: Path, index: int) -> None:
         capture_output(logs / f"engine_{index}_actor.log")
         self.recipe, self.model_path, self.logs, self.index = recipe, model_path, logs, index
+        self.starts = 0
 
     def start(self) -> EngineAddress:
-        rollout = self.recipe.rollout
-        self.server = EngineServer(
-            self.index,
-            rollout,
-            self.model_path,
-            self.logs / f"engine_{self.index}.log",
-            precision=self.recipe.trainer.precision,
-            cuda=device.device_type() == "cuda",
-            seed=derive_seed(self.recipe.seed, "engine", self.index),
-        )
-        self.server.wait_ready()
-        return EngineAddress(
-            name=f"engine {self.index}",
-            url=self.server.url,
-            tensor=rollout.engine_tensor,
-            pids=(os.getpid(), self.server.process.pid),
-        )
+        return self._start(port=None)
+
+    def restart(self) -> EngineAddress:
+        """End the server, whatever state it is in, and start another at its address, which is left paused.
+
+        It holds the weights of the checkpoint, and of its memory what engines hold when weights are sent.
+        """
+        self.server.stop()
+        address = self._start(port=self.server.port)
+        self.control.pause()
+        if self.recipe.rollout.colocated:
+            self.control.release_memory([EngineMemory.kv_cache])
+        return address
+
+    def release_memory(self, parts: list[EngineMemory]) -> None:
+        self.control.release_memory(parts)
+
+    def resume_memory(self, parts: list[EngineMemory]) -> None:
+        """Take memory back; with that of the KV cache the engine serves requests again."""
+        self.control.resume_memory(parts)
+        if EngineMemory.kv_cache in parts:
+            self.control.resume()
 
     def check(self) -> None:
         """Raises ServerError with the cause from the log if the server has ended."""
@@ -58,3 +65,27 @@ class EngineActor:
 
     def stop(self) -> None:
         self.server.stop()
+
+    def _start(self, port: int | None) -> EngineAddress:
+        rollout = self.recipe.rollout
+        again = f"_start_{self.starts}" if self.starts else ""
+        self.starts += 1
+        self.server = EngineServer(
+            self.index,
+            rollout,
+            self.model_path,
+            self.logs / f"engine_{self.index}{again}.log",
+            precision=self.recipe.trainer.precision,
+            cuda=device.device_type() == "cuda",
+            port=port,
+            seed=derive_seed(self.recipe.seed, "engine", self.index),
+        )
+        self.server.wait_ready()
+        name = f"engine {self.index}"
+        self.control = SglangControl(name, self.server.url, timeout_s=self.recipe.resync.timeout_s)
+        return EngineAddress(
+            name=name,
+            url=self.server.url,
+            tensor=rollout.engine_tensor,
+            pids=(os.getpid(), self.server.process.pid),
+        )

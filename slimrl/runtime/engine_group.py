@@ -1,6 +1,7 @@
 """The engines of a run as the driver sees them: one actor each, the router in front, and the client to them."""
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from slimrl.config.schema import Recipe
 from slimrl.data.protocols import Engine, EngineError
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.control import EngineMemory
 from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.pinned import PinnedEngines
 from slimrl.rollout.process import ServerError
@@ -56,16 +58,29 @@ class EngineGroup:
             self._actors.wait(self._starts, "start", timeout_s=rollout.startup_timeout_s + 60).values()
         )
         if self._uses_router:
-            try:
-                self._router = Router(
-                    [address.url for address in self.addresses],
-                    self._folder.log_file("router"),
-                    timeout_s=rollout.startup_timeout_s,
-                    request_timeout_s=rollout.request_timeout_s,
-                )
-                self._router.wait_ready()
-            except (ServerError, EngineError) as error:
-                raise StageError(str(error)) from error
+            self._start_router(port=None)
+
+    def replace(self, names: Collection[str]) -> None:
+        """Start these anew, at their addresses and paused; the others go on, but nobody asks through the router.
+
+        Raises:
+            StageError: one does not come up, or the router does not.
+        """
+        timeout_s = self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
+        fresh = self._actors.call("restart", dict.fromkeys(names, ()), timeout_s=timeout_s)
+        self.addresses = [fresh.get(address.name, address) for address in self.addresses]
+        if self._router is not None:
+            # It leaves out an engine that failed some requests for a minute, whatever has taken the engine's place.
+            self._router.stop()
+            self._start_router(port=self._router.port)
+
+    def release_memory(self, parts: Collection[EngineMemory]) -> None:
+        """See SglangControl.release_memory."""
+        self._move_memory("release_memory", parts)
+
+    def resume_memory(self, parts: Collection[EngineMemory]) -> None:
+        """Take memory back; with that of the KV cache the engines serve requests again."""
+        self._move_memory("resume_memory", parts)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -101,6 +116,25 @@ class EngineGroup:
         elif self._actors.answered(self._checks, "check"):
             self._checks = None
         self._check_router()
+
+    def _start_router(self, port: int | None) -> None:
+        rollout = self._recipe.rollout
+        try:
+            self._router = Router(
+                [address.url for address in self.addresses],
+                self._folder.log_file("router"),
+                timeout_s=rollout.startup_timeout_s,
+                request_timeout_s=rollout.request_timeout_s,
+                port=port,
+            )
+            self._router.wait_ready()
+        except (ServerError, EngineError) as error:
+            raise StageError(str(error)) from error
+
+    def _move_memory(self, method: str, parts: Collection[EngineMemory]) -> None:
+        # Pause, flush and release have a deadline each.
+        timeout_s = 3 * self._recipe.resync.timeout_s + 30
+        self._actors.call(method, dict.fromkeys(self._actors.names, (list(parts),)), timeout_s=timeout_s)
 
     def _check_router(self) -> None:
         if self._router is not None:

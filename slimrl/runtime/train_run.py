@@ -11,17 +11,17 @@ from slimrl.observability.report import write_curve
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.samples import write_samples
 from slimrl.observability.trackers import Trackers
-from slimrl.resync.session import ResyncReport
 from slimrl.rollout.statistics import rollout_metrics
 from slimrl.runtime.batch import apply_truncation_rule
 from slimrl.runtime.engine_group import EngineGroup
-from slimrl.runtime.errors import RunError
+from slimrl.runtime.hand_over import HandOver, Stage
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.step import Step
 from slimrl.runtime.task import Task
 from slimrl.runtime.trainer_group import TrainerGroup
+from slimrl.runtime.weight_sync import WeightSync
 
 
 class TrainRun:
@@ -44,14 +44,16 @@ class TrainRun:
         self.recipe, self.state = recipe, state
         self.learner = Learner(recipe, trainers, state, task.group_filters)
         self._folder, self._task = folder, task
-        self._trainers, self._engines, self._stage = trainers, engines, stage
+        self._trainers, self._stage = trainers, stage
+        self._memory = HandOver(engines, trainers, enabled=recipe.rollout.colocated)
+        self._weights = WeightSync(recipe, state, trainers, engines, progress)
         self._trackers, self._progress = trackers, progress
         self._prompts = prompts
         self._checkpoints = CheckpointFolder(folder.checkpoints)
 
     def meet_engines(self) -> None:
         """Give the engines the trainer's weights, and evaluate what a fresh run starts from as step 0."""
-        self._trainers.connect_engines(self._engines.addresses)
+        self._weights.connect()
         fresh = self.state.step == 0
         start = Step(0)
         self._send_weights(start)
@@ -83,6 +85,7 @@ class TrainRun:
         write_samples(
             self._folder.sample_file(step.number), batch.trajectories, self.recipe.tracking.trajectories_per_step
         )
+        self._memory.enter(Stage.train)
         return batch.trajectories
 
     def resync(self, step: Step) -> None:
@@ -110,35 +113,25 @@ class TrainRun:
     def save_checkpoint(self) -> None:
         """Write what a resume needs; the folder appears under its name when it is whole."""
         partial = self._checkpoints.begin(self.state.step)
+        self._memory.enter(Stage.save)
         self._trainers.save_checkpoint(partial / "trainer")
         self._checkpoints.finish(partial, self.state, self.recipe.checkpoint.keep)
+        self._memory.enter(Stage.rollout)
 
     def finish(self) -> None:
         """The model as a Hugging Face checkpoint, and the curve."""
+        self._memory.enter(Stage.exchange)
         self._trainers.export_hf(self._folder.fresh_export())
         write_curve([self._folder.metrics], self._folder.curve, title=self.recipe.run.name)
         self._progress.say(f"model: {self._folder.export}")
         self._progress.say(f"curve: {self._folder.curve}")
 
     def _send_weights(self, step: Step) -> None:
-        report = self._trainers.resync(self.state.weight_version)
-        step.record(resync_metrics(report))
-        if report.fingerprint_mismatches:
-            raise RunError(
-                f"weight version {report.version}: {report.fingerprint_mismatches} tensors differ between trainer and "
-                f"engines after the resync: {', '.join(report.mismatching[:5])}"
-            )
+        self._memory.enter(Stage.exchange)
+        self._weights.send(step)
+        self._memory.enter(Stage.rollout)
 
     def _write(self, step: Step) -> None:
         step.close()
         self._trackers.log(step.number, step.metrics)
         self._progress.summary(step.number, step.metrics)
-
-
-def resync_metrics(report: ResyncReport) -> dict[str, float]:
-    return {
-        "resync/bytes": report.bytes,
-        "resync/seconds": report.seconds,
-        "resync/version": report.version,
-        "resync/fingerprint_mismatches": report.fingerprint_mismatches,
-    }

@@ -13,7 +13,7 @@ from ray.util import get_node_ip_address
 
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import MicroBatch
-from slimrl.data.training import Layout, LogProbs, UpdateResult
+from slimrl.data.training import Layout, LogProbs, MemoryPart, UpdateResult
 from slimrl.observability.logs import capture_output
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.control import SglangControl
@@ -82,12 +82,10 @@ class TrainerActor:
 
     def connect_engines(self, engines: list[EngineAddress]) -> None:
         """Meet the engines that `resync` will update."""
-        settings = self.recipe.resync
-        controls = [SglangControl(e.name, e.url, num_ranks=e.tensor, timeout_s=settings.timeout_s) for e in engines]
         self.resync_session = ResyncSession(
             self.worker.weight_source(),
-            controls,
-            settings,
+            self._controls(engines),
+            self.recipe.resync,
             rank=self.rank,
             run_id=self.recipe.run.name,
             address=get_node_ip_address(),
@@ -98,6 +96,17 @@ class TrainerActor:
         assert self.resync_session is not None, "connect_engines comes first"
         self._count(0)
         return self.resync_session.run(version, self._set_progress)
+
+    def use_engines(self, engines: list[EngineAddress]) -> None:
+        """Some of them have been started anew, under the names and addresses that they had."""
+        assert self.resync_session is not None, "connect_engines comes first"
+        self.resync_session.use(self._controls(engines))
+
+    def release_memory(self, parts: list[MemoryPart]) -> None:
+        self.worker.release_memory(parts)
+
+    def resume_memory(self, parts: list[MemoryPart]) -> None:
+        self.worker.resume_memory(parts)
 
     def save_checkpoint(self, directory: Path) -> None:
         self.worker.save_checkpoint(directory)
@@ -118,6 +127,10 @@ class TrainerActor:
     def progress(self) -> tuple[int, int]:
         """(done, total) of the call under way: micro-batches or buckets."""
         return self.done, self.total
+
+    def _controls(self, engines: list[EngineAddress]) -> list[SglangControl]:
+        timeout_s = self.recipe.resync.timeout_s
+        return [SglangControl(e.name, e.url, num_ranks=e.tensor, timeout_s=timeout_s) for e in engines]
 
     def _count(self, total: int) -> None:
         self.done, self.total = 0, total

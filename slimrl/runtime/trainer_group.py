@@ -1,6 +1,6 @@
 """The trainer of a run as the driver sees it: one actor per rank, called together."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import ray
 
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import MicroBatch
-from slimrl.data.training import Layout, LogProbs, UpdateResult
+from slimrl.data.training import Layout, LogProbs, MemoryPart, UpdateResult
 from slimrl.observability.progress import Phase, Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.session import ResyncReport
@@ -88,6 +88,18 @@ class TrainerGroup:
         """Send the weights to the engines as `version`, which they serve when this returns."""
         results = self._call_counted("resync", "buckets", "resync", self._same(version))
         return next(report for report in results.values() if report is not None)
+
+    def use_engines(self, engines: Sequence[EngineAddress]) -> None:
+        """Some of those that `connect_engines` named have been started anew."""
+        self._call("use_engines", list(engines))
+
+    def release_memory(self, parts: Collection[MemoryPart]) -> None:
+        """See Offload.release."""
+        self._call("release_memory", list(parts))
+
+    def resume_memory(self, parts: Collection[MemoryPart]) -> None:
+        """See Offload.restore."""
+        self._call("resume_memory", list(parts))
 
     def save_checkpoint(self, directory: Path) -> None:
         self._call("save_checkpoint", directory.absolute())

@@ -1,6 +1,7 @@
 """The optimizer of one trainer rank: Megatron's Adam, sharded or not, its learning-rate schedule, and one safe step."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from slimrl import device
 from slimrl.config.schema import Precision, TrainerConfig
@@ -77,6 +79,14 @@ class Optimizer:
                 for group in part.optimizer.param_groups:
                     for parameter in group["params"]:
                         part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Parameters, which are main weights or views of the model's, and moments; as they are at this moment."""
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def resume_schedule(self, saved: dict[str, Any]) -> None:
         """Take over the number of updates from a saved schedule; rates follow this run's own settings."""

@@ -1,16 +1,18 @@
 """One trainer rank: the model, its optimizer, and what can be asked of them. Every rank is asked together."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from slimrl.config.schema import Precision, TrainerConfig
 from slimrl.data.packing import MicroBatch
+from slimrl.data.training import MemoryPart
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer import checkpoint
 from slimrl.trainer.build import build_model
 from slimrl.trainer.export import export_hf
+from slimrl.trainer.offload import Offload
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.parallel import destroy_parallel, init_parallel
 from slimrl.trainer.step import LogProbs, LossFunction, Stepper, UpdateResult
@@ -54,6 +56,7 @@ class TrainerWorker:
         model = self.family.megatron_config(self.hf_config)
         self.chunks = build_model(trainer, model)
         self.optimizer = Optimizer(trainer, self.chunks, total_updates)
+        self.offload = Offload(self.chunks, self.optimizer)
         self.stepper = Stepper(
             self.chunks,
             self.optimizer,
@@ -96,6 +99,14 @@ class TrainerWorker:
     def weight_source(self) -> MegatronWeightSource:
         """The weights as they are when iterated, under their Hugging Face names, in the precision of the training."""
         return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype)
+
+    def release_memory(self, parts: Collection[MemoryPart]) -> None:
+        """Give away memory of the device; what lies there must be taken back before it is used."""
+        self.offload.release(parts)
+
+    def resume_memory(self, parts: Collection[MemoryPart]) -> None:
+        """Take back what `release_memory` gave away; gradients come back as zeros."""
+        self.offload.restore(parts)
 
     def save_checkpoint(self, directory: Path) -> None:
         architecture = architecture_of(self.hf_config)

@@ -142,6 +142,16 @@ class CliRun:
                 continue
         return [member for *_, member in sorted(found, key=lambda item: item[:2])]
 
+    def kill_server(self, index: int) -> None:
+        """SIGKILL for the main process of an engine; its children end with it."""
+        for process in self.members("slimrl.rollout.launch"):
+            parent = process.parent()
+            log = Path(f"/proc/{process.pid}/fd/2").resolve()
+            if parent is not None and "ray::" in " ".join(parent.cmdline()) and log.name == f"engine_{index}.log":
+                process.send_signal(signal.SIGKILL)
+                return
+        raise AssertionError(f"no engine {index}")
+
     def interrupt_as_terminal(self) -> None:
         """What Ctrl-C does: SIGINT to every process of the foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)

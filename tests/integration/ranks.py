@@ -10,18 +10,21 @@ import os
 import queue
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from slimrl.rollout.ports import free_port
 
 
-def run_ranks(body: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    body: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0, dying: Collection[int] = ()
+) -> list[Any]:
     """`body(rank, num_ranks, port, *args)` on every rank; results by rank.
 
     Args:
         body: a module-level function; its result must be picklable.
         timeout_s: deadline of the whole run.
+        dying: ranks that are meant to end without a result; theirs is None.
 
     Raises:
         RuntimeError: a rank raised, with its traceback, or died.
@@ -39,7 +42,7 @@ def run_ranks(body: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: f
     try:
         for process in processes:
             process.start()
-        values = _collect(processes, results, time.monotonic() + timeout_s)
+        values = _collect(processes, results, time.monotonic() + timeout_s, dying)
         for process in processes:
             process.join(10)
         return values
@@ -54,8 +57,8 @@ def run_ranks(body: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: f
                 process.join(10)
 
 
-def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
-    answers: dict[int, Any] = {}
+def _collect(processes: list[Any], results: Any, deadline: float, dying: Collection[int]) -> list[Any]:
+    answers: dict[int, Any] = dict.fromkeys(dying)
     while len(answers) < len(processes):
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {sorted(set(range(len(processes))) - set(answers))} did not finish")

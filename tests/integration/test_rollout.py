@@ -16,11 +16,11 @@ from fleet import Fleet
 from slimrl_tools.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
 
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema import PauseMode, Precision, RolloutConfig
 from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
 from slimrl.data.seeds import derive_seed
 from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.control import SglangControl
+from slimrl.rollout.control import EngineMemory, SglangControl
 from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.process import ServerError
 from slimrl.rollout.server import EngineServer
@@ -134,6 +134,67 @@ async def test_a_paused_request_goes_on_under_the_new_version(router, fleet):
     result = await task
     await direct.aclose()
     assert (len(result.tokens), result.weight_version) == (400, 21)
+
+
+async def test_requests_are_aborted_or_stay_in_place_as_the_pause_says(fleet):
+    first = control(fleet, 0)
+    direct = SglangEngine(fleet.engine_urls[0], routed_experts_shape=(SIZE.layers, 2))
+
+    async def start(session: str) -> asyncio.Task[GenerateResult]:
+        task = asyncio.create_task(direct.generate(ask(session, prompt(1, 10), 400)))
+        await asyncio.sleep(0.5)
+        assert first.running_requests() == 1
+        return task
+
+    task = await start("in-place")
+    first.pause(PauseMode.in_place)
+    first.probe(5.0)
+    assert first.running_requests() == 1
+    with pytest.raises(EngineError, match="flush_cache: 400"):
+        first.flush_cache()
+    first.resume()
+    assert len((await task).tokens) == 400
+
+    task = await start("abort")
+    await asyncio.to_thread(first.pause, PauseMode.abort)
+    result = await task
+    assert result.finish_reason == "abort"
+    assert 0 < len(result.tokens) < 400
+    assert first.running_requests() == 0
+    waiting = asyncio.create_task(direct.generate(ask("waiting", prompt(1, 10), 4)))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    first.resume()
+    assert len((await waiting).tokens) == 4
+
+    task = await start("retract")
+    first.pause(PauseMode.retract)
+    assert first.running_requests() == 0
+    first.resume()
+    assert len((await task).tokens) == 400
+
+    task = await start("released")
+    await asyncio.to_thread(first.release_memory, list(EngineMemory))
+    assert (await task).finish_reason == "abort"
+    first.resume_memory([EngineMemory.weights])
+    first.resume_memory([EngineMemory.kv_cache])
+    first.resume()
+    assert len((await direct.generate(ask("after", prompt(1, 10), 4))).tokens) == 4
+    await direct.aclose()
+
+
+async def test_a_stopped_engine_gives_no_sign_of_life(fleet):
+    second = control(fleet, 1)
+    members = session_members(fleet.engines[1].process.pid)
+    try:
+        for pid in members:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match=r"engine 1, server_info: no answer within 0\.5 s"):
+            second.probe(0.5)
+    finally:
+        for pid in members:
+            os.kill(pid, signal.SIGCONT)
+    second.probe(20.0)
 
 
 async def test_a_request_past_its_deadline_is_aborted_at_the_engine(router, fleet):

@@ -129,7 +129,7 @@ def test_a_killed_trainer_rank_is_named(start: Start):
 def test_a_killed_engine_is_named(start: Start, router: bool):
     run, folder = start(engines=2 if router else 1, long_rollout=True)
     in_rollout(run, folder)
-    kill_server(run, 0)
+    run.kill_server(0)
     assert_ended(run, 1, "engine 0 was ended by SIGKILL", str(log_path(folder, "engine_0")))
 
 
@@ -157,14 +157,3 @@ def rank_of(trainer: psutil.Process) -> int:
     """By the log that it writes to."""
     log = Path(f"/proc/{trainer.pid}/fd/2").resolve()
     return int(log.stem.removeprefix("trainer_"))
-
-
-def kill_server(run: CliRun, index: int) -> None:
-    """SIGKILL for the main process of an engine; its children end with it."""
-    for process in run.members("slimrl.rollout.launch"):
-        parent = process.parent()
-        log = Path(f"/proc/{process.pid}/fd/2").resolve()
-        if parent is not None and "ray::" in " ".join(parent.cmdline()) and log.name == f"engine_{index}.log":
-            process.send_signal(signal.SIGKILL)
-            return
-    raise AssertionError(f"no engine {index}")

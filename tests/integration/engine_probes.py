@@ -1,0 +1,56 @@
+"""What tests ask of a real engine about the weights that it serves, and what transformers says of the same."""
+
+import os
+from pathlib import Path
+
+import httpx
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+PROMPT = [5, 300, 77, 41, 12, 260, 99, 8, 130, 211]
+
+
+def engine_logprobs(url: str, timeout_s: float = 60.0) -> torch.Tensor:
+    """float32 [len(PROMPT) - 1]: of each prompt token but the first."""
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = httpx.post(f"{url}/generate", json=body, timeout=timeout_s, trust_env=False).raise_for_status().json()
+    return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
+
+
+@torch.no_grad()
+def transformers_logprobs(path: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    logits_TV = model(torch.tensor([PROMPT])).logits[0, :-1]
+    return logits_TV.log_softmax(-1).gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+
+
+def serves(url: str, path: Path) -> bool:
+    """Whether the engine's log-probs are those of the checkpoint, which tells any mixture of two from both."""
+    return bool((engine_logprobs(url) - transformers_logprobs(path)).abs().max() < 2e-5)
+
+
+def answers(url: str, timeout_s: float = 1.0) -> bool:
+    """Whether the engine generates at all; one that is paused or gone does not."""
+    try:
+        engine_logprobs(url, timeout_s)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def members(leader: int) -> list[int]:
+    """Living processes of the session that the process leads: all of an engine's."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+    return found

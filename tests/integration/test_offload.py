@@ -1,0 +1,81 @@
+"""A trainer that gives its memory away between updates computes the same bits as one that keeps it."""
+
+import pytest
+import torch
+from megatron.core import parallel_state as mpu
+from ranks import run_ranks
+from trainer_cases import Run, packed_batches, start, trainer_config
+
+from slimrl.config.schema import OptimizerConfig, Precision
+from slimrl.data.training import MemoryPart
+from slimrl.trainer.offload import Offload
+from slimrl.trainer.parallel import destroy_parallel, init_model_parallel
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
+
+CASES = [(precision, distributed) for precision in Precision for distributed in (True, False)]
+
+
+def weight_storages(run: Run) -> dict[int, torch.UntypedStorage]:
+    return {p.untyped_storage()._cdata: p.untyped_storage() for chunk in run.chunks for p in chunk.parameters()}
+
+
+def weight_bytes(run: Run) -> int:
+    return sum(storage.nbytes() for storage in weight_storages(run).values())
+
+
+def gradient_bytes(run: Run) -> int:
+    buffers = [buffer for chunk in run.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+
+
+def optimizer_bytes(run: Run) -> int:
+    """Of what is not the model's weights too, as a float32 optimizer's main weights are."""
+    storages = [tensor.untyped_storage() for tensor in run.optimizer.tensors()]
+    return sum(storage.nbytes() for storage in storages if storage._cdata not in weight_storages(run))
+
+
+def updates(rank, num_ranks, port):
+    """Of each case without and with offloading: log-probs and sums of three updates."""
+    results = []
+    for number, (precision, distributed) in enumerate(case for case in CASES for _ in range(2)):
+        optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.01, distributed=distributed)
+        trainer = trainer_config(num_ranks, expert=2, precision=precision, optimizer=optimizer)
+        if number == 0:
+            layout = start(trainer, rank, num_ranks, port)
+        else:
+            mpu.destroy_model_parallel()
+            layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
+        run = Run(trainer, layout, None)
+        offload = Offload(run.chunks, run.optimizer) if number % 2 else None
+        result = []
+        for step in range(3):
+            batches = packed_batches(step, layout, trainer.max_tokens_per_rank)
+            result.append([output.logprobs for output in run.stepper.compute_logprobs(batches, 0.7)])
+            result.append(run.update(step))
+            if offload is not None:
+                assert optimizer_bytes(run) > 0
+                view = next(run.chunks[0].parameters()).detach().view(-1)[:3]
+                before = view.clone()
+                offload.release([MemoryPart.gradients, MemoryPart.optimizer])
+                assert gradient_bytes(run) == 0
+                assert optimizer_bytes(run) == 0
+                assert torch.equal(view, before)
+                offload.release([MemoryPart.weights])
+                assert weight_bytes(run) == 0
+                offload.restore([MemoryPart.weights])
+                assert torch.equal(view, before)
+                offload.restore([MemoryPart.optimizer, MemoryPart.gradients])
+        results.append(result)
+    destroy_parallel()
+    return results
+
+
+def test_updates_are_bit_identical_with_and_without_offloading():
+    for results in run_ranks(updates, 2, timeout_s=180):
+        for case, plain, offloaded in zip(CASES, results[::2], results[1::2], strict=True):
+            for step in range(3):
+                for one, other in zip(plain[2 * step], offloaded[2 * step], strict=True):
+                    assert one.tobytes() == other.tobytes(), case
+                assert plain[2 * step + 1] == offloaded[2 * step + 1], case
+            assert plain[1].grad_norm > 0
