@@ -46,6 +46,8 @@ OWNED = {
     "rollout.sglang": {
         "model_path": "model.path",
         "tp_size": "rollout.engine_tensor",
+        "ep_size": "rollout.engine_expert",
+        "enable_memory_saver": "rollout.colocated",
         "enable_return_routed_experts": "rollout.routed_experts",
     },
 }
