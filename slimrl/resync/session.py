@@ -1,68 +1,51 @@
-"""One resync: the trainer's weights into every engine, under one new version number.
+"""Resyncs of a run: the trainer's weights into every engine, under one new version number.
 
-1. pause: engines put running requests back into their queues.
-2. begin, then bucket by bucket: gather, pack, send; end.
-3. flush the prefix caches, which hold keys and values of the old weights, and set the version.
-4. Compare fingerprints of loaded tensors with the trainer's.
-5. resume.
+1. pause: what becomes of running requests is `resync.pause`'s choice.
+2. begin; then bucket by bucket gather, transform, send, where a bucket is sent and loaded while the next is gathered.
+3. end. From here on an engine has the whole version.
+4. flush the prefix caches, which hold keys and values of the old weights, and set the version.
+5. Compare fingerprints of loaded tensors with the trainer's.
+6. resume.
 
-A step that fails leaves the engines paused: their weights may be of two versions, and no request may see them.
+An engine has the version, or is taken out, or stays paused. After a fault in the steps 1 to 3, engines that give no
+sign of life or failed twice are out, and the version starts again for the rest. Later, who fails is out. `use` brings
+an engine back. After a fault of the trainer's side, or with no engine left, all stay paused.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from slimrl.config.schema import ResyncConfig, TransportName, VerifyMode
-from slimrl.data.protocols import BucketSpec, EngineControl, EngineError, WeightSource
-from slimrl.models.fingerprint import fingerprint
-from slimrl.resync.fan_out import fan_out
-from slimrl.resync.packing import BucketPacker
-from slimrl.resync.plan import plan_buckets
-from slimrl.resync.shared_buffer import SharedBuffer, clean_stale_segments, shared_buffer
+from slimrl.config.schema import PauseMode, ResyncConfig, TransportName, VerifyMode
+from slimrl.data.protocols import EngineControl, EngineError, WeightSource
+from slimrl.resync.buckets import Transform
+from slimrl.resync.expectation import expected_fingerprints
+from slimrl.resync.fleet import PROBE_TIMEOUT_S, Fleet
+from slimrl.resync.pipeline import Pipeline, Progress
+from slimrl.resync.plan import ResyncPlan, plan_resync
+from slimrl.resync.ranks import RankError, Ranks
+from slimrl.resync.report import Clock, ResyncError, ResyncReport
 from slimrl.resync.transports.base import Transport
 from slimrl.resync.transports.collective import CollectiveTransport
 from slimrl.resync.transports.ipc import IpcTransport
-
-Progress = Callable[[int, int], None]
-"""Called with (buckets sent, buckets in all)."""
-
-
-class ResyncError(Exception):
-    """A resync broke off; says at which version and bucket, and which engine failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResyncReport:
-    version: int
-    bytes: int
-    """Tensor bytes sent, counted once however many engines received them."""
-    buckets: int
-    seconds: float
-    """From pause to resume."""
-    verified_tensors: int
-    """Tensors compared, counted once per engine."""
-    fingerprint_mismatches: int
-    mismatching: tuple[str, ...]
-    """`<engine>: <tensor>` of each mismatch."""
-    failed_engines: Mapping[str, str] = field(default_factory=dict)
-    """Why each engine that was left out failed, by its name."""
-    stale_requests: int = 0
-    """Requests that go on with keys and values of older weights."""
+from slimrl.resync.verdict import StartAgain, settle
 
 
 class ResyncSession:
-    """One trainer rank's part in the resyncs of a run. Rank 0 talks to the engines, the others give their shards.
+    """One trainer rank's part in the resyncs of a run. All ranks make it, and call each method, together.
 
     Args:
-        source: this rank's end of the gathering.
-        engines: all that are to receive the weights; used on rank 0 alone.
+        source: this rank's end of the weights.
+        engines: all that are to receive them; the same on every rank.
         rank: of this process in the trainer.
         run_id: names shared-memory segments and broadcast groups of this run.
+        node: on which this rank runs, under a name that the engines' places use too.
         address: of rank 0 as the engines reach it, for the `collective` transport.
-        transport: None for the one that the config names; opened at the first run.
+        transport: None for the one that the config names.
+        transform: of tensors between trainer and engines.
+
+    Raises:
+        ValueError: see `plan_resync`.
     """
 
     def __init__(
@@ -73,113 +56,179 @@ class ResyncSession:
         *,
         rank: int,
         run_id: str,
+        node: str = "",
         address: str = "127.0.0.1",
         transport: Transport | None = None,
+        transform: Transform | None = None,
     ) -> None:
-        self._source = source
-        self._engines = engines
-        self._config = config
-        self._rank = rank
+        self._source, self._config, self._run_id, self._transform = source, config, run_id, transform
+        # Whoever waits for a sender waits for its slowest engine, and for the probes after a failure.
+        deadline_s = 2 * (config.timeout_s + PROBE_TIMEOUT_S)
+        self._ranks = Ranks(node, deadline_s)
+        assert self._ranks.rank == rank, "not the rank of the process group"
+        self._tensors = source.layout()
         self._transport = transport or make_transport(config, run_id, address)
-        self._run_id = run_id
-        self._names = [spec.name for spec in source.specs()]
-        self._buckets = plan_buckets(source.specs(), config.bucket_bytes)
-        self._buffer: SharedBuffer | None = None
-
-    def run(self, version: int, on_progress: Progress | None = None) -> ResyncReport | None:
-        """Bring every engine to the source's weights; all ranks call it, and rank 0 gets the report.
-
-        Raises:
-            ResyncError: an engine refused, died, or outran a deadline; the engines stay paused, and the other ranks
-                may wait for rank 0 until their own deadline.
-        """
-        if self._rank == 0:
-            return self._run(version, on_progress)
-        for _ in self._source.tensors():
-            pass
-        return None
+        self._plan = self._make_plan(engines)
+        self._engines = list(engines)
+        self._pipeline: Pipeline | None = None
+        self._completed = -1
+        self._deadline_s = deadline_s
 
     def use(self, engines: Sequence[EngineControl]) -> None:
-        """Send to these engines from the next version on; every rank calls it."""
-        self._engines = engines
+        """Send to these engines from the next version on, to those too that were taken out.
+
+        Raises:
+            ValueError: see `plan_resync`.
+        """
+        plan = self._make_plan(engines)
+        self._engines = list(engines)
+        if plan.senders != self._plan.senders:
+            self._close_pipeline()
+            self._plan = plan
+
+    def run(self, version: int, on_progress: Progress | None = None) -> ResyncReport | None:
+        """Bring every engine to the source's weights; rank 0 gets the report.
+
+        Raises:
+            ValueError: the version is not above the last one that was completed.
+            ResyncError: the engines stay paused; the next run takes them as they are.
+        """
+        if version <= self._completed:
+            raise ValueError(f"resync of version {version}: version {self._completed} was sent before")
+        start, clock = time.monotonic(), Clock()
+        fleet = self._my_fleet()
+        try:
+            self._transfer(version, fleet, clock, on_progress)
+            report = self._activate(version, fleet, clock, start)
+        except (RankError, OSError) as error:
+            raise ResyncError(f"resync of version {version} failed: {error}") from error
+        self._completed = version
+        return report if self._ranks.rank == 0 else None
 
     def close(self) -> None:
-        """Release shared memory and the engines; any rank may call it, more than once too."""
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
+        """Release shared memory and the engines; more than once too."""
+        self._close_pipeline()
         self._transport.close()
+        self._ranks.close()
 
-    def _run(self, version: int, on_progress: Progress | None) -> ResyncReport:
-        start = time.monotonic()
-        place = "before the first bucket"
-        to_verify = verified_names(self._names, self._config, version)
-        try:
-            if self._buffer is None:
-                clean_stale_segments()
-                self._buffer = shared_buffer(max(bucket.nbytes for bucket in self._buckets), self._run_id)
-            self._transport.connect(self._engines)
-            self._each("pause", lambda engine: engine.pause(self._config.pause))
-            self._transport.begin(version)
-            expected: dict[str, str] = {}
-            stream = self._source.tensors()
-            for number, bucket in enumerate(self._buckets, 1):
-                place = f"at bucket {number} of {len(self._buckets)}"
-                expected.update(self._fill(bucket, stream, to_verify))
-                self._transport.send(bucket, self._buffer)
-                if on_progress is not None:
-                    on_progress(number, len(self._buckets))
-            assert next(stream, None) is None, "the source has more tensors than it declares"
-            place = "after the last bucket"
-            self._transport.end(version)
-            self._each("flush_cache", lambda engine: engine.flush_cache())
-            self._each("set_version", lambda engine: engine.set_version(version))
-            mismatching = self._verify(expected)
-            self._each("resume", lambda engine: engine.resume())
-        except EngineError as error:
-            raise ResyncError(f"resync of version {version} failed {place}: {error}") from error
-        return ResyncReport(
-            version=version,
-            bytes=sum(bucket.nbytes for bucket in self._buckets),
-            buckets=len(self._buckets),
-            seconds=time.monotonic() - start,
-            verified_tensors=len(expected) * len(self._engines),
-            fingerprint_mismatches=len(mismatching),
-            mismatching=mismatching,
+    def _make_plan(self, engines: Sequence[EngineControl]) -> ResyncPlan:
+        return plan_resync(
+            self._tensors,
+            self._ranks.nodes,
+            [engine.place for engine in engines],
+            transport=self._config.transport,
+            bucket_bytes=self._config.bucket_bytes,
+            transform=self._transform,
         )
 
-    def _each(self, what: str, call: Callable[[EngineControl], Any]) -> dict[str, Any]:
-        calls = {engine.name: partial(call, engine) for engine in self._engines}
-        return fan_out(calls, what, self._config.timeout_s)
+    def _my_fleet(self) -> Fleet:
+        sender = self._plan.sender(self._ranks.rank)
+        names = sender.engines if sender else ()
+        return Fleet([engine for engine in self._engines if engine.name in names], self._config.timeout_s)
 
-    def _fill(self, bucket: BucketSpec, stream: Iterator[tuple[str, Any]], to_verify: frozenset[str]) -> dict[str, str]:
-        """Pack the bucket; the fingerprints of those of its tensors that are to be verified."""
-        assert self._buffer is not None
-        packer = BucketPacker(bucket, self._buffer.tensor)
-        prints = {}
-        while not packer.is_full:
-            name, tensor = next(stream)
-            packer.put(name, tensor)
-            if name in to_verify:
-                prints[name] = fingerprint(tensor)
-        return prints
+    def _transfer(self, version: int, fleet: Fleet, clock: Clock, on_progress: Progress | None) -> None:
+        """Steps 1 to 3, again and again without engines that fail."""
+        if self._pipeline is None:
+            self._pipeline = Pipeline(
+                self._plan, self._source, self._ranks, self._transform, run_id=self._run_id, timeout_s=self._deadline_s
+            )
+        settled = partial(settle, self._ranks, fleet, version)
 
-    def _verify(self, expected: dict[str, str]) -> tuple[str, ...]:
-        if not expected:
-            return ()
-        names = None if self._config.verify == VerifyMode.full else list(expected)
-        loaded = self._each("fingerprints", lambda engine: engine.fingerprints(names))
-        return tuple(
+        def together(place: str, action: Callable[[], None]) -> None:
+            error: Exception | None = None
+            if fleet.engines:
+                try:
+                    action()
+                except (EngineError, OSError) as raised:
+                    error = raised
+            settled(place, error)
+
+        def prepare() -> None:
+            fleet.each("pause", lambda engine: engine.pause(self._config.pause))
+            self._transport.connect(list(fleet.engines))
+            self._transport.begin(version)
+
+        while True:
+            try:
+                with clock("pause"):
+                    together("before the first bucket", prepare)
+                send = self._transport.send if fleet.engines else None
+                self._pipeline.run(send, settled, clock, on_progress)
+                with clock("activate"):
+                    together("after the last bucket", lambda: self._transport.end(version))
+                return
+            except StartAgain:
+                continue
+
+    def _activate(self, version: int, fleet: Fleet, clock: Clock, start: float) -> ResyncReport:
+        """Steps 4 to 6; the report is right on rank 0."""
+        with clock("activate"):
+            stale = sum(fleet.each_or_out("flush_cache", self._flush).values())
+            fleet.each_or_out("set_version", lambda engine: engine.set_version(version))
+        with clock("verify"):
+            expected, mismatching = self._verify(version, fleet)
+        with clock("activate"):
+            # No engine serves the version before all have it.
+            self._ranks.agree(0)
+            fleet.each_or_out("resume", lambda engine: engine.resume())
+        assert self._pipeline is not None
+        memory = self._pipeline.nbytes
+        parts = self._ranks.gather_objects(
+            (len(fleet.engines), fleet.failed, mismatching, stale, dict(clock.seconds), memory)
+        )
+        engines, failures, mismatches, stales, seconds, memories = zip(*parts, strict=True)
+        failed = {name: reason for each in failures for name, reason in each.items()}
+        if self._engines and not sum(engines):
+            reasons = "; ".join(failed.values())
+            raise ResyncError(f"resync of version {version} failed after the last bucket: no engine is left: {reasons}")
+        buckets = self._plan.buckets
+        return ResyncReport(
+            version=version,
+            bytes=sum(bucket.sent.nbytes for bucket in buckets),
+            buckets=len(buckets),
+            seconds=time.monotonic() - start,
+            stage_seconds={
+                stage: max(each.get(stage, 0.0) for each in seconds)
+                for stage in dict.fromkeys(stage for each in seconds for stage in each)
+            },
+            verified_tensors=expected * sum(engines),
+            mismatching=tuple(name for each in mismatches for name in each),
+            failed_engines=failed,
+            stale_requests=sum(stales),
+            peak_extra_bytes=max(memories),
+        )
+
+    def _flush(self, engine: EngineControl) -> int:
+        """Requests that go on with keys and values of the old weights, which are then not flushed."""
+        running = engine.running_requests() if self._config.pause is PauseMode.in_place else 0
+        if not running:
+            engine.flush_cache()
+        return running
+
+    def _verify(self, version: int, fleet: Fleet) -> tuple[int, tuple[str, ...]]:
+        """(tensors compared per engine, `<engine>: <tensor>` of those that differ)."""
+        names = verified_names([tensor.spec.name for tensor in self._tensors], self._config, version)
+        if not names:
+            return 0, ()
+        expected = expected_fingerprints(self._source, self._tensors, names, self._ranks)
+        loaded = fleet.each_or_out("fingerprints", lambda engine: engine.fingerprints(list(expected)))
+        mismatching = tuple(
             f"{engine}: {name}"
             for engine, prints in loaded.items()
             for name, value in expected.items()
             if prints.get(name) != value
         )
+        return len(expected), mismatching
+
+    def _close_pipeline(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
 
 
 def make_transport(config: ResyncConfig, run_id: str, address: str) -> Transport:
     """The transport that the config names, not yet connected."""
-    if config.transport == TransportName.ipc:
+    if config.transport is TransportName.ipc:
         return IpcTransport(config.timeout_s)
     return CollectiveTransport(address, f"slimrl-{run_id}", config.timeout_s)
 

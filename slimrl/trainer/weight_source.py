@@ -1,12 +1,15 @@
-"""The trainer's live weights as Hugging Face tensors on rank 0, whatever the parallel layout.
+"""The trainer's live weights as Hugging Face tensors: where each lies, this rank's pieces, and whole ones on rank 0.
 
-1. At construction the ranks tell each other which shards they hold; every shard gets one owner, rank 0 where it can,
-   else its replicas take turns.
-2. The map's entries, in order, are cut into windows of bounded size.
-3. For each window every rank sends rank 0 its shards in one flat message.
-4. Rank 0 joins the shards and undoes Megatron's layout, tensor by tensor.
+A shard of a Megatron weight gives one piece of each Hugging Face tensor that the weight holds. At construction the
+ranks tell each other which shards they have.
 
-Rank 0 holds the weights of one window at a time besides its own.
+Whole tensors, for an export, come together on rank 0:
+
+1. Every piece gets one owner, rank 0 where it can, else its holders take turns.
+2. The tensors, in order, are cut into windows of bounded size.
+3. For each window every rank sends rank 0 its pieces in one flat message, and rank 0 puts them together.
+
+Rank 0 holds the tensors of one window at a time besides its own weights.
 """
 
 from collections import defaultdict
@@ -17,26 +20,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimrl.data.protocols import TensorSpec
+from slimrl.data.protocols import Region, SourcePiece, SourceTensor, TensorSpec
 from slimrl.models.family import Family
 from slimrl.models.hf_config import dtype_name
-from slimrl.models.safetensors_folder import element_bytes
-from slimrl.models.weight_map import Entry
+from slimrl.models.safetensors_folder import element_bytes, spec_bytes
 from slimrl.trainer.weights import local_weights, model_weight_map, shard_place
 
 WINDOW_BYTES = 64 * 1024**2
 """Most bytes gathered at a time; a single larger tensor is gathered whole."""
 
-Key = tuple[int, int]
-"""(entry, shard)"""
+Shard = tuple[int, int]
+"""(entry of the weight map, index of the shard)"""
 
 
 class MegatronWeightSource:
-    """Implements WeightSource. Made and iterated by all ranks of the default process group together.
+    """Implements WeightSource. Made by all ranks of the default process group together.
 
     Args:
-        chunks: this rank's modules, wrapped or not; the source reads their weights as they are when iterated.
-        dtype: of the exported tensors, as torch prints it without the prefix; None for the checkpoint's.
+        chunks: this rank's modules, wrapped or not; the source reads their weights as they are when asked.
+        dtype: of the tensors, as torch prints it without the prefix; None for the checkpoint's.
 
     Raises:
         ValueError: weights of the model are held by no rank, or the modules have weights that no rule covers.
@@ -50,25 +52,44 @@ class MegatronWeightSource:
         dtype: str | None = None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
         self._map = model_weight_map(chunks, family, hf_config)
         self._dtype = dtype or dtype_name(hf_config)
-        self._local: dict[Key, Tensor] = {}
-        counts: dict[int, int] = {}
-        for index, tensor in local_weights(chunks, self._map):
-            shard, counts[index] = shard_place(self._map.entries[index])
-            self._local[index, shard] = tensor.detach()
+        self._local = {index: tensor.detach() for index, tensor in local_weights(chunks, self._map)}
         self._device = next(iter(self._local.values())).device if self._local else torch.device("cpu")
-        held: list[Any] = [None] * self._world_size
-        dist.all_gather_object(held, (list(self._local), counts))
-        self._counts = {index: count for _, theirs in held for index, count in theirs.items()}
-        self._owners = self._choose_owners([keys for keys, _ in held])
-        self._shapes = [entry.shard_shape(self._counts[i]) for i, entry in enumerate(self._map.entries)]
-        self._windows = self._cut_windows(window_bytes)
+        self._places = {
+            name: (index, position)
+            for index, entry in enumerate(self._map.entries)
+            for position, tensor in enumerate(entry.hf)
+            for name in tensor.names
+        }
+        self._layout = self._join_layouts()
+        self._windows = _cut_windows(self._layout, window_bytes)
 
     def specs(self) -> list[TensorSpec]:
         """All tensors in the order in which `tensors` yields them; equal on every rank."""
-        return self._map.specs(self._dtype)
+        return [tensor.spec for tensor in self._layout]
+
+    def layout(self) -> list[SourceTensor]:
+        """Where each tensor lies, in the order of `specs`; equal on every rank."""
+        return self._layout
+
+    def piece(self, name: str) -> Tensor:
+        """This rank's piece of a tensor as it is now, in the live weight's dtype, without padding.
+
+        A view of the live weight where the layout allows.
+
+        Raises:
+            KeyError: this rank holds no piece of it.
+        """
+        index, position = self._places[name]
+        entry = self._map.entries[index]
+        value = entry.rule.op.to_hf(self._local[index])[position]
+        shard = entry.rule.shard
+        if shard is None:
+            return value
+        ((_, *_), zeros) = entry.slices(entry.hf[position], *shard_place(entry))
+        return value.narrow(shard.dim, 0, value.shape[shard.dim] - zeros) if zeros else value
 
     def tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """(name, tensor) on rank 0, (name, None) elsewhere; every rank must run it to its end.
@@ -76,81 +97,114 @@ class MegatronWeightSource:
         A tensor is valid until the next one is asked for, and may share memory with the live weights.
         """
         for window in self._windows:
-            shards = self._gather(window)
-            for index in window:
-                entry = self._map.entries[index]
-                if shards is None:
-                    yield from ((name, None) for tensor in entry.hf for name in tensor.names)
-                    continue
-                whole = entry.to_hf([shards[index, shard] for shard in range(self._counts[index])])
-                for tensor, value in zip(entry.hf, whole, strict=True):
-                    yield from ((name, value) for name in tensor.names)
+            received = self._gather(window)
+            for tensor in window:
+                if received is None:
+                    yield tensor.spec.name, None
+                else:
+                    yield tensor.spec.name, _whole(tensor.spec, received.pop(tensor.spec.name))
 
-    def _choose_owners(self, held: list[list[Key]]) -> dict[Key, int]:
-        holders: dict[Key, list[int]] = defaultdict(list)
-        for rank, keys in enumerate(held):
-            for key in keys:
-                holders[key].append(rank)
+    def _join_layouts(self) -> list[SourceTensor]:
+        mine = {index: shard_place(self._map.entries[index]) for index in self._local}
+        held: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(held, mine)
+        counts: dict[int, int] = {}
+        holders: dict[Shard, list[int]] = defaultdict(list)
+        for rank, places in enumerate(held):
+            for index, (shard, count) in places.items():
+                counts[index] = count
+                holders[index, shard].append(rank)
         missing = [
             entry.megatron[0]
             for index, entry in enumerate(self._map.entries)
-            if not all((index, shard) in holders for shard in range(self._counts.get(index, 1)))
+            if not all((index, shard) in holders for shard in range(counts.get(index, 1)))
         ]
         if missing:
             raise ValueError(f"no rank holds {len(missing)} weights of the model, the first is {missing[0]}")
-        return {key: 0 if 0 in ranks else ranks[key[0] % len(ranks)] for key, ranks in holders.items()}
+        return [
+            SourceTensor(
+                spec=spec,
+                pieces=tuple(
+                    SourcePiece(region=region, holders=tuple(holders[index, shard]))
+                    for shard in range(counts[index])
+                    if not _is_empty(region := self._region(index, position, shard, counts[index]))
+                ),
+            )
+            for spec in self._map.specs(self._dtype)
+            for index, position in [self._places[spec.name]]
+        ]
 
-    def _cut_windows(self, window_bytes: int) -> list[list[int]]:
-        windows: list[list[int]] = []
-        filled = window_bytes
-        for index in range(len(self._map.entries)):
-            size = self._counts[index] * self._shard_bytes(index)
-            if not windows or filled + size > window_bytes:
-                windows.append([])
-                filled = 0
-            windows[-1].append(index)
-            filled += size
-        return windows
+    def _region(self, index: int, position: int, shard: int, count: int) -> Region:
+        entry = self._map.entries[index]
+        return entry.slices(entry.hf[position], shard, count)[0]
 
-    def _entry_dtype(self, entry: Entry) -> str:
-        return entry.hf[0].dtype or self._dtype
-
-    def _shard_bytes(self, index: int) -> int:
-        numel = torch.Size(self._shapes[index]).numel()
-        return numel * element_bytes(self._entry_dtype(self._map.entries[index]))
-
-    def _gather(self, window: list[int]) -> dict[Key, Tensor] | None:
-        """Every shard of the window's entries on rank 0, in the dtype of the export; None elsewhere."""
-        by_owner: dict[int, list[Key]] = defaultdict(list)
-        for index in window:
-            for shard in range(self._counts[index]):
-                by_owner[self._owners[index, shard]].append((index, shard))
+    def _gather(self, window: Sequence[SourceTensor]) -> dict[str, list[tuple[Region, Tensor]]] | None:
+        """The pieces of the window's tensors on rank 0, in the dtype of the export; None elsewhere."""
+        by_owner: dict[int, list[tuple[TensorSpec, Region]]] = defaultdict(list)
+        for tensor in window:
+            for number, piece in enumerate(tensor.pieces):
+                owner = 0 if 0 in piece.holders else piece.holders[number % len(piece.holders)]
+                by_owner[owner].append((tensor.spec, piece.region))
         if self._rank != 0:
             if mine := by_owner.get(self._rank):
-                flat = torch.cat([self._own(key).contiguous().reshape(-1).view(torch.uint8) for key in mine])
+                flat = torch.cat([self._own(spec).contiguous().reshape(-1).view(torch.uint8) for spec, _ in mine])
                 _exchange([dist.P2POp(dist.isend, flat, 0)])
             return None
-        shards = {key: self._own(key) for key in by_owner.pop(0, [])}
-        buffers = {rank: self._buffer(keys) for rank, keys in by_owner.items()}
+        received: dict[str, list[tuple[Region, Tensor]]] = defaultdict(list)
+        for spec, region in by_owner.pop(0, []):
+            received[spec.name].append((region, self._own(spec)))
+        buffers = {rank: self._buffer(pieces) for rank, pieces in by_owner.items()}
         _exchange([dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in buffers.items()])
-        for rank, keys in by_owner.items():
-            shards.update(self._unpack(buffers[rank], keys))
-        return shards
+        for rank, pieces in by_owner.items():
+            start = 0
+            for spec, region in pieces:
+                stop = start + _region_bytes(spec, region)
+                value = _typed(buffers[rank][start:stop], getattr(torch, spec.dtype))
+                received[spec.name].append((region, value.reshape(_region_shape(region))))
+                start = stop
+        return received
 
-    def _own(self, key: Key) -> Tensor:
-        return self._local[key].to(getattr(torch, self._entry_dtype(self._map.entries[key[0]])))
+    def _own(self, spec: TensorSpec) -> Tensor:
+        return self.piece(spec.name).to(getattr(torch, spec.dtype))
 
-    def _buffer(self, keys: list[Key]) -> Tensor:
-        nbytes = sum(self._shard_bytes(index) for index, _ in keys)
+    def _buffer(self, pieces: Sequence[tuple[TensorSpec, Region]]) -> Tensor:
+        nbytes = sum(_region_bytes(spec, region) for spec, region in pieces)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _unpack(self, buffer: Tensor, keys: list[Key]) -> Iterator[tuple[Key, Tensor]]:
-        start = 0
-        for index, shard in keys:
-            dtype = getattr(torch, self._entry_dtype(self._map.entries[index]))
-            stop = start + self._shard_bytes(index)
-            yield (index, shard), _typed(buffer[start:stop], dtype).reshape(self._shapes[index])
-            start = stop
+
+def _cut_windows(layout: Sequence[SourceTensor], window_bytes: int) -> list[list[SourceTensor]]:
+    windows: list[list[SourceTensor]] = []
+    filled = window_bytes
+    for tensor in layout:
+        size = spec_bytes(tensor.spec)
+        if not windows or filled + size > window_bytes:
+            windows.append([])
+            filled = 0
+        windows[-1].append(tensor)
+        filled += size
+    return windows
+
+
+def _whole(spec: TensorSpec, pieces: Sequence[tuple[Region, Tensor]]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0][1]
+    whole = torch.empty(spec.shape, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
+    for region, value in pieces:
+        whole[region] = value
+    return whole
+
+
+def _region_shape(region: Region) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in region)
+
+
+def _region_bytes(spec: TensorSpec, region: Region) -> int:
+    return torch.Size(_region_shape(region)).numel() * element_bytes(spec.dtype)
+
+
+def _is_empty(region: Region) -> bool:
+    """Whether it is padding alone."""
+    return 0 in _region_shape(region)
 
 
 def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,17 @@
-"""Buckets: every byte once, bounded, aligned, in an order that both sides know."""
+"""Buckets and plans: every byte once, bounded, aligned, and over the network once for each node that needs it."""
+
+import itertools
 
 import pytest
 import torch
 
-from slimrl.data.protocols import TensorSpec
+from slimrl.config.schema import TransportName
+from slimrl.data.protocols import EnginePlace, SourcePiece, SourceTensor, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
-from slimrl.resync.packing import BucketPacker
-from slimrl.resync.plan import plan_buckets
+from slimrl.resync.buckets import cut_buckets
+from slimrl.resync.exchange import messages, part_view
+from slimrl.resync.plan import plan_resync
 
 
 def spec(name: str, *shape: int, dtype: str = "float32", atomic: str | None = None) -> TensorSpec:
@@ -15,81 +19,204 @@ def spec(name: str, *shape: int, dtype: str = "float32", atomic: str | None = No
 
 
 def names(buckets) -> list[list[str]]:
-    return [[part.spec.name for part in bucket.parts] for bucket in buckets]
+    return [[part.spec.name for part in bucket.gathered.parts] for bucket in buckets]
+
+
+class HalfWithSums:
+    """A transform: half the precision, and one float32 for every two rows."""
+
+    row_multiple = 2
+
+    def outputs(self, spec, start, stop):
+        half = TensorSpec(name=spec.name, shape=spec.shape, dtype="float16")
+        sums = TensorSpec(name=f"{spec.name}_sums", shape=(-(-spec.shape[0] // 2),), dtype="float32")
+        return [(half, start, stop), (sums, start // 2, -(-stop // 2))]
 
 
 def test_tensors_fill_buckets_in_their_order():
     specs = [spec("a", 10), spec("b", 10), spec("c", 5), spec("d", 20)]
-    assert names(plan_buckets(specs, 100)) == [["a", "b", "c"], ["d"]]
+    assert names(cut_buckets(specs, 100)) == [["a", "b", "c"], ["d"]]
 
 
-def test_a_tensor_larger_than_a_bucket_travels_alone():
-    buckets = plan_buckets([spec("a", 1), spec("big", 100), spec("b", 1)], 16)
-    assert names(buckets) == [["a"], ["big"], ["b"]]
-    assert [bucket.nbytes for bucket in buckets] == [4, 400, 4]
+def test_a_tensor_larger_than_a_bucket_is_cut_into_rows():
+    buckets = cut_buckets([spec("a", 1), spec("big", 10, 3), spec("b", 1)], 40)
+    rows = [[(p.spec.name, p.start, p.stop) for p in bucket.gathered.parts] for bucket in buckets]
+    assert rows == [[("a", 0, 1), ("big", 0, 3)], [("big", 3, 6)], [("big", 6, 9)], [("big", 9, 10), ("b", 0, 1)]]
+    assert all(bucket.gathered.nbytes <= 40 for bucket in buckets)
+    assert buckets[1].gathered.parts[0].shape == (3, 3)
+    assert not buckets[1].gathered.parts[0].is_whole
 
 
-def test_an_atomic_group_stays_together_even_where_it_overfills():
+def test_a_row_that_does_not_fit_is_refused_with_the_size_that_is_needed():
+    with pytest.raises(ValueError, match=r"resync.bucket_bytes: 10, but 1 rows of big need 12"):
+        cut_buckets([spec("big", 10, 3)], 10)
+
+
+def test_an_atomic_group_stays_together_and_one_that_does_not_fit_is_refused():
     specs = [spec("a", 3), spec("q", 3, atomic="g"), spec("kv", 3, atomic="g"), spec("b", 3)]
-    assert names(plan_buckets(specs, 16)) == [["a"], ["q", "kv"], ["b"]]
+    assert names(cut_buckets(specs, 24)) == [["a"], ["q", "kv"], ["b"]]
+    with pytest.raises(ValueError, match=r"resync.bucket_bytes: 16, but q, kv travel together and need 24"):
+        cut_buckets(specs, 16)
 
 
 def test_deepseek_s_down_projections_which_sglang_fuses_travel_together():
     hf_config = {**published_config("DeepSeek-V3"), "num_hidden_layers": 5, "n_routed_experts": 8}
-    buckets = names(plan_buckets(family_of(hf_config).hf_tensor_specs(hf_config), 1))
-    together = [bucket for bucket in buckets if len(bucket) > 1]
-    assert together == [
-        [f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
-        for layer in range(5)
-    ]
+    buckets = names(cut_buckets(family_of(hf_config).hf_tensor_specs(hf_config), 32 * 1024**2))
+    of_bucket = {name: number for number, bucket in enumerate(buckets) for name in bucket}
+    for layer in range(5):
+        pair = [f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+        assert of_bucket[pair[0]] == of_bucket[pair[1]]
 
 
 def test_an_atomic_group_that_is_torn_apart_is_refused():
     with pytest.raises(ValueError, match="not neighbours: g"):
-        plan_buckets([spec("q", 3, atomic="g"), spec("a", 3), spec("kv", 3, atomic="g")], 16)
+        cut_buckets([spec("q", 3, atomic="g"), spec("a", 3), spec("kv", 3, atomic="g")], 16)
 
 
 def test_mixed_dtypes_are_aligned_without_gaps():
-    specs = [spec("half", 3, dtype="bfloat16"), spec("full", 2), spec("byte", 1, dtype="uint8"), spec("wide", 1)]
-    (bucket,) = plan_buckets(specs, 1000)
-    for part in bucket.parts:
+    specs = [spec("half", 3, dtype="bfloat16"), spec("full", 2), spec("byte", 1, dtype="uint8"), spec("scalar")]
+    (bucket,) = cut_buckets(specs, 1000)
+    parts = bucket.gathered.parts
+    for part in parts:
         assert part.offset % getattr(torch, part.spec.dtype).itemsize == 0
-    assert bucket.nbytes == 3 * 2 + 2 * 4 + 1 + 4
+    ends = [part.offset + part.nbytes for part in parts]
+    assert [part.offset for part in parts] == [0, *ends[:-1]]
+    assert ends[-1] == bucket.gathered.nbytes == 3 * 2 + 2 * 4 + 1 + 4
 
 
-def test_a_published_model_is_covered_once_within_the_bound():
-    hf_config = published_config("Qwen3-30B-A3B")
+@pytest.mark.parametrize("bucket_bytes", [1024**2, 256 * 1024**2])
+def test_a_published_model_is_covered_once_within_the_bound(bucket_bytes):
+    hf_config = {**published_config("Qwen3-30B-A3B"), "num_hidden_layers": 3}
     specs = family_of(hf_config).hf_tensor_specs(hf_config)
-    buckets = plan_buckets(specs, 256 * 1024**2)
-    assert [part.spec.name for bucket in buckets for part in bucket.parts] == [tensor.name for tensor in specs]
-    embedding_bytes = 151936 * 2048 * 2
-    assert sorted(bucket.nbytes for bucket in buckets)[-2:] == [embedding_bytes, embedding_bytes]
-    assert all(bucket.nbytes <= 256 * 1024**2 for bucket in buckets if bucket.nbytes != embedding_bytes)
-    assert sum(bucket.nbytes for bucket in buckets) == 2 * 30_532_122_624
+    buckets = cut_buckets(specs, bucket_bytes)
+    assert max(bucket.gathered.nbytes for bucket in buckets) <= bucket_bytes
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for bucket in buckets:
+        for part in bucket.gathered.parts:
+            rows.setdefault(part.spec.name, []).append((part.start, part.stop))
+    assert list(rows) == [tensor.name for tensor in specs]
+    for tensor in specs:
+        edges = [0, *(stop for _, stop in rows[tensor.name])]
+        assert rows[tensor.name] == list(itertools.pairwise(edges))
+        assert edges[-1] == tensor.shape[0]
 
 
-def test_packing_lays_tensors_where_the_plan_says_whatever_their_order_and_strides():
-    values = {
-        "half": torch.randn(3, 2).to(torch.bfloat16),
-        "full": torch.randn(4, 5).t(),
-        "tail": torch.randn(2),
-    }
-    specs = [spec(n, *t.shape, dtype=str(t.dtype).removeprefix("torch.")) for n, t in values.items()]
-    (bucket,) = plan_buckets(specs, 1000)
-    buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-    packer = BucketPacker(bucket, buffer)
-    for name in ("tail", "half", "full"):
-        assert not packer.is_full
-        packer.put(name, values[name])
-    assert packer.is_full
-    expected = [values[part.spec.name].contiguous().view(-1).view(torch.uint8) for part in bucket.parts]
-    assert torch.equal(buffer, torch.cat(expected))
+def test_a_transform_is_planned_by_what_it_makes_and_cut_where_it_allows():
+    buckets = cut_buckets([spec("a", 9, 2), spec("b", 2, 2)], 40, HalfWithSums())
+    assert all(max(bucket.gathered.nbytes, bucket.sent.nbytes) <= 40 for bucket in buckets)
+    gathered = [[(p.spec.name, p.start, p.stop) for p in bucket.gathered.parts] for bucket in buckets]
+    sent = [[(p.spec.name, p.start, p.stop) for p in bucket.sent.parts] for bucket in buckets]
+    assert gathered == [[("a", 0, 4)], [("a", 4, 8), ("a", 8, 9)], [("b", 0, 2)]]
+    assert sent == [
+        [("a_sums", 0, 2), ("a", 0, 4)],
+        [("a_sums", 2, 4), ("a_sums", 4, 5), ("a", 4, 8), ("a", 8, 9)],
+        [("b_sums", 0, 1), ("b", 0, 2)],
+    ]
 
 
-def test_packing_refuses_what_was_not_declared():
-    (bucket,) = plan_buckets([spec("a", 2)], 1000)
-    packer = BucketPacker(bucket, torch.zeros(8, dtype=torch.uint8))
-    with pytest.raises(AssertionError, match=r"a: .*declared"):
-        packer.put("a", torch.zeros(3))
-    with pytest.raises(AssertionError, match="b is not due"):
-        packer.put("b", torch.zeros(2))
+def piece(rows: tuple[int, int], *columns: tuple[int, int], holders: tuple[int, ...]) -> SourcePiece:
+    return SourcePiece(region=tuple(slice(*edges) for edges in (rows, *columns)), holders=holders)
+
+
+ROWS = SourceTensor(
+    spec=spec("rows", 8, 4), pieces=tuple(piece((i * 2, i * 2 + 2), (0, 4), holders=(i,)) for i in range(4))
+)
+COLUMNS = SourceTensor(
+    spec=spec("columns", 3, 4),
+    pieces=(piece((0, 3), (0, 2), holders=(0, 2)), piece((0, 3), (2, 4), holders=(1, 3))),
+)
+EVERYWHERE = SourceTensor(spec=spec("everywhere", 5), pieces=(piece((0, 5), holders=(0, 1, 2, 3)),))
+ON_LAST = SourceTensor(spec=spec("on_last", 6, 2), pieces=(piece((0, 6), (0, 2), holders=(3,)),))
+TENSORS = [ROWS, COLUMNS, EVERYWHERE, ON_LAST]
+
+
+def engine(name: str, node: str) -> EnginePlace:
+    return EnginePlace(name=name, nodes=(node,))
+
+
+def carried_out(plan, values):
+    """The plan's buckets played through: content of each node's memory, and bytes that crossed the network."""
+    crossed = 0
+    memories = []
+    for bucket in plan.buckets:
+        memory = {node: torch.full((bucket.gathered.nbytes,), 255, dtype=torch.uint8) for node in plan.leaders}
+        for rank, node in enumerate(plan.nodes):
+            for block in plan.writes(bucket, rank):
+                name = block.part.spec.name
+                mine = next(p for p in plan.tensors[name].pieces if rank in p.holders)
+                part_view(memory[node], block.part)[block.target] = values[name][mine.region][block.source]
+        for transfer in plan.transfers(bucket):
+            for node in transfer.targets:
+                there = part_view(memory[node], transfer.block.part)[transfer.block.target]
+                here = part_view(memory[transfer.source], transfer.block.part)[transfer.block.target]
+                there.copy_(here)
+                crossed += here.nbytes
+        memories.append(memory)
+    return memories, crossed
+
+
+@pytest.mark.parametrize("bucket_bytes", [32, 100, 10_000])
+@pytest.mark.parametrize(
+    ("transport", "nodes", "engine_nodes", "lacking"),
+    [
+        # What the sender's node lacks: nothing; the other node's rows and the last tensor; the same, at both ends;
+        (TransportName.ipc, "aaaa", "aa", 0),
+        (TransportName.collective, "aabb", "xy", 4 * 4 * 4 + 6 * 2 * 4),
+        (TransportName.ipc, "aabb", "ab", 2 * 4 * 4 * 4 + 6 * 2 * 4),
+        (TransportName.ipc, "aabb", "b", 4 * 4 * 4),
+        # each node lacks three quarters of the rows, two of four lack each half of the columns, three the last tensor.
+        (TransportName.ipc, "abcd", "abcd", 3 * 8 * 4 * 4 + 2 * 3 * 4 * 4 + 3 * 6 * 2 * 4),
+    ],
+)
+def test_senders_have_every_byte_and_each_crosses_once_per_node_that_lacks_it(
+    bucket_bytes, transport, nodes, engine_nodes, lacking
+):
+    engines = [engine(f"engine {i}", node) for i, node in enumerate(engine_nodes)]
+    plan = plan_resync(TENSORS, nodes, engines, transport=transport, bucket_bytes=bucket_bytes)
+    values = {t.spec.name: torch.randn(t.spec.shape) for t in TENSORS}
+    memories, crossed = carried_out(plan, values)
+    assert crossed == lacking
+    for bucket, memory in zip(plan.buckets, memories, strict=True):
+        for sender in plan.senders:
+            for part in bucket.gathered.parts:
+                expected = values[part.spec.name][part.start : part.stop]
+                assert torch.equal(part_view(memory[sender.node], part), expected)
+
+
+def test_leaders_are_the_lowest_ranks_of_their_nodes_and_those_with_engines_send():
+    engines = [engine("engine 0", "b"), engine("engine 1", "c"), engine("engine 2", "b")]
+    plan = plan_resync(TENSORS, "aabc", engines, transport=TransportName.ipc, bucket_bytes=1000)
+    assert plan.leaders == {"a": 0, "b": 2, "c": 3}
+    assert [(sender.rank, sender.engines) for sender in plan.senders] == [
+        (2, ("engine 0", "engine 2")),
+        (3, ("engine 1",)),
+    ]
+    assert plan.sender(0) is None
+    for transport in set(TransportName) - {TransportName.ipc}:
+        (sender,) = plan_resync(TENSORS, "aabc", engines, transport=transport, bucket_bytes=1000).senders
+        assert (sender.rank, len(sender.engines)) == (0, 3)
+
+
+@pytest.mark.parametrize("nodes", [("x",), ("a", "b")])
+def test_ipc_needs_each_engine_on_one_node_of_the_trainer(nodes):
+    place = EnginePlace(name="engine 0", nodes=nodes)
+    with pytest.raises(ValueError, match=r"ipc, but engine 0 is on .*Use collective or disk"):
+        plan_resync(TENSORS, "aabb", [place], transport=TransportName.ipc, bucket_bytes=1000)
+
+
+def test_neighbouring_blocks_with_one_way_travel_as_one_message():
+    experts = [
+        SourceTensor(spec=spec(f"expert{i}", 2, 2), pieces=(piece((0, 2), (0, 2), holders=(i // 4,)),))
+        for i in range(8)
+    ]
+    halves = SourceTensor(
+        spec=spec("halves", 3, 4),
+        pieces=tuple(piece((0, 3), (2 * i, 2 * i + 2), holders=(i,)) for i in range(2)),
+    )
+    plan = plan_resync(
+        [*experts, halves], "ab", [engine("engine 0", "a")], transport=TransportName.ipc, bucket_bytes=1000
+    )
+    (bucket,) = plan.buckets
+    first, second = messages(plan.transfers(bucket))
+    assert (first.source, first.targets, first.start, first.stop) == ("b", ("a",), 4 * 16, 8 * 16)
+    assert second.columns is not None

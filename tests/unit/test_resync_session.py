@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from slimrl import device
-from slimrl.config.schema import ResyncConfig, TransportName, VerifyMode
-from slimrl.data.protocols import EngineError, TensorSpec
+from slimrl.config.schema import PauseMode, ResyncConfig, TransportName, VerifyMode
+from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceTensor, TensorSpec
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.resync.fan_out import fan_out
 from slimrl.resync.session import ResyncError, ResyncSession, verified_names
 from slimrl.resync.shared_buffer import FileBuffer, clean_stale_segments
 from slimrl.resync.transports.collective import LEAVE_TIMEOUT_S
+from slimrl.resync.transports.ipc import IpcTransport
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
 
@@ -45,8 +46,17 @@ class Source:
             for name, t in self.weights.items()
         ]
 
-    def tensors(self):
-        yield from self.weights.items()
+    def layout(self):
+        return [
+            SourceTensor(
+                spec=spec,
+                pieces=(SourcePiece(region=tuple(map(slice, [0] * len(spec.shape), spec.shape)), holders=(0,)),),
+            )
+            for spec in self.specs()
+        ]
+
+    def piece(self, name):
+        return self.weights[name]
 
 
 class Engine:
@@ -59,6 +69,15 @@ class Engine:
         self.version = -1
         self.fails_at: tuple[str, int] | None = None
         self.groups: dict[str, list] = {}
+        self.place = EnginePlace(name=name, nodes=("",), num_ranks=num_ranks)
+
+        self.running = 0
+
+    def probe(self, timeout_s):
+        """Alive."""
+
+    def running_requests(self):
+        return self.running
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -162,7 +181,7 @@ def session(source, engines, settings, **changes) -> ResyncSession:
     return ResyncSession(source, engines, settings, **{"rank": 0, "run_id": "test", **changes})
 
 
-@pytest.mark.parametrize("transport", list(TransportName))
+@pytest.mark.parametrize("transport", [TransportName.ipc, TransportName.collective])
 def test_engines_hold_the_source_s_bytes_under_the_new_version(transport):
     source, engines = Source(weights()), [Engine("engine 0"), Engine("engine 1")]
     resync = session(source, engines, config(transport=transport), run_id=f"contents-{transport.value}")
@@ -172,7 +191,7 @@ def test_engines_hold_the_source_s_bytes_under_the_new_version(transport):
             source.weights = weights(version)
             report = resync.run(version, on_progress=lambda done, total: seen.append((done, total)))
             assert report.version == version
-            assert report.fingerprint_mismatches == 0
+            assert report.mismatching == ()
             assert report.bytes == sum(t.numel() * t.element_size() for t in source.weights.values())
             assert report.verified_tensors == 2 * len(source.weights)
             for engine in engines:
@@ -190,7 +209,7 @@ def test_the_group_has_a_rank_for_every_process_of_every_engine():
     engines = [Engine("engine 0", num_ranks=2), Engine("engine 1")]
     resync = session(Source(weights()), engines, config(transport=TransportName.collective), run_id="ranks")
     try:
-        assert resync.run(1).fingerprint_mismatches == 0
+        assert resync.run(1).mismatching == ()
     finally:
         resync.close()
     assert [engine.calls[-1] for engine in engines] == ["leave", "leave"]
@@ -216,19 +235,117 @@ def test_a_tensor_that_arrived_wrong_is_named_with_its_engine():
     report = resync.run(1)
     resync.close()
     assert report.mismatching == ("engine 1: w2",)
-    assert report.fingerprint_mismatches == 1
 
 
-def test_an_engine_that_fails_in_the_middle_is_named_with_the_bucket_and_nothing_resumes():
+def test_an_engine_that_fails_once_gets_another_chance_and_the_version_starts_again():
     engines = [Engine("engine 0"), Engine("engine 1")]
     engines[1].fails_at = ("load", 2)
     resync = session(Source(weights()), engines, config())
-    with pytest.raises(ResyncError, match=r"version 7 failed at bucket 2 of \d: engine 1: load: refused"):
-        resync.run(7)
+    report = resync.run(7)
     resync.close()
+    assert report.failed_engines == {}
+    assert report.mismatching == ()
     for engine in engines:
-        assert "resume" not in engine.calls
-        assert "version" not in engine.calls
+        assert engine.calls.count("load") == 2 + report.buckets
+        assert engine.calls.count("begin") == 2
+        assert engine.calls.count("version") == engine.calls.count("resume") == 1
+
+
+def test_an_engine_that_fails_twice_is_out_and_the_others_get_the_version():
+    class Refusing(Engine):
+        def load_shared_bucket(self, segment, bucket):
+            self._note("load")
+            raise EngineError(f"{self.name}: load: refused")
+
+    engines = [Engine("engine 0"), Refusing("engine 1")]
+    source = Source(weights())
+    resync = session(source, engines, config())
+    report = resync.run(7)
+    assert report.failed_engines == {"engine 1": "engine 1: load: refused"}
+    assert engines[0].version == 7
+    assert engines[0].calls[-1] == "resume"
+    assert "version" not in engines[1].calls
+    assert "resume" not in engines[1].calls
+    replaced = Engine("engine 1")
+    resync.use([engines[0], replaced])
+    assert resync.run(8).failed_engines == {}
+    resync.close()
+    assert replaced.version == 8
+    assert all(torch.equal(replaced.loaded[name], tensor) for name, tensor in source.weights.items())
+
+
+def test_an_engine_that_died_is_out_at_once():
+    class Dying(Engine):
+        dead = False
+
+        def load_shared_bucket(self, segment, bucket):
+            self.dead = True
+            raise EngineError(f"{self.name}: load: connection refused")
+
+        def probe(self, timeout_s):
+            if self.dead:
+                raise EngineError(f"{self.name}: gone")
+
+    engines = [Dying("engine 0"), Engine("engine 1")]
+    resync = session(Source(weights()), engines, config())
+    report = resync.run(1)
+    resync.close()
+    assert report.failed_engines == {"engine 0": "engine 0: load: connection refused; engine 0: gone"}
+    assert engines[1].version == 1
+    assert engines[1].calls.count("begin") == 2
+
+
+def test_with_no_engine_left_the_error_names_version_bucket_tensor_and_engine_and_nothing_resumes():
+    class Refusing(Engine):
+        def load_shared_bucket(self, segment, bucket):
+            raise EngineError(f"{self.name}: load: refused")
+
+    engine = Refusing("engine 0")
+    resync = session(Source(weights()), [engine], config())
+    with pytest.raises(ResyncError, match=r"version 7 failed at bucket 1 of \d \(w0\): engine 0: load: refused"):
+        resync.run(7)
+    assert "resume" not in engine.calls
+    assert "version" not in engine.calls
+    resync.use([Engine("engine 0")])
+    assert resync.run(7).mismatching == ()
+    resync.close()
+
+
+@pytest.mark.parametrize("call", ["flush", "version", "fingerprints", "resume"])
+def test_an_engine_that_fails_after_the_transfer_is_out_and_the_others_serve(call):
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    engines[1].fails_at = (call, 1)
+    resync = session(Source(weights()), engines, config())
+    report = resync.run(1)
+    resync.close()
+    assert report.failed_engines == {"engine 1": f"engine 1: {call}: refused"}
+    assert engines[0].calls[-1] == "resume"
+    assert report.mismatching == ()
+
+
+def test_a_version_that_is_not_newer_is_refused():
+    engine = Engine("engine 0")
+    resync = session(Source(weights()), [engine], config())
+    resync.run(3)
+    calls = list(engine.calls)
+    for version in (3, 2):
+        with pytest.raises(ValueError, match=f"version {version}: version 3 was sent before"):
+            resync.run(version)
+    resync.close()
+    assert engine.calls == calls
+
+
+def test_a_full_disk_names_itself_and_engines_stay_paused():
+    class Full(IpcTransport):
+        def send(self, bucket, buffer):
+            raise OSError(28, "No space left on device")
+
+    engine = Engine("engine 0")
+    resync = session(Source(weights()), [engine], config(), transport=Full(5.0))
+    with pytest.raises(ResyncError, match=r"version 1 failed at bucket 1 .*No space left"):
+        resync.run(1)
+    resync.close()
+    assert engine.calls == ["pause", "begin"]
 
 
 def test_a_refused_broadcast_does_not_wait_for_its_deadline():
@@ -236,38 +353,58 @@ def test_a_refused_broadcast_does_not_wait_for_its_deadline():
     engines[0].fails_at = ("receive", 1)
     resync = session(Source(weights()), engines, config(transport=TransportName.collective), run_id="refused")
     start = time.monotonic()
-    with pytest.raises(ResyncError, match="engine 0: receive: refused"):
-        resync.run(1)
-    assert time.monotonic() - start < 3
-    resync.close()
+    report = resync.run(1)
     assert time.monotonic() - start < 3 + LEAVE_TIMEOUT_S
+    resync.close()
+    assert report.failed_engines == {}
 
 
-def test_an_engine_that_hangs_runs_into_the_deadline():
+def test_an_engine_that_hangs_runs_into_the_deadline_and_is_out():
     class Hanging(Engine):
         def pause(self, mode):
             threading.Event().wait(30)
 
-    resync = session(Source(weights()), [Engine("engine 0"), Hanging("engine 1")], config(timeout_s=0.3))
-    with pytest.raises(ResyncError, match="engine 1: pause did not finish within"):
-        resync.run(1)
+        def probe(self, timeout_s):
+            threading.Event().wait(30)
+
+    engines = [Engine("engine 0"), Hanging("engine 1")]
+    resync = session(Source(weights()), engines, config(timeout_s=0.3))
+    report = resync.run(1)
     resync.close()
+    assert set(report.failed_engines) == {"engine 1"}
+    assert "pause did not finish within 0.3 s" in report.failed_engines["engine 1"]
 
 
-def test_other_ranks_run_the_source_to_its_end_and_leave_the_engines_alone():
-    class Counting(Source):
-        ended = 0
+def test_a_bucket_is_gathered_while_the_one_before_is_loaded():
+    loading, overlapped = threading.Event(), []
 
-        def tensors(self):
-            yield from ((name, None) for name in self.weights)
-            self.ended += 1
+    class Slow(Engine):
+        def load_shared_bucket(self, segment, bucket):
+            loading.set()
+            time.sleep(0.05)
+            super().load_shared_bucket(segment, bucket)
+            loading.clear()
 
-    source, engine = Counting(weights()), Engine("engine 0")
-    resync = session(source, [engine], config(), rank=1)
-    assert resync.run(1) is None
+    class Watched(Source):
+        def piece(self, name):
+            overlapped.append(loading.wait(0.04))
+            return super().piece(name)
+
+    resync = session(Watched(weights()), [Slow("engine 0")], config(verify=VerifyMode.off))
+    report = resync.run(1)
     resync.close()
-    assert source.ended == 1
-    assert engine.calls == []
+    assert report.buckets > 2
+    assert any(overlapped)
+
+
+def test_requests_that_go_on_in_place_are_counted_as_stale_and_not_flushed():
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    engines[1].running = 3
+    resync = session(Source(weights()), engines, config(pause=PauseMode.in_place))
+    report = resync.run(1)
+    resync.close()
+    assert report.stale_requests == 3
+    assert ["flush" in engine.calls for engine in engines] == [True, False]
 
 
 def test_sampling_reaches_every_tensor_within_the_stated_number_of_versions():

@@ -1,0 +1,92 @@
+"""One bucket out of the trainer's ranks into the shared memory of each node that needs it.
+
+1. Each rank writes the pieces that it owns for its node straight to their final place: one copy from the live weight,
+   converted to the tensor's dtype on the way.
+2. Leaders pass on what nodes of senders lack (exchange.py); nothing, where all ranks are on one node.
+
+Several stages take turns, so that one is filled while another is sent.
+"""
+
+import torch
+
+from slimrl.data.protocols import WeightSource
+from slimrl.models.shared_segment import open_shared
+from slimrl.resync.exchange import Exchange, Message, messages, part_view
+from slimrl.resync.plan import ResyncPlan
+from slimrl.resync.ranks import Ranks
+from slimrl.resync.shared_buffer import SharedBuffer, shared_buffer
+
+
+class Gatherer:
+    """This rank's part in the gathering. Made by all ranks together.
+
+    Args:
+        num_stages: buckets that a node holds at a time.
+        run_id: part of the shared memory's name.
+        timeout_s: deadline of an exchange between leaders.
+
+    Raises:
+        OSError: on all ranks; no shared memory is left on some node.
+    """
+
+    def __init__(
+        self,
+        plan: ResyncPlan,
+        source: WeightSource,
+        ranks: Ranks,
+        *,
+        num_stages: int,
+        run_id: str,
+        timeout_s: float,
+    ) -> None:
+        self._source, self._ranks = source, ranks
+        node = ranks.nodes[ranks.rank]
+        leader = plan.leaders[node]
+        self._writes = [plan.writes(bucket, ranks.rank) for bucket in plan.buckets]
+        nbytes = max((bucket.gathered.nbytes for bucket in plan.buckets), default=0)
+        self.buffers: list[SharedBuffer] = []
+        """The stages of this node, on its leader; empty on the others."""
+        problem = None
+        if leader == ranks.rank:
+            try:
+                self.buffers = [shared_buffer(nbytes, run_id) for _ in range(num_stages)]
+            except OSError as error:
+                problem = str(error)
+        answers = ranks.gather_objects((problem, [buffer.segment() for buffer in self.buffers]))
+        if problems := [problem for problem, _ in answers if problem is not None]:
+            raise OSError(f"no memory for {num_stages} buckets of {nbytes} bytes: {problems[0]}")
+        self._stages = [buffer.tensor for buffer in self.buffers] or [
+            open_shared(segment, writable=True) for segment in answers[leader][1]
+        ]
+        self._exchange: Exchange | None = None
+        self._messages: list[list[Message]] = []
+        if len(plan.leaders) > 1:
+            self._exchange = Exchange(plan.leaders, ranks.rank, timeout_s)
+            self._messages = [messages(plan.transfers(bucket)) for bucket in plan.buckets]
+
+    def gather(self, number: int, stage: int) -> None:
+        """Write this rank's share of bucket `number` into a stage, and pass on what other nodes lack.
+
+        The bucket is whole when all ranks have returned.
+
+        Raises:
+            RankError: another rank died or is late.
+        """
+        flat = self._stages[stage]
+        for block in self._writes[number]:
+            value = self._source.piece(block.part.spec.name)[block.source]
+            part_view(flat, block.part)[block.target].copy_(value)
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+        if self._exchange is not None:
+            self._ranks.meet_on_node()
+            if self.buffers:
+                self._exchange.run(flat, self._messages[number])
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+        self.buffers, self._stages = [], []
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None

@@ -1,0 +1,136 @@
+"""All buckets of a version: while one is sent and loaded, the next is gathered and transformed.
+
+A sender has two slots that take turns. Without a transform, buckets are gathered straight into them; with one, into a
+stage from which the transform fills the slots. Before bucket k is sent, all ranks agree that it is whole and that
+bucket k - 1 has arrived, so that its slot may be filled with bucket k + 1.
+"""
+
+from collections.abc import Callable
+
+from slimrl.data.protocols import BucketSpec, WeightSource
+from slimrl.resync.buckets import PlannedBucket, Transform
+from slimrl.resync.exchange import part_view
+from slimrl.resync.gather import Gatherer
+from slimrl.resync.plan import ResyncPlan
+from slimrl.resync.ranks import Ranks
+from slimrl.resync.report import Clock
+from slimrl.resync.sending import Sending
+from slimrl.resync.shared_buffer import SharedBuffer, clean_stale_segments, shared_buffer
+
+Progress = Callable[[int, int], None]
+"""Called with (buckets sent, buckets in all)."""
+
+Send = Callable[[BucketSpec, SharedBuffer], None]
+
+Settle = Callable[[str, Exception | None], None]
+"""Called on all ranks with the place and this rank's error; raises where any of them met one."""
+
+NUM_SLOTS = 2
+
+
+class Pipeline:
+    """This rank's part, with the memory for it. Made by all ranks together.
+
+    Raises:
+        OSError: no shared memory is left, that of killed runs included, which is freed first.
+    """
+
+    def __init__(
+        self,
+        plan: ResyncPlan,
+        source: WeightSource,
+        ranks: Ranks,
+        transform: Transform | None,
+        *,
+        run_id: str,
+        timeout_s: float,
+    ) -> None:
+        clean_stale_segments()
+        self._plan, self._ranks, self._transform = plan, ranks, transform
+        self._timeout_s = timeout_s
+        num_stages = 1 if transform else NUM_SLOTS
+        self._gatherer = Gatherer(plan, source, ranks, num_stages=num_stages, run_id=run_id, timeout_s=timeout_s)
+        self._slots: list[SharedBuffer] = []
+        if plan.sender(ranks.rank) is None:
+            return
+        if transform is None:
+            self._slots = self._gatherer.buffers
+        else:
+            nbytes = max((bucket.sent.nbytes for bucket in plan.buckets), default=0)
+            self._slots = [shared_buffer(nbytes, run_id) for _ in range(NUM_SLOTS)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this rank holds."""
+        buffers = {id(buffer): buffer for buffer in (*self._gatherer.buffers, *self._slots)}
+        return sum(buffer.tensor.numel() for buffer in buffers.values())
+
+    def run(self, send: Send | None, settle: Settle, clock: Clock, on_progress: Progress | None) -> None:
+        """Gather every bucket and, on a sender, send it.
+
+        Args:
+            send: None on a rank that sends to no engine, or to none any more.
+
+        Raises:
+            RankError: another rank died or is late. Whatever `settle` raises.
+        """
+        sending: Sending | None = None
+        total = len(self._plan.buckets)
+        try:
+            for number, bucket in enumerate(self._plan.buckets):
+                slot = number % NUM_SLOTS
+                with clock("gather"):
+                    self._gatherer.gather(number, 0 if self._transform else slot)
+                if self._transform is not None:
+                    self._ranks.meet_on_node()
+                    with clock("transform"):
+                        self._fill_slot(bucket, slot)
+                settle(*self._arrived(number, sending, clock))
+                sending = None
+                if on_progress is not None and number:
+                    on_progress(number, total)
+                if send is not None:
+                    sending = Sending(_timed(clock, send, bucket.sent, self._slots[slot]))
+            settle(*self._arrived(total, sending, clock))
+            sending = None
+            if on_progress is not None:
+                on_progress(total, total)
+        finally:
+            if sending is not None:
+                sending.wait(self._timeout_s)
+
+    def close(self) -> None:
+        for buffer in self._slots:
+            buffer.close()
+        self._slots = []
+        self._gatherer.close()
+
+    def _arrived(self, number: int, sending: Sending | None, clock: Clock) -> tuple[str, Exception | None]:
+        """Where the bucket before `number` is in the whole, and the error of its sending."""
+        error = None
+        if sending is not None:
+            with clock("wait"):
+                error = sending.wait(self._timeout_s)
+        if not number:
+            return "before the first bucket", error
+        first = self._plan.buckets[number - 1].gathered.parts[0].spec.name
+        return f"at bucket {number} of {len(self._plan.buckets)} ({first})", error
+
+    def _fill_slot(self, bucket: PlannedBucket, slot: int) -> None:
+        if not self._slots:
+            return
+        assert self._transform is not None
+        stage, target = self._gatherer.buffers[0].tensor, self._slots[slot].tensor
+        sent = {(part.spec.name, part.start): part for part in bucket.sent.parts}
+        for part in bucket.gathered.parts:
+            outputs = self._transform.outputs(part.spec, part.start, part.stop)
+            views = [part_view(target, sent[spec.name, start]) for spec, start, _ in outputs]
+            self._transform.apply(part, part_view(stage, part), views)
+
+
+def _timed(clock: Clock, send: Send, bucket: BucketSpec, buffer: SharedBuffer) -> Callable[[], None]:
+    def run() -> None:
+        with clock("send"):
+            send(bucket, buffer)
+
+    return run

@@ -1,0 +1,82 @@
+"""What the ranks of the trainer say to each other during a resync: small values, over gloo, with a deadline.
+
+A rank that died makes the others fail at once, one that hangs makes them fail at the deadline.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(Exception):
+    """Another rank of the trainer died or is late."""
+
+
+class Ranks:
+    """All ranks of the default process group, or this process alone where there is none. Made by all together.
+
+    Args:
+        node: name of the node of this rank.
+        timeout_s: deadline of each exchange.
+    """
+
+    def __init__(self, node: str, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = None
+        self._node_group: Any = None
+        self.rank, self.size, self.nodes = 0, 1, (node,)
+        if dist.is_initialized():
+            self._group = self._make(range(dist.get_world_size()))
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.nodes = tuple(self.gather_objects(node))
+            for each in dict.fromkeys(self.nodes):
+                members = [rank for rank, other in enumerate(self.nodes) if other == each]
+                group = self._make(members)
+                if each == node:
+                    self._node_group = group
+
+    def agree(self, verdict: int) -> int:
+        """The highest verdict of all ranks; every rank has come this far when it returns."""
+        if self._group is None:
+            return verdict
+        value = torch.tensor([verdict])
+        with other_ranks():
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+        return int(value.item())
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on all of them."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with other_ranks():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def meet_on_node(self) -> None:
+        """Returns when all ranks of this node have come this far."""
+        if self._node_group is not None:
+            with other_ranks():
+                dist.barrier(group=self._node_group)
+
+    def close(self) -> None:
+        for group in (self._node_group, self._group):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._group = self._node_group = None
+
+    def _make(self, ranks: Sequence[int]) -> Any:
+        return dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
+
+
+@contextmanager
+def other_ranks() -> Iterator[None]:
+    """Around collective calls: torch raises RuntimeError for a peer that is gone and for one that is late."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"a rank of the trainer died or is late: {error}") from error

@@ -1,0 +1,50 @@
+"""What a resync reports, and the clock of its stages."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+class ResyncError(Exception):
+    """A resync broke off; says at which version, bucket and tensor, and what failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResyncReport:
+    version: int
+    bytes: int
+    """Tensor bytes sent, counted once however many engines received them."""
+    buckets: int
+    seconds: float
+    """From pause to resume"""
+    stage_seconds: dict[str, float]
+    """Of the slowest rank. pause: with opening the update. gather, transform: in the trainer. send: until engines have
+    loaded, beside the former two; wait: the rest of it, when nothing else was to be done. activate: closing the update,
+    flush, version, resume. verify."""
+    verified_tensors: int
+    """Tensors compared, counted once per engine."""
+    mismatching: tuple[str, ...]
+    """`<engine>: <tensor>` of each that differed."""
+    failed_engines: dict[str, str]
+    """Engines that were taken out, and why; they are paused, or gone."""
+    stale_requests: int
+    """Requests that go on with keys and values of earlier weights."""
+    peak_extra_bytes: int
+    """Memory that the largest rank holds for resyncs besides its weights."""
+
+
+class Clock:
+    """Adds up seconds by stage; not for two threads at once under one name."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start

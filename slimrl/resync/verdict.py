@@ -1,0 +1,42 @@
+"""How the trainer's ranks decide together whether a version goes on."""
+
+from slimrl.data.protocols import EngineError
+from slimrl.resync.fleet import Fleet
+from slimrl.resync.ranks import Ranks
+from slimrl.resync.report import ResyncError
+
+GO_ON, AGAIN, GIVE_UP = range(3)
+"""Of the verdicts of all ranks the highest counts."""
+
+
+class StartAgain(Exception):
+    """Engines were taken out, or get another chance; the version starts again from its first bucket."""
+
+
+def settle(ranks: Ranks, fleet: Fleet, version: int, place: str, error: Exception | None) -> None:
+    """A barrier of all ranks that tells each what any of them met.
+
+    Args:
+        fleet: this rank's; a failed call is judged in it.
+        place: what the error belongs to, for the message.
+        error: of this rank.
+
+    Raises:
+        StartAgain, ResyncError: on all ranks alike.
+        RankError: another rank died or is late.
+    """
+    verdict = GO_ON
+    if isinstance(error, EngineError):
+        verdict = AGAIN if fleet.judge(error) else GIVE_UP
+    elif isinstance(error, OSError):
+        verdict = GIVE_UP
+    elif error is not None:
+        raise error
+    verdict = ranks.agree(verdict)
+    if verdict == GO_ON:
+        return
+    outcomes = ranks.gather_objects((len(fleet.engines), None if error is None else str(error)))
+    if verdict == AGAIN and sum(engines for engines, _ in outcomes):
+        raise StartAgain
+    reasons = "; ".join(reason for _, reason in outcomes if reason is not None)
+    raise ResyncError(f"resync of version {version} failed {place}: {reasons}") from error
