@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_patches import checkpointing, collectives, cuda_calls, layers, literals, moe, optimizer, rng
+from megatron_patches.first_import import import_megatron
 
 Patch = Callable[[], None]
 
@@ -65,6 +66,7 @@ def apply() -> list[str]:
     Raises:
         RuntimeError: the installed version has no patch set, or a source line that a patch replaces has changed.
     """
+    import_megatron()
     import megatron.core
 
     version = megatron.core.__version__

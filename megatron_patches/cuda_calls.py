@@ -59,11 +59,16 @@ def make_cuda_moves_identity() -> None:
 
 
 def run_jit_functions_eagerly() -> None:
-    """jit.py binds torch.compile into about 40 functions while megatron.core is being imported.
+    """jit.py:21 binds torch.compile into about 40 functions while megatron.core is being imported.
 
-    `disable_jit_fuser()` comes too late for those. Eager execution is exact and needs no C++ compiler at run time.
+    `disable_jit_fuser()` comes too late for those. megatron.core is imported here while torch.compile does nothing, so
+    that torch's compiler is not imported either, which takes a second. Where another has imported it before, the
+    compiler is told to step aside. Eager execution is exact and needs no C++ compiler at run time.
     """
-    torch.compiler.set_stance("force_eager")
+    from megatron.core import jit
+
+    if jit.jit_fuser is torch.compile:
+        torch.compiler.set_stance("force_eager")
 
 
 def _put(names: str, make: Callable[[], Any]) -> None:

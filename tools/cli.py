@@ -1,10 +1,12 @@
-"""The `slimrl-tools` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed."""
+"""The `slimrl-tools` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed.
+
+A command imports what it needs when it runs, so that help and refusals come at once.
+"""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from slimrl_tools.calculator_data import write_calculator_data
 from slimrl_tools.commands_convert import app as convert
 from slimrl_tools.commands_derive import average, slice_layers
 from slimrl_tools.commands_diff_config import diff_config
@@ -12,10 +14,11 @@ from slimrl_tools.commands_inspect import inspect
 from slimrl_tools.commands_quantize import dequantize, quantize
 from slimrl_tools.commands_verify import verify
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.toy import write_toy
 from slimrl_tools.toy_configs import TOYS, ToySize
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0]
+)
 
 Seed = Annotated[int, typer.Option(help="The same seed gives the same files.")]
 Count = Annotated[int, typer.Option(min=1)]
@@ -55,6 +58,8 @@ def toy(
         mtp_layers=mtp_layers,
     )
     with exit_codes():
+        from slimrl_tools.toy import write_toy
+
         parameters = write_toy(family, out, size, seed)
         typer.echo(f"{out}: {family}, {parameters / 1e6:.2f} million parameters")
 
@@ -69,6 +74,8 @@ def calculator_data(
 ) -> None:
     """Write the calculator task: problems to train and evaluate on, and conversations for the cold start."""
     with exit_codes():
+        from slimrl_tools.calculator_data import write_calculator_data
+
         write_calculator_data(
             out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations
         )

@@ -1,15 +1,14 @@
 """`slimrl-tools convert`: between Hugging Face's format and Megatron's."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from slimrl_tools.command_options import KEEP, DryRun, Dtype, NoCheck, Out, Resume, ShardGb, torch_dtype_or_keep
+from slimrl_tools.conversion import Options
 from slimrl_tools.exit_codes import exit_codes
+from slimrl_tools.output_folder import refuse_existing
 from slimrl_tools.terminal import quiet_megatron
-
-if TYPE_CHECKING:
-    from slimrl_tools.conversion import Options
 
 app = typer.Typer(
     no_args_is_help=True, help="Convert checkpoints between Hugging Face's format and Megatron's torch_dist."
@@ -52,6 +51,8 @@ def hf_to_megatron(
       slimrl-tools convert hf-to-megatron DeepSeek-V3 DeepSeek-V3-mcore --tensor 8 --expert 64 --dry-run
     """
     with exit_codes():
+        refuse_existing(out)
+        options = _options(dtype, processes, resume, no_check)
         quiet_megatron()
         from slimrl_tools.hf_to_megatron import hf_to_megatron as convert
 
@@ -65,7 +66,6 @@ def hf_to_megatron(
             expert_tensor=expert_tensor,
             sequence=tensor > 1,
         )
-        options = _options(dtype, processes, resume, no_check)
         file_bytes = int(shard_gb * 1e9)
         convert(src, out, parallel, options, file_bytes=file_bytes, dry_run=dry_run, say=typer.echo)
         if not dry_run:
@@ -100,17 +100,16 @@ def megatron_to_hf(
       slimrl-tools convert megatron-to-hf runs/my_run/checkpoints/step_000100 my_model --dtype bf16 --shard-gb 4
     """
     with exit_codes():
+        refuse_existing(out)
+        options = _options(dtype, processes, resume, no_check)
         quiet_megatron()
         from slimrl_tools.megatron_to_hf import megatron_to_hf as convert
 
-        options = _options(dtype, processes, resume, no_check)
         shard_bytes = int(shard_gb * 1e9)
         convert(src, out, options, shard_bytes=shard_bytes, hf_dir=hf, dry_run=dry_run, say=typer.echo)
         if not dry_run:
             typer.echo(str(out))
 
 
-def _options(dtype: str, processes: int, resume: bool, no_check: bool) -> "Options":
-    from slimrl_tools.conversion import Options
-
+def _options(dtype: str, processes: int, resume: bool, no_check: bool) -> Options:
     return Options(dtype=torch_dtype_or_keep("--dtype", dtype), processes=processes, resume=resume, check=not no_check)

@@ -4,16 +4,14 @@ A record says what one output file holds, with a checksum of every tensor. It is
 disk and checked, so it is also what an interrupted conversion goes by when it continues.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slimrl_tools.output_folder import check_space, partial_path
 from slimrl_tools.progress import Advance, byte_progress
-from slimrl_tools.terminal import show_bytes
+from slimrl_tools.terminal import counted, show_bytes
 from slimrl_tools.workers import divide, run_workers
 
 Say = Callable[[str], None]
@@ -54,19 +52,19 @@ class Plan:
 
     def describe(self, processes: int) -> str:
         """Lines for a terminal."""
-        peak = self.copies_held * self.largest_bytes * processes
-        begun = f", continuing {partial_path(self.out)}" if partial_path(self.out).exists() else ""
+        peak = show_bytes(self.copies_held * self.largest_bytes * processes)
+        hold, each = ("holds", "") if processes == 1 else ("hold", " each")
         return (
-            f"{self.out}: {self.num_tensors} tensors, {show_bytes(self.nbytes)} in {len(self.files)} files{begun}\n"
-            f"the largest tensor held has {show_bytes(self.largest_bytes)}; {processes} processes hold at most "
-            f"{self.copies_held} such each, {show_bytes(peak)}"
+            f"{describe_output(self.out, self.num_tensors, self.nbytes, len(self.files))}\n"
+            f"the largest tensor held has {show_bytes(self.largest_bytes)}; {counted(processes, 'process')} {hold} "
+            f"at most {self.copies_held} such{each}, {peak}"
         )
 
 
-def refuse_existing(out: Path) -> None:
-    """Before anything is computed; the output folder looks again."""
-    if out.exists():
-        raise ValueError(f"{out} exists; it is not overwritten")
+def describe_output(out: Path, num_tensors: int, nbytes: int, num_files: int) -> str:
+    """A line that says what is to be written, and whether an interrupted run has begun it."""
+    begun = f", continuing {partial_path(out)}" if partial_path(out).exists() else ""
+    return f"{out}: {counted(num_tensors, 'tensor')}, {show_bytes(nbytes)} in {counted(num_files, 'file')}{begun}"
 
 
 def record_file(partial: Path, name: str) -> Path:
@@ -99,52 +97,3 @@ def run_plan(
     title = "convert and check" if options.check else "convert"
     with byte_progress(title, nbytes + (plan.nbytes if options.check else 0)) as advance:
         run_workers(convert, parts, advance)
-
-
-def on_disk(file: Path) -> None:
-    """Wait until a written file is on the disk. Read back afterwards, it may come from the memory of the system."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class Finisher:
-    """Waits for written files to reach the disk, checks them and writes their records, while the next one is made.
-
-    A context manager, which waits for the last file. One file at a time is waited for, so that the memory of the system
-    does not fill with what is not on the disk yet.
-
-    Raises:
-        OSError: the disk failed; from the call after, or at the end.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        self._last: Future[None] | None = None
-
-    def add(self, file: Path, finish: Callable[[], None]) -> None:
-        """`file` is written; `finish` is called, in a thread, when it is on the disk."""
-        self._wait()
-        self._last = self._thread.submit(_finish, file, finish)
-
-    def _wait(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
-
-    def __enter__(self) -> "Finisher":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._wait()
-        finally:
-            self._thread.shutdown()
-
-
-def _finish(file: Path, finish: Callable[[], None]) -> None:
-    on_disk(file)
-    finish()

@@ -22,11 +22,10 @@ from slimrl_tools.conversion import (
     Plan,
     Say,
     record_file,
-    refuse_existing,
     run_plan,
 )
-from slimrl_tools.output_folder import output_folder, source_files
-from slimrl_tools.torch_dist_share import convert_share
+from slimrl_tools.output_folder import output_folder, refuse_existing, source_files
+from slimrl_tools.torch_dist_writer import write_part
 
 from slimrl.config.model_rules import model_violations
 from slimrl.config.schema import ParallelConfig, Recipe, TrainerConfig
@@ -81,7 +80,7 @@ def hf_to_megatron(
     files = plan_files(schema, dtypes, file_bytes)
     plan = Plan(
         out=out,
-        num_tensors=len(schema.key_shapes()),
+        num_tensors=len({piece.key for piece in schema.pieces}),
         files={name: sum(piece_bytes(piece, dtypes) for piece in pieces) for name, pieces in files.items()},
         largest_bytes=largest,
         copies_held=COPIES_HELD,
@@ -97,7 +96,7 @@ def hf_to_megatron(
         "file_bytes": file_bytes,
     }
     with output_folder(out, job, resume=options.resume) as partial:
-        convert = bind(convert_share, src, partial, schema.weight_map.entries, dtypes, options.check)
+        convert = bind(write_part, src, partial, schema.weight_map.entries, dtypes, options.check)
         run_plan(convert, plan, files, partial, options)
         records = {name: read_record(record_file(partial, name)) for name in files}
         write_metadata(partial, schema, dtypes, records)

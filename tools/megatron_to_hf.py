@@ -8,7 +8,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ from slimrl_tools.conversion import (
     Options,
     Plan,
     Say,
-    refuse_existing,
     run_plan,
 )
 from slimrl_tools.open_checkpoint import FoundCheckpoint, check_model, find_checkpoint
-from slimrl_tools.output_folder import output_folder, source_files
-from slimrl_tools.safetensors_share import convert_share
+from slimrl_tools.output_folder import output_folder, refuse_existing, source_files
+from slimrl_tools.safetensors_writer import write_part
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.checkpoint import check_tensors
@@ -34,7 +33,7 @@ from slimrl.models.other_files import copy_other_files
 from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, SafetensorsFolder, plan_files, write_index
 from slimrl.models.torch_dist_reader import StoredWeights, read_metadata
-from slimrl.models.weight_map import Entry, WeightMap
+from slimrl.models.weight_map import WeightMap
 from slimrl.trainer.torch_dist import schema_of_stored
 
 COPIES_HELD = 3
@@ -77,14 +76,12 @@ def megatron_to_hf(
         carried = _carried(found, family, config, missing, say) if missing else {}
         sources = {**carried, **reader.specs}
     specs = _specs(weight_map, sources, options.dtype)
-    written = {spec.name: spec for spec in specs}
-    largest = max(_bytes_held(entry, held) for entry in weight_map.entries for held in (sources, written))
     files = plan_files(specs, shard_bytes)
     plan = Plan(
         out=out,
         num_tensors=len(specs),
         files={name: sum(map(spec_bytes, group)) for name, group in files.items()},
-        largest_bytes=largest,
+        largest_bytes=_largest_held(weight_map, sources, specs),
         copies_held=COPIES_HELD,
     )
     if dry_run:
@@ -100,7 +97,7 @@ def megatron_to_hf(
     }
     with output_folder(out, job, resume=options.resume) as partial:
         convert = bind(
-            convert_share, stored, found.hf_dir, frozenset(carried), _originals(weight_map), partial, options.check
+            write_part, stored, found.hf_dir, frozenset(carried), _originals(weight_map), partial, options.check
         )
         run_plan(convert, plan, files, partial, options)
         write_index(partial, files)
@@ -145,9 +142,14 @@ def _specs(weight_map: WeightMap, sources: Mapping[str, TensorSpec], dtype: str 
     return specs
 
 
-def _bytes_held(entry: Entry, specs: Mapping[str, TensorSpec]) -> int:
-    """Of the Megatron tensor, as it is stored or as it is written."""
-    return sum(spec_bytes(specs[tensor.name]) for tensor in entry.hf if tensor.name in specs)
+def _largest_held(weight_map: WeightMap, sources: Mapping[str, TensorSpec], specs: Sequence[TensorSpec]) -> int:
+    """Bytes of the largest Megatron tensor, as it is stored or as it is written."""
+    written = {spec.name: spec for spec in specs}
+    return max(
+        sum(spec_bytes(held[tensor.name]) for tensor in entry.hf if tensor.name in held)
+        for entry in weight_map.entries
+        for held in (sources, written)
+    )
 
 
 def _originals(weight_map: WeightMap) -> dict[str, str]:

@@ -35,8 +35,7 @@ def output_folder(out: Path, job: dict[str, Any], *, resume: bool) -> Iterator[P
         ValueError: `out` exists; an interrupted run left something and `resume` is not set, or was another job; another
             process is writing it.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists; it is not overwritten")
+    refuse_existing(out)
     partial = partial_path(out)
     if partial.exists() and not resume:
         raise ValueError(f"{partial}: left by an interrupted run; continue it with --resume, or remove it")
@@ -56,6 +55,12 @@ def output_folder(out: Path, job: dict[str, Any], *, resume: bool) -> Iterator[P
         (partial / _LOCK_NAME).unlink()
         partial.rename(out)
         (out / JOB_NAME).unlink()
+
+
+def refuse_existing(out: Path) -> None:
+    """Before anything is computed; the output folder looks again."""
+    if out.exists():
+        raise ValueError(f"{out} exists; it is not overwritten")
 
 
 def partial_path(out: Path) -> Path:

@@ -9,26 +9,23 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.filesize import decimal
-from slimrl_tools.conversion import RECORDS, Finisher, due_files, record_file, refuse_existing
+from slimrl_tools.conversion import RECORDS, describe_output, due_files, record_file
 from slimrl_tools.exit_codes import CheckFailed
-from slimrl_tools.output_folder import check_space, finished, output_folder, partial_path
+from slimrl_tools.finisher import Finisher
+from slimrl_tools.output_folder import check_space, finished, output_folder, refuse_existing
 from slimrl_tools.progress import Advance, byte_progress
-from slimrl_tools.safetensors_share import check_file, write_digests
+from slimrl_tools.safetensors_writer import check_file, write_hashed
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.other_files import copy_other_files
-from slimrl.models.safetensors_file import spec_bytes, write_safetensors_file
+from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.safetensors_folder import MAX_SHARD_BYTES, SafetensorsFolder, plan_files, write_index
-from slimrl.models.torch_dist_files import tensor_digest
 
 Produce = Callable[[Sequence[TensorSpec]], Iterable[tuple[str, Tensor]]]
 """Makes the tensors of one output file, in order."""
@@ -96,9 +93,8 @@ def describe(rewrite: Rewrite, out: Path) -> str:
         ValueError: `out` exists.
     """
     refuse_existing(out)
-    count = len(plan_files(rewrite.specs, rewrite.max_shard_bytes))
-    begun = f", continuing {partial_path(out)}" if partial_path(out).exists() else ""
-    return f"{out}: {len(rewrite.specs)} tensors, {decimal(rewrite.nbytes)} in {count} files{begun}"
+    num_files = len(plan_files(rewrite.specs, rewrite.max_shard_bytes))
+    return describe_output(out, len(rewrite.specs), rewrite.nbytes, num_files)
 
 
 def _write_files(rewrite: Rewrite, partial: Path, files: Mapping[str, Sequence[TensorSpec]], check: bool) -> None:
@@ -107,20 +103,15 @@ def _write_files(rewrite: Rewrite, partial: Path, files: Mapping[str, Sequence[T
     nbytes = sum(spec_bytes(spec) for name in due for spec in files[name])
     check_space(partial, nbytes)
 
-    def finish(name: str, digests: Mapping[str, str]) -> None:
-        if check:
-            check_file(partial / name, digests, advance)
-        write_digests(record_file(partial, name), digests)
-
     title = f"{rewrite.title} and check" if check else rewrite.title
-    with byte_progress(title, nbytes + (rewrite.nbytes if check else 0)) as advance, Finisher() as finisher:
+    with (
+        byte_progress(title, nbytes + (rewrite.nbytes if check else 0)) as advance,
+        Finisher(advance if check else None) as finisher,
+    ):
         for name in (name for name in files if check and name not in due):
             _check_again(partial, name, advance)
         for name in due:
-            digests: dict[str, str] = {}
-            tensors = _counted(rewrite.produce(files[name]), files[name], digests, advance)
-            write_safetensors_file(partial / name, files[name], tensors)
-            finisher.add(partial / name, bind(finish, name, digests))
+            write_hashed(partial, name, files[name], rewrite.produce(files[name]), finisher, advance)
 
 
 def _check_again(partial: Path, name: str, advance: Advance) -> None:
@@ -153,16 +144,3 @@ def _check_specs(partial: Path, specs: Sequence[TensorSpec]) -> None:
     if found != due:
         first = min(name for name in found.keys() | due.keys() if found.get(name) != due.get(name))
         raise CheckFailed(f"{partial}: {first} is {found.get(first)}, {due.get(first)} was written")
-
-
-def _counted(
-    tensors: Iterable[tuple[str, Tensor]], specs: Sequence[TensorSpec], digests: dict[str, str], advance: Advance
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they are written; their checksums go into `digests`."""
-    for spec, (name, tensor) in zip(specs, tensors, strict=True):
-        cast = tensor.to(getattr(torch, spec.dtype)).contiguous()
-        digests[name] = tensor_digest(cast)
-        yield name, cast
-        # Gone before the next is made.
-        del tensor, cast
-        advance(spec_bytes(spec))

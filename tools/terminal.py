@@ -36,3 +36,9 @@ def show_bytes(nbytes: int) -> str:
 def quiet_megatron() -> None:
     """megatron-core's import warns of libraries that only training on GPUs needs."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
+
+
+def counted(count: int, noun: str) -> str:
+    """The number and the noun, in the plural unless it is 1. For nouns whose plural is regular."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"

@@ -11,7 +11,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-import torch
 from slimrl_tools.progress import Advance
 
 Part = TypeVar("Part")
@@ -120,6 +119,8 @@ def _end(workers: Sequence[Any]) -> None:
 
 def _work(work: Callable[[Any, Advance], None], part: Any, sender: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
     torch.set_num_threads(1)
     unreported, lock = 0, threading.Lock()
 

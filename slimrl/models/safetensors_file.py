@@ -6,7 +6,7 @@ tensors without gaps. Neither reading nor writing holds more than the tensor at 
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
-from slimrl.models.whole_file import whole_file
+from slimrl.models.whole_file import WRITE_BYTES, whole_file
 
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library takes; a length beyond it is that of another kind of file."""
 
-IO_BYTES = 1 << 30
-"""Most bytes in one call of the system, which itself takes less than 2 GiB."""
+READ_BYTES = 1 << 30
+"""Most bytes that the system is asked for at a time; it itself gives less than 2 GiB."""
 
 BAND_BYTES = 4 * 1024**2
 """Read at a time of a tensor of whose rows only a part is wanted."""
@@ -161,7 +161,7 @@ def _read_into(descriptor: int, file: Path, tensor: Tensor, offset: int) -> None
     buffer = _bytes_of(tensor)
     done = 0
     while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done : done + IO_BYTES]], offset + done)
+        count = os.preadv(descriptor, [buffer[done : done + READ_BYTES]], offset + done)
         if count == 0:
             raise ValueError(f"{file}: cut short since it was opened")
         done += count
@@ -172,7 +172,16 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_safetensors_file(file: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
+Written = Callable[[int, Place], None]
+"""Told where a tensor lies that is in the file, with the file's descriptor, open for reading and writing."""
+
+
+def write_safetensors_file(
+    file: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, Tensor]],
+    written: Written | None = None,
+) -> None:
     """Write one file under a temporary name beside its place and rename it when it is whole.
 
     Args:
@@ -186,23 +195,27 @@ def write_safetensors_file(file: Path, specs: Sequence[TensorSpec], tensors: Ite
         OSError: the disk is full, or writing failed; nothing is left behind then.
     """
     with whole_file(file, buffering=0) as stream:
-        _write(stream.fileno(), specs, iter(tensors))
+        _write(stream.fileno(), specs, iter(tensors), written)
 
 
-def _write(descriptor: int, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    header, offsets = _layout(specs)
-    _write_at(descriptor, memoryview(header), 0)
+def _write(
+    descriptor: int, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]], written: Written | None
+) -> None:
+    header, offsets = file_layout(specs)
+    write_at(descriptor, memoryview(header), 0)
     for spec in specs:
         name, tensor = next(tensors)
         assert name == spec.name, f"{name} came where {spec.name} was due"
         assert tuple(tensor.shape) == spec.shape, f"{name}: {tuple(tensor.shape)}, declared {spec.shape}"
         plain = tensor.detach().to("cpu", getattr(torch, spec.dtype)).contiguous()
-        _write_at(descriptor, _bytes_of(plain), offsets[spec.name])
+        write_at(descriptor, _bytes_of(plain), offsets[spec.name])
         # Gone before the next is made.
         del tensor, plain
+        if written is not None:
+            written(descriptor, Place(spec=spec, start=offsets[spec.name], nbytes=spec_bytes(spec)))
 
 
-def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
+def file_layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
     """The header with its length in front, and where in the file each tensor starts."""
     starts: dict[str, int] = {}
     end = 0
@@ -219,7 +232,7 @@ def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
     return len(raw).to_bytes(8, "little") + raw, {name: data_start + start for name, start in starts.items()}
 
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done : done + IO_BYTES], offset + done)
+        done += os.pwrite(descriptor, data[done : done + WRITE_BYTES], offset + done)

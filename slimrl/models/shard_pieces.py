@@ -55,10 +55,6 @@ class ShardSchema:
     objects: tuple[str, ...]
     """Keys of what is stored beside tensors: placeholders of quantised layers' states, all of them None."""
 
-    def key_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every stored tensor by key."""
-        return {piece.key: piece.global_shape for piece in self.pieces}
-
 
 def stored_apart(entry: Entry, pieces: Sequence[Piece]) -> bool:
     """Whether the pieces of a shard are its parts of the Hugging Face tensors as they are: gate and up, one by one."""

@@ -3,13 +3,16 @@
 1. The pieces that the schema lists are cut into files of bounded size; the pieces of one shard stay together.
 2. A file is written piece by piece, each made when it is due from slices of Hugging Face tensors, and hashed.
 3. Its record says what it holds. Files can so be written by several processes, and at several times.
+
+Blocks have no checksum of torch's own (the CRC-32 of zip files), which takes longer than all else; readers of torch and
+of megatron-core do not ask for it.
 """
 
-import io
 import json
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,18 +22,17 @@ import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from slimrl.models.checkpoint_reader import CheckpointReader
+from slimrl.models.digests import Span, check_spans
+from slimrl.models.read_ahead import read_ahead
 from slimrl.models.shard_pieces import Piece, ShardSchema, stored_apart
 from slimrl.models.weight_map import Entry
-from slimrl.models.whole_file import whole_file
+from slimrl.models.whole_file import WRITE_BYTES, whole_file
 
 FILE_BYTES = 10**9
 """Tensor bytes per file, where nothing else is asked for."""
-
-
-READ_BYTES = 16 * 1024**2
-"""Read at a time where a file is checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,11 @@ class Block:
     """Bytes in the file, torch's framing included."""
     digest: str
     """xxh3-128 of those bytes."""
+
+    @property
+    def span(self) -> Span:
+        """Where it lies, to be checked."""
+        return Span(name=self.key, start=self.start, length=self.length, digest=self.digest)
 
 
 def plan_files(
@@ -79,15 +86,16 @@ def write_file(
     entries: Sequence[Entry],
     dtypes: Sequence[torch.dtype],
     reader: CheckpointReader,
-    advance: Callable[[int], None],
+    written: Callable[[int, Block], None],
 ) -> list[Block]:
-    """Write one file, which has its name only when it is whole.
+    """Write one file, which has its name only when it is whole. Each piece is made while the one before is written.
 
     Holds at most 3 times one shard, in the source's dtype or the stored one, whichever is larger: what it is laid out
-    from and itself, or itself, the piece to be stored and the bytes of it that torch makes.
+    from and itself, or itself and the piece to be stored, and the piece that is being written.
 
     Args:
-        advance: told the bytes of each piece that is written.
+        reader: used by another thread meanwhile.
+        written: told of each block that is in the file, with the file's descriptor, open for reading and writing.
 
     Raises:
         OSError: the disk is full, or writing failed; it names the file, and nothing is left behind.
@@ -95,17 +103,17 @@ def write_file(
     """
     blocks = []
     with whole_file(file) as stream:
-        for piece, tensor in _tensors(pieces, entries, dtypes, reader):
+        for piece, tensor in read_ahead(_tensors(pieces, entries, dtypes, reader)):
             hashed = _Hashed(stream)
             _save(tensor, hashed)
+            # Gone before the next is made.
+            del tensor
+            stream.flush()
             start = stream.tell() - hashed.length
             blocks.append(
                 Block(key=piece.key, offset=piece.offset, start=start, length=hashed.length, digest=hashed.digest())
             )
-            nbytes = tensor.nbytes
-            # Gone before the next is made.
-            del tensor
-            advance(nbytes)
+            written(stream.fileno(), blocks[-1])
     return blocks
 
 
@@ -119,10 +127,7 @@ def check_file(file: Path, blocks: Iterable[Block], advance: Callable[[int], Non
         OSError: it is not the same.
     """
     with file.open("rb", buffering=0) as stream:
-        for block in blocks:
-            if stored_digest(stream, block.start, block.length) != block.digest:
-                raise OSError(f"{file}: {block.key} reads back differently than it was written")
-            advance(block.length)
+        check_spans(stream.fileno(), file, (block.span for block in blocks), advance)
 
 
 def read_block(path: Path, place: Any) -> Tensor:
@@ -152,22 +157,6 @@ def write_record(file: Path, blocks: Sequence[Block]) -> None:
 
 def read_record(file: Path) -> list[Block]:
     return [Block(**{**block, "offset": tuple(block["offset"])}) for block in json.loads(file.read_text())]
-
-
-def stored_digest(stream: io.RawIOBase, start: int, length: int) -> str:
-    """xxh3-128 of that many bytes of a file, or of as many as it has there."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(length, READ_BYTES)))
-    stream.seek(start)
-    while length and (count := stream.readinto(buffer[: min(length, READ_BYTES)])):
-        digest.update(buffer[:count])
-        length -= count
-    return digest.hexdigest()
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """xxh3-128 of a CPU tensor's elements, in their order."""
-    raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(raw)
 
 
 def _tensors(
@@ -208,9 +197,13 @@ class _Hashed:
         self._stream, self._digest, self.length = stream, xxhash.xxh3_128(), 0
 
     def write(self, data: bytes) -> int:
-        self._digest.update(data)
-        self.length += len(data)
-        return self._stream.write(data)
+        view = memoryview(data)
+        for start in range(0, len(view), WRITE_BYTES):
+            part = view[start : start + WRITE_BYTES]
+            self._digest.update(part)
+            self._stream.write(part)
+        self.length += len(view)
+        return len(view)
 
     def flush(self) -> None:
         self._stream.flush()
@@ -221,9 +214,21 @@ class _Hashed:
 
 def _save(tensor: Tensor, stream: Any) -> None:
     try:
-        torch.save(tensor, stream)
+        with _no_crc32():
+            torch.save(tensor, stream)
     except RuntimeError as error:
         # A fault of the disk reaches torch as an exception of the stream, which it wraps.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
+
+
+@contextmanager
+def _no_crc32() -> Iterator[None]:
+    """What torch saves meanwhile has no CRC-32; it is torch's setting for the whole process."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)

@@ -168,7 +168,7 @@ def test_a_killed_conversion_leaves_no_output_and_continues_to_the_same_files(tm
     hf_to_megatron(src, tmp_path / "expected", ParallelConfig(), Options(), file_bytes=20_000)
     out = tmp_path / "out"
     arguments = ["convert", "hf-to-megatron", str(src), str(out), "--shard-gb", "0.00002"]
-    run_killed(tmp_path, "slimrl_tools.torch_dist_share", "write_record", *arguments)
+    run_killed(tmp_path, "slimrl_tools.torch_dist_writer", "write_record", *arguments)
     assert not out.exists()
     partial = tmp_path / ".out.partial"
     recorded = [file.name.removesuffix(".json") for file in (partial / RECORDS).glob("*.json")]
@@ -196,7 +196,7 @@ def test_a_killed_conversion_to_hugging_face_continues_to_the_same_files(tmp_pat
     hf_to_megatron(src, tmp_path / "megatron", ParallelConfig(), Options())
     out = tmp_path / "out"
     arguments = ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(out), "--shard-gb", "0.00004"]
-    run_killed(tmp_path, "slimrl_tools.safetensors_share", "write_digests", *arguments)
+    run_killed(tmp_path, "slimrl_tools.safetensors_writer", "write_digests", *arguments)
     assert not out.exists()
     assert CliRunner().invoke(app, [*arguments, "--resume"]).exit_code == 0
     assert_same_tensors(src, out)
@@ -293,7 +293,7 @@ def test_a_dry_run_says_what_it_would_write_and_writes_nothing(tmp_path):
     told = convert("hf-to-megatron", src, tmp_path / "out", "--dry-run", "--tensor", "2")
     assert told.exit_code == 0
     expected = sum(tensor.nbytes for tensor in tensors_of(src).values()) + 2 * 32 * 4  # a padding row of each end
-    assert f"{show_bytes(expected)} in 1 files" in told.output
+    assert f"{show_bytes(expected)} in 1 file\n" in told.output
     assert [file.name for file in tmp_path.iterdir()] == ["hf"]
 
 
@@ -322,6 +322,24 @@ def test_what_cannot_be_converted_is_refused_with_its_reason_and_nothing_is_writ
         stream.truncate(50_000)
     assert "cut short" in refused("hf-to-megatron", src, tmp_path / "out")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hf", "there"]
+
+
+LIGHT = """
+import sys
+from slimrl_tools.cli import app
+from typer.testing import CliRunner
+assert CliRunner().invoke(app, ["convert", "hf-to-megatron", "--help"]).exit_code == 0
+refused = CliRunner().invoke(app, ["convert", sys.argv[1], sys.argv[2], sys.argv[2]])
+assert refused.exit_code == 2 and "is not overwritten" in refused.output, refused.output
+print(sorted({"torch", "megatron", "transformers", "ray"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
+def test_help_and_the_refusal_of_an_existing_output_do_not_wait_for_libraries(tmp_path, direction):
+    command = [sys.executable, "-c", LIGHT, direction, str(tmp_path)]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_layers_for_multi_token_prediction_that_training_left_out_come_from_the_checkpoint_before(tmp_path):
@@ -401,7 +419,7 @@ def test_a_conversion_does_not_go_on_with_another_config_or_other_weights_beside
     hf_to_megatron(src, tmp_path / "megatron", ParallelConfig(), Options())
     arguments = ["convert", "megatron-to-hf", tmp_path / "megatron", tmp_path / "out", "--shard-gb", "0.00004"]
     arguments = [*map(str, arguments), "--hf", str(src)]
-    run_killed(tmp_path, "slimrl_tools.safetensors_share", "write_digests", *arguments)
+    run_killed(tmp_path, "slimrl_tools.safetensors_writer", "write_digests", *arguments)
     config = json.loads((src / "config.json").read_text())
     (src / "config.json").write_text(json.dumps({**config, "bos_token_id": 7}))
     again = CliRunner().invoke(app, [*arguments, "--resume"])

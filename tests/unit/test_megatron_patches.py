@@ -1,7 +1,9 @@
 """The patches of megatron-core: the machinery refuses changed sources, and what is patched computes the right thing."""
 
+import importlib
 import itertools
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import megatron_patches
+from megatron_patches.first_import import _hidden
 from megatron_patches.page import patches_page
 from megatron_patches.respell import respell
 from megatron_patches.zigzag import zigzag_indices
@@ -24,6 +27,26 @@ def test_an_unknown_version_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9")
     with pytest.raises(RuntimeError, match=r"9\.9\.9 is installed; patches exist for 0\.16\.1"):
         megatron_patches.apply()
+
+
+def test_a_function_that_megatron_compiles_runs_as_it_is_without_a_gpu():
+    from megatron.core.activations import squared_relu
+
+    if torch.cuda.is_available():
+        pytest.skip("there it is compiled")
+    megatron_patches.apply()
+    if hasattr(squared_relu, "_torchdynamo_orig_callable"):  # megatron.core was imported before
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    assert squared_relu(torch.tensor([-1.0, 3.0])).tolist() == [0.0, 9.0]
+
+
+def test_a_hidden_module_is_absent_for_as_long_as_it_is_hidden(monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with _hidden("colorsys"), pytest.raises(ImportError):
+        importlib.import_module("colorsys")
+    assert importlib.import_module("colorsys").rgb_to_hls
+    with _hidden("colorsys"):
+        assert importlib.import_module("colorsys").rgb_to_hls
 
 
 def test_a_literal_that_occurs_another_number_of_times_is_refused():

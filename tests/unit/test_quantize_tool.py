@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from slimrl_tools import quantize as quantize_module
 from slimrl_tools import rewrite
+from slimrl_tools import safetensors_writer as writer
 from slimrl_tools.cli import app
 from slimrl_tools.toy import write_toy
 from slimrl_tools.toy_configs import ToySize
@@ -160,14 +161,14 @@ def test_an_interrupted_run_is_continued_and_gives_the_same_files(toy, tmp_path,
     run("quantize", toy, tmp_path / "whole", "--block", 16, *SMALL_FILES)
     written = []
 
-    def fails_at_the_third(file, specs, tensors):
+    def fails_at_the_third(file, *rest):
         if len(written) == 2:
             raise OSError(28, "no space left on the disk", str(file))
-        original(file, specs, tensors)
+        original(file, *rest)
         written.append(file.name)
 
-    original = rewrite.write_safetensors_file
-    monkeypatch.setattr(rewrite, "write_safetensors_file", fails_at_the_third)
+    original = writer.write_safetensors_file
+    monkeypatch.setattr(writer, "write_safetensors_file", fails_at_the_third)
     assert "failed: [Errno 28] no space left on the disk" in run(*command, code=1)
     assert not (tmp_path / "out").exists()
     partial = tmp_path / ".out.partial"
@@ -177,11 +178,11 @@ def test_an_interrupted_run_is_continued_and_gives_the_same_files(toy, tmp_path,
     said = run("dequantize", tmp_path / "whole", tmp_path / "out", "--resume", code=2)
     assert "left by another job (block, command, dtype, files, format" in said
 
-    def takes_only_what_is_missing(file, specs, tensors):
+    def takes_only_what_is_missing(file, *rest):
         assert file.name not in written
-        original(file, specs, tensors)
+        original(file, *rest)
 
-    monkeypatch.setattr(rewrite, "write_safetensors_file", takes_only_what_is_missing)
+    monkeypatch.setattr(writer, "write_safetensors_file", takes_only_what_is_missing)
     run(*command, "--resume")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert not partial.exists()
@@ -203,7 +204,7 @@ def test_a_run_that_finished_nothing_leaves_nothing(toy, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "no space left on the disk")
 
-    monkeypatch.setattr(rewrite, "write_safetensors_file", full)
+    monkeypatch.setattr(writer, "write_safetensors_file", full)
     run("quantize", toy, tmp_path / "out", code=1)
     assert [path.name for path in tmp_path.iterdir()] == ["toy"]
 
@@ -237,15 +238,15 @@ def test_a_file_that_was_written_wrongly_is_made_again_on_a_resume(toy, tmp_path
     run("dequantize", tmp_path / "fp8", tmp_path / "whole", *SMALL_FILES)
     damaged = []
 
-    def spoils_the_third(file, specs, tensors):
-        original(file, specs, tensors)
+    def spoils_the_third(file, *rest):
+        original(file, *rest)
         if file.name.startswith("model-00003"):
             flip(file)
             damaged.append(file.name)
 
-    original = rewrite.write_safetensors_file
+    original = writer.write_safetensors_file
     with monkeypatch.context() as patched:
-        patched.setattr(rewrite, "write_safetensors_file", spoils_the_third)
+        patched.setattr(writer, "write_safetensors_file", spoils_the_third)
         said = run(*command, code=1)
     assert f"{damaged[0]}: " in said
     assert "reads back differently than it was written" in said
@@ -279,7 +280,7 @@ def flip(file):
 
 def test_a_file_is_on_the_disk_before_a_resume_takes_it_for_whole(toy, tmp_path, monkeypatch):
     events = []
-    original_sync, original_record = os.fsync, rewrite.write_digests
+    original_sync, original_record = os.fsync, writer.write_digests
 
     def syncs(descriptor):
         events.append(("on disk", Path(f"/proc/self/fd/{descriptor}").readlink().name))
@@ -290,7 +291,7 @@ def test_a_file_is_on_the_disk_before_a_resume_takes_it_for_whole(toy, tmp_path,
         original_record(record, digests)
 
     monkeypatch.setattr(os, "fsync", syncs)
-    monkeypatch.setattr(rewrite, "write_digests", records)
+    monkeypatch.setattr(writer, "write_digests", records)
     run("slice-layers", toy, tmp_path / "out", "--layers", 1, *SMALL_FILES)
     files = sorted(file.name for file in (tmp_path / "out").glob("model*-of-*"))
     assert len(files) > 2

@@ -1,5 +1,6 @@
 """Files of torch_dist checkpoints: how they are cut, written, checked and recorded, without Megatron."""
 
+import os
 import resource
 from pathlib import Path
 
@@ -73,20 +74,25 @@ def test_files_are_cut_at_the_size_asked_for_and_never_within_a_shard():
 
 def write(path: Path):
     whole = schema()
-    counted = []
+    told = []
     blocks = write_file(
-        path, whole.pieces, whole.weight_map.entries, [torch.float32, torch.bfloat16], Reader(), counted.append
+        path,
+        whole.pieces,
+        whole.weight_map.entries,
+        [torch.float32, torch.bfloat16],
+        Reader(),
+        lambda descriptor, block: told.append((block, os.pread(descriptor, block.length, block.start))),
     )
-    return blocks, counted
+    return blocks, told
 
 
 def test_a_file_holds_every_piece_as_torch_saves_it_and_its_record_says_where(tmp_path):
-    blocks, counted = write(tmp_path / "__0_0.distcp")
-    assert counted == [2000] * 4 + [1000] * 4
+    blocks, told = write(tmp_path / "__0_0.distcp")
     assert [file.name for file in tmp_path.iterdir()] == ["__0_0.distcp"]
     write_record(tmp_path / "record", blocks)
     assert read_record(tmp_path / "record") == blocks
     raw = (tmp_path / "__0_0.distcp").read_bytes()
+    assert told == [(block, raw[block.start : block.start + block.length]) for block in blocks]
     for block, piece in zip(blocks, schema().pieces, strict=True):
         (tmp_path / "one").write_bytes(raw[block.start : block.start + block.length])
         tensor = torch.load(tmp_path / "one", weights_only=True)
@@ -96,6 +102,7 @@ def test_a_file_holds_every_piece_as_torch_saves_it_and_its_record_says_where(tm
         assert torch.equal(tensor[0], expected.to(tensor.dtype))
         assert block.digest == xxhash.xxh3_128_hexdigest((tmp_path / "one").read_bytes())
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert torch.serialization.get_crc32_options()
 
 
 @pytest.mark.parametrize("damage", ["element", "framing", "end"])
@@ -127,16 +134,16 @@ def test_a_write_that_fails_is_the_systems_error_and_names_the_file_and_leaves_n
     assert not list(tmp_path.iterdir())
 
 
-def test_shares_are_of_about_equal_size_and_none_is_empty():
+def test_parts_are_of_about_equal_size_and_none_is_empty():
     sizes = {f"f{i}": size for i, size in enumerate([5, 1, 1, 1, 1, 1])}
     assert divide(sizes, 2) == [["f0"], ["f1", "f2", "f3", "f4", "f5"]]
     assert divide(sizes, 100) == [[name] for name in sizes]
     assert divide({}, 4) == [[]]
 
 
-def test_a_single_share_is_worked_on_in_this_process():
+def test_a_single_part_is_worked_on_in_this_process():
     done = []
-    run_workers(lambda share, advance: [advance(size) for size in share], [[1, 2]], done.append)
+    run_workers(lambda part, advance: [advance(size) for size in part], [[1, 2]], done.append)
     assert done == [1, 2]
 
 
@@ -146,3 +153,7 @@ def test_a_plan_says_what_is_written_and_what_memory_it_takes(tmp_path):
     assert "3 tensors, 2.00 GB in 2 files" in told
     assert "100.00 MB" in told
     assert "600.00 MB" in told
+    assert "2 processes hold at most 3 such each" in told
+    alone = Plan(out=tmp_path / "out", num_tensors=1, files={"a": 10**9}, largest_bytes=10**8, copies_held=3)
+    assert "1 tensor, 1.00 GB in 1 file\n" in alone.describe(1)
+    assert "1 process holds at most 3 such, 300.00 MB" in alone.describe(1)

@@ -1,11 +1,13 @@
-"""One process's share of the files of a torch_dist checkpoint. It needs no Megatron, whose import takes seconds."""
+"""One process's part of the files of a torch_dist checkpoint. It needs no Megatron, whose import takes seconds."""
 
 from collections.abc import Sequence
 from functools import partial as bind
 from pathlib import Path
 
 import torch
-from slimrl_tools.conversion import Finisher, due_files, record_file
+from slimrl_tools.allocator import keep_freed_memory
+from slimrl_tools.conversion import due_files, record_file
+from slimrl_tools.finisher import Finisher
 from slimrl_tools.progress import Advance
 
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
@@ -14,7 +16,7 @@ from slimrl.models.torch_dist_files import Block, check_file, read_record, write
 from slimrl.models.weight_map import Entry
 
 
-def convert_share(
+def write_part(
     src: Path,
     partial: Path,
     entries: Sequence[Entry],
@@ -24,16 +26,18 @@ def convert_share(
     advance: Advance,
 ) -> None:
     """Write those files that are not whole yet, and read all of them back if they are to be checked."""
+    keep_freed_memory()
     due = due_files(partial, list(files))
     for name in files.keys() - due if check else ():
         check_file(partial / name, read_record(record_file(partial, name)), advance)
 
-    def finish(name: str, blocks: Sequence[Block]) -> None:
-        if check:
-            check_file(partial / name, blocks, advance)
-        write_record(record_file(partial, name), blocks)
+    with open_hf_checkpoint(src) as reader, Finisher(advance if check else None) as finisher:
 
-    with open_hf_checkpoint(src) as reader, Finisher() as finisher:
+        def written(file: Path, descriptor: int, block: Block) -> None:
+            finisher.written(descriptor, file, block.span)
+            advance(block.length)
+
         for name in due:
-            blocks = write_file(partial / name, files[name], entries, dtypes, reader, advance)
-            finisher.add(partial / name, bind(finish, name, blocks))
+            file = partial / name
+            blocks = write_file(file, files[name], entries, dtypes, reader, bind(written, file))
+            finisher.finish(file, bind(write_record, record_file(partial, name), blocks))
