@@ -6,22 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slimrl_tools.cli import app
 from slimrl_tools.slice_layers import sliced_config
 from slimrl_tools.toy import write_toy
 from slimrl_tools.toy_configs import ToySize
-from typer.testing import CliRunner
+from toy_tools import SMALL, run
 
-SMALL = ToySize(layers=3, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, moe_intermediate=16)
-
-
-def run(*arguments, code=0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result.output
+SIZE = replace(SMALL, layers=3)
 
 
-def toys(folder, count, family="qwen3_moe", size=SMALL):
+def toys(folder, count, family="qwen3_moe", size=SIZE):
     paths = [folder / f"seed{seed}" for seed in range(count)]
     for seed, path in enumerate(paths):
         write_toy(family, path, size, seed)
@@ -78,7 +71,7 @@ def test_block_fp8_is_averaged_dequantised_and_written_plain(tmp_path):
 
 def test_checkpoints_of_two_models_are_refused_with_what_differs(tmp_path):
     (path,) = toys(tmp_path, 1)
-    write_toy("qwen3_moe", tmp_path / "wide", replace(SMALL, experts=8), 0)
+    write_toy("qwen3_moe", tmp_path / "wide", replace(SIZE, experts=8), 0)
     output = run("average", path, tmp_path / "wide", tmp_path / "mean", code=2)
     assert "are not of one model" in output
     assert "num_moe_experts: 4 and 8" in output

@@ -11,8 +11,7 @@ from slimrl_tools import quantize as quantize_module
 from slimrl_tools import rewrite
 from slimrl_tools import safetensors_writer as writer
 from slimrl_tools.cli import app
-from slimrl_tools.toy import write_toy
-from slimrl_tools.toy_configs import ToySize
+from toy_tools import run
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8
 from typer.testing import CliRunner
@@ -20,20 +19,7 @@ from typer.testing import CliRunner
 from slimrl.models.fp8 import dequantize, quantize
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
 
-SMALL = ToySize(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, moe_intermediate=16)
 SMALL_FILES = ("--shard-gb", "0.00002")
-
-
-@pytest.fixture
-def toy(tmp_path):
-    write_toy("qwen3_moe", tmp_path / "toy", SMALL, seed=1)
-    return tmp_path / "toy"
-
-
-def run(*arguments, code=0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def tensors_of(folder) -> dict[str, torch.Tensor]:

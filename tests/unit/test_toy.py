@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from slimrl_tools.cli import app
 from slimrl_tools.toy import write_toy
 from slimrl_tools.toy_configs import TOYS, ToySize
+from toy_tools import SMALL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from slimrl.models.checkpoint import check_checkpoint
 
-SMALL = ToySize(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, moe_intermediate=16)
 WEIGHTS = "model-00001-of-00001.safetensors"
 
 

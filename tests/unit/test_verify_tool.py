@@ -8,23 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from slimrl_tools.cli import app
 from slimrl_tools.toy import write_toy
-from slimrl_tools.toy_configs import ToySize
+from toy_tools import SMALL, run
 from typer.testing import CliRunner
 
-SMALL = ToySize(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, moe_intermediate=16)
 FILE = "model-00001-of-00001.safetensors"
-
-
-@pytest.fixture
-def toy(tmp_path):
-    write_toy("qwen3_moe", tmp_path / "toy", SMALL, seed=1)
-    return tmp_path / "toy"
-
-
-def run(*arguments, code=0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def printed(*arguments, code=0) -> str:
