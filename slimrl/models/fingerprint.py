@@ -1,20 +1,28 @@
 """A 64-bit fingerprint of a tensor's bytes that both sides of a weight transfer compute for themselves.
 
-Each element's bits and its position in the whole tensor are mixed into 64 bits, and the results are added modulo 2^64.
-A sum is indifferent to the order of its terms, so shards are hashed where they lie and their hashes added.
-The mixing is the finaliser of splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), one round of it.
+    hash = sum over rows r and units u of  R[r] * C[u] * (bits[r, u] + 1)        modulo 2^64
+
+A unit is an element of one or two bytes, or one of the two-byte parts of a larger element, as a signed integer; rows
+are those of the last dimension. R and C are odd pseudo-random 64-bit numbers of the position alone.
+A sum over positions is indifferent to their order, so shards are hashed where they lie and their hashes added. Every
+change of a single unit changes the hash; of other faults, whatever they are, fewer than one in 10^12 goes unseen.
 It detects faults, not forgeries.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 16
-"""Elements hashed at a time on a CPU; their 64-bit intermediates stay in its cache. A GPU takes 256 times as many."""
+CHUNK_UNITS = 1 << 16
+"""Units hashed at a time on a CPU; as 64-bit integers they stay in its cache. A GPU takes 256 times as many."""
 
-_POSITION_FACTOR = 0x9E3779B97F4A7C15 - 2**64
-_MIX_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS_AT = 1 << 48
+"""Where in the sequence of keys those of rows begin; those of units begin at 0."""
+
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_UNIT = {1: torch.int8, 2: torch.int16, 4: torch.int16, 8: torch.int16}
 
 
 def partial_hash(tensor: Tensor, offset: int = 0, row_stride: int | None = None) -> int:
@@ -29,14 +37,15 @@ def partial_hash(tensor: Tensor, offset: int = 0, row_stride: int | None = None)
     Returns:
         An integer in 0..2^64-1.
     """
-    bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.element_size()])
+    if tensor.numel() == 0:
+        return 0
     columns = tensor.shape[-1] if tensor.ndim else 1
-    chunk = CHUNK_ELEMENTS * (256 if bits.is_cuda else 1)
-    sums = [
-        _hash_chunk(bits[start : start + chunk], start, offset, columns, row_stride)
-        for start in range(0, bits.numel(), chunk)
-    ]
-    return int(torch.stack(sums).sum().item()) % 2**64 if sums else 0
+    bits_RU = tensor.detach().reshape(-1, columns).contiguous().view(_UNIT[tensor.element_size()])
+    # The rows of a vector are one, wherever in it the part begins.
+    first_row, first_column = (0, offset) if tensor.ndim < 2 else divmod(offset, row_stride or columns)
+    units = bits_RU.shape[1] // columns
+    hashed = _rows_hash(bits_RU, first_row, first_column * units)
+    return int(hashed.item()) % 2**64
 
 
 def add_hashes(*hashes: int) -> int:
@@ -52,12 +61,44 @@ def fingerprint(tensor: Tensor) -> str:
     return as_hex(partial_hash(tensor))
 
 
-def _hash_chunk(bits: Tensor, start: int, offset: int, columns: int, row_stride: int | None) -> Tensor:
-    mixed = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=bits.device)
-    if row_stride is not None:
-        mixed = mixed + torch.div(mixed, columns, rounding_mode="floor").mul_(row_stride - columns)
-    mixed.add_(offset + 1).mul_(_POSITION_FACTOR).add_(bits)
-    # int64 shifts copy the sign down; the mask makes them logical.
-    mixed.bitwise_xor_(mixed.bitwise_right_shift(30).bitwise_and_((1 << 34) - 1)).mul_(_MIX_FACTOR)
-    mixed.bitwise_xor_(mixed.bitwise_right_shift(27).bitwise_and_((1 << 37) - 1)).mul_(_POSITION_FACTOR)
-    return mixed.sum()
+def _rows_hash(bits_RU: Tensor, first_row: int, first_unit: int) -> Tensor:
+    """int64 scalar: the sum over these rows and units, whose first stand at the given places of the whole."""
+    device = bits_RU.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    chunk = CHUNK_UNITS * (256 if device.type == "cuda" else 1)
+    num_rows, num_units = bits_RU.shape
+    height = max(1, min(num_rows, chunk // num_units))
+    width = min(num_units, chunk)
+    buffer = torch.empty(height * width, dtype=torch.int64, device=device)
+    places = torch.arange(first_unit, first_unit + num_units, dtype=torch.int64, device=device)
+    rows = torch.arange(_ROWS_AT + first_row, _ROWS_AT + first_row + num_rows, dtype=torch.int64, device=device)
+    keys_U, keys_R = _keys(torch.cat([places, rows])).split([num_units, num_rows])
+    for start, stop in _ranges(num_units, width):
+        for top, bottom in _ranges(num_rows, height):
+            values_RU = buffer[: (bottom - top) * (stop - start)].view(bottom - top, stop - start)
+            values_RU.copy_(bits_RU[top:bottom, start:stop])
+            total += (_dot_rows(values_RU, keys_U[start:stop]) * keys_R[top:bottom]).sum()
+    return total + keys_U.sum() * keys_R.sum()
+
+
+def _dot_rows(values_RU: Tensor, keys_U: Tensor) -> Tensor:
+    """The product of each row with the keys. Overwrites the values on a GPU, where torch has no product of integers."""
+    return values_RU.mul_(keys_U).sum(1) if values_RU.is_cuda else torch.mv(values_RU, keys_U)
+
+
+def _ranges(size: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _keys(places: Tensor) -> Tensor:
+    """The outputs of splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195) at these places, made odd.
+
+    Args:
+        places: int64, overwritten by the result.
+    """
+    keys = places.add_(1).mul_(_INCREMENT)
+    # int64 shifts copy the sign down; the masks make them logical.
+    keys.bitwise_xor_(keys.bitwise_right_shift(30).bitwise_and_((1 << 34) - 1)).mul_(_FACTORS[0])
+    keys.bitwise_xor_(keys.bitwise_right_shift(27).bitwise_and_((1 << 37) - 1)).mul_(_FACTORS[1])
+    keys.bitwise_xor_(keys.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))
+    return keys.bitwise_or_(1)
