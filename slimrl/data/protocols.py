@@ -165,6 +165,16 @@ class WeightSource(Protocol):
         """
         ...
 
+    def groups(self, name: str) -> Any:
+        """The same without a copy: a view of the live weight whose first two dimensions are the piece's rows.
+
+        A torch tensor [groups, rows of a group, ...]; padding may follow at the end of a dimension.
+
+        Raises:
+            KeyError: this rank holds no piece of it.
+        """
+        ...
+
 
 class EngineControl(Protocol):
     """Control of one engine while its weights change. Each call has the deadline its maker was given.
@@ -211,6 +221,15 @@ class EngineControl(Protocol):
 
     def receive_bucket(self, group: str, bucket: BucketSpec) -> None:
         """Receive the bucket by broadcast from rank 0 and load it; returns when both are done."""
+        ...
+
+    def load_version(self, folder: str, local_dir: str | None) -> None:
+        """Load the version that lies in a folder; needs no update to be open.
+
+        Args:
+            local_dir: of the copy on the engine's node that is brought to the version and loaded in its place; None to
+                load the folder itself, a whole version then.
+        """
         ...
 
     def end_update(self) -> None: ...

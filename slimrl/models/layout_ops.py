@@ -23,6 +23,13 @@ class LayoutOp(Protocol):
         """The inverse; may return views."""
         ...
 
+    def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """The same as views of the weight, with one more dimension: [groups, rows of a group, ...].
+
+        Rows of one group lie next to each other in the weight.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -34,6 +41,9 @@ class Identity:
 
     def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
         return (weight,)
+
+    def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return (weight[None] if weight.ndim else weight.view(1, 1),)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,9 @@ class GateUp:
     def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
         gate_FH, up_FH = weight.chunk(2)
         return gate_FH, up_FH
+
+    def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return weight.unflatten(0, (2, 1, -1)).unbind()
 
 
 @dataclass(frozen=True)
@@ -67,8 +80,9 @@ class GroupedQKV:
         return torch.cat([query_GRH, key_GDH, value_GDH], dim=1).reshape(-1, *tail)
 
     def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
-        tail = weight.shape[1:]
-        sizes = [self.queries_per_group * self.head_dim, self.head_dim, self.head_dim]
-        grouped = weight.reshape(-1, sum(sizes), *tail)
-        query, key, value = (part.reshape(-1, *tail) for part in grouped.split(sizes, dim=1))
+        query, key, value = (part.flatten(0, 1) for part in self.groups(weight))
         return query, key, value
+
+    def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
+        sizes = [self.queries_per_group * self.head_dim, self.head_dim, self.head_dim]
+        return weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)

@@ -8,13 +8,15 @@ Several stages take turns, so that one is filled while another is sent.
 """
 
 import torch
+from torch import Tensor
 
 from slimrl.data.protocols import WeightSource
+from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.models.shared_segment import open_shared
 from slimrl.resync.exchange import Exchange, Message, messages, part_view
 from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.ranks import Ranks
-from slimrl.resync.shared_buffer import SharedBuffer, shared_buffer
+from slimrl.resync.shared_buffer import shared_buffer
 
 
 class Gatherer:
@@ -74,8 +76,10 @@ class Gatherer:
         """
         flat = self._stages[stage]
         for block in self._writes[number]:
-            value = self._source.piece(block.part.spec.name)[block.source]
-            part_view(flat, block.part)[block.target].copy_(value)
+            rows, *columns = block.source or (slice(0, 1),)
+            groups = self._source.groups(block.part.spec.name)
+            target = part_view(flat, block.part)[block.target]
+            copy_rows(target if target.ndim else target[None], groups[:, :, *columns], rows.start)
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
         if self._exchange is not None:
@@ -90,3 +94,18 @@ class Gatherer:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+
+
+def copy_rows(target: Tensor, groups: Tensor, start: int) -> None:
+    """Fill `target` with rows from `start` on of groups [G, R, ...], counted through all groups."""
+    size, row, stop = groups.shape[1], start, start + target.shape[0]
+    while row < stop:
+        group, within = divmod(row, size)
+        whole = (stop - row) // size if within == 0 else 0
+        count = whole * size or min(size - within, stop - row)
+        place = target[row - start : row - start + count]
+        if whole:
+            place.unflatten(0, (whole, size)).copy_(groups[group : group + whole])
+        else:
+            place.copy_(groups[group, within : within + count])
+        row += count

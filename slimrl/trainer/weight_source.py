@@ -84,12 +84,18 @@ class MegatronWeightSource:
         """
         index, position = self._places[name]
         entry = self._map.entries[index]
-        value = entry.rule.op.to_hf(self._local[index])[position]
-        shard = entry.rule.shard
-        if shard is None:
-            return value
-        ((_, *_), zeros) = entry.slices(entry.hf[position], *shard_place(entry))
-        return value.narrow(shard.dim, 0, value.shape[shard.dim] - zeros) if zeros else value
+        region, _ = entry.slices(entry.hf[position], *shard_place(entry))
+        padded = self.groups(name).flatten(0, 1)
+        return padded[tuple(slice(0, part.stop - part.start) for part in region)] if region else padded[0]
+
+    def groups(self, name: str) -> Tensor:
+        """The piece with its padding as a view of the live weight, [groups, rows of a group, ...].
+
+        Raises:
+            KeyError: this rank holds no piece of it.
+        """
+        index, position = self._places[name]
+        return self._map.entries[index].rule.op.groups(self._local[index])[position]
 
     def tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """(name, tensor) on rank 0, (name, None) elsewhere; every rank must run it to its end.

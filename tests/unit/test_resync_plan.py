@@ -11,6 +11,7 @@ from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.resync.buckets import cut_buckets
 from slimrl.resync.exchange import messages, part_view
+from slimrl.resync.gather import copy_rows
 from slimrl.resync.plan import plan_resync
 
 
@@ -112,6 +113,15 @@ def test_a_transform_is_planned_by_what_it_makes_and_cut_where_it_allows():
         [("a_sums", 2, 4), ("a_sums", 4, 5), ("a", 4, 8), ("a", 8, 9)],
         [("b_sums", 0, 1), ("b", 0, 2)],
     ]
+
+
+@pytest.mark.parametrize("start", range(11))
+def test_rows_of_interleaved_groups_are_copied_in_their_order(start):
+    groups = torch.randn(3, 6, 2)[:, 1:5]
+    for stop in range(start + 1, 13):
+        target = torch.zeros(stop - start, 2)
+        copy_rows(target, groups, start)
+        assert torch.equal(target, groups.reshape(12, 2)[start:stop])
 
 
 def piece(rows: tuple[int, int], *columns: tuple[int, int], holders: tuple[int, ...]) -> SourcePiece:

@@ -18,10 +18,11 @@ from slimrl import device
 from slimrl.config.schema import PauseMode, ResyncConfig, TransportName, VerifyMode
 from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceTensor, TensorSpec
 from slimrl.models.fingerprint import fingerprint
+from slimrl.models.shared_buffer import FileBuffer
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.resync.fan_out import fan_out
 from slimrl.resync.session import ResyncError, ResyncSession, verified_names
-from slimrl.resync.shared_buffer import FileBuffer, clean_stale_segments
+from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.resync.transports.collective import LEAVE_TIMEOUT_S
 from slimrl.resync.transports.ipc import IpcTransport
 
@@ -57,6 +58,9 @@ class Source:
 
     def piece(self, name):
         return self.weights[name]
+
+    def groups(self, name):
+        return self.weights[name][None]
 
 
 class Engine:
@@ -386,9 +390,9 @@ def test_a_bucket_is_gathered_while_the_one_before_is_loaded():
             loading.clear()
 
     class Watched(Source):
-        def piece(self, name):
+        def groups(self, name):
             overlapped.append(loading.wait(0.04))
-            return super().piece(name)
+            return super().groups(name)
 
     resync = session(Watched(weights()), [Slow("engine 0")], config(verify=VerifyMode.off))
     report = resync.run(1)

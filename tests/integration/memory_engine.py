@@ -1,0 +1,52 @@
+"""An engine that lives in a trainer rank's process: it maps the shared memory and keeps what it is given."""
+
+import torch
+
+from slimrl.data.protocols import EnginePlace
+from slimrl.models.fingerprint import fingerprint
+from slimrl.models.shared_segment import open_shared
+
+
+class MemoryEngine:
+    """Implements the part of EngineControl that `ipc` uses."""
+
+    def __init__(self, name: str, node: str) -> None:
+        self.name, self.num_ranks = name, 1
+        self.place = EnginePlace(name=name, nodes=(node,))
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.version, self.serves = -1, True
+
+    def probe(self, timeout_s):
+        """Alive."""
+
+    def pause(self, mode):
+        self.serves = False
+
+    def begin_update(self):
+        self.loaded = {}
+
+    def load_shared_bucket(self, segment, bucket):
+        flat = open_shared(segment)
+        for part in bucket.parts:
+            value = flat[part.offset : part.offset + part.nbytes].clone()
+            value = value.view(getattr(torch, part.spec.dtype)).view(part.shape)
+            if part.is_whole:
+                self.loaded[part.spec.name] = value
+            else:
+                whole = self.loaded.setdefault(part.spec.name, value.new_empty(part.spec.shape))
+                whole[part.start : part.stop] = value
+
+    def end_update(self):
+        """Nothing is left to do."""
+
+    def flush_cache(self):
+        """There is no cache."""
+
+    def set_version(self, version):
+        self.version = version
+
+    def resume(self):
+        self.serves = True
+
+    def fingerprints(self, names):
+        return {name: fingerprint(self.loaded[name]) for name in names or self.loaded}
