@@ -1,9 +1,13 @@
 """How the trainer's ranks decide together whether a version goes on."""
 
+import logging
+
 from slimrl.data.protocols import EngineError
 from slimrl.resync.fleet import Fleet
 from slimrl.resync.ranks import Ranks
 from slimrl.resync.report import ResyncError
+
+log = logging.getLogger(__name__)
 
 GO_ON, AGAIN, GIVE_UP = range(3)
 """Of the verdicts of all ranks the highest counts."""
@@ -36,7 +40,9 @@ def settle(ranks: Ranks, fleet: Fleet, version: int, place: str, error: Exceptio
     if verdict == GO_ON:
         return
     outcomes = ranks.gather_objects((len(fleet.engines), None if error is None else str(error)))
-    if verdict == AGAIN and sum(engines for engines, _ in outcomes):
-        raise StartAgain
     reasons = "; ".join(reason for _, reason in outcomes if reason is not None)
+    if verdict == AGAIN and sum(engines for engines, _ in outcomes):
+        if ranks.rank == 0:
+            log.warning("resync of version %d starts again, since it failed %s: %s", version, place, reasons)
+        raise StartAgain
     raise ResyncError(f"resync of version {version} failed {place}: {reasons}") from error
