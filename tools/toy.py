@@ -5,22 +5,16 @@ file, and every family with a weight map can have a toy.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from slimrl_tools.toy_configs import ToySize, toy_config
 from slimrl_tools.toy_tokenizer import build_tokenizer
-from torch import Tensor
 
-from slimrl.data.seeds import derive_seed
 from slimrl.models.family import family_of
+from slimrl.models.random_weights import random_tensors
 from slimrl.models.safetensors_folder import write_safetensors
-from slimrl.models.weight_map import WeightMap
 from slimrl.models.whole_folder import whole_folder
-
-EXPERT_BIAS_STD = 0.01
-"""Standard deviation of the bias that chooses experts; small, so that all of them are chosen."""
 
 
 def write_toy(family: str, out: Path, size: ToySize, seed: int) -> int:
@@ -42,19 +36,7 @@ def write_toy(family: str, out: Path, size: ToySize, seed: int) -> int:
             "pad_token_id": tokenizer.pad_token_id,
         }
         weight_map = family_of(config).weight_map(config, mtp=True)
-        write_safetensors(partial, weight_map.specs("float32"), _random_tensors(weight_map, size.init_std, seed))
+        write_safetensors(partial, weight_map.specs("float32"), random_tensors(weight_map, size.init_std, seed))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
     return sum(torch.Size(tensor.shape).numel() for tensor in weight_map.hf_tensors.values())
-
-
-def _random_tensors(weight_map: WeightMap, std: float, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """In the order of the map's specs; a copy is equal to its original."""
-    for tensor in weight_map.hf_tensors.values():
-        if tensor.name.endswith("norm.weight"):
-            value = torch.ones(tensor.shape)
-        else:
-            generator = torch.Generator().manual_seed(derive_seed(seed, tensor.name))
-            spread = EXPERT_BIAS_STD if tensor.name.endswith("e_score_correction_bias") else std
-            value = torch.empty(tensor.shape).normal_(0.0, spread, generator=generator)
-        yield from ((name, value) for name in tensor.names)
