@@ -12,8 +12,11 @@ import httpx
 
 from slimrl.config.schema import PauseMode
 from slimrl.data.protocols import BucketSpec, EngineError, EnginePlace
-from slimrl.rollout import running_requests, weight_fingerprints
+from slimrl.rollout import running_requests, version_loader, weight_fingerprints
 from slimrl.rollout.bucket_loader import bucket_name, bucket_payload
+
+LOCK_SHARE = 0.5
+"""Of a call's deadline: how long an engine waits for others that use the same copy, to answer before we give up."""
 
 
 class EngineMemory(str, Enum):
@@ -101,6 +104,12 @@ class SglangControl:
             shapes=[[bucket.nbytes]],
             group_name=group,
             flush_cache=False,
+        )
+
+    def load_version(self, folder: str, local_dir: str | None) -> None:
+        self._call(
+            "update_weights_from_disk",
+            **version_loader.version_request(folder, local_dir, LOCK_SHARE * self._timeout_s),
         )
 
     def end_update(self) -> None:

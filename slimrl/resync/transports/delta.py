@@ -21,7 +21,7 @@ class DeltaTransport(DiskTransport):
     """Implements Transport.
 
     Args:
-        local_dir: folder of this run on the own disk of every node; the engines' copy and the sender's mirror lie there.
+        local_dir: folder of this run on the own disk of every node, for the engines' copy and the sender's mirror.
         full_every: every so many versions one is written whole.
         encoding: of what changed.
     """

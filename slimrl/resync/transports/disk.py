@@ -1,7 +1,9 @@
 """Transport through a shared file system: every version a Hugging Face checkpoint, which the engines reload."""
 
+import errno
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +12,10 @@ import torch
 from torch import Tensor
 
 from slimrl.data.protocols import BucketSpec, EngineControl, TensorSpec
+from slimrl.resync.shared_buffer import SharedBuffer
 from slimrl.models.versions.directory import VersionDirectory
 from slimrl.models.versions.manifest import Manifest, VersionRef
 from slimrl.resync.fan_out import fan_out
-from slimrl.resync.shared_buffer import SharedBuffer
 from slimrl.resync.version_writer import VersionWriter
 from slimrl.resync.whole_writer import WholeWriter
 
@@ -56,17 +58,20 @@ class DiskTransport:
 
     def begin(self, version: int) -> None:
         self._drop_writer()
-        self._partial = self._directory.begin(version)
-        self._writer = self._open_writer(self._partial, VersionRef(version=version, id=secrets.token_hex(8)))
+        with self._removed_if_broken():
+            self._partial = self._directory.begin(version)
+            self._writer = self._open_writer(self._partial, VersionRef(version=version, id=secrets.token_hex(8)))
 
     def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
         assert self._writer is not None, "no version begun"
-        self._writer.write(bucket, self._on_host(buffer.tensor[: bucket.nbytes]))
+        with self._removed_if_broken():
+            self._writer.write(bucket, self._on_host(buffer.tensor[: bucket.nbytes]))
 
     def end(self, version: int) -> None:
         """Publish the version, have every engine load it, and remove what is no longer needed."""
         assert self._writer is not None, "no version begun"
-        manifest = self._writer.finish()
+        with self._removed_if_broken():
+            manifest = self._writer.finish()
         self._drop_writer()
         folder = self._directory.publish(self._partial, version)
         calls = {
@@ -78,8 +83,9 @@ class DiskTransport:
         self._directory.prune(self._keep)
 
     def close(self) -> None:
-        self._drop_writer()
-        self._directory.clean()
+        if self._writer is not None:
+            self._drop_writer()
+            self._directory.clean()
         self._host = None
 
     def _open_writer(self, folder: Path, ref: VersionRef) -> VersionWriter:
@@ -87,6 +93,17 @@ class DiskTransport:
 
     def _loaded(self, manifest: Manifest) -> None:
         """Every engine has this version."""
+
+    @contextmanager
+    def _removed_if_broken(self) -> Iterator[None]:
+        """A full disk gets back at once what a version has taken that is never whole; the error names the folder."""
+        try:
+            yield
+        except OSError as error:
+            self._drop_writer()
+            self._directory.clean()
+            reason = "no space left on the disk" if error.errno == errno.ENOSPC else error.strerror
+            raise OSError(error.errno, reason, error.filename or str(self._directory.root)) from error
 
     def _drop_writer(self) -> None:
         if self._writer is not None:
