@@ -125,11 +125,14 @@ def _is_block(block: Any) -> bool:
     )
 
 
-def quantize(weight_MN: Tensor, block: Block = DEFAULT_BLOCK) -> tuple[Tensor, Tensor]:
+def quantize(
+    weight_MN: Tensor, block: Block = DEFAULT_BLOCK, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Round a matrix to block FP8.
 
     Args:
         weight_MN: float32, bfloat16 or float16, on any device.
+        out: what to fill and return instead of new tensors, of the shapes and dtypes below.
 
     Returns:
         float8_e4m3fn [M, N] and the scales, float32 [ceil(M / block rows), ceil(N / block columns)]. An element of a
@@ -142,8 +145,10 @@ def quantize(weight_MN: Tensor, block: Block = DEFAULT_BLOCK) -> tuple[Tensor, T
     if weight_MN.ndim != 2 or not weight_MN.is_floating_point() or weight_MN.element_size() == 1:
         raise ValueError(f"only matrices of floats are quantised, this is {weight_MN.dtype} {list(weight_MN.shape)}")
     (rows, columns), device = weight_MN.shape, weight_MN.device
-    quantized_MN = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
-    scale_RC = torch.empty((-(-rows // block[0]), -(-columns // block[1])), dtype=torch.float32, device=device)
+    quantized_MN, scale_RC = out or (
+        torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((-(-rows // block[0]), -(-columns // block[1])), dtype=torch.float32, device=device),
+    )
     buffer = torch.empty((_band_rows(rows, columns, block[0], device), columns), dtype=torch.float32, device=device)
     for tiles, band in _bands(rows, columns, block[0], device):
         height = min(block[0], rows - band.start)

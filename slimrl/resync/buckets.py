@@ -31,12 +31,20 @@ class Transform(Protocol):
         """Tensors are cut at multiples of this many rows."""
         ...
 
+    def changes(self, spec: TensorSpec) -> bool:
+        """Whether a tensor reaches the engines with other bytes than the trainer has."""
+        ...
+
     def outputs(self, spec: TensorSpec, start: int, stop: int) -> list[Rows]:
         """What these rows of a tensor become."""
         ...
 
     def apply(self, part: TensorPart, value: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Write what `part`, whose values are `value`, becomes into `outputs`, in the order of the method `outputs`."""
+        """Write what `part`, whose values are `value`, becomes into `outputs`, in the order of the method `outputs`.
+
+        Raises:
+            ValueError: the values cannot be transformed; it names the tensor.
+        """
         ...
 
 

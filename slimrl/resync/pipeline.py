@@ -7,7 +7,9 @@ bucket k - 1 has arrived, so that its slot may be filled with bucket k + 1.
 
 from collections.abc import Callable
 
-from slimrl.data.protocols import BucketSpec, WeightSource
+from torch import Tensor
+
+from slimrl.data.protocols import BucketSpec, TensorPart, WeightSource
 from slimrl.resync.buckets import PlannedBucket, Transform
 from slimrl.resync.exchange import part_view
 from slimrl.resync.gather import Gatherer
@@ -21,6 +23,9 @@ Progress = Callable[[int, int], None]
 """Called with (buckets sent, buckets in all)."""
 
 Send = Callable[[BucketSpec, SharedBuffer], None]
+
+Record = Callable[[TensorPart, Tensor, list[Tensor]], None]
+"""Called with a part of a tensor, its values, and what the transform made of them."""
 
 Settle = Callable[[str, Exception | None], None]
 """Called on all ranks with the place and this rank's error; raises where any of them met one."""
@@ -65,11 +70,19 @@ class Pipeline:
         buffers = {id(buffer): buffer for buffer in (*self._gatherer.buffers, *self._slots)}
         return sum(buffer.tensor.numel() for buffer in buffers.values())
 
-    def run(self, send: Send | None, settle: Settle, clock: Clock, on_progress: Progress | None) -> None:
+    def run(
+        self,
+        send: Send | None,
+        settle: Settle,
+        clock: Clock,
+        on_progress: Progress | None,
+        record: Record | None = None,
+    ) -> None:
         """Gather every bucket and, on a sender, send it.
 
         Args:
             send: None on a rank that sends to no engine, or to none any more.
+            record: told what the transform makes of each part, where this rank transforms.
 
         Raises:
             RankError: another rank died or is late. Whatever `settle` raises.
@@ -81,12 +94,14 @@ class Pipeline:
                 slot = number % NUM_SLOTS
                 with clock("gather"):
                     self._gatherer.gather(number, 0 if self._transform else slot)
+                problem = None
                 if self._transform is not None:
                     self._ranks.meet_on_node()
                     with clock("transform"):
-                        self._fill_slot(bucket, slot)
-                settle(*self._arrived(number, sending, clock))
+                        problem = self._fill_slot(bucket, slot, record)
+                place, error = self._arrived(number, sending, clock)
                 sending = None
+                settle(*((place, error) if problem is None else (self._place(number), problem)))
                 if on_progress is not None and number:
                     on_progress(number, total)
                 if send is not None:
@@ -113,19 +128,30 @@ class Pipeline:
                 error = sending.wait(self._timeout_s)
         if not number:
             return "before the first bucket", error
-        first = self._plan.buckets[number - 1].gathered.parts[0].spec.name
-        return f"at bucket {number} of {len(self._plan.buckets)} ({first})", error
+        return self._place(number - 1), error
 
-    def _fill_slot(self, bucket: PlannedBucket, slot: int) -> None:
+    def _place(self, number: int) -> str:
+        first = self._plan.buckets[number].gathered.parts[0].spec.name
+        return f"at bucket {number + 1} of {len(self._plan.buckets)} ({first})"
+
+    def _fill_slot(self, bucket: PlannedBucket, slot: int, record: Record | None) -> ValueError | None:
+        """Transform the bucket; what the transform raised, so that the other ranks hear of it."""
         if not self._slots:
-            return
+            return None
         assert self._transform is not None
         stage, target = self._gatherer.buffers[0].tensor, self._slots[slot].tensor
         sent = {(part.spec.name, part.start): part for part in bucket.sent.parts}
         for part in bucket.gathered.parts:
             outputs = self._transform.outputs(part.spec, part.start, part.stop)
             views = [part_view(target, sent[spec.name, start]) for spec, start, _ in outputs]
-            self._transform.apply(part, part_view(stage, part), views)
+            value = part_view(stage, part)
+            try:
+                self._transform.apply(part, value, views)
+            except ValueError as error:
+                return error
+            if record is not None:
+                record(part, value, views)
+        return None
 
 
 def _timed(clock: Clock, send: Send, bucket: BucketSpec, buffer: SharedBuffer) -> Callable[[], None]:

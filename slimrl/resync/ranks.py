@@ -57,6 +57,12 @@ class Ranks:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def add(self, values: torch.Tensor) -> None:
+        """Replace the values by the sums over all ranks; a CPU tensor, of one shape on every rank."""
+        if self._group is not None:
+            with other_ranks():
+                dist.all_reduce(values, group=self._group)
+
     def meet_on_node(self) -> None:
         """Returns when all ranks of this node have come this far."""
         if self._node_group is not None:

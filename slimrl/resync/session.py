@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from slimrl.config.schema import PauseMode, ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema import PauseMode, ResyncConfig, TransportName
 from slimrl.data.protocols import EngineControl, EngineError, WeightSource
 from slimrl.resync.buckets import Transform
-from slimrl.resync.expectation import expected_fingerprints
+from slimrl.resync.expectation import Expectation
 from slimrl.resync.fleet import PROBE_TIMEOUT_S, Fleet
 from slimrl.resync.pipeline import Pipeline, Progress
 from slimrl.resync.plan import ResyncPlan, plan_resync
@@ -98,8 +98,9 @@ class ResyncSession:
         start, clock = time.monotonic(), Clock()
         fleet = self._my_fleet()
         try:
-            self._transfer(version, fleet, clock, on_progress)
-            report = self._activate(version, fleet, clock, start)
+            expectation = Expectation(self._tensors, self._transform, self._config, version)
+            self._transfer(version, fleet, clock, expectation, on_progress)
+            report = self._activate(version, fleet, clock, expectation, start)
         except (RankError, OSError) as error:
             raise ResyncError(f"resync of version {version} failed: {error}") from error
         self._completed = version
@@ -126,7 +127,9 @@ class ResyncSession:
         names = sender.engines if sender else ()
         return Fleet([engine for engine in self._engines if engine.name in names], self._config.timeout_s)
 
-    def _transfer(self, version: int, fleet: Fleet, clock: Clock, on_progress: Progress | None) -> None:
+    def _transfer(
+        self, version: int, fleet: Fleet, clock: Clock, expectation: Expectation, on_progress: Progress | None
+    ) -> None:
         """Steps 1 to 3, again and again without engines that fail."""
         if self._pipeline is None:
             self._pipeline = Pipeline(
@@ -148,25 +151,28 @@ class ResyncSession:
             self._transport.connect(list(fleet.engines))
             self._transport.begin(version)
 
+        record = expectation.record if self._plan.senders[:1] == (self._plan.sender(self._ranks.rank),) else None
         while True:
             try:
                 with clock("pause"):
                     together("before the first bucket", prepare)
                 send = self._transport.send if fleet.engines else None
-                self._pipeline.run(send, settled, clock, on_progress)
+                self._pipeline.run(send, settled, clock, on_progress, record)
                 with clock("activate"):
                     together("after the last bucket", lambda: self._transport.end(version))
                 return
             except StartAgain:
                 continue
 
-    def _activate(self, version: int, fleet: Fleet, clock: Clock, start: float) -> ResyncReport:
+    def _activate(
+        self, version: int, fleet: Fleet, clock: Clock, expectation: Expectation, start: float
+    ) -> ResyncReport:
         """Steps 4 to 6; the report is right on rank 0."""
         with clock("activate"):
             stale = sum(fleet.each_or_out("flush_cache", self._flush).values())
             fleet.each_or_out("set_version", lambda engine: engine.set_version(version))
         with clock("verify"):
-            expected, mismatching = self._verify(version, fleet)
+            expected, mismatching = self._verify(expectation, fleet)
         with clock("activate"):
             # No engine serves the version before all have it.
             self._ranks.agree(0)
@@ -205,20 +211,21 @@ class ResyncSession:
             engine.flush_cache()
         return running
 
-    def _verify(self, version: int, fleet: Fleet) -> tuple[int, tuple[str, ...]]:
+    def _verify(self, expectation: Expectation, fleet: Fleet) -> tuple[int, tuple[str, ...]]:
         """(tensors compared per engine, `<engine>: <tensor>` of those that differ)."""
-        names = verified_names([tensor.spec.name for tensor in self._tensors], self._config, version)
+        names = expectation.names
         if not names:
             return 0, ()
-        expected = expected_fingerprints(self._source, self._tensors, names, self._ranks)
-        loaded = fleet.each_or_out("fingerprints", lambda engine: engine.fingerprints(list(expected)))
-        mismatching = tuple(
+        expected, lost = expectation.fingerprints(self._source, self._ranks)
+        loaded = fleet.each_or_out("fingerprints", lambda engine: engine.fingerprints(names))
+        mismatching = [f"gathering: {name}" for name in lost] if self._ranks.rank == 0 else []
+        mismatching += [
             f"{engine}: {name}"
             for engine, prints in loaded.items()
             for name, value in expected.items()
             if prints.get(name) != value
-        )
-        return len(expected), mismatching
+        ]
+        return len(names), tuple(mismatching)
 
     def _close_pipeline(self) -> None:
         if self._pipeline is not None:
@@ -231,17 +238,3 @@ def make_transport(config: ResyncConfig, run_id: str, address: str) -> Transport
     if config.transport is TransportName.ipc:
         return IpcTransport(config.timeout_s)
     return CollectiveTransport(address, f"slimrl-{run_id}", config.timeout_s)
-
-
-def verified_names(names: Sequence[str], config: ResyncConfig, version: int) -> frozenset[str]:
-    """Tensors to compare at a version: with `sampled` the next `sampled_tensors` of a ring.
-
-    Each tensor is compared at least once in any ceil(len(names) / sampled_tensors) consecutive versions.
-    """
-    if config.verify == VerifyMode.off:
-        return frozenset()
-    size = min(config.sampled_tensors, len(names))
-    if config.verify == VerifyMode.full or size == len(names):
-        return frozenset(names)
-    start = version * size
-    return frozenset(names[(start + i) % len(names)] for i in range(size))

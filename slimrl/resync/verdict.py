@@ -23,7 +23,7 @@ def settle(ranks: Ranks, fleet: Fleet, version: int, place: str, error: Exceptio
     Args:
         fleet: this rank's; a failed call is judged in it.
         place: what the error belongs to, for the message.
-        error: of this rank.
+        error: of this rank; an OSError or a ValueError is the trainer's own fault, or that of its weights.
 
     Raises:
         StartAgain, ResyncError: on all ranks alike.
@@ -32,7 +32,7 @@ def settle(ranks: Ranks, fleet: Fleet, version: int, place: str, error: Exceptio
     verdict = GO_ON
     if isinstance(error, EngineError):
         verdict = AGAIN if fleet.judge(error) else GIVE_UP
-    elif isinstance(error, OSError):
+    elif isinstance(error, OSError | ValueError):
         verdict = GIVE_UP
     elif error is not None:
         raise error

@@ -20,8 +20,9 @@ from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceT
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.shared_buffer import FileBuffer
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
+from slimrl.resync.expectation import verified_names
 from slimrl.resync.fan_out import fan_out
-from slimrl.resync.session import ResyncError, ResyncSession, verified_names
+from slimrl.resync.session import ResyncError, ResyncSession
 from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.resync.transports.collective import LEAVE_TIMEOUT_S
 from slimrl.resync.transports.ipc import IpcTransport
