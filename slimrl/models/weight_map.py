@@ -74,6 +74,8 @@ class Entry:
     megatron: tuple[str, ...]
     hf: tuple[HfTensor, ...]
     atomic: str | None
+    layer: int | None = None
+    expert: int | None = None
 
     def slices(self, tensor: HfTensor, index: int, count: int) -> tuple[Slices, int]:
         """Part `index` of `count` of a Hugging Face tensor, and how many zeros follow it along the sharded dimension.
@@ -188,4 +190,6 @@ def _entry(rule: Rule, layer: int | None, expert: int | None) -> Entry:
         megatron=tuple(map(named, rule.megatron)),
         hf=tuple(replace(tensor, name=named(tensor.name)) for tensor in rule.hf),
         atomic=named(rule.atomic) if rule.atomic else None,
+        layer=layer,
+        expert=expert,
     )

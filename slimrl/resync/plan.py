@@ -69,7 +69,11 @@ class ResyncPlan:
 
     def owner(self, piece: SourcePiece, node: str) -> int | None:
         """The rank that writes a piece for its node, the lowest that holds it; None where none of the node does."""
-        return self._owners(piece.holders).get(node)
+        return self.owners(piece).get(node)
+
+    def owners(self, piece: SourcePiece) -> Mapping[str, int]:
+        """The owner on each node that holds a piece."""
+        return self._owners(piece.holders)
 
     def writes(self, bucket: PlannedBucket, rank: int) -> list[Block]:
         """What a rank writes into its node's memory: what the node needs, or passes on."""
@@ -77,18 +81,39 @@ class ResyncPlan:
         needed = node in self._needing
         return [
             block
-            for block, piece in self._blocks(bucket)
+            for block, piece in self.blocks(bucket)
             if self.owner(piece, node) == rank
-            and (needed or any(source == node for source, _ in self._routes(bucket, block, piece)))
+            and (needed or any(source == node for source, _ in self.routes(bucket, block, piece)))
         ]
 
     def transfers(self, bucket: PlannedBucket) -> list[Transfer]:
         """What leaders pass on, in the order of the bucket's parts."""
         return [
             Transfer(block=block, source=source, targets=targets)
-            for block, piece in self._blocks(bucket)
-            for source, targets in self._routes(bucket, block, piece)
+            for block, piece in self.blocks(bucket)
+            for source, targets in self.routes(bucket, block, piece)
         ]
+
+    def blocks(self, bucket: PlannedBucket) -> Iterator[tuple[Block, SourcePiece]]:
+        """What the bucket consists of, in the order of its parts, and the piece that each block is of."""
+        for part in bucket.gathered.parts:
+            for piece in self.tensors[part.spec.name].pieces:
+                if block := _block(part, piece.region):
+                    yield block, piece
+
+    def routes(self, bucket: PlannedBucket, block: Block, piece: SourcePiece) -> list[tuple[str, tuple[str, ...]]]:
+        """(source, targets) by which the nodes that lack the block get it.
+
+        Sources take turns along the bucket, so that nodes of equal content share the work.
+        """
+        lacking = self._lacking(piece.holders)
+        if not lacking:
+            return []
+        holding = list(self.owners(piece))
+        first = block.part.offset * len(holding) // bucket.gathered.nbytes
+        if len(lacking) > len(holding):
+            return [(holding[first], self._others[holding[first]])]
+        return [(holding[(first + i) % len(holding)], (node,)) for i, node in enumerate(lacking)]
 
     @cached_property
     def _needing(self) -> tuple[str, ...]:
@@ -96,8 +121,24 @@ class ResyncPlan:
         return tuple(sender.node for sender in self.senders)
 
     @cached_property
+    def _others(self) -> dict[str, tuple[str, ...]]:
+        """All nodes but this one."""
+        return {node: tuple(other for other in self.leaders if other != node) for node in self.leaders}
+
+    @cached_property
     def _known_owners(self) -> dict[tuple[int, ...], dict[str, int]]:
         return {}
+
+    @cached_property
+    def _known_lacking(self) -> dict[tuple[int, ...], tuple[str, ...]]:
+        return {}
+
+    def _lacking(self, holders: tuple[int, ...]) -> tuple[str, ...]:
+        """Nodes that need a piece of these holders and have none of them."""
+        if holders not in self._known_lacking:
+            holding = self._owners(holders)
+            self._known_lacking[holders] = tuple(node for node in self._needing if node not in holding)
+        return self._known_lacking[holders]
 
     def _owners(self, holders: tuple[int, ...]) -> dict[str, int]:
         """The lowest of these ranks on each node that has one."""
@@ -107,27 +148,6 @@ class ResyncPlan:
                 owners.setdefault(self.nodes[rank], rank)
             self._known_owners[holders] = owners
         return self._known_owners[holders]
-
-    def _blocks(self, bucket: PlannedBucket) -> Iterator[tuple[Block, SourcePiece]]:
-        for part in bucket.gathered.parts:
-            for piece in self.tensors[part.spec.name].pieces:
-                if block := _block(part, piece.region):
-                    yield block, piece
-
-    def _routes(self, bucket: PlannedBucket, block: Block, piece: SourcePiece) -> list[tuple[str, tuple[str, ...]]]:
-        """(source, targets) by which the nodes that lack the block get it.
-
-        Sources take turns along the bucket, so that nodes of equal content share the work.
-        """
-        holding = list(self._owners(piece.holders))
-        lacking = [node for node in self._needing if node not in holding]
-        if not lacking:
-            return []
-        first = block.part.offset * len(holding) // bucket.gathered.nbytes
-        if len(lacking) > len(holding):
-            source = holding[first]
-            return [(source, tuple(node for node in self.leaders if node != source))]
-        return [(holding[(first + i) % len(holding)], (node,)) for i, node in enumerate(lacking)]
 
 
 def plan_resync(
