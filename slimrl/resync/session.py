@@ -15,6 +15,7 @@ an engine back. After a fault of the trainer's side, or with no engine left, all
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from slimrl.config.schema import PauseMode, ResyncConfig, TransportName
 from slimrl.data.protocols import EngineControl, EngineError, WeightSource
@@ -27,6 +28,8 @@ from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock, ResyncError, ResyncReport
 from slimrl.resync.transports.base import Transport
 from slimrl.resync.transports.collective import CollectiveTransport
+from slimrl.resync.transports.delta import DeltaTransport
+from slimrl.resync.transports.disk import DiskTransport
 from slimrl.resync.transports.ipc import IpcTransport
 from slimrl.resync.verdict import StartAgain, settle
 
@@ -42,6 +45,8 @@ class ResyncSession:
         node: on which this rank runs, under a name that the engines' places use too.
         address: of rank 0 as the engines reach it, for the `collective` transport.
         transport: None for the one that the config names.
+        model_dir: checkpoint whose configuration and tokenizer go into versions on a disk (`disk`, `delta`).
+        run_dir: of the run; versions go there where the config names no folder for them.
         transform: of tensors between trainer and engines.
 
     Raises:
@@ -59,6 +64,8 @@ class ResyncSession:
         node: str = "",
         address: str = "127.0.0.1",
         transport: Transport | None = None,
+        model_dir: Path = Path(),
+        run_dir: Path = Path(),
         transform: Transform | None = None,
     ) -> None:
         self._source, self._config, self._run_id, self._transform = source, config, run_id, transform
@@ -67,8 +74,10 @@ class ResyncSession:
         self._ranks = Ranks(node, deadline_s)
         assert self._ranks.rank == rank, "not the rank of the process group"
         self._tensors = source.layout()
-        self._transport = transport or make_transport(config, run_id, address)
         self._plan = self._make_plan(engines)
+        self._transport = transport or make_transport(
+            config, self._plan, run_id=run_id, address=address, model_dir=model_dir, run_dir=run_dir
+        )
         self._engines = list(engines)
         self._pipeline: Pipeline | None = None
         self._completed = -1
@@ -233,8 +242,28 @@ class ResyncSession:
             self._pipeline = None
 
 
-def make_transport(config: ResyncConfig, run_id: str, address: str) -> Transport:
-    """The transport that the config names, not yet connected."""
+def make_transport(
+    config: ResyncConfig, plan: ResyncPlan, *, run_id: str, address: str, model_dir: Path, run_dir: Path
+) -> Transport:
+    """The transport that the config names, not yet connected; see ResyncSession for the arguments."""
     if config.transport is TransportName.ipc:
         return IpcTransport(config.timeout_s)
-    return CollectiveTransport(address, f"slimrl-{run_id}", config.timeout_s)
+    if config.transport is TransportName.collective:
+        return CollectiveTransport(address, f"slimrl-{run_id}", config.timeout_s)
+    root = Path(config.dir) / run_id if config.dir else run_dir / "resync"
+    specs = list({part.spec.name: part.spec for bucket in plan.buckets for part in bucket.sent.parts}.values())
+    if config.transport is TransportName.disk:
+        return DiskTransport(
+            root, specs, model_dir, file_bytes=config.bucket_bytes, keep=config.keep, timeout_s=config.timeout_s
+        )
+    return DeltaTransport(
+        root,
+        specs,
+        model_dir,
+        local_dir=Path(config.local_dir) / run_id,
+        full_every=config.full_every,
+        encoding=config.delta_encoding,
+        file_bytes=config.bucket_bytes,
+        keep=config.keep,
+        timeout_s=config.timeout_s,
+    )

@@ -89,6 +89,8 @@ class TrainerActor:
             rank=self.rank,
             run_id=self.recipe.run.name,
             address=get_node_ip_address(),
+            model_dir=Path(self.recipe.model.path),
+            run_dir=Path(self.recipe.run.dir) / self.recipe.run.name,
         )
 
     def resync(self, version: int) -> ResyncReport | None:
