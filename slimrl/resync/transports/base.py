@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slimrl.data.protocols import BucketSpec, EngineControl
-from slimrl.resync.shared_buffer import SharedBuffer
+from slimrl.models.shared_buffer import SharedBuffer
 
 
 class Transport(Protocol):

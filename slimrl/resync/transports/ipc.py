@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from slimrl.data.protocols import BucketSpec, EngineControl
+from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.resync.fan_out import fan_out
-from slimrl.resync.shared_buffer import SharedBuffer
 
 
 class IpcTransport:
