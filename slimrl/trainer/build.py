@@ -1,5 +1,6 @@
 """From a recipe and a model's facts to Megatron modules, wrapped for mixed precision and data parallelism."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,11 +54,22 @@ def build_model(
     return chunks
 
 
-def build_local_chunk(parallel: ParallelConfig, model: MegatronModelConfig, *, mtp: bool) -> GPTModel:
-    """This rank's weights in a layout without pipeline, as a bare bfloat16 module for looking at, uninitialised.
+def build_local_chunk(
+    parallel: ParallelConfig,
+    model: MegatronModelConfig,
+    *,
+    mtp: bool,
+    index: int = 0,
+    megatron: Mapping[str, Any] | None = None,
+) -> GPTModel:
+    """One chunk of this rank's weights as a bare bfloat16 module for looking at, uninitialised.
 
     It is of Megatron's own layers, on every machine. What a checkpoint stores of them is what it stores of Transformer
     Engine's, under the same keys.
+
+    Args:
+        index: of the rank's chunks, of which there are several with virtual pipelining.
+        megatron: further fields of `trainer.megatron`.
     """
     trainer = TrainerConfig(
         parallel=parallel,
@@ -65,9 +77,9 @@ def build_local_chunk(parallel: ParallelConfig, model: MegatronModelConfig, *, m
         max_tokens_per_rank=1,
         optimizer=OptimizerConfig(lr=0.0),
         # Grouped experts need kernels that may not be there; they too are stored like single ones.
-        megatron={"perform_initialization": False, "moe_grouped_gemm": False},
+        megatron={**(megatron or {}), "perform_initialization": False, "moe_grouped_gemm": False},
     )
-    return _gpt(parallel, model, transformer_config(trainer, model, mtp=mtp), 0, fused=False)
+    return _gpt(parallel, model, transformer_config(trainer, model, mtp=mtp), index, fused=False)
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
