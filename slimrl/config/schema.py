@@ -265,8 +265,8 @@ class ResyncConfig:
     keep: int = 2
     """Newest versions kept in `dir`, besides those that they build on."""
     local_dir: str = ""
-    """Folder on the own disk of every node that has engines, and of trainer rank 0's, each with room for one copy of
-    the model (delta)."""
+    """Folder on the own disk of each node with engines, with room for the model once per engine, and of the node of
+    trainer rank 0, with room for it once (delta)."""
     full_every: int = 20
     """Every so many versions one is written whole (delta)."""
     delta_encoding: DeltaEncoding = DeltaEncoding.overwrite

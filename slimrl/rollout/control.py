@@ -15,9 +15,6 @@ from slimrl.data.protocols import BucketSpec, EngineError, EnginePlace
 from slimrl.rollout import running_requests, version_loader, weight_fingerprints
 from slimrl.rollout.bucket_loader import bucket_name, bucket_payload
 
-LOCK_SHARE = 0.5
-"""Of a call's deadline: how long an engine waits for others that use the same copy, to answer before we give up."""
-
 
 class EngineMemory(str, Enum):
     """What an engine can give away of its device's memory."""
@@ -107,10 +104,8 @@ class SglangControl:
         )
 
     def load_version(self, folder: str, local_dir: str | None) -> None:
-        self._call(
-            "update_weights_from_disk",
-            **version_loader.version_request(folder, local_dir, LOCK_SHARE * self._timeout_s),
-        )
+        body = version_loader.version_request(folder, local_dir, self._timeout_s)
+        self._call("update_weights_from_disk", **body)
 
     def end_update(self) -> None:
         self._call("end_weight_update")

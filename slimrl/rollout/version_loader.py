@@ -3,7 +3,7 @@
 /update_weights_from_disk carries a dictionary that SGLang itself makes no use of (`manifest`) to every process of the
 engine; the hook of SchedulerWeightUpdaterManager.update_weights_from_disk takes it and leaves other requests alone.
 
-1. Every process brings the node's copy to the version, or finds that another one has done so (local_copy.py).
+1. Every process brings the engine's copy to the version, or finds that another one has done so (local_copy.py).
 2. The processes tell each other whether that went well; if not, none of them loads anything.
 3. SGLang reloads its weights from a folder that is known to be whole.
 """
@@ -21,8 +21,8 @@ def version_request(folder: str, local_dir: str | None, timeout_s: float) -> dic
 
     Args:
         folder: of the version.
-        local_dir: of the node's copy; None to load the folder itself, a whole version then.
-        timeout_s: how long a process waits for others that use the copy.
+        local_dir: of the engine's copy on its node; None to load the folder itself, a whole version then.
+        timeout_s: how long a process waits for another one to bring the copy there.
     """
     return {
         "model_path": folder,

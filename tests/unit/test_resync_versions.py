@@ -176,11 +176,11 @@ def test_deltas_bring_the_copy_from_version_to_version(tmp_path, model_dir, enco
 def test_nothing_is_left_of_a_mirror(tmp_path, model_dir):
     transport = delta_transport(tmp_path, model_dir)
     send(transport, [CopyEngine()], 1, random_weights(0))
-    assert {path.name for path in (tmp_path / "local").iterdir()} == {"checkpoint", "state.json", "lock"}
+    assert [path.name for path in (tmp_path / "local").iterdir()] == ["engine_0"]
     transport.close()
 
 
-def test_engines_of_a_node_share_a_copy_and_a_new_one_starts_from_it(tmp_path, model_dir):
+def test_an_engine_that_missed_a_version_and_a_new_one_follow_the_chain(tmp_path, model_dir):
     transport = delta_transport(tmp_path, model_dir)
     weights = random_weights(0)
     engines = [CopyEngine("engine 0"), CopyEngine("engine 1")]
@@ -291,8 +291,8 @@ def test_a_delta_on_a_copy_of_other_bytes_is_found_by_the_checksum_and_loaded_by
     transport = delta_transport(tmp_path, model_dir, encoding)
     engine, weights = CopyEngine(), random_weights(0)
     send(transport, [engine], 1, weights)
-    with SafetensorsFolder(tmp_path / "local" / "checkpoint") as folder:
-        file = tmp_path / "local" / "checkpoint" / folder.file_of("big")
+    with SafetensorsFolder(tmp_path / "local" / "engine_0" / "checkpoint") as folder:
+        file = tmp_path / "local" / "engine_0" / "checkpoint" / folder.file_of("big")
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
@@ -300,18 +300,18 @@ def test_a_delta_on_a_copy_of_other_bytes_is_found_by_the_checksum_and_loaded_by
     with pytest.raises(EnginesFailed, match=r"version 2 .*: big has the checksum .* is due"):
         send(transport, [engine], 2, new)
     assert_equal(engine.weights, weights)
-    assert LocalCopy(tmp_path / "local").version() is None
-    engine.load_version(str(tmp_path / "versions" / "v000002"), str(tmp_path / "local"))
+    assert LocalCopy(tmp_path / "local" / "engine_0").version() is None
+    engine.load_version(str(tmp_path / "versions" / "v000002"), str(tmp_path / "local" / "engine_0"))
     assert_equal(engine.weights, new)
 
 
 def test_a_copy_of_another_life_of_the_machine_is_not_relied_on(tmp_path, model_dir, monkeypatch):
     transport = delta_transport(tmp_path, model_dir)
     send(transport, [CopyEngine()], 1, random_weights(0))
-    assert LocalCopy(tmp_path / "local").version() is not None
+    assert LocalCopy(tmp_path / "local" / "engine_0").version() is not None
     (tmp_path / "boot").write_text("another")
     monkeypatch.setattr(local_copy, "_BOOT_ID", tmp_path / "boot")
-    assert LocalCopy(tmp_path / "local").version() is None
+    assert LocalCopy(tmp_path / "local" / "engine_0").version() is None
 
 
 def test_a_copy_that_others_load_from_does_not_change(tmp_path, model_dir):
@@ -320,14 +320,14 @@ def test_a_copy_that_others_load_from_does_not_change(tmp_path, model_dir):
     send(transport, [], 1, weights)
     send(transport, [], 2, with_changes(weights, "big"))
     first, second = (tmp_path / "versions" / name for name in ("v000001", "v000002"))
-    copy = LocalCopy(tmp_path / "local")
-    with copy.at(first, 5) as checkpoint:
-        with LocalCopy(tmp_path / "local").at(first, 5) as same:
+    here = tmp_path / "copy"
+    with LocalCopy(here).at(first, 5) as checkpoint:
+        with LocalCopy(here).at(first, 5) as same:
             assert same == checkpoint
-        with pytest.raises(TimeoutError, match="others load version 1"), LocalCopy(tmp_path / "local").at(second, 0.1):
+        with pytest.raises(TimeoutError, match="others load version 1"), LocalCopy(here).at(second, 0.1):
             pass
-    with LocalCopy(tmp_path / "local").at(second, 5):
-        assert copy.version().version == 2
+    with LocalCopy(here).at(second, 5):
+        assert LocalCopy(here).version().version == 2
 
 
 @contextmanager
@@ -359,9 +359,9 @@ def test_an_engine_s_full_disk_is_named_and_the_next_version_works(tmp_path, mod
     transport = delta_transport(tmp_path, model_dir)
     engine, weights = CopyEngine(), random_weights(0)
     send(transport, [], 1, weights)
-    cause = r"version 1 .*local/checkpoint/model-.*\.safetensors: File too large"
+    cause = r"version 1 .*local/engine_0/checkpoint/model-.*\.safetensors: File too large"
     with no_file_above(2000), pytest.raises(EngineError, match=cause):
-        engine.load_version(str(tmp_path / "versions" / "v000001"), str(tmp_path / "local"))
+        engine.load_version(str(tmp_path / "versions" / "v000001"), str(tmp_path / "local" / "engine_0"))
     assert engine.weights == {}
     weights = with_changes(weights, "big")
     send(transport, [engine], 2, weights)

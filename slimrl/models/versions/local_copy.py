@@ -1,15 +1,16 @@
-"""A node's own copy of the weights, brought from version to version, from which its engines reload.
+"""An engine's own copy of the weights, brought from version to version, from which it reloads.
 
-One folder per node and run, whatever the number of engines and of their processes:
+One folder on every node of the engine, whatever the number of its processes there. Engines do not share one: an engine
+that hangs while it loads would keep the others from the next version.
 
 - `checkpoint/`: a Hugging Face checkpoint.
 - `state.json`: its version, and whether it is clean. It is marked as not clean before the first byte changes, and clean
   with the new version after the last one was checked.
-- `lock`: held alone while the copy changes, and together while engines load it. The kernel releases it when a process
+- `lock`: held alone while the copy changes, and together while processes load it. The kernel releases it when a process
   ends, however that ends.
 
-A copy that is not clean, or of another run or another life of the machine (what was not yet on its disk may be lost),
-starts from a whole version.
+A copy that is not clean, of a version off the way to the next one, or of another life of the machine (what was not yet
+on its disk may be lost) starts from a whole version.
 """
 
 import fcntl
@@ -43,7 +44,7 @@ class LocalCopy:
     def at(self, target: Path, timeout_s: float) -> Iterator[Path]:
         """Bring the copy to the version in the folder `target`; it stays as it is during the block.
 
-        Whoever comes first does the work; the others, processes of this or another engine, wait and find it done.
+        Whichever process comes first does the work; the others wait and find it done.
 
         Yields:
             The checkpoint folder.

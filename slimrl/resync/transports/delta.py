@@ -1,14 +1,15 @@
-"""Transport through a shared file system of what changed, which is applied to a copy beside the engines.
+"""Transport through a shared file system of what changed, which is applied to a copy beside each engine.
 
 A version is written as a delta on the last one that every engine loaded. It is written whole at the first time, every
 so many versions, and after one that broke off: nobody knows then which bytes the mirror and the engines' copies hold.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from slimrl.config.schema import DeltaEncoding
-from slimrl.data.protocols import TensorSpec
+from slimrl.data.protocols import EngineControl, TensorSpec
 from slimrl.models.versions.manifest import Manifest, VersionRef
 from slimrl.resync.delta_writer import DeltaWriter
 from slimrl.resync.mirror import Mirror
@@ -21,7 +22,7 @@ class DeltaTransport(DiskTransport):
     """Implements Transport.
 
     Args:
-        local_dir: folder of this run on the own disk of every node, for the engines' copy and the sender's mirror.
+        local_dir: folder of this run on the own disk of every node, for a copy of each engine and the sender's mirror.
         full_every: every so many versions one is written whole.
         encoding: of what changed.
     """
@@ -40,7 +41,7 @@ class DeltaTransport(DiskTransport):
         timeout_s: float,
     ) -> None:
         super().__init__(root, specs, model_dir, file_bytes=file_bytes, keep=keep, timeout_s=timeout_s)
-        self.local_dir = local_dir.absolute()
+        self._local_dir = local_dir.absolute()
         self._full_every, self._encoding = full_every, encoding
         self._mirror: Mirror | None = None
         self._base: VersionRef | None = None
@@ -57,14 +58,16 @@ class DeltaTransport(DiskTransport):
         # Until every engine has loaded the version, neither the mirror nor their copies are a base to rely on.
         base, self._base = self._base, None
         if self._mirror is None:
-            assert self.local_dir is not None
-            self._mirror = Mirror(self.local_dir, self._specs)
+            self._mirror = Mirror(self._local_dir, self._specs)
         due = self._since_whole + 1 >= self._full_every
         if base is None or due or base.version >= ref.version or not self._directory.has(base):
             return WholeWriter(
                 folder, ref, self._specs, self._model_dir, file_bytes=self._file_bytes, mirror=self._mirror
             )
         return DeltaWriter(folder, ref, base, self._specs, mirror=self._mirror, encoding=self._encoding)
+
+    def _copy_of(self, engine: EngineControl) -> str | None:
+        return str(self._local_dir / re.sub(r"[^A-Za-z0-9_.-]", "_", engine.name))
 
     def _loaded(self, manifest: Manifest) -> None:
         self._base = manifest.ref

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimrl.data.protocols import BucketSpec, EngineControl, TensorSpec
-from slimrl.resync.shared_buffer import SharedBuffer
+from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.models.versions.directory import VersionDirectory
 from slimrl.models.versions.manifest import Manifest, VersionRef
 from slimrl.resync.fan_out import fan_out
@@ -31,9 +31,6 @@ class DiskTransport:
         keep: newest versions that are kept.
         timeout_s: deadline of an engine's reload.
     """
-
-    local_dir: Path | None = None
-    """Where engines keep a copy of the weights; None for engines that load the version itself."""
 
     def __init__(
         self,
@@ -75,8 +72,7 @@ class DiskTransport:
         self._drop_writer()
         folder = self._directory.publish(self._partial, version)
         calls = {
-            engine.name: partial(engine.load_version, str(folder), self.local_dir and str(self.local_dir))
-            for engine in self._engines
+            engine.name: partial(engine.load_version, str(folder), self._copy_of(engine)) for engine in self._engines
         }
         fan_out(calls, "load_version", self._timeout_s)
         self._loaded(manifest)
@@ -90,6 +86,10 @@ class DiskTransport:
 
     def _open_writer(self, folder: Path, ref: VersionRef) -> VersionWriter:
         return WholeWriter(folder, ref, self._specs, self._model_dir, file_bytes=self._file_bytes)
+
+    def _copy_of(self, engine: EngineControl) -> str | None:
+        """Folder of the engine's copy of the weights; None for an engine that loads the version itself."""
+        return None
 
     def _loaded(self, manifest: Manifest) -> None:
         """Every engine has this version."""
