@@ -46,19 +46,11 @@ class Gatherer:
         leader = plan.leaders[node]
         self._writes = [plan.writes(bucket, ranks.rank) for bucket in plan.buckets]
         nbytes = max((bucket.gathered.nbytes for bucket in plan.buckets), default=0)
-        self.buffers: list[SharedBuffer] = []
+        self.buffers = allocate(ranks, num_stages if leader == ranks.rank else 0, nbytes, run_id)
         """The stages of this node, on its leader; empty on the others."""
-        problem = None
-        if leader == ranks.rank:
-            try:
-                self.buffers = [shared_buffer(nbytes, run_id) for _ in range(num_stages)]
-            except OSError as error:
-                problem = str(error)
-        answers = ranks.gather_objects((problem, [buffer.segment() for buffer in self.buffers]))
-        if problems := [problem for problem, _ in answers if problem is not None]:
-            raise OSError(f"no memory for {num_stages} buckets of {nbytes} bytes: {problems[0]}")
+        segments = ranks.gather_objects([buffer.segment() for buffer in self.buffers])[leader]
         self._stages = [buffer.tensor for buffer in self.buffers] or [
-            open_shared(segment, writable=True) for segment in answers[leader][1]
+            open_shared(segment, writable=True) for segment in segments
         ]
         self._exchange: Exchange | None = None
         self._messages: list[list[Message]] = []
@@ -94,6 +86,27 @@ class Gatherer:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+
+
+def allocate(ranks: Ranks, count: int, nbytes: int, run_id: str) -> list[SharedBuffer]:
+    """Buffers of this rank, each rank as many as it asks for; all call it together.
+
+    Raises:
+        OSError: on all ranks, where one of them got no memory; none keeps any.
+    """
+    buffers: list[SharedBuffer] = []
+    problem = None
+    try:
+        for _ in range(count):
+            buffers.append(shared_buffer(nbytes, run_id))
+    except OSError as error:
+        problem = f"rank {ranks.rank}: {count} buckets of {nbytes} bytes: {error}"
+    problems = [each for each in ranks.gather_objects(problem) if each is not None]
+    if problems:
+        for buffer in buffers:
+            buffer.close()
+        raise OSError("; ".join(problems))
+    return buffers
 
 
 def copy_rows(target: Tensor, groups: Tensor, start: int) -> None:

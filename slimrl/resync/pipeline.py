@@ -10,14 +10,15 @@ from collections.abc import Callable
 from torch import Tensor
 
 from slimrl.data.protocols import BucketSpec, TensorPart, WeightSource
+from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.resync.buckets import PlannedBucket, Transform
 from slimrl.resync.exchange import part_view
-from slimrl.resync.gather import Gatherer
+from slimrl.resync.gather import Gatherer, allocate
 from slimrl.resync.plan import ResyncPlan
-from slimrl.resync.ranks import Ranks
+from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock
 from slimrl.resync.sending import Sending
-from slimrl.resync.shared_buffer import SharedBuffer, clean_stale_segments, shared_buffer
+from slimrl.resync.shared_buffer import clean_stale_segments
 
 Progress = Callable[[int, int], None]
 """Called with (buckets sent, buckets in all)."""
@@ -37,7 +38,7 @@ class Pipeline:
     """This rank's part, with the memory for it. Made by all ranks together.
 
     Raises:
-        OSError: no shared memory is left, that of killed runs included, which is freed first.
+        OSError: on all ranks; no shared memory is left, that of killed runs included, which is freed first.
     """
 
     def __init__(
@@ -55,14 +56,14 @@ class Pipeline:
         self._timeout_s = timeout_s
         num_stages = 1 if transform else NUM_SLOTS
         self._gatherer = Gatherer(plan, source, ranks, num_stages=num_stages, run_id=run_id, timeout_s=timeout_s)
-        self._slots: list[SharedBuffer] = []
-        if plan.sender(ranks.rank) is None:
-            return
-        if transform is None:
-            self._slots = self._gatherer.buffers
-        else:
+        self._slots = self._gatherer.buffers if plan.sender(ranks.rank) else []
+        if transform is not None:
             nbytes = max((bucket.sent.nbytes for bucket in plan.buckets), default=0)
-            self._slots = [shared_buffer(nbytes, run_id) for _ in range(NUM_SLOTS)]
+            try:
+                self._slots = allocate(ranks, NUM_SLOTS if self._slots else 0, nbytes, run_id)
+            except OSError:
+                self._gatherer.close()
+                raise
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +90,7 @@ class Pipeline:
         """
         sending: Sending | None = None
         total = len(self._plan.buckets)
+        number = 0
         try:
             for number, bucket in enumerate(self._plan.buckets):
                 slot = number % NUM_SLOTS
@@ -110,6 +112,8 @@ class Pipeline:
             sending = None
             if on_progress is not None:
                 on_progress(total, total)
+        except RankError as error:
+            raise RankError(f"{self._place(number)}: {error}") from error
         finally:
             if sending is not None:
                 sending.wait(self._timeout_s)

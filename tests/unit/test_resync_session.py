@@ -5,18 +5,16 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 from math import ceil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from slimrl import device
 from slimrl.config.schema import PauseMode, ResyncConfig, TransportName, VerifyMode
 from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceTensor, TensorSpec
+from slimrl.models.broadcast_group import GroupError
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.shared_buffer import FileBuffer
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
@@ -24,16 +22,11 @@ from slimrl.resync.expectation import verified_names
 from slimrl.resync.fan_out import fan_out
 from slimrl.resync.session import ResyncError, ResyncSession
 from slimrl.resync.shared_buffer import clean_stale_segments
-from slimrl.resync.transports.collective import LEAVE_TIMEOUT_S
+from slimrl.resync.transports.collective import CollectiveTransport
 from slimrl.resync.transports.ipc import IpcTransport
+from slimrl.rollout.bucket_receiver import EngineReceivers
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
-
-
-@pytest.fixture(autouse=True)
-def _one_process_plays_all_engines(monkeypatch):
-    """torch keeps a process's groups by name; here several members of one group live in one process."""
-    monkeypatch.setattr(distributed_c10d, "_register_pg_in_world", lambda *args, **kwargs: None)
 
 
 class Source:
@@ -64,17 +57,26 @@ class Source:
         return self.weights[name][None]
 
 
+class OnlyRank:
+    """Implements EngineRanks for an engine of one rank."""
+
+    rank, per_node = 0, 1
+
+    def exchange(self, value):
+        return [value]
+
+
 class Engine:
     """Keeps what it loads, and a log of what it was told."""
 
-    def __init__(self, name: str, num_ranks: int = 1) -> None:
-        self.name, self.num_ranks = name, num_ranks
+    def __init__(self, name: str) -> None:
+        self.name, self.num_ranks = name, 1
         self.calls: list[str] = []
         self.loaded: dict[str, torch.Tensor] = {}
         self.version = -1
         self.fails_at: tuple[str, int] | None = None
-        self.groups: dict[str, list] = {}
-        self.place = EnginePlace(name=name, nodes=("",), num_ranks=num_ranks)
+        self.receivers = EngineReceivers(OnlyRank())
+        self.place = EnginePlace(name=name, nodes=("",))
 
         self.running = 0
 
@@ -117,46 +119,21 @@ class Engine:
         data = (SHARED_MEMORY_DIR / segment).read_bytes()[: bucket.nbytes]
         self._take(torch.frombuffer(bytearray(data), dtype=torch.uint8), bucket)
 
-    def join_group(self, address, port, rank, world_size, group, backend):
-        """As SGLang does it: rendezvous by address, keys by group name, torch's own way of making a group."""
-        self._note("join")
-        self.groups[group] = []
-        threads = [
-            threading.Thread(target=self._join, args=(address, port, rank + i, world_size, group, backend))
-            for i in range(self.num_ranks)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    def open_receivers(self, group, first_rank):
+        self._note("open")
+        self.receivers.open_version(group, first_rank)
 
-    def _join(self, address, port, rank, world_size, group, backend):
-        timeout = timedelta(seconds=4)
-        rendezvous = dist.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
-        store, _, _ = next(rendezvous)
-        keys = dist.PrefixStore(group, store)
-        made, _ = distributed_c10d._new_process_group_helper(
-            world_size, rank, [], dist.Backend(backend), keys, group_name=group, timeout=timeout
-        )
-        self.groups[group].append(made)
-
-    def receive_bucket(self, group, bucket):
+    def load_received(self, group, number, bucket):
         self._note("receive")
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        buffers = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for _ in self.groups[group]]
-        works = [
-            member.broadcast([buffer], options) for member, buffer in zip(self.groups[group], buffers, strict=True)
-        ]
-        for work in works:
-            work.wait()
-        assert all(torch.equal(buffer, buffers[0]) for buffer in buffers)
-        self._take(buffers[0], bucket)
+        try:
+            self._take(self.receivers.bucket(group, number)[: bucket.nbytes], bucket)
+        except GroupError as error:
+            raise EngineError(f"{self.name}: {error}") from error
+        self.receivers.all_loaded()
 
     def leave_group(self, group):
         self._note("leave")
-        # Kept: destroying a group waits, with the interpreter's lock, until a broadcast that broke off is out of time.
-        self.left = self.groups.pop(group)
+        self.receivers.close()
 
     def _take(self, flat, bucket):
         for part in bucket.parts:
@@ -210,14 +187,50 @@ def test_engines_hold_the_source_s_bytes_under_the_new_version(transport):
     assert report.buckets > 2
 
 
-def test_the_group_has_a_rank_for_every_process_of_every_engine():
-    engines = [Engine("engine 0", num_ranks=2), Engine("engine 1")]
-    resync = session(Source(weights()), engines, config(transport=TransportName.collective), run_id="ranks")
+def test_one_group_serves_all_versions_and_a_new_one_other_engines():
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    source = Source(weights())
+    resync = session(source, engines, config(transport=TransportName.collective), run_id="groups")
     try:
-        assert resync.run(1).mismatching == ()
+        names = []
+        for version in (1, 2, 3):
+            if version == 3:
+                engines[1] = Engine("engine 1")
+                resync.use(engines)
+            assert resync.run(version).mismatching == ()
+            names.append({engine.receivers.group_name for engine in engines})
+            assert len(names[-1]) == 1
+        assert names[0] == names[1]
+        assert names[1] != names[2]
     finally:
         resync.close()
     assert [engine.calls[-1] for engine in engines] == ["leave", "leave"]
+
+
+def test_a_received_bucket_is_loaded_while_the_next_is_broadcast():
+    """Loads that take 50 ms each, and a source that waits for one at every bucket but the first."""
+    loading, overlapped = threading.Event(), []
+
+    class Slow(Engine):
+        def load_received(self, group, number, bucket):
+            loading.set()
+            time.sleep(0.05)
+            super().load_received(group, number, bucket)
+            loading.clear()
+
+    class Watched(CollectiveTransport):
+        def _broadcast(self, tensor):
+            overlapped.append(loading.is_set())
+            super()._broadcast(tensor)
+
+    engine = Slow("engine 0")
+    transport = Watched("127.0.0.1", "slimrl-overlap", 20.0)
+    resync = session(Source(weights()), [engine], config(), transport=transport)
+    report = resync.run(1)
+    resync.close()
+    assert report.buckets > 2
+    assert report.mismatching == ()
+    assert any(overlapped)
 
 
 def test_an_engine_is_told_in_order_and_served_again_last():
@@ -353,15 +366,17 @@ def test_a_full_disk_names_itself_and_engines_stay_paused():
     assert engine.calls == ["pause", "begin"]
 
 
-def test_a_refused_broadcast_does_not_wait_for_its_deadline():
+def test_a_refused_bucket_does_not_wait_for_its_deadline_and_the_version_starts_again_in_a_new_group():
     engines = [Engine("engine 0"), Engine("engine 1")]
     engines[0].fails_at = ("receive", 1)
     resync = session(Source(weights()), engines, config(transport=TransportName.collective), run_id="refused")
     start = time.monotonic()
     report = resync.run(1)
-    assert time.monotonic() - start < 3 + LEAVE_TIMEOUT_S
+    assert time.monotonic() - start < 5
     resync.close()
     assert report.failed_engines == {}
+    assert report.mismatching == ()
+    assert [engine.calls.count("open") for engine in engines] == [2, 2]
 
 
 def test_an_engine_that_hangs_runs_into_the_deadline_and_is_out():
