@@ -70,7 +70,7 @@ class EngineGroup:
         fresh = self._actors.call("restart", dict.fromkeys(names, ()), timeout_s=timeout_s)
         self.addresses = [fresh.get(address.name, address) for address in self.addresses]
         if self._router is not None:
-            # It leaves out an engine that failed some requests for a minute, whatever has taken the engine's place.
+            # It goes on leaving out an engine that failed some requests, whatever has taken the engine's place.
             self._router.stop()
             self._start_router(port=self._router.port)
 
