@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import xxhash
 
-from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec
+from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
 from slimrl.models.versions.blocks import MAX_WORKERS, block_ranges
 from slimrl.models.versions.manifest import Manifest
 
@@ -54,16 +54,21 @@ class TensorHashes:
 
     def __init__(self) -> None:
         self._states: dict[str, tuple[xxhash.xxh3_64, int]] = {}
+        self._digests: dict[str, str] = {}
 
     def update(self, part: TensorPart, data: np.ndarray) -> None:
-        state, rows = self._states.get(part.spec.name) or (xxhash.xxh3_64(), 0)
-        assert part.start == rows, f"{part.spec.name}: row {part.start} came where {rows} was due"
+        name = part.spec.name
+        state, rows = self._states.pop(name, None) or (xxhash.xxh3_64(), 0)
+        assert part.start == rows, f"{name}: row {part.start} came where {rows} was due"
         state.update(data)
-        self._states[part.spec.name] = state, part.stop
+        if part.stop == num_rows(part.spec):
+            self._digests[name] = state.hexdigest()
+        else:
+            self._states[name] = state, part.stop
 
     def digest(self, name: str) -> str:
-        """16 hexadecimal digits."""
-        return self._states[name][0].hexdigest()
+        """16 hexadecimal digits, of a tensor that has come whole."""
+        return self._digests[name]
 
 
 def hashed_blocks(bucket: BucketSpec, data: np.ndarray, hashes: TensorHashes) -> Iterator[TensorBlock]:

@@ -81,7 +81,8 @@ class WholeWriter:
         return manifest
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        # What was written is being synchronised or will be: each closes its file.
+        self._pool.shutdown()
         for descriptor, _ in self._open.values():
             os.close(descriptor)
         self._open.clear()

@@ -93,6 +93,8 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
          "512 leaves no room for a prompt in rollout.max_trajectory_tokens 512."),
         ("rollout.tool_timeout_s=700", "rollout.tool_timeout_s",
          "700.0 is longer than rollout.trajectory_timeout_s 600.0."),
+        ("resync.transport=delta", "resync.local_dir",
+         "delta needs a folder on the own disk of each node, with room for the model."),
         ("rollout.sglang.nnodes=2", "resync.transport",
          "ipc reaches engines on the trainer's own node only. Use collective."),
         ("rollout.engine_tensor=3", "rollout.engine_tensor",
