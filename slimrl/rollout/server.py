@@ -73,15 +73,19 @@ def engine_arguments(
 
 def engine_environment(rollout: RolloutConfig, *, cuda: bool) -> dict[str, str]:
     """Variables of the engine's process."""
-    threads = {"OMP_NUM_THREADS": str(rollout.threads_per_engine)}
+    common = {
+        "OMP_NUM_THREADS": str(rollout.threads_per_engine),
+        # /health, by which the router judges, would generate a token, for which a paused engine lets it wait.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    }
     if cuda:
-        return threads
+        return common
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", **_KEEP_FREED_MEMORY}
     if rollout.engine_tensor > 1:
         per_rank = rollout.threads_per_engine
         bounds = [(rank * per_rank, (rank + 1) * per_rank - 1) for rank in range(rollout.engine_tensor)]
         cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(a) if a == b else f"{a}-{b}" for a, b in bounds)
-    return {**threads, **cpu}
+    return {**common, **cpu}
 
 
 class EngineServer:
@@ -117,7 +121,9 @@ class EngineServer:
         self._timeout_s = rollout.startup_timeout_s
         self.port = port or free_port(host)
         self.url = f"http://{host}:{self.port}"
-        arguments = engine_arguments(rollout, model, host=host, port=self.port, precision=precision, cuda=cuda, seed=seed)
+        arguments = engine_arguments(
+            rollout, model, host=host, port=self.port, precision=precision, cuda=cuda, seed=seed
+        )
         self.process = ServerProcess(
             f"engine {index}",
             [sys.executable, "-m", "slimrl.rollout.launch", str(os.getpid()), *arguments],
@@ -127,7 +133,7 @@ class EngineServer:
 
     def wait_ready(self) -> None:
         """Raises ServerError with the cause from the log if the engine does not come up in time."""
-        self.process.wait_ready(f"{self.url}/health", self._timeout_s)
+        self.process.wait_ready(f"{self.url}/health_generate", self._timeout_s)
 
     def check(self) -> None:
         """Raises ServerError with the cause from the log if the engine has ended."""
