@@ -103,5 +103,10 @@ def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str, st
         yield key, f"{tensor} neither divides the model's {groups} key-value heads nor is a multiple of them."
     if recipe.rollout.routed_experts and not num_experts(hf_config):
         yield "rollout.routed_experts", "the model has no experts. Use false."
-    if num_experts(hf_config):
-        yield from _must_divide(key, tensor, _first(hf_config, "moe_intermediate_size"), "columns of an expert")
+    experts, parts = num_experts(hf_config), recipe.rollout.engine_expert
+    if not experts and parts > 1:
+        yield "rollout.engine_expert", f"{parts}: the model has no experts. Use 1."
+    yield from _must_divide("rollout.engine_expert", parts, experts, "experts")
+    if experts and not tensor % parts:
+        width = _first(hf_config, "moe_intermediate_size")
+        yield from _must_divide(key, tensor // parts, width, "columns of an expert")

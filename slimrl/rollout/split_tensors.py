@@ -44,13 +44,14 @@ def copy_rows(shard: Tensor, rows: Tensor, start: int, shard_dim: int | None, in
     """Copy what a shard holds of some rows of the whole tensor.
 
     Args:
-        shard: part `index` of equal parts along `shard_dim`, or the whole where it is None; zeros may follow the
-            whole's last row.
+        shard: part `index` of equal parts along `shard_dim`, or the whole where it is None; padding may follow
+            the whole's last row or column.
         rows: of the whole tensor, all columns, from row `start` on.
     """
     if shard_dim == 1:
         columns = shard.shape[1]
         rows = rows[:, index * columns : (index + 1) * columns]
+        shard = shard[:, : rows.shape[1]]
     first = index * shard.shape[0] if shard_dim == 0 else 0
     low, high = max(start, first), min(start + rows.shape[0], first + shard.shape[0])
     if low < high:

@@ -3,11 +3,19 @@
 The route passes an action and a list of strings to WeightChecker.handle in each engine process and returns the
 dictionary `checksums`; the hook here adds the action `slimrl_fingerprints`, for which the list (called
 `skip_tensor_list` there) names Hugging Face tensors, None meaning all. engine_layout.py says where in the
-engine's fused parameters each of them lies; shards of a tensor-parallel engine are gathered first.
+engine's fused parameters each of them lies. Ranks hash their shards where they lie, and the hashes are added; a tensor
+of which several ranks have copies is hashed in all of them.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from slimrl.models.engine_layout import EngineShape, EngineSlice, Holding
 
 ACTION = "slimrl_fingerprints"
 
@@ -38,33 +46,85 @@ def around_handle(
 
 
 def engine_fingerprints(model: Any, names: list[str] | None) -> dict[str, str]:
-    """Hash by Hugging Face name; every tensor-parallel rank calls it with the same names and gets the same."""
+    """Hash by Hugging Face name; all ranks of an engine call it with the same names and get the same."""
     import torch
     from sglang.srt.runtime_context import get_parallel
 
-    from slimrl.models.engine_layout import EngineShape, engine_slices
-    from slimrl.models.fingerprint import fingerprint
+    from slimrl.models.engine_layout import EngineShape
 
-    group = get_parallel().tp_group
-    shape = EngineShape.of_config(model.config, group.world_size)
-    slices = {
-        piece.hf_name: (parameter, piece)
-        for engine_name, parameter in model.named_parameters()
-        for piece in engine_slices(engine_name, shape)
-    }
+    parallel = get_parallel()
+    group = parallel.tp_group
+    shape = EngineShape.of_config(model.config, group.world_size, parallel.moe_ep_size)
+    hashes = rank_hashes(dict(model.named_parameters()), shape, group.rank_in_group, names)
+    if group.world_size > 1:
+        torch.distributed.all_reduce(hashes.table, group=group.cpu_group)
+    return hashes.fingerprints()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHashes:
+    """Hashes of tensors, or of one rank's shards of them; those of all ranks are added."""
+
+    names: list[str]
+    copies: list[int]
+    """How many copies of each tensor the engine holds."""
+    table: "Tensor"
+    """int64 [names, ranks]: the hash of each copy, modulo 2^64; 0 for copies that there are not."""
+
+    def fingerprints(self) -> dict[str, str]:
+        """By name; copies that differ are all given, so that they equal no fingerprint."""
+        from slimrl.models.fingerprint import as_hex
+
+        rows = zip(self.names, self.copies, self.table.tolist(), strict=True)
+        return {name: "/".join(dict.fromkeys(as_hex(x % 2**64) for x in row[:copies])) for name, copies, row in rows}
+
+
+def rank_hashes(
+    parameters: "dict[str, Tensor]", shape: "EngineShape", rank: int, names: list[str] | None
+) -> RankHashes:
+    """What one rank has to say of the tensors.
+
+    Args:
+        parameters: the rank's, by the engine's names.
+        names: None for all tensors that the parameters hold.
+
+    Raises:
+        ValueError: a name of which the parameters hold nothing.
+    """
+    import torch
+
+    from slimrl.models.engine_layout import engine_slices
+
+    slices = {piece.hf_name: (name, piece) for name in parameters for piece in engine_slices(name, shape)}
     if names is None:
         names = list(slices)
     if unknown := [name for name in names if name not in slices]:
         raise ValueError(f"no such tensors in the engine's model: {', '.join(unknown[:5])} ({len(unknown)} in all)")
-    hashes = {}
-    for name in names:
+    table = torch.zeros(len(names), shape.tensor_parallel, dtype=torch.int64)
+    copies = []
+    for row, name in enumerate(names):
         parameter, piece = slices[name]
-        local = piece.of(parameter.detach()).contiguous()
-        if group.world_size > 1 and piece.shard_dim is not None:
-            shards = [torch.empty_like(local) for _ in range(group.world_size)]
-            torch.distributed.all_gather(shards, local, group=group.device_group)
-            local = torch.cat(shards[:: piece.replicas], dim=piece.shard_dim)
-        if piece.in_model_dtype:
-            local = local.to(slices[_EMBEDDING][0].dtype)
-        hashes[name] = fingerprint(local[: piece.rows])
-    return hashes
+        held = piece.holding(rank, shape.tensor_parallel)
+        copies.append(piece.num_copies(shape.tensor_parallel))
+        if held is not None:
+            value = _shard_hash(parameters[parameter], piece, held, parameters[_EMBEDDING].dtype)
+            table[row, held.copy] = value - 2**64 if value >= 2**63 else value
+    return RankHashes(names=names, copies=copies, table=table)
+
+
+def _shard_hash(parameter: "Tensor", piece: "EngineSlice", held: "Holding", model_dtype: "torch.dtype") -> int:
+    from slimrl.models.fingerprint import partial_hash
+
+    local = piece.of(parameter.detach())
+    if piece.in_model_dtype:
+        local = local.to(model_dtype)
+    if piece.shard_dim is None:
+        return partial_hash(local)
+    first = held.shard * local.shape[piece.shard_dim]
+    if piece.shard_dim == 1:
+        columns = piece.size or held.shards * local.shape[1]
+        return partial_hash(local[:, : max(0, columns - first)], first, columns)
+    offset = held.shard * local.numel()
+    if piece.size is not None:
+        local = local[: max(0, piece.size - first)]
+    return partial_hash(local, offset)

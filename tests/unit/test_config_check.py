@@ -93,12 +93,19 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
          "512 leaves no room for a prompt in rollout.max_trajectory_tokens 512."),
         ("rollout.tool_timeout_s=700", "rollout.tool_timeout_s",
          "700.0 is longer than rollout.trajectory_timeout_s 600.0."),
-        ("resync.transport=delta", "resync.local_dir",
-         "delta needs a folder on the own disk of each node, with room for the model."),
         ("rollout.sglang.nnodes=2", "resync.transport",
          "ipc reaches engines on the trainer's own node only. Use collective."),
+        ("resync.transport=delta", "resync.local_dir",
+         "delta needs a folder on the own disk of each node, with room for the model."),
+        ("rollout.colocated=true resync.transport=collective", "rollout.colocated",
+         "collective needs devices of the engines' own. Use resync.transport ipc, or colocated false."),
+        ("rollout.max_replacements=-1", "rollout.max_replacements", "-1: must not be negative."),
         ("rollout.engine_tensor=3", "rollout.engine_tensor",
          "3 does not divide the model's 32 attention heads. Use 2 or 4."),
+        ("rollout.engine_tensor=2 rollout.engine_expert=4", "rollout.engine_expert",
+         "4 does not divide rollout.engine_tensor 2."),
+        ("rollout.engine_tensor=12 rollout.engine_expert=12", "rollout.engine_expert",
+         "12 does not divide the model's 128 experts. Use 8 or 16."),
         ("trainer.num_ranks=0", "trainer.num_ranks", "0: must be at least 1."),
         ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "0.0: must be greater than 0 and at most 1."),
         ("rollout.eval_sampling.top_k=0", "rollout.eval_sampling.top_k", "0: must be at least 1, or -1 for off."),
@@ -117,6 +124,18 @@ def test_a_broken_rule_is_named_by_key_with_what_to_use_instead(folder, override
 def test_expert_parallelism_of_a_dense_model_is_refused(folder):
     (problem,) = problems_of(["trainer.num_ranks=2", "trainer.parallel.expert=2"], model=DENSE)
     assert (problem.key, problem.message) == ("trainer.parallel.expert", "2: the model has no experts. Use 1.")
+
+
+def test_an_expert_parallel_engine_of_a_dense_model_is_refused(folder):
+    (problem,) = problems_of(["rollout.engine_tensor=2", "rollout.engine_expert=2"], model=DENSE)
+    assert (problem.key, problem.message) == ("rollout.engine_expert", "2: the model has no experts. Use 1.")
+
+
+def test_ranks_of_an_expert_parallel_engine_need_not_divide_the_columns_of_an_expert(folder):
+    model = {**MODEL, "moe_intermediate_size": 30}
+    problems = problems_of(["rollout.engine_tensor=4"], model=model)
+    assert "4 does not divide the model's 30 columns of an expert." in problems[0].message
+    assert problems_of(["rollout.engine_tensor=4", "rollout.engine_expert=2"], model=model) == []
 
 
 def test_shared_experts_and_the_dense_layers_before_them_are_divided_too(folder):

@@ -133,7 +133,9 @@ def test_a_request_that_skipped_a_step_is_filled_anew():
 
 def layer_of(experts, hidden, inner):
     return SimpleNamespace(
-        w13_weight=torch.randn(experts, 2 * inner, hidden), w2_weight=torch.randn(experts, hidden, inner)
+        num_experts=experts,
+        w13_weight=torch.randn(experts, 2 * inner, hidden),
+        w2_weight=torch.randn(experts, hidden, inner),
     )
 
 
@@ -173,6 +175,30 @@ def test_what_batched_experts_do_not_know_or_gain_from_goes_to_the_original(toke
     assert (
         around_forward(lambda *args: "original", layer_of(8, 4, 4), torch.randn(tokens, 4), topk, config) == "original"
     )
+
+
+PLAIN = SimpleNamespace(activation="silu", gemm1_alpha=None, apply_router_weight_on_input=False)
+
+
+@pytest.mark.parametrize("tokens", [1, 31])
+def test_the_ranks_of_an_expert_parallel_layer_add_up_to_the_layer(tokens):
+    """One token takes SGLang's way, 31 the batched one; the last rank's experts get no token."""
+    torch.manual_seed(0)
+    layer, hidden_TH = layer_of(8, 16, 12), torch.randn(tokens, 16)
+    weights_TK, experts_TK = torch.randn(tokens, 6).softmax(-1).topk(2)
+
+    def loop(layer, hidden_TH, topk_output, config):
+        return experts_reference(layer, hidden_TH, *topk_output[:2]).float()
+
+    total = torch.zeros(tokens, 16)
+    for first in range(0, 8, 2):
+        held = SimpleNamespace(
+            num_experts=8, w13_weight=layer.w13_weight[first : first + 2], w2_weight=layer.w2_weight[first : first + 2]
+        )
+        local_TK = torch.where((experts_TK >= first) & (experts_TK < first + 2), experts_TK - first, -1)
+        total += around_forward(loop, held, hidden_TH, (weights_TK, local_TK, None), PLAIN)
+    expected = experts_reference(layer, hidden_TH, weights_TK, experts_TK)
+    torch.testing.assert_close(total.double(), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_uniforms_are_uniform_and_uncorrelated_over_seeds_and_positions():

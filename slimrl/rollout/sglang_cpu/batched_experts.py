@@ -3,9 +3,11 @@
 Tokens are sorted by expert and padded to the busiest expert's load, which pays where each has a few tokens, as in
 decode. The original runs where a loop is as good (a handful of tokens, or many for each expert), where the load is so
 uneven that padding would more than quadruple the work, and where the layer has something this file does not know.
+A rank of an expert-parallel engine computes the pairs of its own experts; SGLang adds the ranks' results.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +24,27 @@ _MAX_LOAD = 128
 def around_forward(
     original: Callable[..., Tensor], layer: Any, hidden_TH: Tensor, topk_output: Any, config: Any
 ) -> Tensor:
-    """Wraps sglang.srt.layers.moe.fused_moe_native.moe_forward_native."""
+    """Wraps sglang.srt.layers.moe.fused_moe_native.moe_forward_native, which knows nothing of other ranks' experts."""
+    if len(layer.w13_weight) == layer.num_experts:
+        return _forward(original, layer, hidden_TH, topk_output, config)
+    weights_TK, experts_TK = topk_output[:2]
+    outputs_TKH = hidden_TH.new_zeros(*experts_TK.shape, hidden_TH.shape[1])
+    # SGLang numbers a rank's experts from 0 and writes -1 for those of other ranks.
+    token_P, choice_P = (experts_TK >= 0).nonzero(as_tuple=True)
+    if len(token_P):
+        experts_P1 = experts_TK[token_P, choice_P][:, None]
+        pairs = (weights_TK.new_ones(len(token_P), 1), experts_P1, None)
+        outputs_TKH[token_P, choice_P] = _forward(original, _held_experts(layer), hidden_TH[token_P], pairs, config)
+    return (outputs_TKH.to(weights_TK.dtype) * weights_TK[..., None]).sum(1).to(hidden_TH.dtype)
+
+
+def _held_experts(layer: Any) -> SimpleNamespace:
+    names = ("w13_weight", "w2_weight", "w13_weight_bias", "w2_weight_bias")
+    held = {name: getattr(layer, name, None) for name in names}
+    return SimpleNamespace(num_experts=len(layer.w13_weight), **held)
+
+
+def _forward(original: Callable[..., Tensor], layer: Any, hidden_TH: Tensor, topk_output: Any, config: Any) -> Tensor:
     plain = (
         config.activation == "silu"
         and config.gemm1_alpha is None

@@ -1,0 +1,68 @@
+"""Engines of several ranks: what they compute, and which weights they say that they hold."""
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from slimrl_tools.toy import ToySize, write_toy
+from transformers import AutoModelForCausalLM
+
+from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.models.fingerprint import fingerprint
+from slimrl.rollout.control import SglangControl
+from slimrl.rollout.server import EngineServer
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+SIZE = ToySize(init_std=0.1)
+TIMEOUT_S = 60.0
+PROMPT = [3 + 17 * position % 250 for position in range(60)]
+FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe")
+
+
+def engine_logprobs(url: str, length: int) -> torch.Tensor:
+    """float32 [length - 1]: of each token of the prompt's beginning but the first."""
+    body = {
+        "input_ids": PROMPT[:length],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = httpx.post(f"{url}/generate", json=body, timeout=TIMEOUT_S).raise_for_status().json()
+    return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "expert"),
+    [
+        ("qwen3_moe", 2, 2),
+        *[
+            pytest.param(family, tensor, expert, marks=pytest.mark.full)
+            for family in FAMILIES
+            for tensor, expert in [(1, 1), (2, 1), (2, 2)]
+            if (family, tensor, expert) != ("qwen3_moe", 2, 2)
+        ],
+    ],
+)
+def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(tmp_path, family, tensor, expert):
+    path = tmp_path / "model"
+    write_toy(family, path, SIZE, seed=0)
+    rollout = RolloutConfig(
+        engine_tensor=tensor, engine_expert=expert, max_trajectory_tokens=128, sglang={"max_total_tokens": 4096}
+    )
+    server = EngineServer(0, rollout, path, tmp_path / "engine.log", precision=Precision.fp32)
+    try:
+        server.wait_ready()
+        # A request of one or two tokens has too few pairs of token and expert for the batched products.
+        logprobs = {length: engine_logprobs(server.url, length) for length in (2, len(PROMPT))}
+        prints = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S).fingerprints(None)
+    finally:
+        server.stop()
+    tensors = {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+    assert {name: prints.get(name) for name in tensors} == {name: fingerprint(tensors[name]) for name in tensors}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        expected_T = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    expected_T = expected_T.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    for length, values in logprobs.items():
+        assert (values - expected_T[: length - 1]).abs().max() < 2e-5, length
