@@ -140,6 +140,22 @@ class EnginePlace:
     """Its expert-parallel size."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """A broadcast group of a sender, rank 0, and the engines' receivers."""
+
+    name: str
+    """Never used twice."""
+    address: str
+    port: int
+    """At which the sender's store tells the members of each other."""
+    world_size: int
+    backend: str
+    """nccl or gloo"""
+    timeout_s: float
+    """Deadline of joining, and of one broadcast."""
+
+
 class WeightSource(Protocol):
     """The trainer's side of a resync; every rank of the trainer holds one."""
 
@@ -187,7 +203,7 @@ class EngineControl(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the engine (its tensor-parallel size); each joins a broadcast group."""
+        """Processes of the engine (its tensor-parallel size)."""
         ...
 
     @property
@@ -213,15 +229,21 @@ class EngineControl(Protocol):
         """Load the bucket that lies in the named shared-memory segment (CPU) or behind the CUDA IPC handle."""
         ...
 
-    def join_group(self, address: str, port: int, rank: int, world_size: int, group: str, backend: str) -> None:
-        """Join the broadcast group of the `collective` transport; returns once all members have joined."""
+    def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
+        """Have a process on each of the engine's nodes receive the buckets of a version, in an open update.
+
+        Returns at once; one that is not in the group joins it by and by.
+
+        Args:
+            first_rank: in the group, of the first of them.
+        """
+        ...
+
+    def load_received(self, group: str, number: int, bucket: BucketSpec) -> None:
+        """Load bucket `number`, from 0, of the version; it has been broadcast."""
         ...
 
     def leave_group(self, group: str) -> None: ...
-
-    def receive_bucket(self, group: str, bucket: BucketSpec) -> None:
-        """Receive the bucket by broadcast from rank 0 and load it; returns when both are done."""
-        ...
 
     def load_version(self, folder: str, local_dir: str | None) -> None:
         """Load the version that lies in a folder; needs no update to be open.

@@ -1,39 +1,54 @@
-"""How an engine process loads a bucket: out of memory shared with a trainer on its node, or from a broadcast.
+"""How an engine process loads a bucket: out of memory shared with a trainer on its node, or of a receiver's.
 
 /update_weights_from_tensor with load_format "flattened_bucket" carries any pickled dictionary to
-WeightUpdater._update_weights_from_flattened_bucket; the hook here takes the dictionaries that `bucket_payload`
-makes and leaves the others to SGLang. The engine loads views of the shared memory: nothing is copied besides the copy
-into the parameters. A buffer stays mapped until the update ends.
-
-/update_weights_from_distributed receives one flat tensor of bytes per bucket, which SGLang takes for a tensor whose
-name is the bucket's description (`bucket_name`); the hook after the receipt takes it apart.
+WeightUpdater._update_weights_from_flattened_bucket in every rank of the engine; the hook here takes the dictionaries
+that the functions below make and leaves the others to SGLang. The engine loads views of the shared memory: nothing is
+copied besides the copy into the parameters. A trainer's buffer stays mapped until the update ends.
 """
 
 import base64
-import json
 import pickle
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.protocols import BucketSpec
+from slimrl.data.protocols import BucketSpec, GroupSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slimrl.rollout.bucket_receiver import EngineRanks, EngineReceivers
+
 _KEY = "slimrl_segment"
-_NAME_PREFIX = "slimrl-bucket:"
+_OPEN = "slimrl_open_version"
+_RECEIVED = "slimrl_received_bucket"
 _MAPPED = "slimrl_mapped_segments"
 """Attribute of the engine's model: the shared memory that is mapped now, by the name of its segment."""
+_USED = "slimrl_used_segments"
+"""Attribute of the engine's model: those of them that this update has used."""
+
+
+_RECEIVERS = "slimrl_receivers"
+"""Attribute of the engine's model: EngineReceivers."""
 
 
 def bucket_payload(segment: str, bucket: BucketSpec) -> str:
-    """The one element of `serialized_named_tensors`: base64 of a pickle of plain values, the same for every rank."""
-    return base64.b64encode(pickle.dumps({_KEY: segment, "parts": _layout(bucket)})).decode()
+    """An element of `serialized_named_tensors`: base64 of a pickle of plain values, the same for every rank."""
+    return _payload({_KEY: segment, "parts": _layout(bucket)})
 
 
-def bucket_name(bucket: BucketSpec) -> str:
-    """The name under which the bucket's bytes are broadcast; it describes what is in them."""
-    return _NAME_PREFIX + json.dumps(_layout(bucket))
+def open_payload(group: GroupSpec, first_rank: int) -> str:
+    """Tells the engine to take part in a version that comes by broadcast; see bucket_receiver.py."""
+    return _payload({_OPEN: asdict(group), "first_rank": first_rank})
+
+
+def received_payload(group: str, number: int, bucket: BucketSpec) -> str:
+    """Tells the engine to load bucket `number` of the version that it receives."""
+    return _payload({_RECEIVED: group, "number": number, "parts": _layout(bucket)})
+
+
+def _payload(value: dict[str, Any]) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
 def _layout(bucket: BucketSpec) -> list[list[Any]]:
@@ -46,40 +61,63 @@ def _layout(bucket: BucketSpec) -> list[list[Any]]:
 def around_update(
     original: Callable[..., tuple[bool, str]], updater: Any, flattened_tensor_bucket_dict: dict[str, Any]
 ) -> tuple[bool, str]:
-    """Hook of WeightUpdater._update_weights_from_flattened_bucket; (success, message)."""
+    """Hook of WeightUpdater._update_weights_from_flattened_bucket; (success, message) of all ranks together."""
+    from slimrl.rollout.bucket_receiver import EngineRanks
+
     value = flattened_tensor_bucket_dict
-    if _KEY not in value:
+    if not value.keys() & {_KEY, _OPEN, _RECEIVED}:
         return original(updater, value)
+    return update(updater.get_model(), value, EngineRanks())
+
+
+def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[bool, str]:
+    """Do what the trainer's message says, as one rank of an engine."""
     import torch
 
-    model = updater.get_model()
+    from slimrl.models.broadcast_group import GroupError
+
+    receivers = _receivers(model, ranks)
+    problem = ""
     try:
-        load_bucket(model, _mapped(model, value[_KEY]), value["parts"])
-    except (OSError, ValueError, RuntimeError, KeyError, AssertionError) as error:
+        if _OPEN in value:
+            receivers.open_version(GroupSpec(**value[_OPEN]), value["first_rank"])
+        elif _RECEIVED in value:
+            load_bucket(model, receivers.bucket(value[_RECEIVED], value["number"]), value["parts"])
+        else:
+            load_bucket(model, _mapped(model, value[_KEY]), value["parts"])
+    except (OSError, ValueError, RuntimeError, KeyError, AssertionError, GroupError) as error:
         # SGLang would end the whole engine; the trainer hears of it instead.
-        return False, f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
     if torch.cuda.is_available():
-        # The trainer reuses the buffer after our answer; the copies must have run by then.
+        # The buffer is written again after our answer; the copies must have run by then.
         torch.cuda.synchronize()
+    # SGLang reports what became of rank 0 alone.
+    problems = {rank: text for rank, text in enumerate(ranks.exchange(problem)) if text}
+    if _RECEIVED in value:
+        receivers.all_loaded()
+    return not problems, "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()) or "Success"
+
+
+def around_destroy_group(original: Callable[..., tuple[bool, str]], updater: Any, group_name: str) -> tuple[bool, str]:
+    """Hook of WeightUpdater.destroy_weights_update_group: leaves the group of a trainer's broadcasts."""
+    receivers: EngineReceivers | None = vars(updater.get_model()).pop(_RECEIVERS, None)
+    if receivers is None:
+        return original(updater, group_name)
+    receivers.close()
     return True, "Success"
 
 
+def _receivers(model: Any, ranks: "EngineRanks") -> "EngineReceivers":
+    from slimrl.rollout.bucket_receiver import EngineReceivers
+
+    return vars(model).setdefault(_RECEIVERS, EngineReceivers(ranks))  # type: ignore[no-any-return]
+
+
 def after_end_update(result: None, updater: Any, **kwargs: Any) -> None:
-    """Hook of WeightUpdater.end_weight_update: let go of the trainer's memory."""
-    vars(updater.get_model()).pop(_MAPPED, None)
-
-
-def after_receive(weights: "list[tuple[str, Tensor]]", updater: Any, **kwargs: Any) -> "list[tuple[str, Tensor]]":
-    """Hook of WeightUpdater.receive_weights_from_distributed: the tensors in the buckets that were received."""
-    tensors = []
-    for name, tensor in weights:
-        if name.startswith(_NAME_PREFIX):
-            whole, rows = _views(tensor, json.loads(name.removeprefix(_NAME_PREFIX)))
-            _load_rows(updater.get_model(), rows)
-            tensors += whole
-        else:
-            tensors.append((name, tensor))
-    return tensors
+    """Hook of WeightUpdater.end_weight_update: let go of shared memory that this update did not use."""
+    model = vars(updater.get_model())
+    used = model.pop(_USED, set())
+    model[_MAPPED] = {segment: mapping for segment, mapping in model.get(_MAPPED, {}).items() if segment in used}
 
 
 def load_bucket(model: Any, buffer: "Tensor", parts: list[list[Any]]) -> None:
@@ -121,6 +159,7 @@ def _mapped(model: Any, segment: str) -> "Tensor":
     from slimrl.models.shared_segment import open_shared
 
     mapped = vars(model).setdefault(_MAPPED, {})
+    vars(model).setdefault(_USED, set()).add(segment)
     if segment not in mapped:
         mapped[segment] = open_shared(segment)
     return mapped[segment]

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from slimrl.config.schema import PauseMode
-from slimrl.data.protocols import BucketSpec, EngineError, EnginePlace
+from slimrl.data.protocols import BucketSpec, EngineError, EnginePlace, GroupSpec
 from slimrl.rollout import running_requests, version_loader, weight_fingerprints
-from slimrl.rollout.bucket_loader import bucket_name, bucket_payload
+from slimrl.rollout.bucket_loader import bucket_payload, open_payload, received_payload
 
 
 class EngineMemory(str, Enum):
@@ -71,37 +71,16 @@ class SglangControl:
             self._call("begin_weight_update")
 
     def load_shared_bucket(self, segment: str, bucket: BucketSpec) -> None:
-        self._call(
-            "update_weights_from_tensor",
-            serialized_named_tensors=[bucket_payload(segment, bucket)],
-            load_format="flattened_bucket",
-            flush_cache=False,
-        )
+        self._update(bucket_payload(segment, bucket))
 
-    def join_group(self, address: str, port: int, rank: int, world_size: int, group: str, backend: str) -> None:
-        self._call(
-            "init_weights_update_group",
-            master_address=address,
-            master_port=port,
-            rank_offset=rank,
-            world_size=world_size,
-            group_name=group,
-            backend=backend,
-        )
+    def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
+        self._update(open_payload(group, first_rank))
+
+    def load_received(self, group: str, number: int, bucket: BucketSpec) -> None:
+        self._update(received_payload(group, number, bucket))
 
     def leave_group(self, group: str) -> None:
         self._call("destroy_weights_update_group", group_name=group)
-
-    def receive_bucket(self, group: str, bucket: BucketSpec) -> None:
-        # One flat tensor of bytes; the engine's hook takes it apart by the description in its name.
-        self._call(
-            "update_weights_from_distributed",
-            names=[bucket_name(bucket)],
-            dtypes=["uint8"],
-            shapes=[[bucket.nbytes]],
-            group_name=group,
-            flush_cache=False,
-        )
 
     def load_version(self, folder: str, local_dir: str | None) -> None:
         body = version_loader.version_request(folder, local_dir, self._timeout_s)
@@ -146,6 +125,14 @@ class SglangControl:
     def _server_state(self, timeout_s: float) -> list[dict[str, Any]]:
         """What each of the engine's schedulers says of itself."""
         return self._request("GET", "server_info", timeout_s)["internal_states"]
+
+    def _update(self, payload: str) -> None:
+        self._call(
+            "update_weights_from_tensor",
+            serialized_named_tensors=[payload] * self._num_ranks,
+            load_format="flattened_bucket",
+            flush_cache=False,
+        )
 
     def _call(self, route: str, **body: Any) -> dict[str, Any]:
         return self._request("POST", route, self._timeout_s, body)

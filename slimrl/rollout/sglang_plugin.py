@@ -1,8 +1,8 @@
 """What slimrl adds to an SGLang engine, by SGLang's own plugin mechanism (entry-point group sglang.srt.plugins).
 
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
-fingerprints of the loaded weights (weight_fingerprints.py), the number of requests under way (running_requests.py), and
-a name for SGLang's own shared memory by which it is found and removed.
+fingerprints of the loaded weights (weight_fingerprints.py), the number of requests under way (running_requests.py),
+sleep while paused (paused_engine.py), and a name for SGLang's own shared memory by which it is found and removed.
 Without a GPU in addition: batched attention and experts, latent attention, seeded sampling without a compiler, and no
 pinning of host memory. No file of SGLang is changed.
 SGLang imports this module in every engine process and logs, but survives, a hook that does not fit;
@@ -21,6 +21,7 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 _FROM_DISK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+_PAUSED_ROUND = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
 _LOAD_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
 _SAMPLER = "sglang.srt.layers.sampler"
@@ -44,15 +45,16 @@ def hooks() -> list[Hook]:
     """(target, kind of hook, function) for this process's device."""
     import torch
 
-    from slimrl.rollout import bucket_loader, running_requests, version_loader, weight_fingerprints
+    from slimrl.rollout import bucket_loader, paused_engine, running_requests, version_loader, weight_fingerprints
 
     common: list[Hook] = [
         (f"{_UPDATER}._update_weights_from_flattened_bucket", "around", bucket_loader.around_update),
         (f"{_UPDATER}.end_weight_update", "after", bucket_loader.after_end_update),
-        (f"{_UPDATER}.receive_weights_from_distributed", "after", bucket_loader.after_receive),
+        (f"{_UPDATER}.destroy_weights_update_group", "around", bucket_loader.around_destroy_group),
         (f"{_FROM_DISK}.update_weights_from_disk", "around", version_loader.around_update_from_disk),
         (f"{_CHECKER}.handle", "around", weight_fingerprints.around_handle),
         (f"{_STATE}.get_internal_state", "after", running_requests.after_get_internal_state),
+        (_PAUSED_ROUND, "after", paused_engine.after_paused_round),
         (_LOAD_FILE, "replace", _load_file),
     ]
     if torch.cuda.is_available():

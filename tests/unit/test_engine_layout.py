@@ -11,7 +11,7 @@ import torch
 from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
 from slimrl.models.engine_layout import EngineShape, engine_slices
 from slimrl.models.fingerprint import fingerprint
-from slimrl.rollout.bucket_loader import after_end_update, after_receive, around_update, bucket_name, bucket_payload
+from slimrl.rollout.bucket_loader import after_end_update, around_update, bucket_payload, update
 from slimrl.rollout.split_tensors import copy_rows
 from slimrl.rollout.weight_fingerprints import rank_hashes
 
@@ -97,7 +97,7 @@ def test_the_shards_of_all_ranks_give_each_tensor_back_once(world, expert_parall
             for shards in copies.values():
                 assert [shard for shard, _ in shards] == list(range(len(shards)))
                 whole = torch.cat([part for _, part in shards], dim=piece.shard_dim or 0)
-                assert torch.equal(whole[: piece.rows], tensors[piece.hf_name]), piece.hf_name
+                assert torch.equal(whole[: piece.size], tensors[piece.hf_name]), piece.hf_name
             assert {(h.shards, h.copies) for h in held.values()} == {(len(copies[0]), len(copies))}
             found.append(piece.hf_name)
     assert sorted(found) == sorted(tensors)
@@ -115,6 +115,31 @@ def test_the_hashes_of_all_ranks_add_up_to_the_fingerprints_of_whole_tensors(wor
     ranks = [engine_rank(tensors, rank, world, expert_parallel) for rank in range(world)]
     prints = engine_prints(ranks, engine_shape(world, expert_parallel))
     assert prints == {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+def test_widths_that_the_engine_pads_do_not_change_a_fingerprint():
+    """Two ranks of 6 columns, of which the model has 8."""
+    gate, up, down = torch.randn(8, HIDDEN), torch.randn(8, HIDDEN), torch.randn(HIDDEN, 8)
+    junk = torch.full((2, HIDDEN), torch.nan)
+    path = "model.layers.0.mlp"
+    ranks = [
+        {
+            "model.embed_tokens.weight": torch.zeros(4, HIDDEN),
+            f"{path}.gate_up_proj.weight": torch.cat(fused),
+            f"{path}.down_proj.weight": narrow,
+        }
+        for fused, narrow in [
+            ([gate[:6], up[:6]], down[:, :6]),
+            ([gate[6:], junk, junk, up[6:], junk, junk], torch.cat([down[:, 6:], junk.t(), junk.t()], dim=1)),
+        ]
+    ]
+    config = SimpleNamespace(
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=8, intermediate_size=12, original_intermediate_size=8
+    )
+    prints = engine_prints(ranks, EngineShape.of_config(config, 2))
+    del prints["model.embed_tokens.weight"]
+    expected = {"gate": gate, "up": up, "down": down}
+    assert prints == {f"{path}.{name}_proj.weight": fingerprint(value) for name, value in expected.items()}
 
 
 def test_an_element_that_differs_in_one_copy_or_one_expert_changes_that_fingerprint_alone():
@@ -183,6 +208,15 @@ class FakeModel:
         self.loaded = {name: tensor.clone() for name, tensor in tensors}
 
 
+class OnlyRank:
+    """Implements EngineRanks for an engine of one rank."""
+
+    rank, per_node = 0, 1
+
+    def exchange(self, value):
+        return [value]
+
+
 class FakeUpdater:
     def __init__(self):
         self.model = FakeModel()
@@ -212,36 +246,26 @@ def test_a_bucket_in_shared_memory_is_loaded_as_it_was_written(tmp_path, monkeyp
     segment.write_bytes(content)
     updater = FakeUpdater()
     value = pickle.loads(base64.b64decode(bucket_payload(str(segment), bucket)))
-    assert around_update(lambda *args: (False, "original"), updater, value) == (True, "Success")
+    assert update(updater.model, value, OnlyRank()) == (True, "Success")
     assert updater.model.loaded.keys() == MIXED.keys()
     assert all(torch.equal(updater.model.loaded[name], MIXED[name]) for name in MIXED)
     assert segment.read_bytes() == content
-    (mapped,) = updater.model.slimrl_mapped_segments.values()
     after_end_update(None, updater, run_post_load=False)
-    assert not hasattr(updater.model, "slimrl_mapped_segments")
-    assert mapped.numel() == len(content)
+    assert list(updater.model.slimrl_mapped_segments) == [str(segment)]
+    after_end_update(None, updater, run_post_load=False)
+    assert updater.model.slimrl_mapped_segments == {}
 
 
 def test_a_segment_that_is_gone_is_told_and_the_engine_lives(tmp_path):
     bucket, _ = bucket_of(MIXED)
     value = pickle.loads(base64.b64decode(bucket_payload(str(tmp_path / "gone"), bucket)))
-    success, message = around_update(lambda *args: (False, "original"), FakeUpdater(), value)
+    success, message = update(FakeModel(), value, OnlyRank())
     assert not success
-    assert message.startswith("FileNotFoundError")
+    assert message.startswith("rank 0: FileNotFoundError")
 
 
 def test_payloads_of_others_go_to_the_original():
     assert around_update(lambda updater, value: (True, "original"), FakeUpdater(), {"metadata": []})[1] == "original"
-
-
-def test_a_received_bucket_is_taken_apart_and_other_tensors_pass():
-    bucket, content = bucket_of(MIXED)
-    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    other = torch.randn(2)
-    tensors = dict(after_receive([("other", other), (bucket_name(bucket), flat)], FakeUpdater()))
-    assert tensors.keys() == {"other", *MIXED}
-    assert tensors["other"] is other
-    assert all(torch.equal(tensors[name], MIXED[name]) for name in MIXED)
 
 
 @pytest.mark.parametrize("shard_dim", [None, 0, 1])

@@ -1,30 +1,35 @@
-"""Transport by broadcast (NCCL or gloo) from trainer rank 0 to all engine processes, on any node.
+"""Transport by broadcast (NCCL or gloo) from trainer rank 0 to the engines, on any node.
 
-The group is set up once: rank 0 is the trainer, the engines' tensor-parallel processes follow one after the other.
-The trainer's end is a bare process-group object: torch's default group, which spans the trainer alone, has no place
-for processes outside it. The keys under which the two ends meet are those that torch.distributed derives from a group
-name when SGLang joins through a `tcp://` address.
+A group of the sender and one receiver per engine and node is made once, and made anew, under another name, when the
+engines change or a version broke off. Every byte goes to each receiver once; its neighbours on the node read the
+receiver's memory (slimrl/rollout/bucket_receiver.py).
+
+A send returns when the bucket is out. The engines load it while the next one is broadcast; before the one after the
+next they must have loaded it, since it takes the same memory in the receiver.
 """
 
-import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 
 from slimrl import device
-from slimrl.data.protocols import BucketSpec, EngineControl, EngineError
+from slimrl.data.protocols import BucketSpec, EngineControl, EngineError, GroupSpec
+from slimrl.models.broadcast_group import BroadcastGroup, GroupError, serve_store
+from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.resync.fan_out import fan_out
-from slimrl.resync.shared_buffer import SharedBuffer
+from slimrl.resync.sending import Sending
 
 LEAVE_TIMEOUT_S = 5.0
 """How long `close` waits for the engines to leave the group."""
 
-_DEVICE_OF_BACKEND = {"gloo": "cpu", "nccl": "cuda"}
+RECEIVER_BUFFERS = 2
+"""Buckets that a receiver has room for."""
 
 
 class CollectiveTransport:
@@ -32,88 +37,110 @@ class CollectiveTransport:
 
     Args:
         address: of the trainer's rank 0 as the engines reach it.
-        group: name of the group, unique among the runs that share an engine.
-        timeout_s: deadline of joining, and of one bucket.
+        name: of the run, for people who read logs.
+        timeout_s: deadline of each call.
     """
 
-    def __init__(self, address: str, group: str, timeout_s: float) -> None:
-        self._address = address
-        self._group_name = group
-        self._timeout_s = timeout_s
-        self._engines: Sequence[EngineControl] = ()
-        self._attempt = 0
-        self._group: Any = None
+    def __init__(self, address: str, name: str, timeout_s: float) -> None:
+        self._address, self._name, self._timeout_s = address, name, timeout_s
+        self._engines: list[EngineControl] = []
+        self._spec: GroupSpec | None = None
+        self._group: BroadcastGroup | None = None
+        self._in_version = False
+        self._sent = 0
+        self._loads: deque[Sending] = deque()
 
     def connect(self, engines: Sequence[EngineControl]) -> None:
-        """Make the group, unless it is there, whole, and of these engines."""
-        if self._group is not None and list(engines) == list(self._engines):
-            return
-        self.close()
-        self._engines = engines
-        self._attempt += 1
-        backend = device.collective_backend()
-        *first_ranks, world_size = accumulate((engine.num_ranks for engine in engines), initial=1)
-        timeout = timedelta(seconds=self._timeout_s)
-        store = dist.TCPStore(
-            self._address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
-        )
-        group = self._joined_name()
-        calls: dict[str, Callable[[], Any]] = {
-            engine.name: partial(engine.join_group, self._address, store.port, first_rank, world_size, group, backend)
-            for engine, first_rank in zip(engines, first_ranks, strict=True)
-        }
-        calls["trainer"] = partial(_join, store, world_size, group, backend, timeout)
-        self._group = fan_out(calls, "join_group", self._timeout_s, at_once=True)["trainer"]
+        same = list(map(id, engines)) == list(map(id, self._engines))
+        if self._in_version or not same:
+            self._drop_group()
+        self._engines = list(engines)
 
     def begin(self, version: int) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        self._in_version, self._sent = True, 0
         fan_out({engine.name: engine.begin_update for engine in self._engines}, "begin_update", self._timeout_s)
+        if self._group is None:
+            self._make_group(deadline)
+        else:
+            self._open_receivers(deadline)
 
     def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
-        """Returns once the broadcast is done and every engine has loaded what it received."""
-        assert self._group is not None, "not connected"
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        work = self._group.broadcast([buffer.tensor[: bucket.nbytes]], options)
-        group = self._joined_name()
-        calls = {engine.name: partial(engine.receive_bucket, group, bucket) for engine in self._engines}
-        try:
-            # The engines' answers first: one that refuses says why, whereas the broadcast would only run out of time.
-            fan_out(calls, "receive_bucket", self._timeout_s, at_once=True)
-        except EngineError:
-            self.close()
-            raise
-        work.wait(timedelta(seconds=self._timeout_s))
-        if buffer.tensor.is_cuda:
-            torch.cuda.synchronize()
+        assert self._group is not None
+        assert self._spec is not None
+        self._finish_loads(RECEIVER_BUFFERS - 1)
+        self._broadcast(torch.tensor([bucket.nbytes], device=buffer.tensor.device))
+        self._broadcast(buffer.tensor[: bucket.nbytes])
+        calls = {
+            engine.name: partial(engine.load_received, self._spec.name, self._sent, bucket) for engine in self._engines
+        }
+        self._sent += 1
+        self._loads.append(Sending(partial(fan_out, calls, "load_received", self._timeout_s)))
 
     def end(self, version: int) -> None:
+        self._broadcast(torch.zeros(1, dtype=torch.int64, device=device.compute_device()))
+        self._finish_loads(0)
         fan_out({engine.name: engine.end_update for engine in self._engines}, "end_update", self._timeout_s)
+        self._in_version = False
 
     def close(self) -> None:
-        if self._group is None:
+        if self._spec is None:
             return
-        last_reference = [self._group]
-        self._group = None
-        # gloo's destructor waits until a broadcast that broke off is out of time; a thread of its own can afford that.
-        threading.Thread(target=last_reference.clear, name="drop-group", daemon=True).start()
-        calls = {engine.name: partial(engine.leave_group, self._joined_name()) for engine in self._engines}
+        calls = {engine.name: partial(engine.leave_group, self._spec.name) for engine in self._engines}
+        self._drop_group()
         try:
             fan_out(calls, "leave_group", LEAVE_TIMEOUT_S)
         except EngineError:
-            # An engine that is gone has left the group; one that still waits for a broadcast is about to be ended.
+            # One that is gone has left the group; one that does not answer leaves it with the next group, or its end.
             return
 
-    def _joined_name(self) -> str:
-        return f"{self._group_name}-{self._attempt}"
+    def _make_group(self, deadline: float) -> None:
+        """Join with the engines, which do so in threads of their own."""
+        *_, world_size = accumulate((len(engine.place.nodes) for engine in self._engines), initial=1)
+        store: Any = serve_store(self._address, world_size, self._timeout_s)
+        self._spec = GroupSpec(
+            name=f"{self._name}-{uuid4().hex[:12]}",
+            address=self._address,
+            port=store.port,
+            world_size=world_size,
+            backend=device.collective_backend(),
+            timeout_s=self._timeout_s,
+        )
+        self._open_receivers(deadline)
+        try:
+            self._group = BroadcastGroup(self._spec, 0, store)
+        except GroupError as error:
+            raise EngineError(str(error)) from error
 
+    def _open_receivers(self, deadline: float) -> None:
+        assert self._spec is not None
+        first_ranks = accumulate((len(engine.place.nodes) for engine in self._engines), initial=1)
+        calls: dict[str, Callable[[], None]] = {
+            engine.name: partial(engine.open_receivers, self._spec, first_rank)
+            for engine, first_rank in zip(self._engines, first_ranks, strict=False)
+        }
+        fan_out(calls, "open_receivers", max(0.0, deadline - time.monotonic()))
 
-def _join(store: Any, world_size: int, group: str, backend: str, timeout: timedelta) -> Any:
-    """Rank 0's end; returns when all others have joined (gloo), or at the first broadcast at the latest (NCCL)."""
-    keys = dist.PrefixStore(group, store)
-    keys = dist.PrefixStore(f"{group}/", keys)
-    keys = dist.PrefixStore(f"{_DEVICE_OF_BACKEND[backend]}/", keys)
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(keys, 0, world_size, timeout=timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(keys, 0, world_size, options)
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        assert self._group is not None
+        try:
+            self._group.broadcast(tensor)
+        except GroupError as error:
+            # An engine that refused a bucket says why; the broadcast only notices.
+            self._finish_loads(0)
+            raise EngineError(str(error)) from error
+
+    def _finish_loads(self, under_way: int) -> None:
+        """Wait until at most so many buckets are still being loaded; raises EnginesFailed."""
+        while len(self._loads) > under_way:
+            error = self._loads.popleft().wait(self._timeout_s)
+            if error is not None:
+                raise error
+
+    def _drop_group(self) -> None:
+        for load in self._loads:
+            load.wait(self._timeout_s)
+        self._loads.clear()
+        if self._group is not None:
+            self._group.drop()
+        self._group, self._spec, self._in_version = None, None, False

@@ -1,0 +1,205 @@
+"""The engine's end of the `collective` transport: a thread that receives buckets while the engine loads earlier ones.
+
+1. The trainer opens a version with a message to all ranks of the engine. The first rank of the engine on each node is a
+   receiver: its thread joins the broadcast group, unless it is in it already, and waits for buckets.
+2. Each bucket is a broadcast of its length, then one of its bytes, into one of two buffers in turn; the length 0 ends
+   the version. The buffers are kept for the next version, and are memory that the node's other processes can map.
+3. When a bucket is out, the trainer tells all ranks to load it: out of the receiver's buffer, each what it holds. It
+   sends the bucket after the next one only when they have, so no buffer is overwritten before.
+
+Only the thread waits for the network. The engine's own thread answers in time, whatever becomes of the group.
+"""
+
+import threading
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from slimrl import device
+from slimrl.data.protocols import GroupSpec
+from slimrl.models.broadcast_group import BroadcastGroup, GroupError
+from slimrl.models.shared_buffer import CudaBuffer, FileBuffer, SharedBuffer
+from slimrl.models.shared_segment import open_shared
+
+NUM_BUFFERS = 2
+
+WAIT_SHARE = 0.5
+"""Of the group's deadline: how long a load waits for a bucket that the trainer has sent."""
+
+
+class BucketReceiver:
+    """One member of a group, from joining to leaving it."""
+
+    def __init__(self, spec: GroupSpec, rank: int) -> None:
+        self._spec, self._rank = spec, rank
+        self._group: BroadcastGroup | None = None
+        self._buffers: dict[int, tuple[SharedBuffer, str]] = {}
+        self._changed = threading.Condition()
+        self._received = 0
+        self._error: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def open_version(self) -> None:
+        """Start to receive.
+
+        Raises:
+            GroupError: the version before has not ended, or has ended badly.
+        """
+        if self._thread is not None:
+            self._thread.join(WAIT_SHARE * self._spec.timeout_s)
+            if self._thread.is_alive() or self._error is not None:
+                raise GroupError(self._error or "the version before has not ended")
+        self._received = 0
+        self._thread = threading.Thread(
+            target=self._run, args=(device.compute_device(),), name="receive-buckets", daemon=True
+        )
+        self._thread.start()
+
+    def bucket(self, number: int) -> tuple[Tensor, str]:
+        """(memory that holds bucket `number` of the version, from 0; its name for other processes), once it has come.
+
+        Raises:
+            GroupError: it has not come in time, or never will.
+        """
+        timeout_s = WAIT_SHARE * self._spec.timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: self._received > number or self._error is not None, timeout_s)
+            if self._received <= number:
+                raise GroupError(self._error or f"bucket {number} has not come within {timeout_s:g} s")
+        buffer, segment = self._buffers[number % NUM_BUFFERS]
+        return buffer.tensor, segment
+
+    def drop_names(self) -> None:
+        """Processes that are to map the buffers have done so; now the buffers end with the last of them."""
+        for buffer, _ in self._buffers.values():
+            buffer.close()
+
+    def close(self) -> None:
+        """Leave the group; the thread ends when its broadcast does."""
+        self.drop_names()
+        if self._group is not None:
+            self._group.drop()
+
+    def _run(self, compute_device: torch.device) -> None:
+        if compute_device.type == "cuda":
+            torch.cuda.set_device(compute_device)
+        try:
+            if self._group is None:
+                self._group = BroadcastGroup(self._spec, self._rank)
+            self._receive(self._group, torch.zeros(1, dtype=torch.int64, device=compute_device))
+        except (GroupError, OSError) as error:
+            with self._changed:
+                self._error = str(error)
+                self._changed.notify_all()
+
+    def _receive(self, group: BroadcastGroup, length: Tensor) -> None:
+        while True:
+            group.broadcast(length)
+            nbytes = int(length)
+            if nbytes == 0:
+                return
+            group.broadcast(self._buffer(self._received % NUM_BUFFERS, nbytes)[:nbytes])
+            with self._changed:
+                self._received += 1
+                self._changed.notify_all()
+
+    def _buffer(self, index: int, nbytes: int) -> Tensor:
+        """uint8, at least `nbytes`."""
+        if index not in self._buffers or self._buffers[index][0].tensor.numel() < nbytes:
+            if device.device_type() == "cuda":
+                buffer: SharedBuffer = CudaBuffer(nbytes, device.compute_device())
+            else:
+                # Neighbours keep what they mapped by name, and a name that was dropped must not come back.
+                buffer = FileBuffer(nbytes, f"received-{uuid4().hex}")
+            if index in self._buffers:
+                self._buffers[index][0].close()
+            self._buffers[index] = buffer, buffer.segment()
+        return self._buffers[index][0].tensor
+
+
+class EngineReceivers:
+    """What one rank of an engine does for the transport; it is kept beside the engine's model."""
+
+    def __init__(self, ranks: "EngineRanks") -> None:
+        self._ranks = ranks
+        self._receiver: BucketReceiver | None = None
+        self.group_name: str | None = None
+        """Of the group that this engine is in."""
+        self._mapped: dict[str, Tensor] = {}
+
+    def open_version(self, spec: GroupSpec, first_rank: int) -> None:
+        """Take part in a version that comes through this group; a rank of each node joins it.
+
+        Args:
+            first_rank: of this engine's receivers within the group.
+
+        Raises:
+            GroupError: see BucketReceiver.open_version.
+        """
+        if self.group_name != spec.name:
+            self.close()
+            self.group_name = spec.name
+            node, index = divmod(self._ranks.rank, self._ranks.per_node)
+            if index == 0:
+                self._receiver = BucketReceiver(spec, first_rank + node)
+        if self._receiver is not None:
+            self._receiver.open_version()
+
+    def bucket(self, group_name: str, number: int) -> Tensor:
+        """The memory that holds bucket `number`; every rank of the engine asks for it at the same time.
+
+        Raises:
+            GroupError: a receiver of this engine has not got it, or this engine is not in the group.
+            OSError: it cannot be mapped.
+        """
+        own, segment, problem = None, "", None
+        try:
+            if self.group_name != group_name:
+                raise GroupError(f"not in group {group_name}")
+            if self._receiver is not None:
+                own, segment = self._receiver.bucket(number)
+        except GroupError as error:
+            problem = str(error)
+        answers = self._ranks.exchange((segment, problem))
+        if problems := [text for _, text in answers if text is not None]:
+            raise GroupError(problems[0])
+        if own is not None:
+            return own
+        segment, _ = answers[self._ranks.rank // self._ranks.per_node * self._ranks.per_node]
+        if segment not in self._mapped:
+            self._mapped[segment] = open_shared(segment)
+        return self._mapped[segment]
+
+    def all_loaded(self) -> None:
+        """Every rank of the engine has loaded the last bucket."""
+        if self._receiver is not None:
+            self._receiver.drop_names()
+
+    def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver, self.group_name = None, None
+        self._mapped.clear()
+
+
+class EngineRanks:
+    """The tensor-parallel ranks of an SGLang engine, from within one of them."""
+
+    def __init__(self) -> None:
+        from sglang.srt.runtime_context import get_parallel, get_server_args
+
+        group = get_parallel().tp_group
+        self.rank: int = group.rank_in_group
+        self.per_node: int = group.world_size // get_server_args().nnodes
+        self._world_size: int = group.world_size
+        self._cpu_group: Any = group.cpu_group
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank; all ranks call it."""
+        if self._world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self._world_size
+        torch.distributed.all_gather_object(values, value, group=self._cpu_group)
+        return values
