@@ -86,6 +86,10 @@ class SglangControl:
         body = version_loader.version_request(folder, local_dir, self._timeout_s)
         self._call("update_weights_from_disk", **body)
 
+    def load_checkpoint(self, folder: str) -> None:
+        """Load a Hugging Face checkpoint by SGLang's own route alone, without looking whether it is whole."""
+        self._call("update_weights_from_disk", model_path=folder, load_format="auto", flush_cache=False)
+
     def end_update(self) -> None:
         self._call("end_weight_update")
 
@@ -129,7 +133,7 @@ class SglangControl:
     def _update(self, payload: str) -> None:
         self._call(
             "update_weights_from_tensor",
-            serialized_named_tensors=[payload] * self._num_ranks,
+            serialized_named_tensors=[payload] * self.num_ranks,
             load_format="flattened_bucket",
             flush_cache=False,
         )

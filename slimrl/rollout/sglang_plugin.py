@@ -24,6 +24,7 @@ _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInter
 _PAUSED_ROUND = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
 _LOAD_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
+_LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
@@ -45,7 +46,15 @@ def hooks() -> list[Hook]:
     """(target, kind of hook, function) for this process's device."""
     import torch
 
-    from slimrl.rollout import bucket_loader, paused_engine, running_requests, version_loader, weight_fingerprints
+    from slimrl import device
+    from slimrl.rollout import (
+        bucket_loader,
+        dequantized_loading,
+        paused_engine,
+        running_requests,
+        version_loader,
+        weight_fingerprints,
+    )
 
     common: list[Hook] = [
         (f"{_UPDATER}._update_weights_from_flattened_bucket", "around", bucket_loader.around_update),
@@ -57,6 +66,8 @@ def hooks() -> list[Hook]:
         (_PAUSED_ROUND, "after", paused_engine.after_paused_round),
         (_LOAD_FILE, "replace", _load_file),
     ]
+    if not device.computes_block_fp8():
+        common.append((f"{_LOADER}._get_weights_iterator", "around", dequantized_loading.around_weights_iterator))
     if torch.cuda.is_available():
         return common
     from slimrl.rollout.sglang_cpu import batched_attention, batched_experts, latent_attention, seeded_sampling
