@@ -13,11 +13,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from slimrl.resync.estimate.machine import Machine
+
 PIPED_COLUMNS = 500
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(config_app, name="config")
+resync_app = typer.Typer(no_args_is_help=True, help="How the weights get from the trainer into the engines.")
+app.add_typer(resync_app, name="resync")
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")]
@@ -183,6 +187,59 @@ def config_show(
         # Into a file or a pipe each setting goes whole, on one line.
         console = Console()
         (console if console.is_terminal else Console(width=PIPED_COLUMNS)).print(table)
+
+
+Speed = Annotated[float, typer.Option(help="GB/s, see slimrl/resync/estimate/machine.py.")]
+Overhead = Annotated[float, typer.Option(help="Fixed time, see there.")]
+
+
+@resync_app.command("estimate")
+def resync_estimate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus_per_node: Annotated[int, typer.Option(help="Trainer ranks and engines fill one node after the other.")] = 8,
+    block_fp8: Annotated[bool, typer.Option("--block-fp8", help="Engines hold the model in block FP8.")] = False,
+    memory_gb_per_s: Speed = Machine.memory_gb_per_s,
+    nvlink_gb_per_s: Speed = Machine.nvlink_gb_per_s,
+    network_gb_per_s: Speed = Machine.network_gb_per_s,
+    pcie_gb_per_s: Speed = Machine.pcie_gb_per_s,
+    disk_write_gb_per_s: Speed = Machine.disk_write_gb_per_s,
+    disk_read_gb_per_s: Speed = Machine.disk_read_gb_per_s,
+    disk_read_total_gb_per_s: Speed = Machine.disk_read_total_gb_per_s,
+    hop_us: Overhead = Machine.hop_us,
+    gather_us: Overhead = Machine.gather_us,
+    load_us: Overhead = Machine.load_us,
+    bucket_ms: Overhead = Machine.bucket_ms,
+    to_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Bytes by link and seconds of a resync on a cluster that need not be there; by default with nodes of 8 H100."""
+    with _exit_codes():
+        from slimrl.observability.logs import quiet_megatron
+
+        quiet_megatron()
+        from slimrl.runtime.resync_estimate import estimate_resync
+
+        machine = Machine(
+            memory_gb_per_s=memory_gb_per_s,
+            nvlink_gb_per_s=nvlink_gb_per_s,
+            network_gb_per_s=network_gb_per_s,
+            pcie_gb_per_s=pcie_gb_per_s,
+            disk_write_gb_per_s=disk_write_gb_per_s,
+            disk_read_gb_per_s=disk_read_gb_per_s,
+            disk_read_total_gb_per_s=disk_read_total_gb_per_s,
+            hop_us=hop_us,
+            gather_us=gather_us,
+            load_us=load_us,
+            bucket_ms=bucket_ms,
+        )
+        estimate_resync(
+            recipe,
+            overrides or [],
+            gpus_per_node=gpus_per_node,
+            machine=machine,
+            block_fp8=block_fp8,
+            to_json=to_json,
+        )
 
 
 if __name__ == "__main__":

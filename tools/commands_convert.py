@@ -8,7 +8,8 @@ from slimrl_tools.command_options import KEEP, DryRun, Dtype, NoCheck, Out, Resu
 from slimrl_tools.conversion import Options
 from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.output_folder import refuse_existing
-from slimrl_tools.terminal import quiet_megatron
+
+from slimrl.observability.logs import quiet_megatron
 
 app = typer.Typer(
     no_args_is_help=True, help="Convert checkpoints between Hugging Face's format and Megatron's torch_dist."

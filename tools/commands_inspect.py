@@ -9,7 +9,9 @@ from rich.console import Group
 from rich.table import Table
 from slimrl_tools.command_options import Json
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.terminal import make_console, quiet_megatron, show_bytes, show_count
+from slimrl_tools.terminal import make_console, show_bytes, show_count
+
+from slimrl.observability.logs import quiet_megatron
 
 
 def inspect(

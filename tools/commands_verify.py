@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from slimrl_tools.command_options import Json, torch_dtype
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.terminal import make_console, quiet_megatron
+from slimrl_tools.terminal import make_console
+
+from slimrl.observability.logs import quiet_megatron
 
 if TYPE_CHECKING:
     from slimrl_tools.compare import Comparison

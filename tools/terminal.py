@@ -1,7 +1,5 @@
 """How commands print: tables whole into a pipe, sizes in the unit that fits, no chatter of libraries."""
 
-import warnings
-
 from rich.console import Console
 
 PIPED_COLUMNS = 240
@@ -31,11 +29,6 @@ def show_count(count: int) -> str:
 def show_bytes(nbytes: int) -> str:
     """In decimal units, as disks are sold."""
     return shorten(nbytes, ("bytes", "kB", "MB", "GB"))
-
-
-def quiet_megatron() -> None:
-    """megatron-core's import warns of libraries that only training on GPUs needs."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
 def counted(count: int, noun: str) -> str:

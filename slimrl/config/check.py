@@ -310,16 +310,20 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     ]
 
 
-def check_loaded(loaded: LoadedRecipe) -> list[Problem]:
+def check_loaded(loaded: LoadedRecipe, hf_config: dict[str, Any] | None = None) -> list[Problem]:
     """Apply every rule, files and model included, to a loaded recipe.
+
+    Args:
+        hf_config: the model's config.json, for a command that needs none of the files that the recipe names.
 
     Returns:
         What is wrong and what is to be warned of; each problem says where its key was set.
     """
     recipe = loaded.recipe
-    problems = [Problem(key=key, message=message) for key, message in file_violations(recipe, loaded.command)]
-    hf_config = None
-    if not any(problem.key == "model.path" for problem in problems):
+    problems: list[Problem] = []
+    if hf_config is None:
+        problems += [Problem(key=key, message=message) for key, message in file_violations(recipe, loaded.command)]
+    if hf_config is None and not any(problem.key == "model.path" for problem in problems):
         try:
             hf_config = read_hf_config(Path(recipe.model.path))
         except (ValueError, OSError) as error:

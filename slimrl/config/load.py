@@ -23,7 +23,9 @@ from slimrl.config.schema import Recipe
 from slimrl.config.sources import read_file, read_override
 from slimrl.config.yaml_source import Entry, display_path
 
-Command = Literal["train", "train --trajectories", "sft", "eval", "rollout", "export"]
+Command = Literal[
+    "train", "train --trajectories", "sft", "eval", "rollout", "export", "resync estimate", "resync bench"
+]
 
 DEFAULT = "default"
 
@@ -34,6 +36,8 @@ NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "eval": ("steps", "algorithm", "trainer", "sft", "data.train"),
     "rollout": ("steps", "algorithm", "trainer", "sft", "data.eval"),
     "export": ("algorithm", "rollout", "agent", "reward", "resync", "data", "eval", "sft"),
+    "resync estimate": ("steps", "algorithm", "agent", "reward", "data", "eval", "sft"),
+    "resync bench": ("steps", "algorithm", "agent", "reward", "data", "eval", "sft"),
 }
 """Sections and keys that a command does not read: mandatory values may be absent there, and then hold "???"."""
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from slimrl.config.hf_config import read_hf_config as read_hf_config
@@ -83,6 +84,26 @@ def published_config(name: str) -> dict[str, Any]:
     if name not in published_names():
         raise ValueError(f"no published config {name!r}; known: {', '.join(published_names())}")
     return json.loads((_folder() / f"{name}.json").read_text())
+
+
+def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
+    """The config.json of a checkpoint, or of the published model of that name where the checkpoint is not here.
+
+    For commands that plan without weights.
+
+    Returns:
+        The config, and a few words on where it is from.
+
+    Raises:
+        ValueError: there is no such folder, and no published model has the name of its last component; or the folder
+            holds no config.json.
+    """
+    if model_path.exists():
+        return read_hf_config(model_path), str(model_path)
+    if model_path.name in published_names():
+        return published_config(model_path.name), f"{model_path.name} as published, for {model_path} is not here"
+    known = ", ".join(published_names())
+    raise ValueError(f"{model_path}: no such folder, and {model_path.name!r} is none of the published models {known}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import faulthandler
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -32,3 +33,8 @@ def capture_output(path: Path, level: int = logging.INFO) -> None:
     os.close(descriptor)
     log_to_file(path, level)
     faulthandler.enable(file=2)
+
+
+def quiet_megatron() -> None:
+    """megatron-core's import warns of libraries that only training on GPUs needs; for commands that do not train."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -1,0 +1,105 @@
+"""What a resync costs: bytes on every kind of link and seconds, from its plan and the speeds of the links.
+
+1. Bucket by bucket, the plan says what each rank writes and which messages leaders pass on; nothing is simulated
+   beyond that. Gathering and sending a bucket each take as long as their busiest link needs.
+2. Gathering, exchange and transform of a bucket come one after the other, and run beside the sending of the bucket
+   before: a bucket takes the longer of the two.
+3. At the end the last bucket is loaded; with `disk` all of them are, after all were written.
+
+Left out: pause, flush and resume, which do not depend on the model's size, verification, and what other jobs do to the
+network. Engines are taken to cut every tensor over their ranks that the trainer cuts too, and to hold others whole.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slimrl.config.schema import TransportName
+from slimrl.data.protocols import EnginePlace
+from slimrl.resync.estimate.gathering import exchange, gather, transform
+from slimrl.resync.estimate.machine import Machine
+from slimrl.resync.estimate.sending import CollectiveSending, DiskSending, IpcSending, Sending
+from slimrl.resync.plan import ResyncPlan
+
+ESTIMATED = (TransportName.ipc, TransportName.collective, TransportName.disk)
+"""Transports whose bytes follow from the model; those of `delta` follow from what an update changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    tensors: int
+    gathered_bytes: int
+    """The model as the trainer has it, counted once."""
+    sent_bytes: int
+    """The same as the engines get it, which may be quantised."""
+    buckets: int
+    link_bytes: dict[str, int]
+    """By kind of link, all machines together: memory (read and written within a GPU), nvlink, network, pcie, disk."""
+    seconds: float
+    stage_seconds: dict[str, float]
+    """Of each stage, added up over buckets: gather, exchange, transform, send, end. Stages overlap."""
+
+
+_SENDING: dict[TransportName, Callable[..., Sending]] = {
+    TransportName.ipc: IpcSending,
+    TransportName.collective: CollectiveSending,
+    TransportName.disk: DiskSending,
+}
+
+
+def estimate(
+    plan: ResyncPlan,
+    engines: Sequence[EnginePlace],
+    machine: Machine,
+    *,
+    transport: TransportName,
+    replicated: Collection[str] = (),
+) -> Estimate:
+    """Bytes and seconds of one version.
+
+    Args:
+        engines: those that the plan was made for.
+        replicated: tensors, by the name under which they are sent, that every rank of an engine holds whole.
+
+    Raises:
+        ValueError: the transport is none of ESTIMATED.
+    """
+    if transport not in ESTIMATED:
+        raise ValueError(
+            f"resync.transport: {transport.value} sends what an update changes, which no layout tells. Estimate "
+            f"{', '.join(known.value for known in ESTIMATED)}."
+        )
+    sending = _SENDING[transport](plan, engines, machine, frozenset(replicated))
+    seconds: dict[str, float] = defaultdict(float)
+    link_bytes: Counter[str] = Counter()
+    total = last_send = 0.0
+    for bucket in plan.buckets:
+        first = {
+            "gather": gather(plan, bucket, machine),
+            "exchange": exchange(plan, bucket, machine),
+            "transform": transform(plan, bucket, machine),
+        }
+        send = sending.send(bucket)
+        total += max(sum(stage.seconds for stage in first.values()), last_send)
+        last_send = send.seconds
+        for name, stage in (*first.items(), ("send", send)):
+            seconds[name] += stage.seconds
+            link_bytes += stage.link_bytes
+    end = sending.end()
+    seconds["end"] += end.seconds
+    sent = sum(bucket.sent.nbytes for bucket in plan.buckets)
+    return Estimate(
+        tensors=len(plan.tensors),
+        gathered_bytes=sum(bucket.gathered.nbytes for bucket in plan.buckets),
+        sent_bytes=sent,
+        buckets=len(plan.buckets),
+        link_bytes=dict(link_bytes + end.link_bytes),
+        seconds=total + last_send + end.seconds,
+        stage_seconds={name: value for name, value in seconds.items() if value},
+    )
+
+
+def as_json(result: Estimate, machine: Machine) -> dict[str, Any]:
+    """The figures and the speeds that they rest on."""
+    return {**asdict(result), "machine": asdict(machine)}

@@ -1,0 +1,43 @@
+"""Speeds of a machine and its network, from which the time of a resync is estimated.
+
+The defaults are of nodes with 8 H100 and a 400 Gb/s adapter for each GPU. Speeds of links are nominal, which nothing
+reaches; overheads are rough. `slimrl resync estimate` has an option for each.
+"""
+
+from dataclasses import asdict, dataclass
+
+GB = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    memory_gb_per_s: float = 3350.0
+    """Of a GPU's memory, reading and writing together, so that a copy takes twice its bytes: HBM3 of an H100 SXM (data
+    sheet)."""
+    nvlink_gb_per_s: float = 450.0
+    """Into or out of one GPU, to all others of its node: half of the 900 GB/s of both directions (H100 data sheet)."""
+    network_gb_per_s: float = 50.0
+    """Into or out of one adapter: 400 Gb/s, InfiniBand NDR or Ethernet. A sender uses that of its own GPU."""
+    pcie_gb_per_s: float = 64.0
+    """Between a GPU and the memory of its host, each way: 16 lanes of PCI Express 5.0."""
+    disk_write_gb_per_s: float = 4.0
+    """One node writing to the shared file system; assumed."""
+    disk_read_gb_per_s: float = 8.0
+    """One node reading from it; assumed."""
+    disk_read_total_gb_per_s: float = 40.0
+    """All nodes together; assumed."""
+    hop_us: float = 25.0
+    """What each node adds to a broadcast along a chain: 14 us of latency, as NCCL's cost model has it for a ring over
+    the network, and one chunk of 512 KiB at 50 GB/s."""
+    gather_us: float = 20.0
+    """A rank's time for one piece, besides the bytes: finding the live weight and launching a copy; assumed."""
+    load_us: float = 50.0
+    """An engine rank's time for one tensor of a bucket, besides the bytes, in SGLang's `load_weights`; assumed."""
+    bucket_ms: float = 3.0
+    """Fixed time of a bucket on the sender's side: the engines' HTTP call; assumed."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a speed that is not above 0, and for an overhead below 0."""
+        for name, value in asdict(self).items():
+            if value < 0 or (value == 0 and name.endswith("_per_s")):
+                raise ValueError(f"{name} {value}: must be {'above' if name.endswith('_per_s') else 'at least'} 0")

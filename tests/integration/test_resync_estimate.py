@@ -1,0 +1,86 @@
+"""`slimrl resync estimate` on the recipes of large models, whose checkpoints are not here."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slimrl.cli import app
+from slimrl.models.hf_config import published_size
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LARGE = {
+    "qwen3_moe/qwen3_30b_a3b_gspo.yaml": "Qwen3-30B-A3B",
+    "qwen3_moe/qwen3_235b_a22b_gspo.yaml": "Qwen3-235B-A22B",
+    "deepseek_v3/deepseek_v3_gspo_disaggregated.yaml": "DeepSeek-V3",
+    "deepseek_v3/kimi_k2_gspo_disaggregated.yaml": "Kimi-K2",
+}
+THOUSAND_RANKS = [
+    "trainer.num_ranks=1024",
+    "resync.transport=ipc",
+    "rollout.num_engines=128",
+    "rollout.engine_tensor=8",
+    "rollout.engine_expert=8",
+]
+
+
+def estimate(*arguments: str) -> dict:
+    result = CliRunner().invoke(app, ["resync", "estimate", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("recipe", [next(iter(LARGE)), *(pytest.param(name, marks=pytest.mark.full) for name in LARGE)])
+def test_every_parameter_of_a_published_model_is_sent_once(recipe):
+    found = estimate(str(RECIPES / recipe))
+    assert LARGE[recipe] in found["model"]
+    assert found["gathered_bytes"] == found["sent_bytes"]
+    # Rounded as published; Kimi-K2's 1000 billion are 1026.
+    assert found["sent_bytes"] / 2e9 == pytest.approx(published_size(LARGE[recipe]).total_b, rel=0.03)
+
+
+@pytest.mark.full
+def test_a_trillion_parameters_on_a_thousand_ranks_are_estimated_in_seconds():
+    start = time.monotonic()
+    found = estimate(str(RECIPES / "deepseek_v3/kimi_k2_gspo_disaggregated.yaml"), *THOUSAND_RANKS)
+    assert time.monotonic() - start < 60
+    # Every node needs all that it does not hold itself: of 128 nodes one in eight holds a given expert.
+    assert 100 * found["sent_bytes"] < found["link_bytes"]["network"] < 128 * found["sent_bytes"]
+    # One adapter of each node receives nearly the whole model.
+    assert found["seconds"] > 0.9 * found["sent_bytes"] / 50e9
+
+
+def test_engines_in_block_fp8_get_half_of_the_bytes():
+    found = estimate(str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo.yaml"), "--block-fp8")
+    assert 0.5 < found["sent_bytes"] / found["gathered_bytes"] < 0.53
+
+
+def test_speeds_can_be_given():
+    recipe = str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo.yaml")
+    slow = estimate(recipe, "--nvlink-gb-per-s", "1")
+    assert slow["machine"]["nvlink_gb_per_s"] == 1
+    # Seven eighths of the bytes pass the leader's NVLink.
+    assert slow["seconds"] > 7 / 8 * slow["sent_bytes"] / 1e9
+    assert slow["link_bytes"] == estimate(recipe)["link_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.path=models/nothing"], "model.path: models/nothing: no such folder, and 'nothing' is none of"),
+        (["trainer.parallel.expert=3"], "trainer.parallel.expert: 3 does not divide the model's 128 experts"),
+        (["rollout.num_engines=2"], "resync.transport: ipc, but engine-1 is on node1"),
+        (["resync.transport=delta", "resync.local_dir=/tmp/copy"], "delta sends what an update changes"),
+        (["--gpus-per-node", "0"], "--gpus-per-node 0: must be at least 1"),
+        (["--network-gb-per-s", "0"], "network_gb_per_s 0.0: must be above 0"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(arguments, message):
+    recipe = str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo.yaml")
+    result = CliRunner().invoke(app, ["resync", "estimate", recipe, *arguments])
+    assert result.exit_code == 2
+    assert message in result.output

@@ -1,0 +1,177 @@
+"""Bytes and seconds of a resync against closed forms of small layouts."""
+
+from dataclasses import replace
+
+import pytest
+
+from slimrl.config.schema import TransportName
+from slimrl.data.protocols import EnginePlace, SourcePiece, SourceTensor, TensorSpec
+from slimrl.models.fp8 import BlockFp8
+from slimrl.resync.buckets import Transform
+from slimrl.resync.estimate.estimate import Estimate, estimate
+from slimrl.resync.estimate.machine import GB, Machine
+from slimrl.resync.plan import plan_resync
+from slimrl.resync.transform import Quantize
+
+ROWS, COLUMNS = 1024, 256
+NBYTES = 2 * ROWS * COLUMNS
+
+SMOOTH = replace(Machine(), hop_us=0, gather_us=0, load_us=0, bucket_ms=0)
+"""Links alone take time."""
+
+
+def layout(holders: list[tuple[int, ...]], tensors: int = 1) -> list[SourceTensor]:
+    """Matrices whose rows are cut into as many equal pieces as there are sets of ranks."""
+    step = ROWS // len(holders)
+    pieces = tuple(
+        SourcePiece(region=(slice(i * step, (i + 1) * step), slice(0, COLUMNS)), holders=ranks)
+        for i, ranks in enumerate(holders)
+    )
+    return [
+        SourceTensor(spec=TensorSpec(name=f"layer{i}.weight", shape=(ROWS, COLUMNS), dtype="bfloat16"), pieces=pieces)
+        for i in range(tensors)
+    ]
+
+
+def engine(name: str, *nodes: str, num_ranks: int = 1) -> EnginePlace:
+    return EnginePlace(name=name, nodes=nodes, num_ranks=num_ranks)
+
+
+def estimated(
+    tensors: list[SourceTensor],
+    nodes: list[str],
+    engines: list[EnginePlace],
+    transport: TransportName = TransportName.ipc,
+    *,
+    machine: Machine = SMOOTH,
+    bucket_bytes: int = NBYTES,
+    transform: Transform | None = None,
+    replicated: tuple[str, ...] = (),
+) -> Estimate:
+    plan = plan_resync(tensors, nodes, engines, transport=transport, bucket_bytes=bucket_bytes, transform=transform)
+    return estimate(plan, engines, machine, transport=transport, replicated=replicated)
+
+
+def test_on_one_node_each_byte_is_written_once_and_read_once_per_engine():
+    result = estimated(layout([(0,), (1,)]), ["a", "a"], [engine("x", "a", num_ranks=2), engine("y", "a", num_ranks=2)])
+    # Half of the bytes are the leader's own; the first rank of one engine shares its GPU and takes a half of its half.
+    assert result.link_bytes == {
+        "memory": 2 * (NBYTES // 2) + 2 * (NBYTES // 2),
+        "nvlink": NBYTES // 2 + 3 * NBYTES // 2,
+    }
+    assert (result.gathered_bytes, result.sent_bytes, result.buckets, result.tensors) == (NBYTES, NBYTES, 1, 1)
+
+
+def test_what_every_engine_rank_holds_is_read_by_each():
+    result = estimated(layout([(0,)]), ["a"], [engine("x", "a", num_ranks=4)], replicated=("layer0.weight",))
+    assert result.link_bytes == {"memory": 4 * NBYTES, "nvlink": 3 * NBYTES}
+
+
+def test_replicas_of_the_trainer_on_each_node_need_no_network():
+    nodes = ["a", "a", "b", "b"]
+    result = estimated(layout([(0, 2), (1, 3)]), nodes, [engine("x", "a"), engine("y", "b")])
+    assert "network" not in result.link_bytes
+    assert "exchange" not in result.stage_seconds
+
+
+def test_each_byte_crosses_the_network_once_for_each_node_that_lacks_it():
+    nodes = ["a", "b", "c", "d"]
+    engines = [engine(f"on-{node}", node) for node in nodes]
+    assert estimated(layout([(0,), (1,), (2,), (3,)]), nodes, engines).link_bytes["network"] == 3 * NBYTES
+    assert estimated(layout([(0,), (1,)]), nodes[:2], engines[:2]).link_bytes["network"] == NBYTES
+    assert estimated(layout([(0, 1), (2, 3)]), nodes, engines).link_bytes["network"] == 2 * NBYTES
+
+
+def test_messages_of_two_leaders_share_the_adapter_of_the_busiest_one():
+    result = estimated(layout([(0,), (1,)]), ["a", "b"], [engine("x", "a"), engine("y", "b")])
+    assert result.stage_seconds["exchange"] == pytest.approx(NBYTES / 2 / (SMOOTH.network_gb_per_s * GB))
+
+
+def test_a_broadcast_takes_the_time_of_its_bytes_and_of_its_hops():
+    nodes = ["a", "b", "c", "d"]
+    engines = [engine(f"on-{node}", node) for node in nodes]
+    machine = replace(SMOOTH, hop_us=100.0)
+    result = estimated(layout([(0,), (1,), (2,), (3,)]), nodes, engines, machine=machine)
+    expected = NBYTES / (machine.network_gb_per_s * GB) + 4 * 3 * 100e-6
+    assert result.stage_seconds["exchange"] == pytest.approx(expected)
+
+
+def test_a_collective_enters_every_node_of_an_engine_once():
+    engines = [engine("x", "c", num_ranks=4), engine("y", "c", num_ranks=4), engine("z", "d", "e", num_ranks=4)]
+    result = estimated(layout([(0,), (1,)]), ["a", "b"], engines, TransportName.collective)
+    assert result.link_bytes["network"] == NBYTES // 2 + 3 * NBYTES
+    # The second receiver on c; then three of four ranks of x and of y, and one of two on each node of z.
+    assert result.link_bytes["nvlink"] == NBYTES + 2 * 3 * NBYTES // 4 + 2 * NBYTES // 4
+    # Both leaders write a half into their own memory; then each receiver takes its share.
+    assert result.link_bytes["memory"] == 2 * NBYTES + 4 * (2 * NBYTES // 4)
+
+
+def test_a_receiver_gets_a_bucket_while_the_engine_loads_the_one_before():
+    machine = replace(SMOOTH, bucket_ms=50.0, network_gb_per_s=0.001)
+    engines = [engine("x", "b")]
+    result = estimated(layout([(0,)], tensors=3), ["a"], engines, TransportName.collective, machine=machine)
+    loading, receiving = 0.05 + 2 * NBYTES / (machine.memory_gb_per_s * GB), NBYTES / 1e6
+    assert receiving > loading
+    assert result.stage_seconds["send"] == pytest.approx(3 * receiving)
+    assert result.stage_seconds["end"] == pytest.approx(loading)
+    fast = replace(machine, network_gb_per_s=100.0)
+    result = estimated(layout([(0,)], tensors=3), ["a"], engines, TransportName.collective, machine=fast)
+    assert result.seconds == pytest.approx(3 * loading, rel=1e-3)
+
+
+def test_an_engine_beside_the_trainer_is_reached_without_the_network():
+    result = estimated(layout([(0,)]), ["a"], [engine("x", "a", num_ranks=2)], TransportName.collective)
+    assert "network" not in result.link_bytes
+
+
+def test_a_bucket_is_sent_while_the_next_is_gathered():
+    machine = replace(SMOOTH, memory_gb_per_s=1.0, nvlink_gb_per_s=2.0)
+    engines = [engine("x", "a", num_ranks=4), engine("y", "a", num_ranks=4)]
+    result = estimated(layout([(0,)], tensors=5), ["a"], engines, machine=machine)
+    gathering, sending = 2 * NBYTES / GB, (2 * NBYTES - NBYTES // 4) / (2 * GB)
+    assert result.buckets == 5
+    assert result.stage_seconds == pytest.approx({"gather": 5 * gathering, "send": 5 * sending})
+    assert result.seconds == pytest.approx(5 * gathering + sending)
+    slow = estimated(layout([(0,)], tensors=5), ["a"], engines, machine=replace(machine, nvlink_gb_per_s=0.1))
+    assert slow.seconds == pytest.approx(gathering + 5 * 20 * sending)
+
+
+def test_overheads_count_for_each_piece_tensor_and_bucket():
+    machine = replace(SMOOTH, gather_us=1000.0, load_us=100.0, bucket_ms=10.0)
+    plain = estimated(layout([(0,)], tensors=6), ["a"], [engine("x", "a")], bucket_bytes=3 * NBYTES)
+    result = estimated(layout([(0,)], tensors=6), ["a"], [engine("x", "a")], bucket_bytes=3 * NBYTES, machine=machine)
+    assert result.stage_seconds["gather"] == pytest.approx(plain.stage_seconds["gather"] + 6e-3)
+    assert result.stage_seconds["send"] == pytest.approx(plain.stage_seconds["send"] + 6 * 1e-4 + 2 * 1e-2)
+
+
+def test_quantised_weights_are_gathered_whole_and_sent_small():
+    transform = Quantize(BlockFp8(), ["layer0.weight"])
+    engines = [engine("x", "b", num_ranks=2)]
+    plain = estimated(layout([(0,)]), ["a"], engines, TransportName.collective)
+    result = estimated(layout([(0,)]), ["a"], engines, TransportName.collective, transform=transform)
+    scales = 4 * (ROWS // 128) * (COLUMNS // 128)
+    assert (result.gathered_bytes, result.sent_bytes) == (NBYTES, NBYTES // 2 + scales)
+    assert result.link_bytes["network"] == NBYTES // 2 + scales
+    assert result.stage_seconds["transform"] == pytest.approx(
+        (NBYTES + NBYTES // 2 + scales) / (SMOOTH.memory_gb_per_s * GB)
+    )
+    assert result.stage_seconds["gather"] == pytest.approx(plain.stage_seconds["gather"])
+
+
+def test_a_checkpoint_on_disk_is_written_once_and_read_once_per_node():
+    machine = replace(SMOOTH, pcie_gb_per_s=10.0, disk_write_gb_per_s=1.0, disk_read_gb_per_s=2.0)
+    engines = [engine("x", "b", num_ranks=2), engine("y", "b", num_ranks=2), engine("z", "c", num_ranks=2)]
+    result = estimated(layout([(0,)]), ["a"], engines, TransportName.disk, machine=machine)
+    assert result.link_bytes["disk"] == 3 * NBYTES
+    assert result.link_bytes["pcie"] == NBYTES + 3 * NBYTES
+    assert result.stage_seconds["send"] == pytest.approx(NBYTES / GB * (1 / 10 + 1))
+    assert result.stage_seconds["end"] == pytest.approx(NBYTES / GB * (1 / 2 + 1 / 2 / 10))
+    shared = estimated(
+        layout([(0,)]), ["a"], engines, TransportName.disk, machine=replace(machine, disk_read_total_gb_per_s=1.0)
+    )
+    assert shared.stage_seconds["end"] == pytest.approx(NBYTES / GB * (2 + 1 / 2 / 10))
+
+
+def test_delta_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"delta sends what an update changes.*ipc, collective, disk"):
+        estimated(layout([(0,)]), ["a"], [engine("x", "a")], TransportName.delta)
