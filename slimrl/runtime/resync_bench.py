@@ -1,0 +1,229 @@
+"""`slimrl resync bench`: real resyncs of a random model of a stated size, from the recipe's trainer to its engines.
+
+1. A checkpoint of the recipe's family is written, of about the stated size.
+2. The recipe's trainer ranks and engines start with it.
+3. One resync makes the buffers, the next ones are measured; then the same weights go over the disk: an export that all
+   engines reload while it is in the page cache.
+4. A copy in memory is measured before and after, and the memory of all processes meanwhile.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from slimrl.config.load import Command, read_recipe
+from slimrl.config.problems import RecipeError
+from slimrl.config.schema import Precision, Recipe
+from slimrl.data.protocols import EngineError
+from slimrl.models.hf_config import config_for_planning
+from slimrl.models.sized_toy import sized_config, write_sized_toy
+from slimrl.observability.memory import MemoryWatch, session_members
+from slimrl.observability.progress import Progress
+from slimrl.resync.fan_out import fan_out
+from slimrl.resync.report import ResyncReport
+from slimrl.rollout.control import SglangControl
+from slimrl.runtime.errors import RunError
+from slimrl.runtime.memcpy import memcpy_gb_per_s
+from slimrl.runtime.start import Processes, logs_of_command, prepare, started
+from slimrl.runtime.trainer_group import TrainerGroup
+
+GB = 1e9
+COMMAND: Command = "resync bench"
+SETTINGS = (
+    "rollout.router=false",
+    "rollout.sglang.max_total_tokens=1024",
+    "rollout.sglang.skip_tokenizer_init=true",
+    "resync.verify=full",
+)
+"""Laid over the recipe, before the command line: engines generate nothing here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """Figures of one benchmark; seconds are medians over the repeats."""
+
+    family: str
+    transport: str
+    bytes: int
+    """Of the tensors sent, counted once however many engines received them"""
+    buckets: int
+    bucket_bytes: int
+    repeats: int
+    seconds: float
+    """From pause to resume, without verification"""
+    verify_seconds: float
+    first_seconds: float
+    """Of the resync that made the buffers, without verification"""
+    gb_per_s: float
+    memcpy_gb_per_s: float
+    """One thread, warm"""
+    memcpy_fraction: float
+    """gb_per_s over memcpy_gb_per_s"""
+    stage_seconds: dict[str, float]
+    """As in ResyncReport"""
+    export_seconds: float
+    reload_seconds: float
+    disk_seconds: float
+    """Of both"""
+    peak_extra_bytes: int
+    """Measured, of all trainer ranks together, shared memory counted once; against what they had before"""
+    engines_extra_bytes: int
+    """Measured, of all processes of all engines"""
+    planned_extra_bytes: int
+    """Buffers of the largest trainer rank"""
+    fingerprints_equal: bool | None
+    """None where nothing was compared"""
+    verified_tensors: int
+
+
+def bench_resync(
+    path: Path, overrides: Sequence[str], *, family: str | None, gigabytes: float, repeats: int, to_json: bool
+) -> None:
+    """Measure and print.
+
+    Args:
+        family: of the model; None for that of `model.path`.
+        gigabytes: about the size of its tensors, in 1e9 bytes.
+
+    Raises:
+        ValueError: the recipe is refused, or the family or size.
+        RunError: a process or the resync failed, or loaded tensors differ from the trainer's.
+    """
+    if repeats < 1:
+        raise ValueError(f"--repeats {repeats}: at least 1")
+    if gigabytes <= 0:
+        raise ValueError(f"--gigabytes {gigabytes:g}: must be greater than 0")
+    first, problems = read_recipe(path, [*SETTINGS, *overrides], COMMAND)
+    if first is None:
+        raise RecipeError(problems)
+    recipe = first.recipe
+    if family is None:
+        family = str(config_for_planning(Path(recipe.model.path))[0]["model_type"])
+    dtype = "bfloat16" if recipe.trainer.precision is Precision.bf16 else "float32"
+    config = sized_config(family, round(gigabytes * GB), dtype, recipe.trainer.parallel)
+    with Progress(0, Console(stderr=True)) as progress, tempfile.TemporaryDirectory(prefix="slimrl-bench-") as folder:
+        model = Path(folder) / "model"
+        with progress.stage("writing the model"):
+            write_sized_toy(config, model, recipe.seed)
+        settings = [*SETTINGS, *overrides, f"model.path={model}", "model.megatron=", f"run.dir={folder}"]
+        loaded, _ = prepare(path, settings, COMMAND, progress, lambda _: None)
+        result = _run(loaded.recipe, recipe.run.dir, progress, Path(folder), family, repeats)
+    print(json.dumps(asdict(result), indent=2)) if to_json else _print(result)
+    if result.fingerprints_equal is False:
+        raise RunError("tensors that the engines loaded differ from the trainer's")
+
+
+def _run(recipe: Recipe, log_dir: str, progress: Progress, folder: Path, family: str, repeats: int) -> BenchResult:
+    with (
+        logs_of_command(log_dir, "resync-bench") as logs,
+        started(recipe, logs, progress, with_engines=True, total_updates=1) as processes,
+    ):
+        assert processes.engines is not None
+        assert processes.trainers is not None
+        copies = [memcpy_gb_per_s()]
+        engine_pids = [pid for address in processes.engines.addresses for pid in session_members(address.pids[-1])]
+        with MemoryWatch(processes.trainers.pids) as trainer_memory, MemoryWatch(engine_pids) as engine_memory:
+            processes.trainers.connect_engines(processes.engines.addresses)
+            first, *reports = [_resync(processes.trainers, version) for version in range(1, repeats + 2)]
+        export_s, reload_s = _over_disk(processes, recipe, folder / "export")
+        copies.append(memcpy_gb_per_s())
+    seconds = statistics.median(map(transfer_seconds, reports))
+    memcpy = statistics.median(copies)
+    verified = min(report.verified_tensors for report in reports)
+    return BenchResult(
+        family=family,
+        transport=recipe.resync.transport.value,
+        bytes=first.bytes,
+        buckets=first.buckets,
+        bucket_bytes=recipe.resync.bucket_bytes,
+        repeats=repeats,
+        seconds=seconds,
+        verify_seconds=statistics.median(report.stage_seconds.get("verify", 0.0) for report in reports),
+        first_seconds=transfer_seconds(first),
+        gb_per_s=first.bytes / GB / seconds,
+        memcpy_gb_per_s=memcpy,
+        memcpy_fraction=first.bytes / GB / seconds / memcpy,
+        stage_seconds={
+            stage: statistics.median(report.stage_seconds.get(stage, 0.0) for report in reports)
+            for stage in reports[0].stage_seconds
+        },
+        export_seconds=export_s,
+        reload_seconds=reload_s,
+        disk_seconds=export_s + reload_s,
+        peak_extra_bytes=trainer_memory.extra_bytes,
+        engines_extra_bytes=engine_memory.extra_bytes,
+        planned_extra_bytes=first.peak_extra_bytes,
+        fingerprints_equal=not any(report.mismatching for report in (first, *reports)) if verified else None,
+        verified_tensors=verified,
+    )
+
+
+def transfer_seconds(report: ResyncReport) -> float:
+    """Of a resync without its verification."""
+    return report.seconds - report.stage_seconds.get("verify", 0.0)
+
+
+def _resync(trainers: TrainerGroup, version: int) -> ResyncReport:
+    report = trainers.resync(version)
+    if report.failed_engines:
+        raise RunError("; ".join(f"{name}: {reason}" for name, reason in report.failed_engines.items()))
+    return report
+
+
+def _over_disk(processes: Processes, recipe: Recipe, folder: Path) -> tuple[float, float]:
+    """Seconds of an export, and of all engines' loading it out of the page cache."""
+    assert processes.engines is not None
+    assert processes.trainers is not None
+    start = time.perf_counter()
+    processes.trainers.export_hf(folder)
+    exported = time.perf_counter()
+    timeout_s = recipe.trainer.timeout_s
+    calls = {
+        address.name: partial(
+            SglangControl(address.name, address.url, timeout_s=timeout_s).load_checkpoint, str(folder.absolute())
+        )
+        for address in processes.engines.addresses
+    }
+    try:
+        fan_out(calls, "load_checkpoint", timeout_s)
+    except EngineError as error:
+        raise RunError(str(error)) from error
+    return exported - start, time.perf_counter() - exported
+
+
+def _print(result: BenchResult) -> None:
+    console = Console()
+    gigabytes = result.bytes / GB
+    title = f"{result.family}, {gigabytes:.2f} GB in {result.buckets} buckets, {result.transport}"
+    table = Table(title=title)
+    for column in ("", "seconds", "GB/s", "of memcpy"):
+        table.add_column(column, justify="right" if column else "left")
+    rows = {
+        "memcpy, one thread": gigabytes / result.memcpy_gb_per_s,
+        "resync": result.seconds,
+        **{f"  {stage}": seconds for stage, seconds in result.stage_seconds.items() if stage != "verify"},
+        "verification": result.verify_seconds,
+        "the first resync": result.first_seconds,
+        "over the disk": result.disk_seconds,
+        "  export": result.export_seconds,
+        "  reload": result.reload_seconds,
+    }
+    for name, seconds in rows.items():
+        rate = gigabytes / seconds if seconds else 0.0
+        shown = (f"{rate:.2f}", f"{rate / result.memcpy_gb_per_s:.2f}") if seconds else ("", "")
+        table.add_row(name, f"{seconds:.3f}", *shown)
+    console.print(table)
+    equal = {True: "equal", False: "DIFFERENT", None: "not compared"}[result.fingerprints_equal]
+    console.print(
+        f"fingerprints: {equal} ({result.verified_tensors} tensors); peak extra memory: trainer "
+        f"{result.peak_extra_bytes / 1e6:.0f} MB, engines {result.engines_extra_bytes / 1e6:.0f} MB; "
+        f"buckets of {result.bucket_bytes / 1e6:.0f} MB"
+    )
