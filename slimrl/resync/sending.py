@@ -12,7 +12,7 @@ class Sending:
         send: must return or raise within its own deadline.
     """
 
-    def __init__(self, send: Callable[[], None]) -> None:
+    def __init__(self, send: Callable[[], object]) -> None:
         self._send = send
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="resync-send", daemon=True)
