@@ -1,14 +1,10 @@
 """A resync from two trainer ranks, expert-parallel if the model has experts, into a real SGLang engine."""
 
-from pathlib import Path
-
-import httpx
 import pytest
-import torch
 import torch.distributed as dist
+from engine_probes import engine_logprobs, transformers_logprobs
 from ranks import run_ranks
 from slimrl_tools.toy import ToySize, write_toy
-from transformers import AutoModelForCausalLM
 
 from slimrl.config.model_rules import num_experts
 from slimrl.config.schema import (
@@ -35,27 +31,7 @@ from slimrl.trainer.weights import load_hf_weights
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SIZE = ToySize(init_std=0.1)
-PROMPT = [5, 300, 77, 41, 12, 260, 99, 8, 130, 211]
 TIMEOUT_S = 90.0
-
-
-def engine_logprobs(url: str) -> torch.Tensor:
-    """float32 [len(PROMPT) - 1]: of each prompt token but the first."""
-    body = {
-        "input_ids": PROMPT,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    answer = httpx.post(f"{url}/generate", json=body, timeout=TIMEOUT_S).raise_for_status().json()
-    return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
-
-
-@torch.no_grad()
-def transformers_logprobs(path: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    logits_TV = model(torch.tensor([PROMPT])).logits[0, :-1]
-    return logits_TV.log_softmax(-1).gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
 
 
 def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncReport | None]:

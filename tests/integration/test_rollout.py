@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from engine_probes import members
 from fleet import Fleet
 from slimrl_tools.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
@@ -185,14 +185,14 @@ async def test_requests_are_aborted_or_stay_in_place_as_the_pause_says(fleet):
 
 async def test_a_stopped_engine_gives_no_sign_of_life(fleet):
     second = control(fleet, 1)
-    members = session_members(fleet.engines[1].process.pid)
+    pids = members(fleet.engines[1].process.pid)
     try:
-        for pid in members:
+        for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(EngineError, match=r"engine 1, server_info: no answer within 0\.5 s"):
             second.probe(0.5)
     finally:
-        for pid in members:
+        for pid in pids:
             os.kill(pid, signal.SIGCONT)
     second.probe(20.0)
 
@@ -248,17 +248,6 @@ async def test_lockstep_rollouts_are_bit_identical_on_two_processes(fleet):
     assert first == second
 
 
-def session_members(leader: int) -> list[int]:
-    members = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process.pid)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            continue
-    return members
-
-
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -282,14 +271,14 @@ def test_nothing_survives_an_owner_that_was_killed(model, tmp_path):
     try:
         assert owner.stdout is not None
         leaders = [int(pid) for pid in owner.stdout.readline().split()]
-        assert len(session_members(leaders[0])) >= 3
-        assert len(session_members(leaders[1])) == 1
+        assert len(members(leaders[0])) >= 3
+        assert len(members(leaders[1])) == 1
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait(10)
     deadline = time.monotonic() + 10
-    while any(session_members(leader) for leader in leaders):
-        assert time.monotonic() < deadline, [session_members(leader) for leader in leaders]
+    while any(members(leader) for leader in leaders):
+        assert time.monotonic() < deadline, [members(leader) for leader in leaders]
         time.sleep(0.1)
 
 
@@ -299,7 +288,7 @@ def test_an_engine_that_cannot_start_names_the_cause_and_leaves_nothing(tmp_path
     with pytest.raises(ServerError, match=r"engine 3 ended with exit code \d+: .*(Error|error).*engine\.log"):
         engine.wait_ready()
     engine.stop()
-    assert not session_members(engine.process.pid)
+    assert not members(engine.process.pid)
 
 
 def first_error(fleet: Fleet, timeout_s: float = 10.0) -> str:
@@ -321,4 +310,4 @@ def test_a_fleet_ends_without_leaving_processes_and_a_dead_engine_is_noticed(fle
     os.kill(leaders[0], signal.SIGKILL)
     assert "engine 0 was ended by SIGKILL" in first_error(fleet)
     fleet.stop()
-    assert not any(session_members(leader) for leader in leaders)
+    assert not any(members(leader) for leader in leaders)
