@@ -242,5 +242,21 @@ def resync_estimate(
         )
 
 
+@resync_app.command("bench")
+def resync_bench(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gigabytes: Annotated[float, typer.Option(help="About the size of the model, in 1e9 bytes.")] = 1.0,
+    repeats: Annotated[int, typer.Option(help="Measured resyncs, after a first one.")] = 3,
+    family: Annotated[str | None, typer.Option(help="Of the model; without it that of model.path.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure real resyncs on this machine: the recipe's trainer and engines, a random model of a stated size."""
+    with _exit_codes():
+        from slimrl.runtime.resync_bench import bench_resync
+
+        bench_resync(recipe, overrides or [], family=family, gigabytes=gigabytes, repeats=repeats, to_json=json_output)
+
+
 if __name__ == "__main__":
     app()
