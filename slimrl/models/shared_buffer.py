@@ -58,15 +58,16 @@ class CudaBuffer:
     """Device memory of this process; the engines' processes open it by handle."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def segment(self) -> str:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        # The engine reads on a stream of its own, which knows nothing of the copies queued here.
-        torch.cuda.synchronize()
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         _, arguments = reduce_tensor(self.tensor)
-        return CUDA_PREFIX + base64.b64encode(pickle.dumps(arguments)).decode()
+        self._segment = CUDA_PREFIX + base64.b64encode(pickle.dumps(arguments)).decode()
+
+    def segment(self) -> str:
+        # A reader's stream knows nothing of the copies queued here.
+        torch.cuda.synchronize(self.tensor.device)
+        return self._segment
 
     def close(self) -> None:
         """The memory goes back when the last reference to `tensor` is gone."""

@@ -73,7 +73,9 @@ class Gatherer:
             target = part_view(flat, block.part)[block.target]
             copy_rows(target if target.ndim else target[None], groups[:, :, *columns], rows.start)
         if flat.is_cuda:
+            # The leader's device and this rank's may be two.
             torch.cuda.synchronize(flat.device)
+            torch.cuda.synchronize()
         if self._exchange is not None:
             self._ranks.meet_on_node()
             if self.buffers:
