@@ -58,6 +58,7 @@ def lose_an_engine(run: CliRun, folder: RunFolder, index: int) -> None:
     run.kill_server(index)
 
 
+@pytest.mark.full
 def test_an_engine_that_is_gone_at_a_resync_is_replaced_and_the_run_goes_on(workspace: Workspace):
     folder = workspace.run_folder("replaced")
     overrides = workspace.overrides("run.name=replaced", "steps=3", "rollout.num_engines=2", "resync.verify=full")
