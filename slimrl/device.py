@@ -26,6 +26,15 @@ def collective_backend() -> str:
     return "nccl" if device_type() == "cuda" else "gloo"
 
 
+def computes_block_fp8() -> bool:
+    """Whether engines here compute with weights in block FP8 as they are; elsewhere they get them dequantised.
+
+    SGLang needs a GPU of compute capability 8.9 or newer. On older ones it repacks FP8 weights, which then cannot be
+    updated, and on a CPU it needs AMX and a package of kernels that has no wheel for it.
+    """
+    return device_type() == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+
+
 def has_transformer_engine() -> bool:
     """Whether models are built of Transformer Engine layers: it is installed, and there is a GPU to run it on."""
     return device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None

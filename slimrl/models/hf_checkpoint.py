@@ -12,8 +12,20 @@ from slimrl.models.hf_config import dtype_name, read_hf_config
 from slimrl.models.safetensors_folder import SafetensorsFolder
 
 
-def open_hf_checkpoint(path: Path) -> CheckpointReader:
+def is_block_fp8(path: Path) -> bool:
+    """Whether a folder's config.json says that its weights are in block FP8.
+
+    Raises:
+        ValueError: the config.json is broken, or the weights are quantised in a way that is not supported.
+    """
+    return BlockFp8.of_config(read_hf_config(path)) is not None
+
+
+def open_hf_checkpoint(path: Path, dtype: str | None = None) -> CheckpointReader:
     """A reader of the weights that a model computes with: a quantised checkpoint is dequantised as it is read.
+
+    Args:
+        dtype: of matrices that are dequantised, as torch prints it without the prefix; None for the checkpoint's.
 
     Raises:
         ValueError: the folder or its config.json is broken, or quantised in a way that is not supported.
@@ -24,7 +36,7 @@ def open_hf_checkpoint(path: Path) -> CheckpointReader:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     folder = SafetensorsFolder(path)
-    return folder if fp8 is None else DequantizingReader(folder, fp8, dtype_name(config))
+    return folder if fp8 is None else DequantizingReader(folder, fp8, dtype or dtype_name(config))
 
 
 class DequantizingReader:

@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from slimrl import device
 from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.models.hf_checkpoint import is_block_fp8
 from slimrl.rollout.ports import free_port
-from slimrl.rollout.process import ServerProcess
+from slimrl.rollout.process import ServerError, ServerProcess
 
 _KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(256 * 1024**2),
@@ -25,9 +29,19 @@ _DTYPE = {Precision.fp32: "float32", Precision.bf16: "bfloat16"}
 
 
 def engine_arguments(
-    rollout: RolloutConfig, model: Path | str, *, host: str, port: int, precision: Precision, cuda: bool, seed: int
+    rollout: RolloutConfig,
+    model: Path | str,
+    *,
+    host: str,
+    port: int,
+    precision: Precision,
+    cuda: bool,
+    seed: int,
+    dequantize: bool = False,
 ) -> list[str]:
     """SGLang's command line; `rollout.sglang` is applied last and wins.
+
+    With `dequantize` a checkpoint in block FP8 is served as the plain model that it dequantises to.
 
     A value of `rollout.sglang` becomes a flag by the rules of SGLang's parser: True a bare flag, False or None
     nothing, a list several values.
@@ -50,6 +64,9 @@ def engine_arguments(
         "sleep_on_idle": True,
         "log_level": "warning",
     }
+    if dequantize:
+        # dequantized_loading.py gives it the weights.
+        values["json_model_override_args"] = '{"quantization_config": null}'
     if cuda:
         values["enable_memory_saver"] = rollout.colocated
     else:
@@ -122,7 +139,14 @@ class EngineServer:
         self.port = port or free_port(host)
         self.url = f"http://{host}:{self.port}"
         arguments = engine_arguments(
-            rollout, model, host=host, port=self.port, precision=precision, cuda=cuda, seed=seed
+            rollout,
+            model,
+            host=host,
+            port=self.port,
+            precision=precision,
+            cuda=cuda,
+            seed=seed,
+            dequantize=is_block_fp8(Path(model)) and not device.computes_block_fp8(),
         )
         self.process = ServerProcess(
             f"engine {index}",
@@ -134,6 +158,12 @@ class EngineServer:
     def wait_ready(self) -> None:
         """Raises ServerError with the cause from the log if the engine does not come up in time."""
         self.process.wait_ready(f"{self.url}/health_generate", self._timeout_s)
+        try:
+            # As SGLang does after a warm-up of its own: what start-up made is left out of garbage collections from now
+            # on. Flushing the cache of a CPU engine collects, and would take a third of a second.
+            httpx.post(f"{self.url}/freeze_gc", timeout=self._timeout_s).raise_for_status()
+        except httpx.HTTPError as error:
+            raise ServerError(f"engine {self.index}: freeze_gc: {error!r}") from error
 
     def check(self) -> None:
         """Raises ServerError with the cause from the log if the engine has ended."""

@@ -10,8 +10,8 @@ from slimrl.config.problems import Problem
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.checkpoint import check_checkpoint
 from slimrl.models.family import family_of
-from slimrl.models.fp8 import BlockFp8
 from slimrl.models.hf_config import read_hf_config
+from slimrl.runtime.engine_format import engine_transform
 
 TRAINING_FIELDS = ("hidden_dropout", "attention_dropout", "moe_router_load_balancing_type")
 """Fields of `trainer.megatron` that a family sets and a recipe may set otherwise; all others are the model itself."""
@@ -36,7 +36,7 @@ def model_problems(loaded: LoadedRecipe) -> list[Problem]:
         return problems
     hf_config = read_hf_config(path)
     if loaded.command == "train":
-        attempt("model.path", lambda: _refuse_quantized(path, hf_config))
+        attempt("model.path", lambda: engine_transform(path))
     if trains(loaded.command):
         megatron = loaded.recipe.model.megatron
         if megatron:
@@ -60,12 +60,3 @@ def _megatron_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Itera
             continue
         key = f"trainer.megatron.{name}"
         yield Problem(key=key, message=message, where=loaded.provenance.get(key, loaded.path))
-
-
-def _refuse_quantized(model_path: Path, hf_config: dict[str, Any]) -> None:
-    """Raises ValueError for a checkpoint in block FP8: engines would serve it as it is, resync sends plain weights."""
-    if BlockFp8.of_config(hf_config) is not None:
-        raise ValueError(
-            f"{model_path}: is in block FP8, which the engines of a run cannot be sent; make a plain checkpoint of it "
-            "with `slimrl-tools dequantize` (sft trains it as it is)"
-        )

@@ -19,6 +19,7 @@ from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.control import SglangControl
 from slimrl.rollout.ports import free_port
 from slimrl.runtime.engine_actor import EngineAddress
+from slimrl.runtime.engine_format import engine_transform
 
 ObjectiveName = Literal["policy", "sft"]
 
@@ -91,6 +92,7 @@ class TrainerActor:
             address=get_node_ip_address(),
             model_dir=Path(self.recipe.model.path),
             run_dir=Path(self.recipe.run.dir) / self.recipe.run.name,
+            transform=engine_transform(Path(self.recipe.model.path)),
         )
 
     def resync(self, version: int) -> ResyncReport | None:

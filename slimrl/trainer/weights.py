@@ -64,17 +64,19 @@ def shard_place(entry: Entry) -> tuple[int, int]:
     return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
 
 
-def load_hf_weights(chunks: Sequence[nn.Module], path: Path, family: Family, hf_config: dict[str, Any]) -> None:
+def load_hf_weights(
+    chunks: Sequence[nn.Module], path: Path, family: Family, hf_config: dict[str, Any], dtype: str | None = None
+) -> None:
     """Fill the modules from a checkpoint folder; each rank reads the slices that it holds.
 
-    A checkpoint in block FP8 is dequantised as it is read.
+    A checkpoint in block FP8 is dequantised as it is read, to `dtype`, or to the checkpoint's where it is None.
     Call it before the optimizer is built, which copies the weights.
 
     Raises:
         ValueError: tensors of the checkpoint are missing, unknown or misshaped; all of them in one message.
     """
     weight_map = model_weight_map(chunks, family, hf_config)
-    with open_hf_checkpoint(path) as folder, torch.no_grad():
+    with open_hf_checkpoint(path, dtype) as folder, torch.no_grad():
         has_mtp = check_tensors(folder, family, hf_config)
         if unwrap(chunks[0]).config.mtp_num_layers and not has_mtp:
             raise ValueError(f"{path}: no tensors of the layers for multi-token prediction")

@@ -67,7 +67,7 @@ class TrainerWorker:
 
     def load_hf(self) -> None:
         """Load the weights of `model_path`."""
-        load_hf_weights(self.chunks, self.model_path, self.family, self.hf_config)
+        load_hf_weights(self.chunks, self.model_path, self.family, self.hf_config, self.dtype)
         self.optimizer.megatron.reload_model_params()
 
     def load_megatron(self, path: Path) -> None:

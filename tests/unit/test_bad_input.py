@@ -186,12 +186,16 @@ def test_a_model_of_an_unknown_family_is_refused(cli: Cli, workspace: Path, tmp_
     refused(cli("sft", f"model.path={model}"), "model.path", "elephant")
 
 
-def test_a_quantised_model_is_refused_where_engines_would_be_sent_plain_weights(
+def test_a_quantised_model_whose_config_keeps_modules_that_it_has_not_is_refused(
     cli: Cli, workspace: Path, tmp_path: Path
 ):
     made = CliRunner().invoke(tools, ["quantize", str(workspace / "model"), str(tmp_path / "fp8")])
     assert made.exit_code == 0, made.output
-    refused(cli("train", f"model.path={tmp_path / 'fp8'}"), "model.path", "block FP8", "slimrl-tools dequantize")
+    file = tmp_path / "fp8" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["modules_to_not_convert"].append("model.layers.0.self_attn.elephant")
+    file.write_text(json.dumps(config))
+    refused(cli("train", f"model.path={tmp_path / 'fp8'}"), "model.path", "elephant", "is no module of this model")
 
 
 def test_weights_in_megatrons_format_of_another_model_are_refused(cli: Cli, workspace: Path, tmp_path: Path):
