@@ -134,9 +134,9 @@ class Trainer:
         )
         self.chunks = build_model(settings, self.family.megatron_config(self.hf_config))
         self.controls = [FaultyControl(engine) for engine in engines]
-        weights = source(MegatronWeightSource(self.chunks, self.family, self.hf_config, "float32"))
+        self.source = source(MegatronWeightSource(self.chunks, self.family, self.hf_config, "float32"))
         self.session = ResyncSession(
-            weights, self.controls, config, rank=rank, run_id="faults", model_dir=checkpoints[0]
+            self.source, self.controls, config, rank=rank, run_id="faults", model_dir=checkpoints[0]
         )
 
     def checkpoint(self, version: int) -> Path:

@@ -110,29 +110,27 @@ def test_whenever_an_engine_stops_or_dies_the_other_gets_the_whole_version(engin
 
 
 class DyingSource:
-    """A weight source whose rank is killed when it is asked for its `number`th piece."""
+    """A weight source whose rank is killed in place of giving its `left`th piece from now on; 0 spares it."""
 
-    def __init__(self, source, number: int) -> None:
-        self._source, self._left = source, number
+    def __init__(self, source) -> None:
+        self._source, self.left = source, 0
 
     def __getattr__(self, name):
         return getattr(self._source, name)
 
     def piece(self, name):
-        self._left -= 1
-        if self._left == 0:
+        self.left -= 1
+        if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return self._source.piece(name)
 
 
 def lose_a_rank(rank, num_ranks, port, engines, checkpoints, settings):
     """Rank 1 dies in the middle of version 2; what rank 0 says, and how long it took to."""
-    trainer = Trainer(
-        rank, num_ranks, port, engines, checkpoints, settings,
-        source=lambda source: DyingSource(source, len(source.layout()) * 3 // 2 if rank == 1 else 10**9),
-    )  # fmt: skip
+    trainer = Trainer(rank, num_ranks, port, engines, checkpoints, settings, source=DyingSource)
     _, error, _ = trainer.send(1)
     assert error == ""
+    trainer.source.left = 4 if rank == 1 else 0
     _, error, seconds = trainer.send(2)
     return error, seconds
 

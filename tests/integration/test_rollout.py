@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from engine_probes import members
@@ -181,6 +182,25 @@ async def test_requests_are_aborted_or_stay_in_place_as_the_pause_says(fleet):
     first.resume()
     assert len((await direct.generate(ask("after", prompt(1, 10), 4))).tokens) == 4
     await direct.aclose()
+
+
+def test_a_paused_engine_takes_no_core_and_answers_at_once(fleet):
+    first = control(fleet, 0)
+    processes = [psutil.Process(pid) for pid in members(fleet.engines[0].process.pid)]
+
+    def cpu_seconds() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    first.pause()
+    try:
+        before = cpu_seconds()
+        time.sleep(1.0)
+        assert cpu_seconds() - before < 0.3
+        start = time.monotonic()
+        first.probe(5.0)
+        assert time.monotonic() - start < 0.5
+    finally:
+        first.resume()
 
 
 async def test_a_stopped_engine_gives_no_sign_of_life(fleet):

@@ -61,7 +61,14 @@ def lose_an_engine(run: CliRun, folder: RunFolder, index: int) -> None:
 @pytest.mark.full
 def test_an_engine_that_is_gone_at_a_resync_is_replaced_and_the_run_goes_on(workspace: Workspace):
     folder = workspace.run_folder("replaced")
-    overrides = workspace.overrides("run.name=replaced", "steps=3", "rollout.num_engines=2", "resync.verify=full")
+    overrides = workspace.overrides(
+        "run.name=replaced",
+        "steps=3",
+        "rollout.num_engines=2",
+        "resync.verify=full",
+        # A version more is sent to the engine that comes back.
+        "reward.function=toy_reward:low_tokens_of_any_version",
+    )
     run = CliRun(["train", GSPO, *overrides])
     try:
         lose_an_engine(run, folder, 1)

@@ -3,8 +3,14 @@
 from slimrl.data.trajectory import Prompt, Trajectory
 
 
+def low_tokens_of_any_version(trajectory: Trajectory, prompt: Prompt) -> float:
+    """Share of the sampled tokens whose id is below 256, about half of the vocabulary."""
+    sampled = [int(t) for s in trajectory.segments for t in s.tokens[s.loss_mask]]
+    return sum(token < 256 for token in sampled) / max(1, len(sampled))
+
+
 def low_tokens(trajectory: Trajectory, prompt: Prompt) -> float:
-    """Share of the sampled tokens whose id is below 256, about half of the vocabulary.
+    """The same of a run that sends its weights once a step.
 
     Raises:
         AssertionError: a sampled token of step n was not sampled by weight version n - 1.
@@ -13,5 +19,4 @@ def low_tokens(trajectory: Trajectory, prompt: Prompt) -> float:
     versions = {int(v) for s in trajectory.segments for v in s.weight_versions[s.loss_mask]}
     if label.startswith("step_"):
         assert versions == {int(label.removeprefix("step_")) - 1}, f"{trajectory.trajectory_id}: versions {versions}"
-    sampled = [int(t) for s in trajectory.segments for t in s.tokens[s.loss_mask]]
-    return sum(token < 256 for token in sampled) / max(1, len(sampled))
+    return low_tokens_of_any_version(trajectory, prompt)
