@@ -23,7 +23,7 @@ from slimrl.config.load import Command, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Precision, Recipe
 from slimrl.data.protocols import EngineError
-from slimrl.models.hf_config import config_for_planning
+from slimrl.models.hf_config import config_for_planning, published_names
 from slimrl.models.sized_toy import sized_config, write_sized_toy
 from slimrl.observability.memory import MemoryWatch, session_members
 from slimrl.observability.progress import Progress
@@ -36,6 +36,8 @@ from slimrl.runtime.start import Processes, logs_of_command, prepare, started
 from slimrl.runtime.trainer_group import TrainerGroup
 
 GB = 1e9
+FAMILY = "qwen3_moe"
+"""Of the model where the recipe names one that is not here"""
 COMMAND: Command = "resync bench"
 SETTINGS = (
     "rollout.router=false",
@@ -90,7 +92,7 @@ def bench_resync(
     """Measure and print.
 
     Args:
-        family: of the model; None for that of `model.path`.
+        family: of the model; None for that of `model.path`, or `FAMILY` where that is not here.
         gigabytes: about the size of its tensors, in 1e9 bytes.
 
     Raises:
@@ -99,26 +101,36 @@ def bench_resync(
     """
     if repeats < 1:
         raise ValueError(f"--repeats {repeats}: at least 1")
-    if gigabytes <= 0:
+    if not gigabytes > 0:
         raise ValueError(f"--gigabytes {gigabytes:g}: must be greater than 0")
     first, problems = read_recipe(path, [*SETTINGS, *overrides], COMMAND)
     if first is None:
         raise RecipeError(problems)
     recipe = first.recipe
-    if family is None:
-        family = str(config_for_planning(Path(recipe.model.path))[0]["model_type"])
     dtype = "bfloat16" if recipe.trainer.precision is Precision.bf16 else "float32"
-    config = sized_config(family, round(gigabytes * GB), dtype, recipe.trainer.parallel)
-    with Progress(0, Console(stderr=True)) as progress, tempfile.TemporaryDirectory(prefix="slimrl-bench-") as folder:
+    with (
+        Progress(0, Console(stderr=True)) as progress,
+        tempfile.TemporaryDirectory(prefix="slimrl-bench-") as folder,
+    ):
+        family = family or _family_of(Path(recipe.model.path), progress)
+        config = sized_config(family, round(gigabytes * GB), dtype, recipe.trainer.parallel)
         model = Path(folder) / "model"
         with progress.stage("writing the model"):
             write_sized_toy(config, model, recipe.seed)
-        settings = [*SETTINGS, *overrides, f"model.path={model}", "model.megatron=", f"run.dir={folder}"]
+        settings = [*SETTINGS, *overrides, f"model.path={model}", "model.megatron=''", f"run.dir={folder}"]
         loaded, _ = prepare(path, settings, COMMAND, progress, lambda _: None)
         result = _run(loaded.recipe, recipe.run.dir, progress, Path(folder), family, repeats)
     print(json.dumps(asdict(result), indent=2)) if to_json else _print(result)
     if result.fingerprints_equal is False:
         raise RunError("tensors that the engines loaded differ from the trainer's")
+
+
+def _family_of(model_path: Path, progress: Progress) -> str:
+    """Of the checkpoint, or of the published model of its name; where there is neither, it is said what is taken."""
+    if not model_path.exists() and model_path.name not in published_names():
+        progress.say(f"model.path: {model_path} is not here; measuring a {FAMILY} (--family names another)")
+        return FAMILY
+    return str(config_for_planning(model_path)[0]["model_type"])
 
 
 def _run(recipe: Recipe, log_dir: str, progress: Progress, folder: Path, family: str, repeats: int) -> BenchResult:

@@ -1,0 +1,236 @@
+"""Resyncs of a random Qwen3-MoE from two trainer ranks (expert parallelism 2) into a real SGLang engine, as ratios.
+
+1. Per size, the weights go to the engine over `ipc`, several times after a first one that makes the buffers. Memory of
+   the trainer's processes is watched meanwhile.
+2. At the largest size the same weights go over the disk (an export that the engine reloads out of the page cache), one
+   tensor after the other through SGLang's own route, and over `collective`.
+3. What they are compared with is measured in the same run: a copy in memory, on one thread and on two at once, and
+   bare gloo broadcasts of as many bytes in as large buckets, from one trainer rank to the other.
+
+Seconds are from pause to resume without the verification, which compares all tensors and stands apart.
+benchmarks/resync_delta.py has the transports through folders.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from resync_ranks import TrainerRanks
+from rich.console import Console
+from rich.table import Table
+
+from slimrl.config.schema import (
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    ResyncConfig,
+    RolloutConfig,
+    TrainerConfig,
+    TransportName,
+    VerifyMode,
+)
+from slimrl.models.sized_toy import sized_config, write_sized_toy
+from slimrl.observability.memory import MemoryWatch, session_members
+from slimrl.resync.report import ResyncReport
+from slimrl.rollout.control import SglangControl
+from slimrl.rollout.process import ServerError
+from slimrl.rollout.server import EngineServer
+from slimrl.runtime.memcpy import memcpy_gb_per_s
+
+GB = 1e9
+TIMEOUT_S = 120.0
+ENGINE = "engine 0"
+FLOORS = {"ipc": 0.3, "ipc over disk": 2.0, "collective": 0.7}
+"""Least ratio of each to what it is compared with"""
+TRAINER = TrainerConfig(
+    num_ranks=2,
+    parallel=ParallelConfig(expert=2),
+    precision=Precision.bf16,
+    max_tokens_per_rank=512,
+    optimizer=OptimizerConfig(lr=1e-6),
+)
+ROLLOUT = RolloutConfig(
+    max_trajectory_tokens=128, sglang={"max_total_tokens": 1024, "skip_tokenizer_init": True}, router=False
+)
+
+
+class Bench:
+    """A started trainer and engine with a model of one size."""
+
+    def __init__(self, ranks: TrainerRanks, server: EngineServer, folder: Path, bucket_bytes: int) -> None:
+        self.ranks, self.server, self._folder, self._bucket_bytes = ranks, server, folder, bucket_bytes
+        self._version = 0
+
+    def resyncs(self, transport: TransportName, repeats: int) -> dict[str, Any]:
+        """Figures of the transport."""
+        config = ResyncConfig(
+            transport=transport, bucket_bytes=self._bucket_bytes, verify=VerifyMode.full, timeout_s=TIMEOUT_S
+        )
+        watched = {"trainer": self.ranks.pids, "engine": session_members(self.server.process.pid)}
+        with MemoryWatch(watched["trainer"]) as trainer, MemoryWatch(watched["engine"]) as engine:
+            self.ranks.call("connect", config, {ENGINE: self.server.url}, self._folder)
+            first, *reports = [self._resync() for _ in range(repeats + 1)]
+        return {
+            "bytes": first.bytes,
+            "buckets": first.buckets,
+            "seconds": statistics.median(map(transfer_seconds, reports)),
+            "first_seconds": transfer_seconds(first),
+            "stage_seconds": {
+                stage: statistics.median(report.stage_seconds[stage] for report in reports)
+                for stage in reports[0].stage_seconds
+            },
+            "trainer_extra_bytes": trainer.extra_bytes,
+            "engine_extra_bytes": engine.extra_bytes,
+            "verified_tensors": first.verified_tensors,
+        }
+
+    def over_disk(self, repeats: int) -> dict[str, float]:
+        """Seconds of an export and of the engine's reload."""
+        control = SglangControl(ENGINE, self.server.url, timeout_s=TIMEOUT_S)
+        exports, reloads = [], []
+        for number in range(repeats):
+            folder = self._folder / f"export-{number}"
+            start = time.perf_counter()
+            self.ranks.call("export", folder)
+            exported = time.perf_counter()
+            control.load_checkpoint(str(folder))
+            exports.append(exported - start)
+            reloads.append(time.perf_counter() - exported)
+        return {"export_seconds": statistics.median(exports), "reload_seconds": statistics.median(reloads)}
+
+    def one_by_one(self, repeats: int) -> float:
+        """Seconds of SGLang's own route, tensor by tensor."""
+        return statistics.median(self.ranks.call("send_one_by_one", self.server.url)[0] for _ in range(repeats))
+
+    def bare_broadcast(self, nbytes: int, repeats: int) -> float:
+        return statistics.median(self.ranks.call("broadcast", nbytes, self._bucket_bytes, repeats + 1)[0][1:])
+
+    def _resync(self) -> ResyncReport:
+        self._version += 1
+        report = self.ranks.call("resync", self._version)[0]
+        if report.mismatching or report.failed_engines:
+            raise RuntimeError(f"version {self._version}: {report.mismatching[:5]} {report.failed_engines}")
+        return report
+
+
+def transfer_seconds(report: ResyncReport) -> float:
+    return report.seconds - report.stage_seconds.get("verify", 0.0)
+
+
+@contextmanager
+def started(gigabytes: float, bucket_bytes: int) -> Iterator[Bench]:
+    """Trainer and engine with a model of about this size; both, and all files, are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="slimrl-bench-") as name:
+        folder = Path(name)
+        model = folder / "model"
+        write_sized_toy(sized_config("qwen3_moe", round(gigabytes * GB), "bfloat16", TRAINER.parallel), model, 0)
+        server = EngineServer(0, ROLLOUT, model, folder / "engine.log", precision=TRAINER.precision)
+        try:
+            with TrainerRanks(TRAINER, model) as ranks:
+                server.wait_ready()
+                yield Bench(ranks, server, folder, bucket_bytes)
+        finally:
+            server.stop()
+
+
+def measure(sizes: list[float], bucket_bytes: int, repeats: int) -> dict[str, Any]:
+    """All figures; the last size is the one of which everything is measured."""
+    figures: dict[str, Any] = {"ipc": {}}
+    for gigabytes in sizes:
+        with started(gigabytes, bucket_bytes) as bench:
+            before = memcpy_gb_per_s()
+            figures["ipc"][f"{gigabytes:g}"] = ipc = bench.resyncs(TransportName.ipc, repeats)
+            if gigabytes != sizes[-1]:
+                continue
+            figures["memcpy_gb_per_s"] = statistics.median([before, memcpy_gb_per_s(), memcpy_gb_per_s()])
+            figures["memcpy_two_threads_gb_per_s"] = memcpy_gb_per_s(2)
+            figures["disk"] = bench.over_disk(2)
+            figures["one_by_one_seconds"] = bench.one_by_one(2)
+            figures["collective"] = bench.resyncs(TransportName.collective, repeats)
+            figures["broadcast_seconds"] = bench.bare_broadcast(ipc["bytes"], repeats)
+    return {**figures, "ratios": ratios(figures, ipc)}
+
+
+def ratios(figures: dict[str, Any], ipc: dict[str, Any]) -> dict[str, float]:
+    rate = ipc["bytes"] / GB / ipc["seconds"]
+    return {
+        "ipc": rate / figures["memcpy_gb_per_s"],
+        # Each byte is copied twice, and two cores can copy at once.
+        "ipc over the copies' limit": rate / (figures["memcpy_two_threads_gb_per_s"] / 2),
+        "ipc over disk": sum(figures["disk"].values()) / ipc["seconds"],
+        "ipc over one by one": figures["one_by_one_seconds"] / ipc["seconds"],
+        "collective": figures["broadcast_seconds"] / figures["collective"]["seconds"],
+    }
+
+
+def print_tables(figures: dict[str, Any], bucket_bytes: int) -> None:
+    console = Console()
+    *_, ipc = figures["ipc"].values()
+    table = Table(title=f"{ipc['bytes'] / GB:.2f} GB in buckets of {bucket_bytes / 1e6:.0f} MB")
+    for column in ("what", "seconds", "GB/s"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    collective, gigabytes = figures["collective"], ipc["bytes"] / GB
+    rows = {
+        "memcpy, one thread": gigabytes / figures["memcpy_gb_per_s"],
+        "memcpy, two threads": gigabytes / figures["memcpy_two_threads_gb_per_s"],
+        "ipc": ipc["seconds"],
+        **{f"  {stage}": seconds for stage, seconds in ipc["stage_seconds"].items()},
+        "ipc, the first": ipc["first_seconds"],
+        "disk": sum(figures["disk"].values()),
+        "  export": figures["disk"]["export_seconds"],
+        "  reload": figures["disk"]["reload_seconds"],
+        "one by one": figures["one_by_one_seconds"],
+        "gloo broadcast": figures["broadcast_seconds"],
+        "collective": collective["seconds"],
+        **{f"  {stage}": seconds for stage, seconds in collective["stage_seconds"].items()},
+    }
+    for name, seconds in rows.items():
+        table.add_row(name, f"{seconds:.3f}", f"{gigabytes / seconds:.2f}" if seconds else "")
+    console.print(table)
+    for name, ratio in figures["ratios"].items():
+        floor = f" (at least {FLOORS[name]:g})" if name in FLOORS else ""
+        console.print(f"{name}: {ratio:.2f}{floor}")
+    table = Table(title="Peak extra memory, ipc")
+    for column in ("model GB", "trainer MB", "engine MB"):
+        table.add_column(column, justify="right")
+    for row in figures["ipc"].values():
+        extra = (f"{row[f'{side}_extra_bytes'] / 1e6:.0f}" for side in ("trainer", "engine"))
+        table.add_row(f"{row['bytes'] / GB:.2f}", *extra)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="sizes, in 1e9 bytes")
+    parser.add_argument("--bucket-bytes", type=int, default=64_000_000)
+    parser.add_argument("--repeats", type=int, default=5, help="counted resyncs of each transport")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    if min(options.gigabytes) <= 0 or options.repeats < 1 or options.bucket_bytes < 1:
+        print("--gigabytes, --bucket-bytes: above 0; --repeats: at least 1.", file=sys.stderr)
+        return 2
+    try:
+        figures = measure(sorted(options.gigabytes), options.bucket_bytes, options.repeats)
+    except (OSError, RuntimeError, ServerError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    print_tables(figures, options.bucket_bytes)
+    if options.json is not None:
+        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        work = {"bucket_bytes": options.bucket_bytes, "repeats": options.repeats}
+        options.json.write_text(json.dumps({**figures, **work, "machine": machine}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

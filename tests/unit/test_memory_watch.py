@@ -1,0 +1,43 @@
+"""What a process takes of memory, as seen from outside."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from slimrl.models.shared_buffer import FileBuffer
+from slimrl.observability.memory import MemoryWatch, anonymous_bytes, session_members, shared_bytes
+
+MB = 2**20
+
+
+def test_the_peak_counts_and_not_what_is_left_at_the_end():
+    with MemoryWatch([os.getpid()]) as memory:
+        taken = np.ones(64 * MB, np.uint8)
+        held = anonymous_bytes(os.getpid())
+        # The watch looks every hundredth of a second.
+        while memory.extra_bytes < 60 * MB:
+            assert anonymous_bytes(os.getpid()) >= held - MB
+        del taken
+    assert 60 * MB < memory.extra_bytes < 80 * MB
+    assert anonymous_bytes(os.getpid()) < held - 60 * MB
+
+
+def test_shared_memory_counts_for_the_process_that_made_it_and_once():
+    before = shared_bytes(os.getpid())
+    with MemoryWatch([os.getpid()]) as memory:
+        buffer = FileBuffer(16 * MB, "test-memory")
+        buffer.tensor.fill_(1)
+        again = np.memmap(Path("/dev/shm") / buffer.segment(), np.uint8, "r")
+        assert again.sum(dtype=np.int64) == 16 * MB
+        assert shared_bytes(os.getpid()) - before == 16 * MB
+        assert shared_bytes(os.getppid()) == 0
+        buffer.close()
+    assert 16 * MB <= memory.extra_bytes < 18 * MB
+    assert shared_bytes(os.getpid()) == before
+
+
+def test_processes_that_are_gone_take_nothing():
+    assert anonymous_bytes(2**22 + 1) == 0
+    assert session_members(2**22 + 1) == []
+    assert os.getpid() in session_members(os.getsid(0))
