@@ -60,7 +60,7 @@ class TensorHashes:
         name = part.spec.name
         state, rows = self._states.pop(name, None) or (xxhash.xxh3_64(), 0)
         assert part.start == rows, f"{name}: row {part.start} came where {rows} was due"
-        state.update(data)
+        state.update(data.data)
         if part.stop == num_rows(part.spec):
             self._digests[name] = state.hexdigest()
         else:

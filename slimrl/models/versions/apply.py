@@ -82,7 +82,7 @@ def apply_delta(source: Path, manifest: Manifest, checkpoint: Path) -> None:
 
 
 def _writable_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, tuple[int, Path, Place]]:
-    places = {}
+    places: dict[str, tuple[int, Path, Place]] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         descriptor = stack.enter_context(_opened(file, os.O_RDWR))
         places |= {name: (descriptor, file, place) for name, place in read_header(file).items()}
@@ -112,7 +112,7 @@ def _apply_tensor(
             except ValueError as error:
                 raise ValueError(f"{source_file}: {error}") from error
             write_at(descriptor, data.data, place.start + start)
-        state.update(data)
+        state.update(data.data)
     return state.hexdigest()
 
 

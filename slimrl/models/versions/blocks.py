@@ -46,5 +46,5 @@ def file_hash(descriptor: int, file: Path, start: int, nbytes: int) -> str:
     for first, stop in block_ranges(nbytes, start):
         block = buffer[: stop - first]
         read_at(descriptor, file, block, first)
-        state.update(block)
+        state.update(block.data)
     return state.hexdigest()
