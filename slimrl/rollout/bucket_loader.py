@@ -94,7 +94,7 @@ def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[boo
     # SGLang reports what became of rank 0 alone.
     problems = {rank: text for rank, text in enumerate(ranks.exchange(problem)) if text}
     if _RECEIVED in value:
-        receivers.all_loaded()
+        receivers.all_loaded(value["number"])
     return not problems, "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()) or "Success"
 
 

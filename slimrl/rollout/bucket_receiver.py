@@ -71,14 +71,15 @@ class BucketReceiver:
         buffer, segment = self._buffers[number % NUM_BUFFERS]
         return buffer.tensor, segment
 
-    def drop_names(self) -> None:
-        """Processes that are to map the buffers have done so; now the buffers end with the last of them."""
-        for buffer, _ in self._buffers.values():
-            buffer.close()
+    def drop_name(self, number: int) -> None:
+        """Processes that are to map the buffer of a bucket have done so; now it ends with the last of them."""
+        if number % NUM_BUFFERS in self._buffers:
+            self._buffers[number % NUM_BUFFERS][0].close()
 
     def close(self) -> None:
         """Leave the group; the thread ends when its broadcast does."""
-        self.drop_names()
+        for number in range(NUM_BUFFERS):
+            self.drop_name(number)
         if self._group is not None:
             self._group.drop()
 
@@ -172,10 +173,10 @@ class EngineReceivers:
             self._mapped[segment] = open_shared(segment)
         return self._mapped[segment]
 
-    def all_loaded(self) -> None:
-        """Every rank of the engine has loaded the last bucket."""
+    def all_loaded(self, number: int) -> None:
+        """Every rank of the engine has loaded this bucket, or failed to."""
         if self._receiver is not None:
-            self._receiver.drop_names()
+            self._receiver.drop_name(number)
 
     def close(self) -> None:
         if self._receiver is not None:

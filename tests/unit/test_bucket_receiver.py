@@ -102,6 +102,21 @@ def test_one_rank_of_each_node_receives_and_all_load():
     group.drop()
 
 
+def test_a_bucket_that_came_while_another_was_loaded_is_found_by_all_ranks():
+    engine = Engine()
+    spec, store = group_of(2)
+    engine.tell(open_payload(spec, 1))
+    group = BroadcastGroup(spec, 0, store)
+    first, second = torch.randn(2), torch.randn(3)
+    send(group, first)
+    send(group, second)
+    for number, values in enumerate((first, second)):
+        told = engine.tell(received_payload(spec.name, number, bucket_of(values)))
+        assert told == [(True, "Success")] * RANKS
+        assert all(torch.equal(model.loaded["w"], values) for model in engine.models)
+    group.drop()
+
+
 def test_what_one_rank_cannot_load_is_told_by_all_of_them():
     engine = Engine()
     engine.models[2].refuses = True

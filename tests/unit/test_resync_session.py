@@ -129,7 +129,7 @@ class Engine:
             self._take(self.receivers.bucket(group, number)[: bucket.nbytes], bucket)
         except GroupError as error:
             raise EngineError(f"{self.name}: {error}") from error
-        self.receivers.all_loaded()
+        self.receivers.all_loaded(number)
 
     def leave_group(self, group):
         self._note("leave")
