@@ -1,0 +1,166 @@
+"""Engines of a checkpoint in block FP8, sent plain weights, and corruption that verification must find."""
+
+from math import ceil
+from pathlib import Path
+
+import pytest
+import torch
+from cli_runs import RECIPES, make_workspace, succeed
+from safetensors.torch import load_file
+from slimrl_tools.quantize import quantization
+from slimrl_tools.rewrite import write_checkpoint
+from slimrl_tools.toy import ToySize, write_toy
+
+from slimrl import device
+from slimrl.config.schema import Precision, ResyncConfig, RolloutConfig, VerifyMode
+from slimrl.data.protocols import SourcePiece, SourceTensor
+from slimrl.models.checkpoint_reader import read_whole
+from slimrl.models.fingerprint import fingerprint
+from slimrl.models.fp8 import dequantize, quantize
+from slimrl.models.hf_checkpoint import is_block_fp8, open_hf_checkpoint
+from slimrl.models.hf_config import read_hf_config
+from slimrl.models.safetensors_folder import SafetensorsFolder
+from slimrl.observability.metrics import read_metrics
+from slimrl.resync.session import ResyncSession
+from slimrl.resync.transports.ipc import IpcTransport
+from slimrl.rollout.control import SglangControl
+from slimrl.rollout.server import EngineServer
+from slimrl.runtime.engine_format import engine_transform
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(device.device_type() == "cuda", reason="of engines that cannot compute with FP8"),
+]
+
+BLOCK = (24, 28)
+"""Tiles of which none of the toy's matrices is a multiple."""
+SPOILED = "model.layers.1.mlp.experts.3.down_proj.weight"
+TIMEOUT_S = 60.0
+
+
+class Source:
+    """A plain checkpoint as the weights of a trainer of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        with open_hf_checkpoint(path) as folder:
+            self.specs = list(folder.specs.values())
+            self.weights = {spec.name: read_whole(folder, spec.name) for spec in self.specs}
+
+    def layout(self):
+        return [
+            SourceTensor(
+                spec=spec,
+                pieces=(SourcePiece(region=tuple(slice(0, size) for size in spec.shape), holders=(0,)),),
+            )
+            for spec in self.specs
+        ]
+
+    def piece(self, name):
+        return self.weights[name]
+
+    def groups(self, name):
+        return self.weights[name][None]
+
+
+class SpoilingTransport(IpcTransport):
+    """Flips one bit of one expert after the bucket was packed."""
+
+    def send(self, bucket, buffer):
+        for part in bucket.parts:
+            if part.spec.name == SPOILED:
+                buffer.tensor[part.offset + 4 * 77] ^= 1
+        super().send(bucket, buffer)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(a checkpoint in block FP8, other plain weights of the model)"""
+    folder = tmp_path_factory.mktemp("models")
+    size = ToySize(layers=2, hidden=64, moe_intermediate=40)
+    for seed, name in enumerate(("first", "second")):
+        write_toy("qwen3_moe", folder / name, size, seed=seed)
+    with SafetensorsFolder(folder / "first") as plain:
+        write_checkpoint(quantization(plain, BLOCK, []), folder / "fp8", resume=False)
+    return folder / "fp8", folder / "second"
+
+
+@pytest.fixture(scope="module")
+def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory):
+    """Serves the checkpoint in block FP8."""
+    rollout = RolloutConfig(max_trajectory_tokens=128, sglang={"max_total_tokens": 4096})
+    log = tmp_path_factory.mktemp("engine") / "engine.log"
+    server = EngineServer(0, rollout, models[0], log, precision=Precision.fp32)
+    try:
+        server.wait_ready()
+        yield SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S)
+    finally:
+        server.stop()
+
+
+def test_an_engine_without_fp8_starts_with_the_values_that_the_checkpoint_stands_for(models, engine):
+    assert is_block_fp8(models[0])
+    with open_hf_checkpoint(models[0], "float32") as folder:
+        expected = {name: fingerprint(read_whole(folder, name)) for name in folder.specs}
+    assert engine.fingerprints(list(expected)) == expected
+
+
+def test_it_is_sent_the_values_that_quantisation_leaves_of_the_weights(models, engine):
+    source = Source(models[1])
+    transform = engine_transform(models[0])
+    config = ResyncConfig(bucket_bytes=200_000, verify=VerifyMode.full, timeout_s=TIMEOUT_S)
+    session = ResyncSession(source, [engine], config, rank=0, run_id="fp8", transform=transform)
+    report = session.run(1)
+    session.close()
+    assert report.mismatching == ()
+    assert report.verified_tensors == len(source.specs)
+    changed = [spec.name for spec in source.specs if transform.changes(spec)]
+    assert SPOILED in changed
+    expected = {name: fingerprint(value) for name, value in source.weights.items()}
+    for name in changed:
+        expected[name] = fingerprint(dequantize(*quantize(source.weights[name], BLOCK), torch.float32, BLOCK))
+    assert engine.fingerprints(list(expected)) == expected
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_one_corrupted_element_is_named_by_full_at_once_and_by_sampled_within_its_bound(models, engine, quantised):
+    source = Source(models[1])
+    transform = engine_transform(models[0]) if quantised else None
+
+    def run(verify: VerifyMode, versions: range) -> list[tuple[str, ...]]:
+        config = ResyncConfig(bucket_bytes=200_000, verify=verify, sampled_tensors=9, timeout_s=TIMEOUT_S)
+        session = ResyncSession(
+            source, [engine], config, rank=0, run_id="spoiled", transform=transform,
+            transport=SpoilingTransport(TIMEOUT_S),
+        )  # fmt: skip
+        found = [session.run(version).mismatching for version in versions]
+        session.close()
+        return found
+
+    named = (f"engine 0: {SPOILED}",)
+    assert run(VerifyMode.full, range(1, 2)) == [named]
+    bound = ceil(len(source.specs) / 9)
+    assert bound < 20
+    found = run(VerifyMode.sampled, range(2, 2 + bound))
+    assert found.count(named) == 1
+    assert found.count(()) == bound - 1
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_run_trains_plain_weights_for_engines_of_a_quantised_checkpoint(tmp_path):
+    workspace = make_workspace(tmp_path)
+    with SafetensorsFolder(tmp_path / "model") as plain:
+        write_checkpoint(quantization(plain, (128, 128), []), tmp_path / "fp8", resume=False)
+    settings = [f"model.path={tmp_path / 'fp8'}", "steps=2", "resync.verify=full", "algorithm.max_logprob_mismatch=0.5"]
+    succeed("train", str(RECIPES / "gspo_calculator.yaml"), *workspace.overrides(*settings), timeout_s=400)
+    folder = workspace.run_folder("gspo")
+    lines = read_metrics(folder.metrics)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["resync/fingerprint_mismatches"] for line in lines] == [0, 0, 0]
+    for line in lines[1:]:
+        # The trainer computes with the weights before they are rounded.
+        assert 1e-4 < line["mismatch/logprob_abs_mean"] < 0.5
+    assert "quantization_config" not in read_hf_config(folder.export)
+    dtypes = {value.dtype for file in folder.export.glob("*.safetensors") for value in load_file(file).values()}
+    assert dtypes == {torch.float32}
