@@ -142,18 +142,18 @@ class Trainer:
             return time.perf_counter() - start
 
     def broadcast(self, nbytes: int, bucket_bytes: int, repeats: int) -> list[float]:
-        """Seconds of bare broadcasts of as many bytes, in buckets, out of rank 0's memory into that of all others."""
+        """Seconds of bare broadcasts of as many bytes, in buckets, out of rank 0's memory into that of the others."""
         import torch
         import torch.distributed as dist
 
         group = dist.new_group(backend="gloo")
-        flat = torch.ones(min(bucket_bytes, nbytes), dtype=torch.uint8)
+        flat = torch.ones(nbytes, dtype=torch.uint8)
         seconds = []
         for _ in range(repeats):
             dist.barrier(group=group)
             start = time.perf_counter()
             for first in range(0, nbytes, bucket_bytes):
-                dist.broadcast(flat[: min(bucket_bytes, nbytes - first)], 0, group=group)
+                dist.broadcast(flat[first : first + bucket_bytes], 0, group=group)
             dist.barrier(group=group)
             seconds.append(time.perf_counter() - start)
         dist.destroy_process_group(group)

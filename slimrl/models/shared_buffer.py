@@ -8,7 +8,7 @@ import mmap
 import os
 import pickle
 import re
-from itertools import count
+import secrets
 from pathlib import Path
 from typing import Protocol
 
@@ -74,10 +74,6 @@ class CudaBuffer:
 
 
 def _create(stem: str) -> tuple[Path, int]:
-    for number in count():
-        path = SHARED_MEMORY_DIR / f"{stem}-{number}"
-        try:
-            return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            continue
-    raise AssertionError("count() does not end")
+    """A file under a name that no file has had before it, since an engine may still map that one under its name."""
+    path = SHARED_MEMORY_DIR / f"{stem}-{secrets.randbits(63)}"
+    return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,11 +1,13 @@
 """All buckets of a version: while one is sent and loaded, the next is gathered and transformed.
 
 A sender has two slots that take turns. Without a transform, buckets are gathered straight into them; with one, into a
-stage from which the transform fills the slots. Before bucket k is sent, all ranks agree that it is whole and that
-bucket k - 1 has arrived, so that its slot may be filled with bucket k + 1.
+stage from which the transform fills the slots. All ranks agree twice over each bucket k: that it is whole, whereupon it
+is sent, and that bucket k - 1 has arrived, whereupon its slot is filled with bucket k + 1. Where the transport allows,
+bucket k is on its way before bucket k - 1 has arrived, so that the engines need not wait for it.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from slimrl.resync.gather import Gatherer, allocate
 from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock
-from slimrl.resync.sending import Sending
+from slimrl.resync.sending import SendClock, Sending
 from slimrl.resync.shared_buffer import clean_stale_segments
 
 Progress = Callable[[int, int], None]
@@ -78,45 +80,39 @@ class Pipeline:
         clock: Clock,
         on_progress: Progress | None,
         record: Record | None = None,
+        *,
+        overlapping: bool = False,
     ) -> None:
         """Gather every bucket and, on a sender, send it.
 
         Args:
             send: None on a rank that sends to no engine, or to none any more.
             record: told what the transform makes of each part, where this rank transforms.
+            overlapping: a send may begin before the one before it has ended.
 
         Raises:
             RankError: another rank died or is late. Whatever `settle` raises.
         """
-        sending: Sending | None = None
+        send_clock = SendClock(clock)
+        sending: list[Sending] = []
         total = len(self._plan.buckets)
         number = 0
         try:
             for number, bucket in enumerate(self._plan.buckets):
                 slot = number % NUM_SLOTS
-                with clock("gather"):
-                    self._gatherer.gather(number, 0 if self._transform else slot)
-                problem = None
-                if self._transform is not None:
-                    self._ranks.meet_on_node()
-                    with clock("transform"):
-                        problem = self._fill_slot(bucket, slot, record)
-                place, error = self._arrived(number, sending, clock)
-                sending = None
-                settle(*((place, error) if problem is None else (self._place(number), problem)))
-                if on_progress is not None and number:
-                    on_progress(number, total)
+                settle(self._place(number), self._fill(number, slot, clock, record))
                 if send is not None:
-                    sending = Sending(_timed(clock, send, bucket.sent, self._slots[slot]))
-            settle(*self._arrived(total, sending, clock))
-            sending = None
-            if on_progress is not None:
-                on_progress(total, total)
+                    call = partial(send_clock.run, partial(send, bucket.sent, self._slots[slot]))
+                    sending.append(Sending(call, after=None if overlapping else next(iter(sending), None)))
+                if number:
+                    self._arrive(number - 1, sending, settle, clock, on_progress)
+            if total:
+                self._arrive(total - 1, sending, settle, clock, on_progress)
         except RankError as error:
             raise RankError(f"{self._place(number)}: {error}") from error
         finally:
-            if sending is not None:
-                sending.wait(self._timeout_s)
+            for each in sending:
+                each.wait(self._timeout_s)
 
     def close(self) -> None:
         for buffer in self._slots:
@@ -124,22 +120,34 @@ class Pipeline:
         self._slots = []
         self._gatherer.close()
 
-    def _arrived(self, number: int, sending: Sending | None, clock: Clock) -> tuple[str, Exception | None]:
-        """Where the bucket before `number` is in the whole, and the error of its sending."""
+    def _fill(self, number: int, slot: int, clock: Clock, record: Record | None) -> ValueError | None:
+        """Bring this rank's share of a bucket into a slot; what the transform raised, so that the others hear of it."""
+        with clock("gather"):
+            self._gatherer.gather(number, 0 if self._transform else slot)
+        if self._transform is None:
+            return None
+        self._ranks.meet_on_node()
+        with clock("transform"):
+            return self._fill_slot(self._plan.buckets[number], slot, record)
+
+    def _arrive(
+        self, number: int, sending: list[Sending], settle: Settle, clock: Clock, on_progress: Progress | None
+    ) -> None:
+        """Wait until a bucket, the first of those under way, has arrived everywhere."""
         error = None
-        if sending is not None:
+        if sending:
             with clock("wait"):
-                error = sending.wait(self._timeout_s)
-        if not number:
-            return "before the first bucket", error
-        return self._place(number - 1), error
+                error = sending.pop(0).wait(self._timeout_s)
+        settle(self._place(number), error)
+        if on_progress is not None:
+            on_progress(number + 1, len(self._plan.buckets))
 
     def _place(self, number: int) -> str:
         first = self._plan.buckets[number].gathered.parts[0].spec.name
         return f"at bucket {number + 1} of {len(self._plan.buckets)} ({first})"
 
     def _fill_slot(self, bucket: PlannedBucket, slot: int, record: Record | None) -> ValueError | None:
-        """Transform the bucket; what the transform raised, so that the other ranks hear of it."""
+        """Transform the bucket; what the transform raised."""
         if not self._slots:
             return None
         assert self._transform is not None
@@ -156,11 +164,3 @@ class Pipeline:
             if record is not None:
                 record(part, value, views)
         return None
-
-
-def _timed(clock: Clock, send: Send, bucket: BucketSpec, buffer: SharedBuffer) -> Callable[[], None]:
-    def run() -> None:
-        with clock("send"):
-            send(bucket, buffer)
-
-    return run

@@ -22,7 +22,7 @@ class ResyncReport:
     stage_seconds: dict[str, float]
     """Of the slowest rank. pause: with opening the update. gather, transform: in the trainer. send: until engines have
     loaded, beside the former two; wait: the rest of it, when nothing else was to be done. activate: closing the update,
-    flush, version, resume. verify."""
+    flush, version, resume. verify: with waiting for the slowest sender."""
     verified_tensors: int
     """Tensors compared, counted once per engine."""
     mismatching: tuple[str, ...]

@@ -1,19 +1,22 @@
 """The send of one bucket, under way in a thread of its own."""
 
 import threading
+import time
 from collections.abc import Callable
 
 from slimrl.data.protocols import EngineError
+from slimrl.resync.report import Clock
 
 
 class Sending:
     """
     Args:
         send: must return or raise within its own deadline.
+        after: one that must have ended first; where it failed, this one is not begun.
     """
 
-    def __init__(self, send: Callable[[], object]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[], object], after: "Sending | None" = None) -> None:
+        self._send, self._after = send, after
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="resync-send", daemon=True)
         self._thread.start()
@@ -26,7 +29,31 @@ class Sending:
         return self._error
 
     def _run(self) -> None:
+        if self._after is not None:
+            self._after._thread.join()
+            if self._after._error is not None:
+                self._error = self._after._error
+                return
+            self._after = None
         try:
             self._send()
         except Exception as error:  # noqa: BLE001 - handed to the caller's thread
             self._error = error
+
+
+class SendClock:
+    """Seconds in which at least one send was under way, as stage `send` of a clock. For sends that end in order."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._until = 0.0
+
+    def run(self, send: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        try:
+            send()
+        finally:
+            with self._lock:
+                end = time.perf_counter()
+                self._clock.seconds["send"] += end - max(start, self._until)
+                self._until = end

@@ -166,7 +166,7 @@ class ResyncSession:
                 with clock("pause"):
                     together("before the first bucket", prepare)
                 send = self._transport.send if fleet.engines else None
-                self._pipeline.run(send, settled, clock, on_progress, record)
+                self._pipeline.run(send, settled, clock, on_progress, record, overlapping=self._transport.overlapping)
                 with clock("activate"):
                     together("after the last bucket", lambda: self._transport.end(version))
                 return
@@ -182,9 +182,9 @@ class ResyncSession:
             fleet.each_or_out("set_version", lambda engine: engine.set_version(version))
         with clock("verify"):
             expected, mismatching = self._verify(expectation, fleet)
-        with clock("activate"):
             # No engine serves the version before all have it.
             self._ranks.agree(0)
+        with clock("activate"):
             fleet.each_or_out("resume", lambda engine: engine.resume())
         assert self._pipeline is not None
         memory = self._pipeline.nbytes

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from slimrl.models.shared_buffer import FileBuffer
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.resync.expectation import verified_names
 from slimrl.resync.fan_out import fan_out
+from slimrl.resync.report import Clock
+from slimrl.resync.sending import SendClock, Sending
 from slimrl.resync.session import ResyncError, ResyncSession
 from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.resync.transports.collective import CollectiveTransport
@@ -264,7 +267,8 @@ def test_an_engine_that_fails_once_gets_another_chance_and_the_version_starts_ag
     assert report.failed_engines == {}
     assert report.mismatching == ()
     for engine in engines:
-        assert engine.calls.count("load") == 2 + report.buckets
+        # Beside the refused bucket another one was under way, before or after it.
+        assert engine.calls.count("load") - report.buckets in (3, 4)
         assert engine.calls.count("begin") == 2
         assert engine.calls.count("version") == engine.calls.count("resume") == 1
 
@@ -492,3 +496,43 @@ def test_fan_out_keeps_the_order_of_its_calls_and_runs_them_at_once():
 
     calls = {f"engine {i}": lambda i=i: call(i) for i in range(3)}
     assert list(fan_out(calls, "call", 10).items()) == [("engine 0", 0), ("engine 1", 1), ("engine 2", 2)]
+
+
+def test_a_name_of_shared_memory_is_not_used_again():
+    """An engine keeps the memory mapped that it has met under a name."""
+    names = set()
+    for _ in range(20):
+        buffer = FileBuffer(16, "again")
+        names.add(buffer.segment())
+        buffer.close()
+    assert len(names) == 20
+
+
+def test_sends_that_overlap_are_counted_once():
+    clock = Clock()
+    send_clock = SendClock(clock)
+    first_begun = threading.Event()
+
+    def first():
+        first_begun.set()
+        time.sleep(0.2)
+
+    def second():
+        first_begun.wait()
+        time.sleep(0.3)
+
+    start = time.perf_counter()
+    sendings = [Sending(partial(send_clock.run, send)) for send in (first, second)]
+    assert [sending.wait(5) for sending in sendings] == [None, None]
+    assert clock.seconds["send"] == pytest.approx(time.perf_counter() - start, abs=0.05)
+
+
+def test_a_send_that_comes_after_one_that_failed_is_not_begun():
+    def refuse():
+        raise EngineError("refused")
+
+    begun = []
+    first = Sending(refuse)
+    second = Sending(lambda: begun.append(True), after=first)
+    assert [str(sending.wait(5)) for sending in (first, second)] == ["refused", "refused"]
+    assert begun == []

@@ -15,6 +15,9 @@ class Transport(Protocol):
     within the deadline that its maker was given.
     """
 
+    overlapping: bool
+    """Whether `send` may be called for a bucket before the call for the one before it has returned."""
+
     def connect(self, engines: Sequence[EngineControl]) -> None:
         """Take these engines from now on; joins, or makes anew, what they need where they changed.
 
@@ -27,7 +30,7 @@ class Transport(Protocol):
     def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
         """Have every engine take the bucket that lies at the buffer's start; the buffer is free again on return.
 
-        Called from a thread of its own, for one bucket at a time.
+        Called from a thread of its own, for one bucket at a time, or two where the transport is overlapping.
         """
         ...
 

@@ -41,6 +41,8 @@ class CollectiveTransport:
         timeout_s: deadline of each call.
     """
 
+    overlapping = False
+
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
         self._address, self._name, self._timeout_s = address, name, timeout_s
         self._engines: list[EngineControl] = []

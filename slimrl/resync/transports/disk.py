@@ -32,6 +32,8 @@ class DiskTransport:
         timeout_s: deadline of an engine's reload.
     """
 
+    overlapping = False
+
     def __init__(
         self,
         root: Path,

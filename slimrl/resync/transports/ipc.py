@@ -15,6 +15,8 @@ class IpcTransport:
         timeout_s: deadline of the slowest engine for one call.
     """
 
+    overlapping = True
+
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._engines: Sequence[EngineControl] = ()
