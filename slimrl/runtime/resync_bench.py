@@ -36,6 +36,7 @@ from slimrl.runtime.start import Processes, logs_of_command, prepare, started
 from slimrl.runtime.trainer_group import TrainerGroup
 
 GB = 1e9
+MAX_GIGABYTES = 1000.0
 FAMILY = "qwen3_moe"
 """Of the model where the recipe names one that is not here"""
 COMMAND: Command = "resync bench"
@@ -103,13 +104,15 @@ def bench_resync(
         raise ValueError(f"--repeats {repeats}: at least 1")
     if not gigabytes > 0:
         raise ValueError(f"--gigabytes {gigabytes:g}: must be greater than 0")
+    if gigabytes >= MAX_GIGABYTES:
+        raise ValueError(f"--gigabytes {gigabytes:g}: must be less than {MAX_GIGABYTES:g}")
     first, problems = read_recipe(path, [*SETTINGS, *overrides], COMMAND)
     if first is None:
         raise RecipeError(problems)
     recipe = first.recipe
     dtype = "bfloat16" if recipe.trainer.precision is Precision.bf16 else "float32"
     with (
-        Progress(0, Console(stderr=True)) as progress,
+        Progress(0, Console(stderr=True, highlight=False, soft_wrap=True)) as progress,
         tempfile.TemporaryDirectory(prefix="slimrl-bench-") as folder,
     ):
         family = family or _family_of(Path(recipe.model.path), progress)
@@ -212,7 +215,7 @@ def _over_disk(processes: Processes, recipe: Recipe, folder: Path) -> tuple[floa
 
 
 def _print(result: BenchResult) -> None:
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     gigabytes = result.bytes / GB
     title = f"{result.family}, {gigabytes:.2f} GB in {result.buckets} buckets, {result.transport}"
     table = Table(title=title)
