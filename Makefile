@@ -63,10 +63,11 @@ format: $(STAMP) ## put the source into ruff's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## decoding against SGLang as shipped; block FP8 against plain torch; one training step of fixed work (needs a quickstart)
+bench: $(STAMP) ## decoding against SGLang as shipped; block FP8 against plain torch; resyncs against a copy; one training step of fixed work (needs a quickstart)
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/decode.py --json runs/bench/decode.json
 	$(BIN)/python benchmarks/quantize.py --json runs/bench/quantize.json
+	$(BIN)/python benchmarks/resync.py --json runs/bench/resync.json
 	$(BIN)/python benchmarks/step.py $(QUICKSTART)/sft/export/hf $(QUICKSTART)/data/train.jsonl --json runs/bench/step.json
 
 lock: ## write requirements/lock.txt anew from what .venv holds

@@ -6,9 +6,9 @@
    tensor after the other through SGLang's own route, and over `collective`.
 3. What they are compared with is measured in the same run: a copy in memory, on one thread and on two at once, and
    bare gloo broadcasts of as many bytes in as large buckets, from one trainer rank to the other.
+4. Whole versions and deltas of what an optimizer changes, in bf16 and in fp32: resync_delta.py, at the smallest size.
 
 Seconds are from pause to resume without the verification, which compares all tensors and stands apart.
-benchmarks/resync_delta.py has the transports through folders.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import resync_delta
 from resync_ranks import TrainerRanks
 from rich.console import Console
 from rich.table import Table
@@ -48,6 +50,7 @@ from slimrl.runtime.memcpy import memcpy_gb_per_s
 
 GB = 1e9
 TIMEOUT_S = 120.0
+DELTA_TIMEOUT_S = 600.0
 ENGINE = "engine 0"
 FLOORS = {"ipc": 0.3, "ipc over disk": 2.0, "collective": 0.7}
 """Least ratio of each to what it is compared with"""
@@ -157,7 +160,20 @@ def measure(sizes: list[float], bucket_bytes: int, repeats: int) -> dict[str, An
             figures["one_by_one_seconds"] = bench.one_by_one(2)
             figures["collective"] = bench.resyncs(TransportName.collective, repeats)
             figures["broadcast_seconds"] = bench.bare_broadcast(ipc["bytes"], repeats)
+    figures["delta"] = {precision.value: deltas(precision, sizes[0]) for precision in Precision}
     return {**figures, "ratios": ratios(figures, ipc)}
+
+
+def deltas(precision: Precision, gigabytes: float) -> dict[str, Any]:
+    """The figures of resync_delta.py, in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="slimrl-bench-") as folder:
+        file = Path(folder) / "figures.json"
+        command = [sys.executable, resync_delta.__file__, "--precision", precision.value, "--json", str(file)]
+        command += ["--gigabytes", f"{gigabytes:g}", "--updates", "2", "--folder", folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DELTA_TIMEOUT_S, check=False)
+        if done.returncode:
+            raise RuntimeError(f"resync_delta.py failed: {done.stderr[-2000:]}")
+        return json.loads(file.read_text())
 
 
 def ratios(figures: dict[str, Any], ipc: dict[str, Any]) -> dict[str, float]:
@@ -206,6 +222,8 @@ def print_tables(figures: dict[str, Any], bucket_bytes: int) -> None:
         extra = (f"{row[f'{side}_extra_bytes'] / 1e6:.0f}" for side in ("trainer", "engine"))
         table.add_row(f"{row['bytes'] / GB:.2f}", *extra)
     console.print(table)
+    for precision, row in figures["delta"].items():
+        resync_delta.print_table(Precision(precision), row)
 
 
 def main() -> int:

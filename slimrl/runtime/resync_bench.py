@@ -77,9 +77,10 @@ class BenchResult:
     disk_seconds: float
     """Of both"""
     peak_extra_bytes: int
-    """Measured, of all trainer ranks together, shared memory counted once; against what they had before"""
+    """Measured, of all trainer ranks together, shared memory counted once; against what they had before. Memory of the
+    host: on a GPU the buffers are `planned_extra_bytes`."""
     engines_extra_bytes: int
-    """Measured, of all processes of all engines"""
+    """Measured likewise, of all processes of all engines"""
     planned_extra_bytes: int
     """Buffers of the largest trainer rank"""
     fingerprints_equal: bool | None
