@@ -7,6 +7,7 @@ import typer
 from slimrl_tools.command_options import KEEP, DryRun, Dtype, NoCheck, Out, Resume, ShardGb, torch_dtype_or_keep
 from slimrl_tools.conversion import Options
 from slimrl_tools.exit_codes import exit_codes
+from slimrl_tools.imports import imports_uncollected
 from slimrl_tools.output_folder import refuse_existing
 
 from slimrl.observability.logs import quiet_megatron
@@ -55,9 +56,10 @@ def hf_to_megatron(
         refuse_existing(out)
         options = _options(dtype, processes, resume, no_check)
         quiet_megatron()
-        from slimrl_tools.hf_to_megatron import hf_to_megatron as convert
+        with imports_uncollected():
+            from slimrl_tools.hf_to_megatron import hf_to_megatron as convert
 
-        from slimrl.config.schema import ParallelConfig
+            from slimrl.config.schema import ParallelConfig
 
         parallel = ParallelConfig(
             tensor=tensor,
@@ -104,7 +106,8 @@ def megatron_to_hf(
         refuse_existing(out)
         options = _options(dtype, processes, resume, no_check)
         quiet_megatron()
-        from slimrl_tools.megatron_to_hf import megatron_to_hf as convert
+        with imports_uncollected():
+            from slimrl_tools.megatron_to_hf import megatron_to_hf as convert
 
         shard_bytes = int(shard_gb * 1e9)
         convert(src, out, options, shard_bytes=shard_bytes, hf_dir=hf, dry_run=dry_run, say=typer.echo)

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from slimrl.data.protocols import TensorSpec
+from slimrl.models.tensor_bytes import bytes_of, read_into
 from slimrl.models.whole_file import WRITE_BYTES, whole_file
 
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library takes; a length beyond it is that of another kind of file."""
-
-READ_BYTES = 1 << 30
-"""Most bytes that the system is asked for at a time; it itself gives less than 2 GiB."""
 
 BAND_BYTES = 4 * 1024**2
 """Read at a time of a tensor of whose rows only a part is wanted."""
@@ -135,7 +133,7 @@ def read_tensor(descriptor: int, file: Path, place: Place, slices: tuple[slice, 
         rows = slices[0] if slices else slice(0, 1)
         row_bytes = place.nbytes // max(1, shape[0]) if shape else place.nbytes
         result = torch.empty((rows.stop - rows.start, *shape[1:]) if shape else (), dtype=dtype)
-        _read_into(descriptor, file, result, place.start + rows.start * row_bytes)
+        read_into(descriptor, file, result, place.start + rows.start * row_bytes)
         return result
     if not place.nbytes:
         return torch.empty(shape, dtype=dtype)[slices]
@@ -152,24 +150,9 @@ def _read_bands(descriptor: int, file: Path, place: Place, slices: tuple[slice, 
     for start in range(rows.start, rows.stop, height):
         stop = min(start + height, rows.stop)
         band = buffer[: stop - start]
-        _read_into(descriptor, file, band, place.start + start * row_bytes)
+        read_into(descriptor, file, band, place.start + start * row_bytes)
         result[start - rows.start : stop - rows.start] = band[:, *columns]
     return result
-
-
-def _read_into(descriptor: int, file: Path, tensor: Tensor, offset: int) -> None:
-    buffer = _bytes_of(tensor)
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done : done + READ_BYTES]], offset + done)
-        if count == 0:
-            raise ValueError(f"{file}: cut short since it was opened")
-        done += count
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 Written = Callable[[int, Place], None]
@@ -208,7 +191,7 @@ def _write(
         assert name == spec.name, f"{name} came where {spec.name} was due"
         assert tuple(tensor.shape) == spec.shape, f"{name}: {tuple(tensor.shape)}, declared {spec.shape}"
         plain = tensor.detach().to("cpu", getattr(torch, spec.dtype)).contiguous()
-        write_at(descriptor, _bytes_of(plain), offsets[spec.name])
+        write_at(descriptor, bytes_of(plain), offsets[spec.name])
         # Gone before the next is made.
         del tensor, plain
         if written is not None:

@@ -9,8 +9,6 @@ of megatron-core do not ask for it.
 """
 
 import json
-import pickle
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,7 +19,6 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from slimrl.models.checkpoint_reader import CheckpointReader
@@ -128,24 +125,6 @@ def check_file(file: Path, blocks: Iterable[Block], advance: Callable[[int], Non
     """
     with file.open("rb", buffering=0) as stream:
         check_spans(stream.fileno(), file, (block.span for block in blocks), advance)
-
-
-def read_block(path: Path, place: Any) -> Tensor:
-    """One stored block.
-
-    Args:
-        place: its entry in the metadata's `storage_data`.
-
-    Raises:
-        ValueError: the bytes there are no tensor.
-    """
-    file = path / place.relative_path
-    with file.open("rb") as stream:
-        try:
-            window: Any = _create_file_view(stream, place.offset, place.length)
-            return torch.load(window, map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError) as error:
-            raise ValueError(f"{file}: corrupt at byte {place.offset}: {error}") from error
 
 
 def write_record(file: Path, blocks: Sequence[Block]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.shard_pieces import Piece, ShardSchema, stored_apart
-from slimrl.models.torch_dist_files import read_block
+from slimrl.models.stored_block import read_block
 from slimrl.models.weight_map import Entry, Slices
 
 METADATA_NAME = ".metadata"

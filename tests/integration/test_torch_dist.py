@@ -25,7 +25,7 @@ from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.safetensors_folder import SafetensorsFolder
 from slimrl.models.shard_pieces import SHARDING
-from slimrl.models.torch_dist_files import read_block
+from slimrl.models.stored_block import read_block
 from slimrl.trainer.build import build_model, unwrap
 from slimrl.trainer.checkpoint import load_weights
 from slimrl.trainer.parallel import init_model_parallel, init_parallel
