@@ -136,12 +136,12 @@ def test_a_bucket_is_sent_while_the_next_is_gathered():
     assert slow.seconds == pytest.approx(gathering + 5 * 20 * sending)
 
 
-def test_overheads_count_for_each_piece_tensor_and_bucket():
-    machine = replace(SMOOTH, gather_us=1000.0, load_us=100.0, bucket_ms=10.0)
+def test_overheads_count_for_each_piece_and_tensor():
+    machine = replace(SMOOTH, gather_us=1000.0, load_us=100.0)
     plain = estimated(layout([(0,)], tensors=6), ["a"], [engine("x", "a")], bucket_bytes=3 * NBYTES)
     result = estimated(layout([(0,)], tensors=6), ["a"], [engine("x", "a")], bucket_bytes=3 * NBYTES, machine=machine)
     assert result.stage_seconds["gather"] == pytest.approx(plain.stage_seconds["gather"] + 6e-3)
-    assert result.stage_seconds["send"] == pytest.approx(plain.stage_seconds["send"] + 6 * 1e-4 + 2 * 1e-2)
+    assert result.stage_seconds["send"] == pytest.approx(plain.stage_seconds["send"] + 6 * 1e-4)
 
 
 def test_quantised_weights_are_gathered_whole_and_sent_small():

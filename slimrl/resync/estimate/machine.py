@@ -33,8 +33,8 @@ class Machine:
     """A rank's time for one piece, besides the bytes: finding the live weight and launching a copy; assumed."""
     load_us: float = 50.0
     """An engine rank's time for one tensor of a bucket, besides the bytes, in SGLang's `load_weights`; assumed."""
-    bucket_ms: float = 3.0
-    """Fixed time of a bucket on the sender's side: the engines' HTTP call; assumed."""
+    bucket_ms: float = 4.4
+    """The engines' HTTP call for a bucket, where nothing else is done meanwhile; measured on a CPU."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a speed that is not above 0, and for an overhead below 0."""

@@ -20,7 +20,10 @@ class Sending(Protocol):
 
 
 class IpcSending:
-    """Engines copy out of the memory of their node's leader, whose GPU the first rank of one of them shares."""
+    """Engines copy out of the memory of their node's leader, whose GPU the first rank of one of them shares.
+
+    The call for a bucket is under way while the one before is loaded, so calls take no time of their own.
+    """
 
     def __init__(
         self, plan: ResyncPlan, engines: Sequence[EnginePlace], machine: Machine, replicated: frozenset[str]
@@ -75,7 +78,7 @@ class CollectiveSending:
             others = own * (ranks - 1)
             loading = max(loading, copy_seconds(own, machine), others / (machine.nvlink_gb_per_s * GB))
             stage.link_bytes += Counter(memory=2 * own * len(engine.nodes), nvlink=others * len(engine.nodes))
-        loading += _load_overhead(bucket, machine)
+        loading += _load_overhead(bucket, machine) + machine.bucket_ms * 1e-3
         stage.seconds = max(self._broadcast_seconds(sent), self._last_loading)
         self._last_loading = loading
         return stage
@@ -119,7 +122,7 @@ class DiskSending:
 
 
 def _load_overhead(bucket: PlannedBucket, machine: Machine) -> float:
-    return len(bucket.sent.parts) * machine.load_us * 1e-6 + machine.bucket_ms * 1e-3
+    return len(bucket.sent.parts) * machine.load_us * 1e-6
 
 
 def _cut_and_whole(bucket: PlannedBucket, replicated: frozenset[str]) -> tuple[int, int]:
