@@ -58,7 +58,7 @@ class TensorHashes:
 
     def update(self, part: TensorPart, data: np.ndarray) -> None:
         name = part.spec.name
-        state, rows = self._states.pop(name, None) or (xxhash.xxh3_64(), 0)
+        state, rows = self._states.pop(name, (xxhash.xxh3_64(), 0))
         assert part.start == rows, f"{name}: row {part.start} came where {rows} was due"
         state.update(data.data)
         if part.stop == num_rows(part.spec):

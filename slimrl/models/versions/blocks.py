@@ -30,7 +30,7 @@ def read_at(descriptor: int, file: Path, out: np.ndarray, offset: int) -> None:
     Raises:
         ValueError: the file ends before.
     """
-    view = memoryview(out)
+    view = out.data
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
