@@ -86,7 +86,8 @@ def rows_bytes(rows: Rows) -> int:
 def _units(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
     keyed = groupby(enumerate(specs), lambda item: item[1].atomic or item[0])
     units = [(key, [spec for _, spec in members]) for key, members in keyed]
-    seen, apart = set(), set()
+    seen: set[str | int] = set()
+    apart: set[str | int] = set()
     for key, _ in units:
         (apart if key in seen else seen).add(key)
     if apart:
