@@ -158,7 +158,7 @@ def test_a_run_trains_plain_weights_for_engines_of_a_quantised_checkpoint(tmp_pa
     lines = read_metrics(folder.metrics)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [line["resync/fingerprint_mismatches"] for line in lines] == [0, 0, 0]
-    # Dequantised weights are quantised to themselves; after an update the trainer computes with what is not yet rounded.
+    # Dequantised weights are quantised to themselves; after an update the trainer computes with unrounded ones.
     assert lines[1]["mismatch/logprob_abs_mean"] < 1e-5
     assert 1e-3 < lines[2]["mismatch/logprob_abs_mean"] < 0.5
     assert "quantization_config" not in read_hf_config(folder.export)
