@@ -1,0 +1,128 @@
+"""Broadcasts from two trainer ranks to two engines, one of them with two ranks that hold different experts."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from slimrl_tools.toy import ToySize, write_toy
+
+from slimrl.config.schema import (
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    ResyncConfig,
+    RolloutConfig,
+    TrainerConfig,
+    TransportName,
+    VerifyMode,
+)
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import read_hf_config
+from slimrl.resync.session import ResyncSession
+from slimrl.resync.transports.collective import CollectiveTransport
+from slimrl.rollout.control import SglangControl
+from slimrl.rollout.server import EngineServer
+from slimrl.trainer.build import build_model
+from slimrl.trainer.parallel import init_parallel
+from slimrl.trainer.weight_source import MegatronWeightSource
+from slimrl.trainer.weights import load_hf_weights
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+TIMEOUT_S = 20.0
+BUCKET_BYTES = 300_000
+
+
+class KillingTransport(CollectiveTransport):
+    """Kills a process while a bucket of the version is broadcast."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.pid_to_kill = None
+        self.group_names = []
+
+    def begin(self, version):
+        super().begin(version)
+        self.group_names.append(self._spec.name)
+
+    def send(self, bucket, buffer):
+        if self._sent == 2 and self.pid_to_kill is not None:
+            threading.Thread(target=os.kill, args=(self.pid_to_kill, signal.SIGKILL)).start()
+            self.pid_to_kill = None
+        super().send(bucket, buffer)
+
+
+def broadcast_versions(rank, world_size, port, family_name, paths, engines):
+    """Two versions to both engines, then one in which engine 0 is killed; rank 0 returns the reports."""
+    hf_config = read_hf_config(paths[0])
+    parallel = ParallelConfig(expert=2)
+    init_parallel(
+        parallel, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, timeout_s=90.0, seed=0
+    )
+    trainer = TrainerConfig(
+        parallel=parallel, precision=Precision.fp32, max_tokens_per_rank=64, optimizer=OptimizerConfig(lr=1e-3)
+    )
+    family = family_of(hf_config)
+    chunks = build_model(trainer, family.megatron_config(hf_config))
+    source = MegatronWeightSource(chunks, family, hf_config, "float32")
+    controls = [
+        SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks)
+        for index, (url, num_ranks, _) in enumerate(engines)
+    ]
+    config = ResyncConfig(
+        transport=TransportName.collective, bucket_bytes=BUCKET_BYTES, verify=VerifyMode.full, timeout_s=TIMEOUT_S
+    )
+    transport = KillingTransport("127.0.0.1", "slimrl-test", TIMEOUT_S)
+    session = ResyncSession(source, controls, config, rank=rank, run_id="test-collective", transport=transport)
+    reports, seconds = [], 0.0
+    for version, path in enumerate(paths, 1):
+        load_hf_weights(chunks, path, family, hf_config)
+        if version == 3:
+            transport.pid_to_kill = engines[0][2]
+        start = time.monotonic()
+        reports.append(session.run(version))
+        seconds = time.monotonic() - start
+    versions = controls[1].version() if rank == 0 else None
+    session.close()
+    dist.destroy_process_group()
+    return reports, transport.group_names, seconds, versions
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.full)])
+def test_engines_of_one_and_two_ranks_get_every_version_and_a_killed_one_does_not_hold_up_the_other(tmp_path, family):
+    paths = [tmp_path / name for name in "abc"]
+    for seed, path in enumerate(paths):
+        write_toy(family, path, ToySize(), seed)
+    servers = []
+    for index, num_ranks in enumerate((1, 2)):
+        rollout = RolloutConfig(
+            engine_tensor=num_ranks,
+            engine_expert=num_ranks,
+            max_trajectory_tokens=128,
+            sglang={"max_total_tokens": 4096},
+        )
+        log = tmp_path / f"engine_{index}.log"
+        servers.append(EngineServer(index, rollout, paths[0], log, precision=Precision.fp32))
+    try:
+        for server in servers:
+            server.wait_ready()
+        engines = [
+            (server.url, num_ranks, server.process.pid) for server, num_ranks in zip(servers, (1, 2), strict=True)
+        ]
+        (reports, groups, seconds, version), _ = run_ranks(broadcast_versions, 2, family, paths, engines, timeout_s=200)
+    finally:
+        for server in servers:
+            server.stop()
+    assert [report.mismatching for report in reports] == [(), (), ()]
+    assert [list(report.failed_engines) for report in reports] == [[], [], ["engine 0"]]
+    assert reports[0].buckets > 4
+    tensors = reports[2].verified_tensors
+    assert [report.verified_tensors for report in reports] == [2 * tensors, 2 * tensors, tensors]
+    assert groups[0] == groups[1] == groups[2] != groups[3]
+    assert version == 3
+    # One deadline of the broadcast that broke off, at most, and the version again.
+    assert seconds < 2 * TIMEOUT_S
