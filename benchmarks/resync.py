@@ -62,7 +62,9 @@ TRAINER = TrainerConfig(
     optimizer=OptimizerConfig(lr=1e-6),
 )
 ROLLOUT = RolloutConfig(
-    max_trajectory_tokens=128, sglang={"max_total_tokens": 1024, "skip_tokenizer_init": True}, router=False
+    max_trajectory_tokens=128,
+    # Memory that the trainer takes while the engine starts counts against the engine's share.
+    sglang={"max_total_tokens": 1024, "skip_tokenizer_init": True, "mem_fraction_static": 0.5},
 )
 
 

@@ -43,6 +43,8 @@ COMMAND: Command = "resync bench"
 SETTINGS = (
     "rollout.router=false",
     "rollout.sglang.max_total_tokens=1024",
+    # Memory that trainer ranks take while an engine starts counts against its share.
+    "rollout.sglang.mem_fraction_static=0.5",
     "rollout.sglang.skip_tokenizer_init=true",
     "resync.verify=full",
 )
