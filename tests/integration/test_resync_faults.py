@@ -110,7 +110,7 @@ def test_whenever_an_engine_stops_or_dies_the_other_gets_the_whole_version(engin
 
 
 class DyingSource:
-    """A weight source whose rank is killed in place of giving its `left`th piece from now on; 0 spares it."""
+    """A weight source whose rank is killed in place of giving its `left`th weight from now on; 0 spares it."""
 
     def __init__(self, source) -> None:
         self._source, self.left = source, 0
@@ -118,11 +118,11 @@ class DyingSource:
     def __getattr__(self, name):
         return getattr(self._source, name)
 
-    def piece(self, name):
+    def groups(self, name):
         self.left -= 1
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._source.piece(name)
+        return self._source.groups(name)
 
 
 def lose_a_rank(rank, num_ranks, port, engines, checkpoints, settings):
