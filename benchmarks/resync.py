@@ -197,21 +197,21 @@ def print_tables(figures: dict[str, Any], bucket_bytes: int) -> None:
     for column in ("what", "seconds", "GB/s"):
         table.add_column(column, justify="left" if column == "what" else "right")
     collective, gigabytes = figures["collective"], ipc["bytes"] / GB
-    rows = {
-        "memcpy, one thread": gigabytes / figures["memcpy_gb_per_s"],
-        "memcpy, two threads": gigabytes / figures["memcpy_two_threads_gb_per_s"],
-        "ipc": ipc["seconds"],
-        **{f"  {stage}": seconds for stage, seconds in ipc["stage_seconds"].items()},
-        "ipc, the first": ipc["first_seconds"],
-        "disk": sum(figures["disk"].values()),
-        "  export": figures["disk"]["export_seconds"],
-        "  reload": figures["disk"]["reload_seconds"],
-        "one by one": figures["one_by_one_seconds"],
-        "gloo broadcast": figures["broadcast_seconds"],
-        "collective": collective["seconds"],
-        **{f"  {stage}": seconds for stage, seconds in collective["stage_seconds"].items()},
-    }
-    for name, seconds in rows.items():
+    rows = [
+        ("memcpy, one thread", gigabytes / figures["memcpy_gb_per_s"]),
+        ("memcpy, two threads", gigabytes / figures["memcpy_two_threads_gb_per_s"]),
+        ("ipc", ipc["seconds"]),
+        *((f"  {stage}", seconds) for stage, seconds in ipc["stage_seconds"].items()),
+        ("ipc, the first", ipc["first_seconds"]),
+        ("disk", sum(figures["disk"].values())),
+        ("  export", figures["disk"]["export_seconds"]),
+        ("  reload", figures["disk"]["reload_seconds"]),
+        ("one by one", figures["one_by_one_seconds"]),
+        ("gloo broadcast", figures["broadcast_seconds"]),
+        ("collective", collective["seconds"]),
+        *((f"  {stage}", seconds) for stage, seconds in collective["stage_seconds"].items()),
+    ]
+    for name, seconds in rows:
         table.add_row(name, f"{seconds:.3f}", f"{gigabytes / seconds:.2f}" if seconds else "")
     console.print(table)
     for name, ratio in figures["ratios"].items():

@@ -100,7 +100,9 @@ class Pipeline:
         try:
             for number, bucket in enumerate(self._plan.buckets):
                 slot = number % NUM_SLOTS
-                settle(self._place(number), self._fill(number, slot, clock, record))
+                problem = self._fill(number, slot, clock, record)
+                with clock("agree"):
+                    settle(self._place(number), problem)
                 if send is not None:
                     call = partial(send_clock.run, partial(send, bucket.sent, self._slots[slot]))
                     sending.append(Sending(call, after=None if overlapping else next(iter(sending), None)))
@@ -138,7 +140,8 @@ class Pipeline:
         if sending:
             with clock("wait"):
                 error = sending.pop(0).wait(self._timeout_s)
-        settle(self._place(number), error)
+        with clock("agree"):
+            settle(self._place(number), error)
         if on_progress is not None:
             on_progress(number + 1, len(self._plan.buckets))
 

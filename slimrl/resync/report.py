@@ -21,8 +21,9 @@ class ResyncReport:
     """From pause to resume"""
     stage_seconds: dict[str, float]
     """Of the slowest rank. pause: with opening the update. gather, transform: in the trainer. send: until engines have
-    loaded, beside the former two; wait: the rest of it, when nothing else was to be done. activate: closing the update,
-    flush, version, resume. verify: with waiting for the slowest sender."""
+    loaded, beside the former two; wait: the rest of it, when nothing else was to be done. agree: on each bucket, with
+    waiting for other ranks. activate: closing the update, flush, version, resume. verify: with waiting for the slowest
+    sender."""
     verified_tensors: int
     """Tensors compared, counted once per engine."""
     mismatching: tuple[str, ...]
