@@ -22,6 +22,14 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(config_app, name="config")
 resync_app = typer.Typer(no_args_is_help=True, help="How the weights get from the trainer into the engines.")
 app.add_typer(resync_app, name="resync")
+launch_app = typer.Typer(no_args_is_help=True, help="Start a run on a cluster.")
+app.add_typer(launch_app, name="launch")
+
+
+@launch_app.callback()
+def _launch() -> None:
+    """Start a run on a cluster."""
+
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")]
@@ -51,6 +59,7 @@ def _import_from_here(
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """Turns what a command raises into one message and an exit code; everything known goes to the log."""
+    from slimrl.launch.reports import LaunchError
     from slimrl.runtime.errors import Interrupted, RunError
 
     errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -60,7 +69,7 @@ def _exit_codes() -> Iterator[None]:
         logging.getLogger(__name__).exception("refused")
         errors.print(str(error))
         raise typer.Exit(2) from None
-    except RunError as error:
+    except (RunError, LaunchError) as error:
         logging.getLogger(__name__).error("failed: %s", getattr(error, "details", "") or error)
         errors.print(f"failed: {error}")
         raise typer.Exit(1) from None
@@ -256,6 +265,51 @@ def resync_bench(
         from slimrl.runtime.resync_bench import bench_resync
 
         bench_resync(recipe, overrides or [], family=family, gigabytes=gigabytes, repeats=repeats, to_json=json_output)
+
+
+@launch_app.command("slurm")
+def launch_slurm(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Nodes that the run uses.")] = ...,  # type: ignore[assignment]
+    spares: Annotated[int, typer.Option(help="Nodes asked for beside them, in place of those that fail a check.")] = 0,
+    gpus_per_node: Annotated[int, typer.Option(help="0 for nodes without.")] = 8,
+    partition: str | None = None,
+    account: str | None = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, such as 1-12:00:00.")] = None,
+    container: Annotated[str | None, typer.Option(help="Image for pyxis/enroot.")] = None,
+    venv: Annotated[Path | None, typer.Option(help="Virtual environment; .venv without it or --container.")] = None,
+    log_dir: Annotated[Path, typer.Option(help="On the shared file system.")] = Path("runs/slurm"),
+    signal_s: Annotated[int, typer.Option(help="Seconds before the time limit at which a checkpoint is made.")] = 300,
+    sft: Annotated[bool, typer.Option("--sft", help="slimrl sft instead of slimrl train.")] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script; nothing is written.")] = False,
+) -> None:
+    """Check a recipe, write its SLURM job script, and submit it."""
+    with _exit_codes():
+        from slimrl.launch.submit import SlurmJob, job_script, submit
+
+        job = SlurmJob(
+            nodes=nodes,
+            spares=spares,
+            gpus_per_node=gpus_per_node,
+            partition=partition,
+            account=account,
+            time=time,
+            container=container,
+            venv=venv,
+            log_dir=log_dir,
+            signal_s=signal_s,
+            sft=sft,
+            resume=resume,
+            overwrite=overwrite,
+        )
+        if dry_run:
+            typer.echo(job_script(recipe, overrides or [], job), nl=False)
+            return
+        file, answer = submit(recipe, overrides or [], job)
+        typer.echo(f"{answer}\nscript: {file}\nlogs: {log_dir}/JOB/latest")
 
 
 if __name__ == "__main__":

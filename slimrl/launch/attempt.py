@@ -1,0 +1,155 @@
+"""The folder of one attempt of a job, on the shared file system, and the steps that run under it.
+
+    <log_dir>/<job id>/latest -> attempt_001
+    <log_dir>/<job id>/attempt_001/
+        canary, control, plan.json      what the nodes read
+        token                           what Ray's processes know each other by, for this user's eyes alone
+        preflight/, allreduce_0/        what they report
+        STEP.NODE.log, STEP.srun.log    what they and srun print
+
+Standard library alone, see slurm.py.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimrl.launch.reports import LaunchError
+from slimrl.launch.slurm import srun_command
+
+END_TIMEOUT_S = 60.0
+"""How long a step may take to end after it was told to, before its srun is told, and how long srun may take then."""
+
+TAIL_LINES = 5
+
+
+@dataclass(frozen=True)
+class AttemptFolder:
+    """Paths of one attempt."""
+
+    path: Path
+
+    @property
+    def canary(self) -> Path:
+        return self.path / "canary"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def token(self) -> Path:
+        return self.path / "token"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    def log(self, step: str, node: str) -> Path:
+        return self.path / f"{step}.{node}.log"
+
+    def say(self, word: str) -> None:
+        """To everyone who reads the control file; written in place, so that open handles and caches see it."""
+        self.control.write_text(word + "\n")
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        self.plan.write_text(json.dumps(plan, indent=2) + "\n")
+
+
+def open_attempt(log_dir: Path, job_id: int, attempt: int) -> AttemptFolder:
+    """A new folder with canary and control file; `latest` points to it."""
+    folder = AttemptFolder(log_dir.absolute() / str(job_id) / f"attempt_{attempt:03d}")
+    folder.path.mkdir(parents=True)
+    folder.canary.write_text(f"{job_id} {attempt} {time.time_ns()}\n")
+    folder.say("run")
+    folder.token.touch(mode=0o600)
+    folder.token.write_text(secrets.token_hex(32))
+    link = folder.path.parent / "latest"
+    fresh = folder.path.parent / ".latest"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(folder.path.name)
+    fresh.replace(link)
+    return folder
+
+
+class Step:
+    """An srun under way, and the logs of its nodes."""
+
+    def __init__(self, name: str, nodes: Sequence[str], process: subprocess.Popen[bytes], folder: AttemptFolder):
+        self.name, self.nodes = name, list(nodes)
+        self._process, self._folder = process, folder
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float, stop: Callable[[], bool]) -> bool:
+        """Whether it ended by itself within the deadline; it is ended where not, and where `stop` turns true."""
+        deadline = time.monotonic() + timeout_s
+        while self.code is None and time.monotonic() < deadline and not stop():
+            time.sleep(0.2)
+        if self.code is None:
+            self.end(0)
+            return False
+        return True
+
+    def end(self, after_s: float = END_TIMEOUT_S) -> None:
+        """Wait for what was told to end by the control file; then tell its srun, then kill that."""
+        for act in (None, self._process.terminate, self._process.kill):
+            if self.code is not None:
+                return
+            if act is not None:
+                act()
+            try:
+                self._process.wait(END_TIMEOUT_S if act else after_s)
+            except subprocess.TimeoutExpired:
+                continue
+
+    def failure(self) -> str:
+        """What SLURM says of it, which names the node, and the last lines of the nodes that srun names."""
+        said = _lines(self._folder.log(self.name, "srun"))
+        named = [node for node in self.nodes if any(node in line for line in said)] or self.nodes[:1]
+        lines = [f"{self.name} ended with code {self.code}", *said[-TAIL_LINES:]]
+        for node in named[:TAIL_LINES]:
+            log = self._folder.log(self.name, node)
+            lines += [f"{log}:", *(f"    {line}" for line in _lines(log)[-TAIL_LINES:])]
+        return "\n  ".join(lines)
+
+
+def start_step(
+    folder: AttemptFolder,
+    name: str,
+    nodes: Sequence[str],
+    command: Sequence[str],
+    *,
+    container: Sequence[str],
+    gpus: int,
+    stop_together: bool = True,
+) -> Step:
+    """Start srun; its own messages go to NAME.srun.log.
+
+    Raises:
+        LaunchError: there is no srun.
+    """
+    full = srun_command(
+        nodes, folder.log(name, "%N"), command, container=container, gpus=gpus, stop_together=stop_together
+    )
+    with folder.log(name, "srun").open("wb") as log:
+        try:
+            # Its own session: Ctrl-C and signals for the batch script's group reach the job alone, which decides.
+            process = subprocess.Popen(full, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        except FileNotFoundError as error:
+            raise LaunchError("no srun on PATH") from error
+    return Step(name, nodes, process, folder)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.is_file() else []

@@ -1,0 +1,97 @@
+"""A process of a job's step under the control of the job, which may run on another machine.
+
+The job writes one word into a file of the shared file system, and whoever runs a part of the job reads it each second:
+`run`, `preempt` (SIGUSR1 to the process, once) or `end`. The file is there from the start and is opened anew each time,
+since NFS shows what a file holds now when it is opened, but may hide for a minute that a file has appeared. Signals
+sent through SLURM would reach every process of a step, engines and Ray's own included; this reaches one.
+
+Whatever way a step ends, the processes below it are ended by their pids.
+"""
+
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+RUN, PREEMPT, END = "run", "preempt", "end"
+
+POLL_S = 1.0
+END_TIMEOUT_S = 20.0
+"""How long processes that were told to end may take before they are killed."""
+
+
+def run_under_control(command: Sequence[str], control: Path, environment: Mapping[str, str] | None = None) -> int:
+    """Run a command until it ends, or is ended by `control` or by SIGTERM to this process; no process is left.
+
+    Returns:
+        Its exit code, negative for a signal; 0 where the job said `end`.
+    """
+    child = subprocess.Popen(command, env=environment)
+    family = {psutil.Process(child.pid)}
+    told = _Told()
+    preempted = False
+    try:
+        while child.poll() is None:
+            word = control.read_text().strip()
+            if word == END:
+                return 0
+            if told.to_end:
+                return -signal.SIGTERM
+            if word == PREEMPT and not preempted:
+                preempted = True
+                child.send_signal(signal.SIGUSR1)
+            family = _noted(family)
+            time.sleep(POLL_S)
+        return child.returncode
+    finally:
+        _end(child, _noted(family))
+
+
+class _Told:
+    """Notes that SIGTERM or SIGINT came, in place of ending at once."""
+
+    def __init__(self) -> None:
+        self.to_end = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.to_end = True
+
+
+def _noted(family: set[psutil.Process]) -> set[psutil.Process]:
+    """With the living descendants of its members: those of a member that has gone were noted before."""
+    found = set(family)
+    for member in family:
+        try:
+            found |= set(member.children(recursive=True))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _end(child: subprocess.Popen[bytes], family: set[psutil.Process]) -> None:
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    # Those that outlive it have lost the process that started them, so nobody else will end them.
+    _, alive = psutil.wait_procs(family, timeout=2.0)
+    for process in alive:
+        try:
+            process.terminate()
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

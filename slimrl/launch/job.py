@@ -1,0 +1,188 @@
+"""`python -m slimrl.launch.job`: one SLURM job, from the first check of its nodes to its last process.
+
+1. Preflight on every node of the allocation; a bad one is named, and left out where spares are enough.
+2. The nodes that are used meet and all-reduce; nodes that do not come through are left out likewise.
+3. Ray on every node, at an address that is written down; then the command on the head node.
+4. Wait: the command's exit code is the job's. A Ray step that ends before it is a failure, and ends everything.
+5. SIGUSR1, which SLURM sends before the time limit, or SIGTERM: the command writes a checkpoint, the job is queued
+   again, and its next attempt continues from there.
+
+This runs on the batch host, which need not have slimrl's dependencies where a container has them: standard library
+alone, Python 3.9 or newer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from slimrl.launch.attempt import AttemptFolder, Step, open_attempt, start_step
+from slimrl.launch.meeting import Meeting
+from slimrl.launch.options import add_options, container_options, node_python, train_command
+from slimrl.launch.ports import port_block
+from slimrl.launch.reports import LaunchError, Selection, read_reports, select_nodes
+from slimrl.launch.slurm import PREEMPTED, Allocation, requeue, this_allocation
+
+POLL_S = 0.5
+NOTICE_S = 10.0
+"""How long a step of Ray's may take to end after the command that needed it."""
+REQUEUE_TIMEOUT_S = 120.0
+"""How long SLURM may take to end a job that it has queued again."""
+
+
+class Preempted(Exception):
+    """A signal came while nothing was running that could be saved."""
+
+
+class Job:
+    """An attempt of a job under way."""
+
+    def __init__(self, options: argparse.Namespace, allocation: Allocation, folder: AttemptFolder) -> None:
+        self._options, self._allocation, self._folder = options, allocation, folder
+        self._container = container_options(options)
+        self._signal: str | None = None
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def run(self) -> int:
+        """The command's exit code, PREEMPTED where the job is to be queued again.
+
+        Raises:
+            LaunchError: nodes are bad, or a step died.
+        """
+        try:
+            selection = self._preflight()
+            meeting = self._meeting().meet(selection)
+            self._stop_if_preempted()
+        except Preempted:
+            return PREEMPTED
+        self._folder.write_plan(meeting.plan())
+        nodes = meeting.nodes
+        say(f"{len(nodes)} nodes, head {nodes[0]} at {meeting.ray_address}; logs: {self._folder.path}")
+        ray = self._start("ray", nodes, "slimrl.launch.ray_node")
+        command = train_command(self._options, self._allocation.attempt)
+        driver = self._start("driver", nodes[:1], "slimrl.launch.driver", "--", *command)
+        try:
+            return self._watch(ray, driver)
+        finally:
+            self._folder.say("end")
+            driver.end()
+            ray.end()
+
+    def _preflight(self) -> Selection:
+        nodes, options = self._allocation.nodes, self._options
+        step = start_step(
+            self._folder,
+            "preflight",
+            nodes,
+            [
+                *(node_python(options), "-m", "slimrl.launch.preflight", f"--folder={self._folder.path}"),
+                *(f"--gpus={options.gpus_per_node}", f"--min-free-gib={options.min_free_gib}"),
+                f"--first-port={port_block(self._allocation.job_id).first}",
+            ],
+            container=self._container,
+            gpus=options.gpus_per_node,
+            stop_together=False,
+        )
+        in_time = step.wait(options.preflight_timeout_s, self._is_preempted)
+        self._stop_if_preempted()
+        reports = read_reports(self._folder.path / "preflight")
+        why = "sent no report" if in_time else f"sent no report within {options.preflight_timeout_s:.0f} s"
+        selection = select_nodes(nodes, reports, needed=len(nodes) - options.spares, unreported=why)
+        for node, reason in selection.bad.items():
+            say(f"preflight: left out {node}: {reason}")
+        self._reports = reports
+        return selection
+
+    def _meeting(self) -> Meeting:
+        return Meeting(
+            self._folder,
+            self._allocation,
+            self._options,
+            self._reports,
+            container=self._container,
+            stop=self._is_preempted,
+        )
+
+    def _start(self, name: str, nodes: Sequence[str], module: str, *arguments: str) -> Step:
+        command = [node_python(self._options), "-m", module]
+        command += [f"--plan={self._folder.plan}", f"--control={self._folder.control}", *arguments]
+        return start_step(
+            self._folder, name, nodes, command, container=self._container, gpus=self._options.gpus_per_node
+        )
+
+    def _watch(self, ray: Step, driver: Step) -> int:
+        told_s: float | None = None
+        while True:
+            if driver.code is not None:
+                if driver.code not in (0, PREEMPTED):
+                    self._explain(ray, driver)
+                return driver.code
+            if ray.code is not None:
+                raise LaunchError(ray.failure())
+            if self._is_preempted() and told_s is None:
+                told_s = time.monotonic()
+                say(f"{self._signal}: a checkpoint is asked for")
+                self._folder.say("preempt")
+            if told_s is not None and time.monotonic() - told_s > self._options.grace_s:
+                say(f"no new checkpoint within {self._options.grace_s:.0f} s; the next attempt continues from the last")
+                return PREEMPTED
+            time.sleep(POLL_S)
+
+    def _explain(self, ray: Step, driver: Step) -> None:
+        """Say why the command failed; a node that died may have let it fail before SLURM noticed."""
+        deadline = time.monotonic() + NOTICE_S
+        while ray.code is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        say(driver.failure())
+        if ray.code is not None:
+            say(f"failed: {ray.failure()}")
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number).name
+
+    def _is_preempted(self) -> bool:
+        return self._signal is not None
+
+    def _stop_if_preempted(self) -> None:
+        if self._is_preempted():
+            say(f"{self._signal}: nothing runs yet")
+            raise Preempted
+
+
+def main() -> None:
+    """Run one attempt. Exit codes: those of the command; 1 where the job itself failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    add_options(parser)
+    options = parser.parse_args()
+    try:
+        allocation = this_allocation()
+        if options.spares >= len(allocation.nodes):
+            raise LaunchError(f"--spares {options.spares} of {len(allocation.nodes)} nodes leaves none")
+        folder = open_attempt(options.log_dir, allocation.job_id, allocation.attempt)
+        say(f"job {allocation.job_id}, attempt {allocation.attempt}, nodes {', '.join(allocation.nodes)}")
+        code = Job(options, allocation, folder).run()
+        if code == PREEMPTED:
+            say("queued again")
+            requeue(allocation.job_id)
+            # SLURM ends this script; where it is slow to, the attempt must not count as complete.
+            time.sleep(REQUEUE_TIMEOUT_S)
+    except LaunchError as error:
+        say(f"failed: {error}")
+        code = 1
+    sys.exit(code)
+
+
+def say(message: str) -> None:
+    """To the job's log, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.pop("RAY_ADDRESS", None)
+    main()

@@ -1,0 +1,62 @@
+"""The TCP ports of a job's Ray cluster: one block, derived from the job's id.
+
+Blocks lie below the ports that slimrl looks for itself (15000 to 32000, slimrl/rollout/ports.py) and those below the
+kernel's ephemeral range, so that no connection of another process ends where Ray is about to listen. Jobs whose ids
+follow each other have different blocks; so have nodes of one job that share an address.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_PORT = 10_000
+BLOCK_PORTS = 500
+"""Ports of a block: the named ones below, the rest for Ray's worker processes, of which a core may have one."""
+NUM_BLOCKS = 10
+
+NAMED = (
+    "gcs",
+    "node_manager",
+    "object_manager",
+    "client_server",
+    "agent_listen",
+    "agent_grpc",
+    "runtime_env_agent",
+    "metrics_export",
+    "preflight",
+)
+"""What each of the first ports of a block is for."""
+
+
+@dataclass(frozen=True)
+class PortBlock:
+    """Ports `first` to `last`, both included."""
+
+    first: int
+
+    @property
+    def last(self) -> int:
+        return self.first + BLOCK_PORTS - 1
+
+    @property
+    def first_worker(self) -> int:
+        """From here to `last` they are for worker processes."""
+        return self.first + len(NAMED)
+
+    def port(self, name: str) -> int:
+        """Of one of NAMED."""
+        return self.first + NAMED.index(name)
+
+
+def port_block(job_id: int, lane: int = 0) -> PortBlock:
+    """The block of a job.
+
+    Args:
+        lane: 0, 1, ... for nodes of the job that share one address.
+
+    Raises:
+        ValueError: more nodes share an address than there are blocks.
+    """
+    if lane >= NUM_BLOCKS:
+        raise ValueError(f"{lane + 1} nodes of the job have one address; there are ports for {NUM_BLOCKS}.")
+    return PortBlock(FIRST_PORT + BLOCK_PORTS * ((job_id + lane) % NUM_BLOCKS))

@@ -1,0 +1,178 @@
+"""`python -m slimrl.launch.preflight`: what one node can find out about itself before a job starts on it.
+
+Started once on every node of an allocation. Each check returns the problems that it found; together they go into the
+node's report, which is written even where everything is wrong. What needs several nodes is in allreduce.py.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from slimrl.launch.ports import PortBlock
+from slimrl.launch.reports import NodeReport, write_report
+
+PACKAGES = ("slimrl", "torch", "megatron-core", "sglang", "ray", "transformers", "safetensors", "transformer-engine")
+"""Whose versions have to be equal on all nodes."""
+
+MAX_USED_MIB = 2048
+"""Memory of a GPU that may be in use before the job starts: the driver's own, not another program's."""
+
+COMMAND_TIMEOUT_S = 60.0
+
+_QUERY = ("index", "memory.used", "ecc.errors.uncorrected.volatile.total", "driver_version")
+
+
+def main() -> None:
+    """Write the report of this node; exit code 1 where it has problems."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="of the attempt, on the shared file system")
+    parser.add_argument("--gpus", type=int, required=True, help="that the node must have; 0 for none")
+    parser.add_argument("--min-free-gib", type=float, required=True)
+    parser.add_argument("--first-port", type=int, required=True)
+    arguments = parser.parse_args()
+    report = inspect_node(
+        node_name(),
+        canary=arguments.folder / "canary",
+        gpus=arguments.gpus,
+        min_free_gib=arguments.min_free_gib,
+        ports=PortBlock(arguments.first_port),
+    )
+    write_report(arguments.folder / "preflight", report)
+    for problem in report.problems:
+        print(f"{report.node}: {problem}", file=sys.stderr)
+    sys.exit(1 if report.problems else 0)
+
+
+def node_name() -> str:
+    """The name that SLURM calls this node by, else its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def inspect_node(node: str, *, canary: Path, gpus: int, min_free_gib: float, ports: PortBlock) -> NodeReport:
+    """Run all checks of one node."""
+    free_gib = psutil.virtual_memory().available / 2**30
+    problems = canary_problems(canary)
+    if free_gib < min_free_gib:
+        problems.append(f"{free_gib:.1f} GiB of memory are free, {min_free_gib:g} needed")
+    problems += port_problems(ports)
+    versions = package_versions()
+    found = 0
+    if gpus:
+        text, failure = query_gpus()
+        found, driver, more = judge_gpus(text, gpus) if failure is None else (0, "absent", [failure])
+        versions["NVIDIA driver"] = driver
+        problems += more
+        problems += [] if more else compute_problems(gpus)
+    return NodeReport(
+        node=node,
+        problems=problems,
+        versions=versions,
+        addresses=local_addresses(),
+        gpus=found,
+        cores=os.cpu_count() or 1,
+        free_gib=round(free_gib, 1),
+    )
+
+
+def canary_problems(canary: Path) -> list[str]:
+    """Whether the file that the batch host wrote is seen here; the report itself is the way back."""
+    try:
+        text = canary.read_text()
+    except OSError as error:
+        return [f"the shared file system is not as on the batch host: {canary}: {error.strerror}"]
+    return [] if text.strip() else [f"the shared file system is not as on the batch host: {canary} is empty"]
+
+
+def port_problems(ports: PortBlock) -> list[str]:
+    """Ports of the block that something else listens on."""
+    taken = []
+    for port in range(ports.first, ports.first_worker):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                taken.append(str(port))
+    return [f"another program listens on port {', '.join(taken)} of the job's block"] if taken else []
+
+
+def package_versions() -> dict[str, str]:
+    """Version by package, `absent` for one that is not installed, and Python's own."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return versions
+
+
+def local_addresses() -> dict[str, str]:
+    """Interface by IPv4 address."""
+    return {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+
+
+def interface_environment(interface: str) -> dict[str, str]:
+    """What NCCL and gloo read to use this interface alone."""
+    return {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+
+
+def query_gpus() -> tuple[str, str | None]:
+    """What nvidia-smi prints, a line of _QUERY per GPU; or why it prints nothing."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        return "", "no nvidia-smi, so no GPU"
+    except subprocess.TimeoutExpired:
+        return "", f"nvidia-smi does not answer within {COMMAND_TIMEOUT_S:.0f} s"
+    if answer.returncode:
+        return "", f"nvidia-smi fails: {(answer.stderr or answer.stdout).strip()[:300]}"
+    return answer.stdout, None
+
+
+def judge_gpus(text: str, expected: int) -> tuple[int, str, list[str]]:
+    """GPUs found, the driver's version, and the problems, of what query_gpus returned."""
+    lines = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+    problems = [] if len(lines) == expected else [f"{len(lines)} GPUs, {expected} expected"]
+    for index, used_mib, errors, _ in lines:
+        if used_mib.isdigit() and int(used_mib) > MAX_USED_MIB:
+            problems.append(f"GPU {index}: {used_mib} MiB are in use by another program")
+        # Cards without ECC answer [N/A].
+        if errors.isdigit() and int(errors):
+            problems.append(f"GPU {index}: {errors} uncorrected memory errors")
+    return len(lines), lines[0][3] if lines else "absent", problems
+
+
+def compute_problems(gpus: int) -> list[str]:
+    """Whether each GPU multiplies two matrices to the right answer."""
+    import torch
+
+    problems = []
+    size = 2048
+    for index in range(gpus):
+        try:
+            ones = torch.ones(size, size, device=f"cuda:{index}", dtype=torch.bfloat16)
+            right = bool(((ones @ ones).float() == size).all())
+        except RuntimeError as error:
+            problems.append(f"GPU {index}: {str(error).splitlines()[0]}")
+            continue
+        if not right:
+            problems.append(f"GPU {index} multiplies matrices wrongly")
+    return problems
+
+
+if __name__ == "__main__":
+    main()

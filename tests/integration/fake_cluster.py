@@ -1,0 +1,119 @@
+"""A SLURM cluster of this machine for tests: slimrl's own job scripts through the commands in fake_slurm/."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+JOB_ID = 4321
+
+NO_GPU = (
+    *("--venv", sys.prefix, "--gpus-per-node", "0", "--min-free-gib", "1"),
+    *("--object-store-gib", "0.2", "--meeting-timeout-s", "60"),
+)
+"""Options of a job on nodes like this machine."""
+
+
+class FakeJob:
+    """`sbatch -N NODES SCRIPT ARGUMENTS` under way; every process that it starts is known, and ended by `close`."""
+
+    def __init__(self, state: Path, nodes: int, script: Path, *arguments: str, faults: dict[str, dict[str, str]]):
+        state.mkdir()
+        for node, environment in faults.items():
+            (state / f"{node}.env").write_text(json.dumps(environment))
+        self.state, self.logs = state, state / "logs"
+        here = Path(__file__).parent
+        environment = {
+            **os.environ,
+            "PATH": f"{here / 'fake_slurm'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(here),
+            "FAKE_SLURM": str(state),
+            "FAKE_SLURM_PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+        }
+        self._output = (state / "job.log").open("w")
+        self.process = subprocess.Popen(
+            ["sbatch", "-N", str(nodes), str(script), *NO_GPU, "--log-dir", str(self.logs), *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+        )
+        self._family = {psutil.Process(self.process.pid)}
+
+    @property
+    def output(self) -> str:
+        """What the job's log holds."""
+        return (self.state / "job.log").read_text()
+
+    def everything(self) -> str:
+        """All logs, for the message of a test that fails."""
+        logs = sorted(self.logs.rglob("*.log"))
+        return "\n".join([self.output, *(f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)])
+
+    def wait(self, timeout_s: float) -> int:
+        """The job's exit code."""
+        self.wait_until(lambda: self.process.poll() is not None, timeout_s)
+        return self.process.returncode
+
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            self._note()
+            assert time.monotonic() < deadline, f"not within {timeout_s} s\n{self.everything()}"
+            time.sleep(0.2)
+
+    def signal(self, number: int) -> None:
+        """To the batch script alone, as `sbatch --signal=B:` does."""
+        os.kill(int((self.state / "batch.pid").read_text()), number)
+
+    def kill_node(self, node: str) -> None:
+        """Every process of its steps at once, as when the power fails."""
+        for file in self.state.glob(f"*.{node}.pid"):
+            try:
+                task = psutil.Process(int(file.read_text()))
+                processes = [task, *task.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                continue
+            for process in processes:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+
+    def left(self, timeout_s: float = 30.0) -> list[str]:
+        """Command lines of processes of the job that outlive it by more than the deadline."""
+        self._note()
+        _, alive = psutil.wait_procs(self._family, timeout=timeout_s)
+        lines = []
+        for process in alive:
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    lines.append(" ".join(process.cmdline())[:200])
+            except psutil.NoSuchProcess:
+                continue
+        return lines
+
+    def close(self) -> None:
+        self._note()
+        for process in self._family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+        self._output.close()
+
+    def _note(self) -> None:
+        for member in list(self._family):
+            try:
+                self._family |= set(member.children(recursive=True))
+            except psutil.NoSuchProcess:
+                continue

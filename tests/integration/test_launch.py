@@ -1,0 +1,141 @@
+"""Jobs of several nodes, through slimrl's own scripts and a SLURM that runs on this machine."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_runs import RECIPES, make_workspace, num_logged_steps
+from fake_cluster import JOB_ID, ROOT, FakeJob
+
+from slimrl.launch.ports import port_block
+from slimrl.observability.metrics import read_metrics
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
+
+TRAIN = ROOT / "launch" / "slurm" / "train.sbatch"
+RAY = ROOT / "launch" / "slurm" / "ray.sbatch"
+
+SAY_NODES = (
+    "import os, ray; a = os.environ['SLIMRL_RAY_ADDRESS']; ray.init(a, log_to_driver=False); "
+    "n = sorted(x['NodeName'] for x in ray.nodes() if x['Alive']); print('RAY', a.split(':')[1], *n)"
+)
+
+SAVE_ONCE = """
+import pathlib, signal, sys, time
+saved, ready = map(pathlib.Path, sys.argv[1:])
+if saved.exists():
+    sys.exit(0)
+
+def save(*_):
+    saved.write_text("step 3")
+    sys.exit(75)
+
+signal.signal(signal.SIGUSR1, save)
+ready.write_text("")
+time.sleep(200)
+"""
+"""What `slimrl train` does, as far as a job sees it."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator:
+    jobs = []
+
+    def start_job(nodes: int, script: Path, *arguments: str, faults: dict[str, dict[str, str]] | None = None):
+        jobs.append(FakeJob(tmp_path / f"job_{len(jobs)}", nodes, script, *arguments, faults=faults or {}))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.close()
+
+
+def other_version(tmp_path: Path, package: str, version: str) -> dict[str, str]:
+    """Environment of a node on which another version of a package is installed."""
+    folder = tmp_path / "other" / f"{package}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder.parent), str(Path(__file__).parent)])}
+
+
+def test_a_bad_node_is_named_and_a_spare_takes_its_place(start, tmp_path: Path):
+    faults = {"node1": other_version(tmp_path, "safetensors", "0.0.1")}
+    refused = start(2, RAY, sys.executable, "-c", SAY_NODES, faults=faults)
+    assert refused.wait(90) == 1, refused.everything()
+    assert "1 of 2 nodes are good, 2 needed (0 spare)" in refused.output
+    assert "node1: safetensors is 0.0.1, on most nodes " in refused.output
+    assert not list(refused.logs.glob("*/attempt_000/ray*"))
+
+    job = start(3, RAY, "--spares", "1", sys.executable, "-c", SAY_NODES, faults=faults)
+    assert job.wait(120) == 0, job.everything()
+    assert "left out node1: safetensors is 0.0.1" in job.output
+    latest = job.logs / str(JOB_ID) / "latest"
+    said = (latest / "driver.node0.log").read_text()
+    assert f"RAY {port_block(JOB_ID).port('gcs')} node0 node2" in said, job.everything()
+    assert latest.readlink() == Path("attempt_000")
+    assert not job.left(), job.left(0)
+
+
+def test_a_signal_before_the_time_limit_saves_and_queues_the_job_again(start, tmp_path: Path):
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
+    job = start(1, RAY, sys.executable, "-c", SAVE_ONCE, str(saved), str(ready))
+    job.wait_until(ready.exists, 100)
+    job.signal(signal.SIGUSR1)
+    assert job.wait(120) == 0, job.everything()
+    assert saved.read_text() == "step 3"
+    assert job.output.index("SIGUSR1: a checkpoint is asked for") < job.output.index("queued again")
+    assert "attempt 1, nodes node0" in job.output
+    logs = job.logs / str(JOB_ID)
+    assert sorted(path.name for path in logs.iterdir()) == ["attempt_000", "attempt_001", "latest"]
+    assert (logs / "latest").readlink() == Path("attempt_001")
+    assert not job.left(), job.left(0)
+
+
+def test_a_node_that_dies_ends_the_job_at_once_and_is_named(start, tmp_path: Path):
+    ready = tmp_path / "ready"
+    job = start(2, RAY, sys.executable, "-c", SAVE_ONCE, str(tmp_path / "saved"), str(ready))
+    job.wait_until(ready.exists, 100)
+    job.kill_node("node1")
+    assert job.wait(60) == 1, job.everything()
+    assert "failed: ray ended with code" in job.output
+    assert "srun: error: node1: task 1: Killed" in job.output
+    assert "queued again" not in job.output
+    assert not job.left(), job.left(0)
+    assert not list(Path("/tmp").glob(f"slimrl-ray-{JOB_ID}-0-0"))
+
+
+@pytest.mark.full
+def test_a_run_on_two_nodes_that_is_preempted_continues_at_the_step_after_its_checkpoint(start, tmp_path: Path):
+    workspace = make_workspace(tmp_path / "work")
+    settings = workspace.overrides("run.name=two_nodes", "deterministic=true", "steps=4", "checkpoint.every_steps=0")
+    folder = workspace.run_folder("two_nodes")
+    job = start(2, TRAIN, str(RECIPES / "gspo_calculator.yaml"), *settings)
+    # Step 0 and the first two.
+    job.wait_until(lambda: num_logged_steps(folder) >= 2, 120)
+    job.signal(signal.SIGUSR1)
+    assert job.wait(150) == 0, job.everything()
+    assert "queued again" in job.output
+    second = (job.logs / str(JOB_ID) / "attempt_001" / "driver.node0.log").read_text()
+    found = re.search(r"continuing after step (\d) of 4", second)
+    assert found, job.everything()
+    assert 1 <= int(found.group(1)) < 4
+    assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 3, 4]
+    assert folder.export.is_dir()
+    assert not job.left(), job.left(0)
+
+
+@pytest.mark.full
+def test_a_node_that_dies_while_a_run_trains_ends_it_within_a_minute(start, tmp_path: Path):
+    workspace = make_workspace(tmp_path / "work")
+    settings = workspace.overrides("run.name=dies", "steps=50", "checkpoint.every_steps=1")
+    folder = workspace.run_folder("dies")
+    job = start(2, TRAIN, str(RECIPES / "gspo_calculator.yaml"), *settings)
+    job.wait_until(lambda: num_logged_steps(folder) >= 2, 120)
+    job.kill_node("node1")
+    assert job.wait(90) == 1, job.everything()
+    assert "node1" in job.output
+    assert not job.left(), job.left(0)

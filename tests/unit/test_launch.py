@@ -1,0 +1,284 @@
+"""What a job decides without a cluster: ports, nodes, scripts, commands."""
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from slimrl.cli import app
+from slimrl.config.schema import Recipe
+from slimrl.config.show import resolved_dict
+from slimrl.launch import ray_node
+from slimrl.launch.options import add_options, container_options, train_command
+from slimrl.launch.ports import NAMED, NUM_BLOCKS, port_block
+from slimrl.launch.preflight import canary_problems, judge_gpus, port_problems
+from slimrl.launch.reports import LaunchError, NodeReport, read_reports, select_nodes, write_report
+from slimrl.launch.slurm import srun_command
+from slimrl.launch.submit import devices_needed
+from slimrl.rollout.ports import FIRST_PORT
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(
+    path
+    for folder in ("launch", "tests/integration/fake_slurm")
+    for path in (ROOT / folder).rglob("*")
+    if path.is_file() and path.read_bytes().startswith(b"#!/bin/bash")
+)
+DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
+BIN = Path(sys.prefix) / "bin"
+
+TINY = [
+    "recipes/tiny_moe/gspo_calculator.yaml",
+    *("trainer.num_ranks=16", "trainer.parallel.expert=2", "rollout.num_engines=4", "resync.transport=collective"),
+]
+
+
+def report(node: str, *problems: str, **versions: str) -> NodeReport:
+    return NodeReport(node=node, problems=list(problems), versions={"torch": "2.13.0", **versions})
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_blocks_of_ports_are_below_what_slimrl_and_the_kernel_hand_out_and_differ_from_job_to_job():
+    blocks = [port_block(job_id) for job_id in range(123456, 123456 + NUM_BLOCKS)]
+    ports = [port for block in blocks for port in range(block.first, block.last + 1)]
+    assert len(ports) == len(set(ports))
+    assert min(ports) > 1024
+    assert max(ports) < FIRST_PORT < 32768
+    assert port_block(7) == port_block(7)
+    assert len({port_block(7, lane) for lane in range(NUM_BLOCKS)}) == NUM_BLOCKS
+    assert max(blocks[0].port(name) for name in NAMED) < blocks[0].first_worker
+    with pytest.raises(ValueError, match="11 nodes of the job have one address"):
+        port_block(7, 10)
+
+
+def test_bad_nodes_are_named_and_spares_take_their_place():
+    nodes = ["a", "b", "c", "d", "e"]
+    reports = {r.node: r for r in [report("b", "GPU 3 is lost"), report("c"), report("d", torch="2.12.0"), report("e")]}
+    selection = select_nodes(nodes, reports, needed=2)
+    assert selection.used == ["c", "e"]
+    assert selection.bad == {
+        "a": "sent no report",
+        "b": "GPU 3 is lost",
+        "d": "torch is 2.12.0, on most nodes 2.13.0",
+    }
+    with pytest.raises(LaunchError, match=r"2 of 5 nodes are good, 3 needed \(2 spare\).\n  a: .*\n  b: GPU 3 is lost"):
+        select_nodes(nodes, reports, needed=3)
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path: Path):
+    written = NodeReport("n1", ["p"], {"ray": "2"}, {"10.0.0.1": "ib0"}, 8, 96, 1000.5)
+    write_report(tmp_path, written)
+    assert read_reports(tmp_path) == {"n1": written}
+
+
+def test_gpus_are_judged_by_number_memory_and_errors():
+    lines = "0, 4, 0, 580.65\n1, 70123, 0, 580.65\n2, 4, 2, 580.65\n3, 4, [N/A], 580.65\n"
+    assert judge_gpus(lines, 8) == (
+        4,
+        "580.65",
+        [
+            "4 GPUs, 8 expected",
+            "GPU 1: 70123 MiB are in use by another program",
+            "GPU 2: 2 uncorrected memory errors",
+        ],
+    )
+    assert judge_gpus("0, 4, 0, 580.65\n", 1) == (1, "580.65", [])
+
+
+def test_a_port_that_is_taken_and_a_file_that_is_not_there_are_problems(tmp_path: Path):
+    import socket
+
+    block = port_block(3)
+    with socket.socket() as server:
+        server.bind(("", block.port("gcs")))
+        server.listen()
+        assert port_problems(block) == [f"another program listens on port {block.port('gcs')} of the job's block"]
+    assert port_problems(block) == []
+    assert "No such file" in canary_problems(tmp_path / "canary")[0]
+    (tmp_path / "canary").write_text("x\n")
+    assert canary_problems(tmp_path / "canary") == []
+
+
+def test_ray_starts_at_the_plans_address_with_the_ports_of_its_block():
+    first = port_block(4321).first
+    node = {"address": "10.0.0.2", "interface": "ib0", "cores": 96}
+    plan = {
+        "ray_address": f"10.0.0.1:{first}",
+        "token_file": "/shared/token",
+        "gpus": 8,
+        "object_store_bytes": 2**30,
+        "nodes": {"a": {**node, "rank": 0, "first_port": first}, "b": {**node, "rank": 1, "first_port": first}},
+    }
+    head, other = (ray_node.ray_command(plan, name, Path("/tmp/x")) for name in "ab")
+    assert "--head" in head
+    assert not any(text.startswith("--address") for text in head)
+    assert f"--address=10.0.0.1:{first}" in other
+    assert "auto" not in " ".join(head + other)
+    ports = [int(n) for text in head for n in re.findall(r"-port=(\d+)", text)]
+    assert all(first <= port < first + 500 for port in ports)
+    environment = ray_node.ray_environment(plan, "a", Path("/tmp/x"))
+    assert environment["NCCL_SOCKET_IFNAME"] == "=ib0"
+    assert environment["RAY_AUTH_TOKEN_PATH"] == "/shared/token"
+    assert "RAY_ADDRESS" not in environment
+
+
+def test_a_later_attempt_resumes_and_the_first_does_what_was_asked():
+    assert train_command(options("--overwrite", "r.yaml", "a=1"), 0)[-3:] == ["r.yaml", "a=1", "--overwrite"]
+    assert train_command(options("--overwrite", "r.yaml", "a=1"), 2)[-3:] == ["r.yaml", "a=1", "--resume-or-start"]
+    assert train_command(options("--sft", "r.yaml"), 0)[1:] == ["-m", "slimrl.cli", "sft", "r.yaml"]
+    assert train_command(options("--command", "python", "-c", "1"), 1) == ["python", "-c", "1"]
+    assert train_command(options("--container", "i.sqsh", "r.yaml"), 0)[0] == "python3"
+
+
+def test_steps_run_in_the_container_with_one_task_on_each_node():
+    container = container_options(options("--container", "i.sqsh", "--container-mounts", "/data:/data", "r.yaml"))
+    command = srun_command(["a", "b"], Path("ray.%N.log"), ["python3"], container=container, gpus=8)
+    assert {"--nodelist=a,b", "--ntasks=2", "--kill-on-bad-exit=1", "--overlap", "--gpus-per-node=8"} <= set(command)
+    assert f"--container-mounts={Path.cwd()}:{Path.cwd()},/tmp:/tmp,/data:/data" in command
+    assert command[-1] == "python3"
+
+
+def test_engines_share_the_trainers_gpus_where_the_recipe_says_so():
+    recipe = Recipe()
+    recipe.trainer.num_ranks, recipe.rollout.num_engines, recipe.rollout.engine_tensor = 16, 4, 2
+    recipe.resync.transport = "collective"
+    assert devices_needed(recipe, sft=False) == 24
+    recipe.rollout.colocated = True
+    assert devices_needed(recipe, sft=False) == 16
+    assert devices_needed(recipe, sft=True) == 16
+    assert resolved_dict(recipe)["rollout"]["colocated"]
+
+
+def test_what_runs_on_the_batch_host_needs_the_standard_library_alone():
+    seen: set[str] = set()
+    waiting = ["slimrl.launch.job"]
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(), feature_version=(3, 9))
+        for node in ast.walk(tree):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert name.split(".")[0] in {*sys.stdlib_module_names, "slimrl"}, f"{module} imports {name}"
+                if name.startswith("slimrl.") and name not in seen:
+                    waiting.append(name)
+    assert {"slimrl.launch.slurm", "slimrl.launch.reports", "slimrl.launch.meeting"} <= seen
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script: Path):
+    answer = subprocess.run([BIN / "shellcheck", script], capture_output=True, text=True, timeout=30, check=False)
+    assert (answer.returncode, answer.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_has_nothing_to_say(dockerfile: Path):
+    answer = subprocess.run([BIN / "hadolint", dockerfile], capture_output=True, text=True, timeout=30, check=False)
+    assert (answer.returncode, answer.stdout) == (0, "")
+
+
+def test_dockerfiles_pin_images_by_version_and_packages_by_equality():
+    assert len(DOCKERFILES) == 2
+    for dockerfile in DOCKERFILES:
+        text = dockerfile.read_text().replace("\\\n", " ")
+        for image in re.findall(r"^FROM (\S+)", text, re.M):
+            assert re.search(r":v?\d+\.\d+\.\d+", image), image
+        for line in re.findall(r"pip install ([^&\n]*)", text):
+            words = [
+                word
+                for word in line.split()
+                if word != "." and not word.startswith("-") and "/" not in word and ".txt" not in word
+            ]
+            assert all("==" in word for word in words), line
+
+
+def test_versions_of_the_cuda_image_are_those_of_the_tests():
+    text = (ROOT / "docker" / "Dockerfile.cuda").read_text()
+    pins = (ROOT / "requirements" / "no-deps.txt").read_text()
+    sglang, megatron = (re.search(rf"^{name}==(\S+)", pins, re.M).group(1) for name in ("sglang", "megatron-core"))
+    assert f"lmsysorg/sglang:v{sglang}" in text
+    assert f"megatron-core=={megatron}" in text
+
+
+def test_the_ray_job_for_kubernetes_has_the_fields_that_kuberay_reads():
+    job = yaml.safe_load((ROOT / "launch" / "kuberay" / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec = job["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["backoffLimit"] > 0
+    assert "--resume-or-start" in spec["entrypoint"]
+    assert "auto" not in spec["entrypoint"]
+    pins = (ROOT / "requirements" / "cpu.txt").read_text()
+    cluster = spec["rayClusterSpec"]
+    assert f"ray=={cluster['rayVersion']}" in pins
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for group in groups:
+        pod = group["template"]["spec"]
+        container = pod["containers"][0]
+        assert container["image"] == groups[0]["template"]["spec"]["containers"][0]["image"]
+        limits = container["resources"]["limits"]
+        assert {"cpu", "memory", "nvidia.com/gpu"} <= set(limits)
+        mounts = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+        assert {"shm", "shared"} <= mounts
+    assert all(group["minReplicas"] == group["maxReplicas"] == group["replicas"] for group in groups[1:])
+
+
+def launch(*arguments: str):
+    return CliRunner().invoke(app, ["launch", "slurm", *arguments])
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> list[str]:
+    """Overrides that point the tiny recipe to files that are there."""
+    from slimrl_tools.toy import ToySize, write_toy
+
+    write_toy("qwen3_moe", tmp_path / "model", ToySize(layers=1, hidden=32, moe_intermediate=16), 0)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "user", "content": "1"}], "answer": "1"}) + "\n")
+    return [f"model.path={tmp_path / 'model'}", f"data.train={data}", f"data.eval.heldout={data}"]
+
+
+def test_a_dry_run_prints_the_script_that_would_be_submitted(task: list[str], tmp_path: Path):
+    result = launch(
+        *TINY, *task, "--nodes", "3", "--spares", "1", "--partition", "big", "--time", "4:00:00", "--dry-run"
+    )
+    assert result.exit_code == 0, result.output
+    script = result.output
+    lines = script.splitlines()
+    assert {"#SBATCH --nodes=4", "#SBATCH --partition=big", "#SBATCH --time=4:00:00"} <= set(lines)
+    assert {"#SBATCH --signal=B:USR1@300", "#SBATCH --requeue", "#SBATCH --gpus-per-node=8"} <= set(lines)
+    assert "--spares 1 " in lines[-1]
+    assert lines[-1].endswith(f"{' '.join([*TINY, *task])}")
+    # What is not about this job is as in the script that is submitted by hand.
+    by_hand = (ROOT / "launch" / "slurm" / "train.sbatch").read_text().splitlines()
+    assert by_hand[-3:-1] == lines[-3:-1]
+    assert by_hand[-1].split('"$@"')[0].strip() == lines[-1].split(" --spares")[0]
+    own = {line for line in by_hand if line.startswith("#SBATCH") and "job-name" not in line and "output" not in line}
+    assert own <= set(lines)
+    file = tmp_path / "script.sh"
+    file.write_text(script)
+    checked = subprocess.run([BIN / "shellcheck", file], capture_output=True, text=True, timeout=30, check=False)
+    assert checked.stdout == ""
+
+
+def test_a_job_that_is_too_small_or_a_recipe_that_is_wrong_is_not_submitted(task: list[str]):
+    small = launch(*TINY, *task, "--nodes", "2", "--gpus-per-node", "4", "--dry-run")
+    assert small.exit_code == 2
+    assert "needs 20 GPUs; --nodes 2 of 4 have 8. Use --nodes 5." in small.output
+    wrong = launch(*TINY, *task, "algorithm.clip_hgih=1", "--nodes", "2", "--dry-run")
+    assert wrong.exit_code == 2
+    assert "Did you mean algorithm.clip_high" in wrong.output
