@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,11 @@ from rich.table import Table
 from slimrl.resync.estimate.machine import Machine
 
 PIPED_COLUMNS = 500
+
+COMMANDS_WITH_RECIPES = ("train", "sft", "eval", "rollout")
+
+OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
+"""How a setting on the command line begins; a recipe has no such name."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
@@ -186,8 +192,8 @@ def config_show(
         from slimrl.config.load import load_recipe
         from slimrl.config.show import show
 
-        if command not in ("train", "sft", "eval", "rollout"):
-            raise ValueError(f"--command {command}: train, sft, eval or rollout")
+        if command not in COMMANDS_WITH_RECIPES:
+            raise ValueError(f"--command {command}: {', '.join(COMMANDS_WITH_RECIPES)}")
         table = Table(box=None, header_style="bold")
         for title in ("key", "value", "from"):
             table.add_column(title, overflow="fold")
@@ -196,6 +202,43 @@ def config_show(
         # Into a file or a pipe each setting goes whole, on one line.
         console = Console()
         (console if console.is_terminal else Console(width=PIPED_COLUMNS)).print(table)
+
+
+@config_app.command("check")
+def config_check(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE... [KEY=VALUE]...", help="Recipes, YAML files, and settings laid over each of them."
+        ),
+    ],
+    command: Annotated[
+        str | None, typer.Option(help="train, sft, eval or rollout; without it what each recipe is made for.")
+    ] = None,
+    files: Annotated[bool, typer.Option("--files", help="Refuse what is not on this machine: model, data.")] = False,
+) -> None:
+    """Say everything that is wrong with recipes, without a GPU or their models. Exit codes: 0 nothing is, 1 refused."""
+    with _exit_codes():
+        from slimrl.runtime.config_check import check_recipes
+
+        if command not in (None, *COMMANDS_WITH_RECIPES):
+            raise ValueError(f"--command {command}: {', '.join(COMMANDS_WITH_RECIPES)}")
+        overrides = [argument for argument in recipes if OVERRIDE.match(argument)]
+        paths = [Path(argument) for argument in recipes if not OVERRIDE.match(argument)]
+        if not paths:
+            raise ValueError("no recipe given.")
+        console = Console(soft_wrap=True, highlight=False, markup=False)
+        if not check_recipes(paths, overrides, command=command, files=files, console=console):  # type: ignore[arg-type]
+            raise typer.Exit(1)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the reference of every setting: its type, its default, and what it means."""
+    with _exit_codes():
+        from slimrl.config.reference import reference_page
+
+        typer.echo(reference_page(), nl=False)
 
 
 Speed = Annotated[float, typer.Option(help="GB/s, see slimrl/resync/estimate/machine.py.")]

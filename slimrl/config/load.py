@@ -53,6 +53,14 @@ class LoadedRecipe:
     """The recipe's file as shown to the user."""
     command: Command
 
+    def where(self, key: str) -> str:
+        """Where a problem with this key lies; a default is one of the recipe that does not give another."""
+        origin = self.provenance.get(key, self.path)
+        return f"{self.path} ({DEFAULT})" if origin == DEFAULT else origin
+
+    def problem(self, key: str, message: str, *, warning: bool = False) -> Problem:
+        return Problem(key=key, message=message, where=self.where(key), warning=warning)
+
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), command: Command = "train") -> LoadedRecipe:
     """Read a recipe and check it against the schema; nothing outside the recipe files is looked at.
@@ -101,6 +109,15 @@ def read_recipe(
     recipe = _build(Recipe, cast(dict[str, Any], OmegaConf.to_container(config)))
     provenance = {key: known[key].where if key in known else DEFAULT for key, _ in flatten(recipe)}
     return LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command), problems
+
+
+def intended_command(path: Path | str, overrides: Sequence[str] = ()) -> Command:
+    """`sft` for a recipe that gives `sft.max_tokens`, which that command alone needs, else `train`."""
+    ignored: list[Problem] = []
+    entries = [*read_file(Path(path), (), "", ignored)]
+    for override in overrides:
+        entries += read_override(override, ignored)
+    return "sft" if any(entry.key == "sft.max_tokens" for entry in entries) else "train"
 
 
 def _passes_through(key: str) -> bool:

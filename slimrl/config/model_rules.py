@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
+from slimrl.config.divisors import divisors_text
 from slimrl.config.load import trains
-from slimrl.config.schema import Recipe
+from slimrl.config.problems import Violation
+from slimrl.config.schema import ParallelConfig, Recipe
+
+UNEVEN_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 UNEVEN_PIPELINE_FIELDS = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
+    *UNEVEN_ENDS,
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
@@ -26,19 +29,12 @@ def num_experts(hf_config: dict[str, Any]) -> int:
     return _first(hf_config, "num_experts", "n_routed_experts", "num_local_experts")
 
 
-def divisors_text(number: int, wrong: int) -> str:
-    """` Use A or B.`: the divisors of `number` on either side of `wrong`."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    nearest = [max(size for size in divisors if size < wrong), *[size for size in divisors if size > wrong][:1]]
-    return f" Use {' or '.join(map(str, nearest))}."
-
-
-def _must_divide(key: str, size: int, number: int, noun: str) -> Iterator[tuple[str, str]]:
+def _must_divide(key: str, size: int, number: int, noun: str) -> Iterator[Violation]:
     if number and number % size:
         yield key, f"{size} does not divide the model's {number} {noun}." + divisors_text(number, size)
 
 
-def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) -> Iterator[tuple[str, str]]:
+def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) -> Iterator[Violation]:
     """(key, what is wrong) of a layout that does not divide the model; sizes are at least 1 here."""
     if trains(command):
         yield from _attention(recipe, hf_config)
@@ -46,9 +42,20 @@ def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) ->
         yield from _pipeline(recipe, hf_config)
     if command not in ("sft", "export"):
         yield from _engine(recipe, hf_config)
+        yield from _positions(recipe, hf_config)
 
 
-def _attention(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def model_warnings(recipe: Recipe, hf_config: dict[str, Any], command: str) -> Iterator[Violation]:
+    """(key, what is probably not meant) of a layout that this model makes wasteful."""
+    parallel, experts = recipe.trainer.parallel, num_experts(hf_config)
+    if trains(command) and experts and parallel.tensor > 1 and parallel.expert == parallel.expert_tensor == 1:
+        yield (
+            "trainer.parallel.expert",
+            f"with expert 1 and expert_tensor 1 each of the tensor-parallel ranks holds all {experts} experts whole.",
+        )
+
+
+def _attention(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     key, tensor = "trainer.parallel.tensor", recipe.trainer.parallel.tensor
     heads = _first(hf_config, "num_attention_heads")
     yield from _must_divide(key, tensor, heads, "attention heads")
@@ -57,7 +64,7 @@ def _attention(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str,
         yield from _must_divide(key, tensor, groups, "key-value heads")
 
 
-def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     parallel, experts = recipe.trainer.parallel, num_experts(hf_config)
     if not experts:
         for name in ("expert", "expert_tensor"):
@@ -79,22 +86,58 @@ def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str, s
         yield "trainer.parallel.sequence", "a Mixture-of-Experts model with tensor above 1 needs sequence: true."
 
 
-def _pipeline(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _pipeline(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     parallel, layers = recipe.trainer.parallel, _first(hf_config, "num_hidden_layers")
-    chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    if any(recipe.trainer.megatron.get(name) for name in UNEVEN_PIPELINE_FIELDS) or not layers % chunks:
+    given = {name for name in UNEVEN_PIPELINE_FIELDS if recipe.trainer.megatron.get(name)}
+    if given - set(UNEVEN_ENDS):
         return
-    if parallel.virtual_pipeline is None:
-        yield from _must_divide("trainer.parallel.pipeline", parallel.pipeline, layers, "layers")
-    else:
+    if given:
+        yield from _uneven_ends(recipe, layers)
+    elif parallel.virtual_pipeline is None:
+        if layers % parallel.pipeline:
+            text = divisors_text(layers, parallel.pipeline).removesuffix(".") + _last_stage_text(parallel, layers)
+            yield "trainer.parallel.pipeline", f"{parallel.pipeline} does not divide the model's {layers} layers.{text}"
+    elif layers % (chunks := parallel.pipeline * (parallel.virtual_pipeline or 1)):
+        per_stage, uneven = divmod(layers, parallel.pipeline)
+        instead = "" if uneven else divisors_text(per_stage, parallel.virtual_pipeline)
         yield (
             "trainer.parallel.virtual_pipeline",
             f"pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} = {chunks} does not divide "
-            f"the model's {layers} layers.",
+            f"the model's {layers} layers.{instead}",
         )
 
 
-def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _last_stage_text(parallel: ParallelConfig, layers: int) -> str:
+    last = layers - -(-layers // parallel.pipeline) * (parallel.pipeline - 1)
+    return f", or set trainer.megatron.num_layers_in_last_pipeline_stage: {last}." if last > 0 else "."
+
+
+def _uneven_ends(recipe: Recipe, layers: int) -> Iterator[Violation]:
+    """Stages of which the first or the last has a number of layers of its own; the others share the rest evenly."""
+    parallel, megatron = recipe.trainer.parallel, recipe.trainer.megatron
+    ends = {name: int(megatron[name]) for name in UNEVEN_ENDS if megatron.get(name)}
+    key = f"trainer.megatron.{list(ends)[-1]}"
+    if parallel.pipeline <= len(ends):
+        yield key, f"needs trainer.parallel.pipeline above {len(ends)}."
+        return
+    rest, others = layers - sum(ends.values()), parallel.pipeline - len(ends)
+    if rest < others or rest % others:
+        hint = _last_stage_text(parallel, layers).removeprefix(", or s") if len(ends) == 1 else "."
+        yield (
+            key,
+            f"{' and '.join(str(size) for size in ends.values())} of the model's {layers} layers leave {rest}, which "
+            f"do not divide over the other {others} stages." + (f" S{hint}" if hint != "." else ""),
+        )
+        return
+    chunks = parallel.virtual_pipeline or 1
+    if wrong := [size for size in (*ends.values(), rest // others) if size % chunks]:
+        yield (
+            "trainer.parallel.virtual_pipeline",
+            f"{chunks} does not divide the {wrong[0]} layers of a stage." + divisors_text(wrong[0], chunks),
+        )
+
+
+def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     key, tensor = "rollout.engine_tensor", recipe.rollout.engine_tensor
     heads = _first(hf_config, "num_attention_heads")
     yield from _must_divide(key, tensor, heads, "attention heads")
@@ -110,3 +153,10 @@ def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[tuple[str, st
     if experts and not tensor % parts:
         width = _first(hf_config, "moe_intermediate_size")
         yield from _must_divide(key, tensor // parts, width, "columns of an expert")
+
+
+def _positions(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    limit, tokens = _first(hf_config, "max_position_embeddings"), recipe.rollout.max_trajectory_tokens
+    # A context_length in the recipe says that the author knows better.
+    if limit and isinstance(tokens, int) and tokens > limit and "context_length" not in recipe.rollout.sglang:
+        yield "rollout.max_trajectory_tokens", f"{tokens} is longer than the model's {limit} positions."

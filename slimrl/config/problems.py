@@ -22,6 +22,10 @@ class Problem:
         return ": ".join(part for part in (self.where, self.key, message) if part)
 
 
+Violation = tuple[str, str]
+"""(dotted key, what is wrong with it): what a rule yields, which does not know where the key was set."""
+
+
 class RecipeError(ValueError):
     """A recipe was refused; the text names every problem and where it stands."""
 

@@ -14,17 +14,23 @@ from omegaconf import MISSING
 
 class Precision(str, Enum):
     fp32 = "fp32"
+    """float32 throughout."""
     bf16 = "bf16"
+    """bfloat16 weights and activations beside float32 main weights."""
 
 
 class LrSchedule(str, Enum):
     constant = "constant"
+    """`lr` throughout."""
     linear = "linear"
+    """In a straight line to `min_lr`."""
     cosine = "cosine"
+    """Along half a cosine to `min_lr`."""
 
 
 class AlgorithmName(str, Enum):
     gspo = "gspo"
+    """Ratio of sequences, length-normalised (arXiv:2507.18071)."""
 
 
 class AdvantageName(str, Enum):
@@ -78,14 +84,20 @@ class PauseMode(str, Enum):
 
 class VerifyMode(str, Enum):
     off = "off"
+    """No comparison."""
     sampled = "sampled"
+    """Some tensors each time, all of them in turn."""
     full = "full"
+    """Every tensor each time."""
 
 
 class WandbMode(str, Enum):
     offline = "offline"
+    """Written into the run folder, to be synchronised later."""
     online = "online"
+    """Sent while the run goes on."""
     disabled = "disabled"
+    """Nothing."""
 
 
 @dataclass(kw_only=True)
@@ -109,13 +121,17 @@ class ModelConfig:
 @dataclass(kw_only=True)
 class ParallelConfig:
     tensor: int = 1
+    """Ranks that share each matrix by rows or columns."""
     pipeline: int = 1
+    """Stages into which the layers are divided."""
     virtual_pipeline: int | None = None
     """Model chunks per pipeline rank; None for the plain 1F1B schedule."""
     expert: int = 1
+    """Parts into which the experts of a layer are divided."""
     expert_tensor: int = 1
     """Tensor parallelism inside an expert (ETP), independent of `tensor`."""
     context: int = 1
+    """Ranks that share the tokens of one micro-batch."""
     sequence: bool = False
     """Sequence parallelism over the tensor-parallel group; a MoE with tensor > 1 needs it."""
 
@@ -123,15 +139,21 @@ class ParallelConfig:
 @dataclass(kw_only=True)
 class OptimizerConfig:
     lr: float = MISSING
+    """Learning rate at its highest."""
     schedule: LrSchedule = LrSchedule.constant
+    """Of the rate after the warm-up, over all updates of the run."""
     warmup_steps: int = 0
     """Optimizer updates over which the rate rises linearly from 0."""
     min_lr: float = 0.0
     """Where `linear` and `cosine` end."""
     weight_decay: float = 0.0
+    """Decoupled from the gradient, as in AdamW."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.98
+    """Decay of the second moment."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     distributed: bool = True
@@ -147,6 +169,7 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: Precision = Precision.bf16
+    """Of weights and activations; log-probs, gradients and optimizer state are float32 in any case."""
     max_tokens_per_rank: int = MISSING
     """Token budget of one packed micro-batch on one rank (a context-parallel group holds `context` times as many)."""
     updates_per_rollout: int = 1
@@ -156,6 +179,7 @@ class TrainerConfig:
     max_skipped_steps: int = 3
     """Updates in a row with a NaN or infinite gradient after which the run stops."""
     startup_timeout_s: float = 600.0
+    """Until all ranks have built the model and loaded its weights."""
     timeout_s: float = 1800.0
     """Deadline of one trainer call: a pass over a batch, a checkpoint, an export."""
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -165,13 +189,17 @@ class TrainerConfig:
 @dataclass(kw_only=True)
 class AlgorithmConfig:
     name: AlgorithmName = AlgorithmName.gspo
+    """Which loss is minimised."""
     clip_low: float = 3e-4
     """GSPO ratios are sequence means; ranges are three orders of magnitude below PPO's."""
     clip_high: float = 4e-4
+    """Above 1; `clip_low` is below it."""
     advantage: AdvantageName = AdvantageName.grpo
+    """How the rewards of a group become advantages."""
     skip_zero_variance: bool = True
     """Drop groups whose rewards are all equal: their advantages are zero."""
     truncated: TruncatedRule = TruncatedRule.score
+    """What becomes of a trajectory that reached its longest length or its last turn."""
     max_logprob_mismatch: float = MISSING
     """Largest mismatch/logprob_abs_mean that the run continues with; 1e-4 suits fp32, 0.05 bf16."""
 
@@ -181,6 +209,7 @@ class SamplingConfig:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Sample from the likeliest tokens that have this probability together; 1 is off."""
     top_k: int = -1
     """-1 is off."""
     max_new_tokens: int = 1024
@@ -192,6 +221,7 @@ class SamplingConfig:
 @dataclass(kw_only=True)
 class RolloutConfig:
     num_engines: int = 1
+    """SGLang servers, each with the whole model."""
     engine_tensor: int = 1
     """Tensor-parallel size of one engine: its ranks."""
     engine_expert: int = 1
@@ -205,7 +235,9 @@ class RolloutConfig:
     router: bool = True
     """Put smg in front of the engines; without it a session is pinned to an engine by its hash."""
     prompts_per_step: int = 32
+    """Groups of one step."""
     samples_per_prompt: int = 8
+    """Trajectories of one group."""
     max_concurrency: int = 256
     """Trajectories under way at once."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -219,11 +251,15 @@ class RolloutConfig:
     routed_experts: bool = False
     """Have the engines report which experts each token took."""
     request_timeout_s: float = 120.0
+    """Deadline of one turn of the model."""
     tool_timeout_s: float = 10.0
+    """Deadline of one call of a tool."""
     trajectory_timeout_s: float = 600.0
+    """Deadline of one trajectory, all its turns together."""
     max_failed_fraction: float = 0.1
     """Share of a step's trajectories that may fail or be aborted (engine error, deadline) before the run stops."""
     startup_timeout_s: float = 300.0
+    """Until an engine answers."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Any field of SGLang's ServerArgs."""
 
@@ -251,6 +287,7 @@ class RewardConfig:
 @dataclass(kw_only=True)
 class ResyncConfig:
     transport: TransportName = TransportName.ipc
+    """How weights reach the engines; docs/resync.md compares them."""
     bucket_bytes: int = 256 * 1024**2
     """Most bytes gathered and sent at a time."""
     verify: VerifyMode = VerifyMode.sampled
@@ -258,7 +295,9 @@ class ResyncConfig:
     sampled_tensors: int = 32
     """Tensors compared per resync by `sampled`; the sample moves on each time."""
     timeout_s: float = 300.0
+    """Deadline of one resync."""
     pause: PauseMode = PauseMode.retract
+    """What becomes of requests that are under way."""
     dir: str = ""
     """Folder for versions, reached by trainer and engines under one path (disk, delta); empty for `resync` in the run's
     folder."""
@@ -270,6 +309,7 @@ class ResyncConfig:
     full_every: int = 20
     """Every so many versions one is written whole (delta)."""
     delta_encoding: DeltaEncoding = DeltaEncoding.overwrite
+    """How changes are written (delta)."""
 
 
 @dataclass(kw_only=True)
@@ -287,7 +327,9 @@ class EvalConfig:
     every_steps: int = 0
     """Steps between evaluations; 0 evaluates at the start and the end alone."""
     at_start: bool = True
+    """Evaluate before the first step."""
     at_end: bool = True
+    """Evaluate after the last step."""
 
 
 @dataclass(kw_only=True)
@@ -304,6 +346,8 @@ class SftConfig:
 class CheckpointConfig:
     every_steps: int = 0
     """0 saves at the end alone."""
+    grace_s: float = 60.0
+    """After SIGUSR1 the step under way is finished and saved; a rollout that takes longer than this is dropped."""
     keep: int = 2
     """Newest checkpoints kept."""
 
@@ -311,7 +355,9 @@ class CheckpointConfig:
 @dataclass(kw_only=True)
 class TrackingConfig:
     wandb: WandbMode = WandbMode.offline
+    """`offline` writes into the run folder, `disabled` nothing."""
     wandb_project: str = "slimrl"
+    """Under which wandb files the run."""
     trajectories_per_step: int = 4
     """Trajectories written out readably at each step."""
 
@@ -321,6 +367,7 @@ class Recipe:
     """One run of `slimrl train`, `sft`, `eval` or `rollout`."""
 
     seed: int = 0
+    """Of everything random in the run: data order, sampling, initial states."""
     deterministic: bool = False
     """Same seed, same metrics: seeded requests, rollout in lock-step batches."""
     steps: int = MISSING

@@ -9,6 +9,18 @@ from typing import Any
 
 from slimrl.config.hf_config import read_hf_config as read_hf_config
 
+FP8_SUFFIX = "-FP8"
+"""How names of checkpoints end that hold a published model in block FP8."""
+
+BLOCK_FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": [],
+}
+"""Their `quantization_config`, as models/fp8.py writes it."""
+
 DEFAULT_DTYPE = "float32"
 """What a checkpoint holds whose config names no dtype."""
 
@@ -89,7 +101,7 @@ def published_config(name: str) -> dict[str, Any]:
 def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
     """The config.json of a checkpoint, or of the published model of that name where the checkpoint is not here.
 
-    For commands that plan without weights.
+    For commands that plan without weights. A name that ends in -FP8 is the published model in block FP8.
 
     Returns:
         The config, and a few words on where it is from.
@@ -100,8 +112,12 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
     """
     if model_path.exists():
         return read_hf_config(model_path), str(model_path)
-    if model_path.name in published_names():
-        return published_config(model_path.name), f"{model_path.name} as published, for {model_path} is not here"
+    name = model_path.name.removesuffix(FP8_SUFFIX)
+    if name in published_names():
+        config, words = published_config(name), f"{name} as published"
+        if name != model_path.name:
+            config, words = {**config, "quantization_config": BLOCK_FP8}, f"{words}, in block FP8"
+        return config, f"{words}, for {model_path} is not here"
     known = ", ".join(published_names())
     raise ValueError(f"{model_path}: no such folder, and {model_path.name!r} is none of the published models {known}")
 

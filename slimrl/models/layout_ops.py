@@ -3,15 +3,18 @@
 Each operation is invertible, and it commutes with sharding: applied to the i-th of n equal parts of every Hugging Face
 tensor it gives the i-th shard of the Megatron tensor. A rank therefore reads only the rows that it needs, and shards of
 a tensor-parallel group are turned back one by one and then joined in Hugging Face layout.
+This module and the rules above it import torch only where tensors are handled: a recipe is checked without it.
 
 Shape suffixes: G query groups, Q query heads per group, D head dimension, H hidden, F feed-forward.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LayoutOp(Protocol):
@@ -51,6 +54,8 @@ class GateUp:
     """Rows [gate; up] of a gated MLP: two [F, H] to [2F, H]. A tensor-parallel shard holds a piece of each."""
 
     def to_megatron(self, *weights: Tensor) -> Tensor:
+        import torch
+
         gate_FH, up_FH = weights
         return torch.cat([gate_FH, up_FH])
 
@@ -73,6 +78,8 @@ class GroupedQKV:
     head_dim: int
 
     def to_megatron(self, *weights: Tensor) -> Tensor:
+        import torch
+
         query, key, value = weights
         tail = query.shape[1:]
         query_GRH = query.reshape(-1, self.queries_per_group * self.head_dim, *tail)

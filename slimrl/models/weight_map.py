@@ -5,18 +5,19 @@ Both directions, every parallel layout, and both spellings of Megatron's layers 
 Engine's) are read from this one table. The list's order is the order in which tensors are exported.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Literal
-
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from typing import TYPE_CHECKING, Literal
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models.layout_ops import Identity, LayoutOp
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Slices = tuple[slice, ...]
 
@@ -105,6 +106,8 @@ class Entry:
             slices, zeros = self.slices(tensor, index, count)
             part = read(tensor.name, slices)
             if zeros:
+                from torch.nn.functional import pad
+
                 assert self.rule.shard is not None
                 after = part.ndim - 1 - self.rule.shard.dim
                 part = pad(part, [0, 0] * after + [0, zeros])
@@ -115,6 +118,8 @@ class Entry:
 
         May return views of the shards.
         """
+        import torch
+
         shard = self.rule.shard
         if shard is None:
             (weight,) = shards
@@ -127,6 +132,7 @@ class Entry:
 
     def shard_shape(self, count: int) -> tuple[int, ...]:
         """Shape of one of `count` equal shards of the Megatron tensor."""
+        import torch
 
         def on_meta(_: str, slices: Slices) -> Tensor:
             return torch.empty([part.stop - part.start for part in slices], device="meta")

@@ -1,6 +1,6 @@
 """What of a recipe does not go with the model in `model.path`, found before anything starts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,13 @@ from slimrl.config.load import LoadedRecipe, trains
 from slimrl.config.problems import Problem
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.checkpoint import check_checkpoint
-from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
+from slimrl.models.planned_recipe import (
+    NEEDS_TRANSFORMER_ENGINE,
+    model_violations,
+    transformer_engine_keys,
+)
 from slimrl.runtime.engine_format import engine_transform
-
-TRAINING_FIELDS = ("hidden_dropout", "attention_dropout", "moe_router_load_balancing_type")
-"""Fields of `trainer.megatron` that a family sets and a recipe may set otherwise; all others are the model itself."""
-
-NEED_TRANSFORMER_ENGINE = ("fp8", "fp4", "moe_grouped_gemm", "tp_comm_overlap")
 
 
 def model_problems(loaded: LoadedRecipe) -> list[Problem]:
@@ -28,7 +27,7 @@ def model_problems(loaded: LoadedRecipe) -> list[Problem]:
         try:
             return check()
         except ValueError as error:
-            problems.append(Problem(key=key, message=str(error), where=loaded.provenance.get(key, loaded.path)))
+            problems.append(loaded.problem(key, str(error)))
             return None
 
     attempt("model.path", lambda: check_checkpoint(path))
@@ -44,19 +43,7 @@ def model_problems(loaded: LoadedRecipe) -> list[Problem]:
                 "model.megatron",
                 lambda: check_architecture(weights_folder(Path(megatron)), architecture_of(hf_config)),
             )
-        problems += _megatron_problems(loaded, hf_config)
+        problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
+        if not device.has_transformer_engine():
+            problems += [loaded.problem(key, NEEDS_TRANSFORMER_ENGINE) for key in transformer_engine_keys(loaded)]
     return problems
-
-
-def _megatron_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Problem]:
-    given = loaded.recipe.trainer.megatron
-    of_the_model = family_of(hf_config).megatron_config(hf_config).transformer.keys() - set(TRAINING_FIELDS)
-    for name, value in given.items():
-        if name in of_the_model:
-            message = "is the model's, and comes from the config.json of model.path."
-        elif name in NEED_TRANSFORMER_ENGINE and value and not device.has_transformer_engine():
-            message = "needs a GPU and Transformer Engine."
-        else:
-            continue
-        key = f"trainer.megatron.{name}"
-        yield Problem(key=key, message=message, where=loaded.provenance.get(key, loaded.path))

@@ -4,19 +4,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from slimrl.config.check import check_loaded
-from slimrl.config.load import read_recipe
-from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Recipe, TransportName
 from slimrl.data.protocols import EnginePlace
 from slimrl.models.family import family_of
 from slimrl.models.fp8 import SCALE_SUFFIX, BlockFp8
-from slimrl.models.hf_config import config_for_planning
+from slimrl.models.planned_recipe import read_planned
 from slimrl.models.weight_map import WeightMap
 from slimrl.resync.estimate.estimate import Estimate, as_json, estimate
 from slimrl.resync.estimate.machine import GB, Machine
@@ -43,7 +39,8 @@ def estimate_resync(
     Raises:
         ValueError: the recipe is refused, or its model is not known here.
     """
-    recipe, hf_config, model = _read(path, overrides)
+    planned = read_planned(path, overrides, "resync estimate")
+    recipe, hf_config, model = planned.loaded.recipe, planned.hf_config, planned.model
     if gpus_per_node < 1:
         raise ValueError(f"--gpus-per-node {gpus_per_node}: must be at least 1")
     if block_fp8 and BlockFp8.of_config(hf_config) is None:
@@ -89,21 +86,6 @@ def replicated_names(weight_map: WeightMap) -> frozenset[str]:
     """Tensors that no tensor parallelism cuts, and the scales of those that are quantised."""
     names = [name for entry in weight_map.entries if entry.rule.shard is None for t in entry.hf for name in t.names]
     return frozenset(names + [name + SCALE_SUFFIX for name in names])
-
-
-def _read(path: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[str, Any], str]:
-    """The checked recipe, the config.json of its model, and where that is from."""
-    loaded, problems = read_recipe(path, overrides, "resync estimate")
-    if loaded is None:
-        raise RecipeError(problems)
-    try:
-        hf_config, model = config_for_planning(Path(loaded.recipe.model.path))
-    except ValueError as error:
-        raise ValueError(f"model.path: {error}") from error
-    problems += [problem for problem in check_loaded(loaded, hf_config) if not problem.warning]
-    if problems:
-        raise RecipeError(problems)
-    return loaded.recipe, hf_config, model
 
 
 def _print(recipe: Recipe, model: str, cluster: Cluster, result: Estimate) -> None:

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from slimrl.config.check import check_loaded, check_recipe, padded_tokens
+from slimrl.config.check import check_loaded, check_recipe
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
+from slimrl.config.trainer_rules import padded_tokens
 
 MODEL = {
     "model_type": "qwen3_moe",
@@ -57,9 +58,9 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
     ("overrides", "key", "message"),
     [
         ("trainer.num_ranks=3 trainer.parallel.context=2", "trainer.num_ranks",
-         "3 is not a multiple of tensor 1 x pipeline 1 x context 2 = 2."),
+         "3 is not a multiple of tensor 1 x pipeline 1 x context 2 = 2. Use 2 or 4."),
         ("trainer.num_ranks=2 trainer.parallel.expert=4", "trainer.parallel.expert",
-         "expert 4 x expert_tensor 1 x pipeline 1 = 4 does not divide trainer.num_ranks 2."),
+         "expert 4 x expert_tensor 1 x pipeline 1 = 4 does not divide trainer.num_ranks 2. Use 2."),
         ("trainer.num_ranks=12 trainer.parallel.expert=12", "trainer.parallel.expert",
          "12 does not divide the model's 128 experts. Use 8 or 16."),
         ("trainer.num_ranks=8 trainer.parallel.tensor=8 trainer.parallel.sequence=true", "trainer.parallel.tensor",
@@ -67,10 +68,11 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
         ("trainer.num_ranks=5 trainer.parallel.expert_tensor=5", "trainer.parallel.expert_tensor",
          "5 does not divide the model's 768 columns of an expert. Use 4 or 6."),
         ("trainer.num_ranks=3 trainer.parallel.pipeline=3", "trainer.parallel.pipeline",
-         "3 does not divide the model's 8 layers. Use 2 or 4."),
+         "3 does not divide the model's 8 layers. Use 2 or 4, or set "
+         "trainer.megatron.num_layers_in_last_pipeline_stage: 2."),
         ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=3",
          "trainer.parallel.virtual_pipeline",
-         "pipeline 2 x virtual_pipeline 3 = 6 does not divide the model's 8 layers."),
+         "pipeline 2 x virtual_pipeline 3 = 6 does not divide the model's 8 layers. Use 2 or 4."),
         ("trainer.parallel.virtual_pipeline=2", "trainer.parallel.virtual_pipeline",
          "needs trainer.parallel.pipeline above 1."),
         ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=1",
@@ -82,9 +84,9 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt",
          "1: grpo advantages compare samples of one prompt. Use 2 or more."),
         ("rollout.prompts_per_step=7 trainer.updates_per_rollout=2", "rollout.prompts_per_step",
-         "7 groups do not divide into trainer.updates_per_rollout 2 equal shares."),
+         "7 groups do not divide into trainer.updates_per_rollout 2 equal shares. Use 6 or 8."),
         ("rollout.sampling.temperature=0", "rollout.sampling.temperature",
-         "0 is greedy: every sample of a group would be the same."),
+         "0 is greedy: every sample of a group would be the same. Use 1."),
         ("trainer.num_ranks=2 trainer.parallel.context=2 trainer.max_tokens_per_rank=255",
          "trainer.max_tokens_per_rank",
          "255 x context 2 = 510 tokens cannot hold one sequence of rollout.max_trajectory_tokens 512 (padded 512). "
@@ -103,12 +105,44 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
         ("rollout.engine_tensor=3", "rollout.engine_tensor",
          "3 does not divide the model's 32 attention heads. Use 2 or 4."),
         ("rollout.engine_tensor=2 rollout.engine_expert=4", "rollout.engine_expert",
-         "4 does not divide rollout.engine_tensor 2."),
+         "4 does not divide rollout.engine_tensor 2. Use 2."),
         ("rollout.engine_tensor=12 rollout.engine_expert=12", "rollout.engine_expert",
          "12 does not divide the model's 128 experts. Use 8 or 16."),
         ("trainer.num_ranks=0", "trainer.num_ranks", "0: must be at least 1."),
         ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "0.0: must be greater than 0 and at most 1."),
         ("rollout.eval_sampling.top_k=0", "rollout.eval_sampling.top_k", "0: must be at least 1, or -1 for off."),
+        ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=2 "
+         "trainer.megatron.overlap_p2p_comm=false", "trainer.megatron.overlap_p2p_comm",
+         "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; it is set rightly."),
+        ("trainer.megatron.fp8=e4m3 trainer.precision=fp32", "trainer.megatron.fp8",
+         "FP8 layers stand beside bf16 ones, not fp32. Set trainer.precision to bf16."),
+        ("trainer.megatron.fp8_recipe=blockwise", "trainer.megatron.fp8_recipe",
+         "has no effect without trainer.megatron.fp8. Set that to e4m3 or hybrid."),
+        ("trainer.megatron.recompute_granularity=full", "trainer.megatron.recompute_granularity",
+         "full needs to know of which layers. Set recompute_method: uniform and recompute_num_layers: 1."),
+        ("trainer.megatron.recompute_method=block", "trainer.megatron.recompute_method",
+         "block belongs to recompute_granularity: full."),
+        ("trainer.megatron.optimizer_cpu_offload=true", "trainer.megatron.optimizer_cpu_offload",
+         "offloads nothing by itself. Set optimizer_offload_fraction, 1.0 for all of it."),
+        ("trainer.num_ranks=3 trainer.parallel.pipeline=3 trainer.megatron.num_layers_in_last_pipeline_stage=1",
+         "trainer.megatron.num_layers_in_last_pipeline_stage",
+         "1 of the model's 8 layers leave 7, which do not divide over the other 2 stages. "
+         "Set trainer.megatron.num_layers_in_last_pipeline_stage: 2."),
+        ("trainer.num_ranks=3 trainer.parallel.pipeline=3 trainer.parallel.virtual_pipeline=2 "
+         "trainer.megatron.num_layers_in_last_pipeline_stage=2", "trainer.parallel.virtual_pipeline",
+         "2 does not divide the 3 layers of a stage. Use 1 or 3."),
+        ("rollout.colocated=true rollout.num_engines=2 trainer.num_ranks=1", "rollout.num_engines",
+         "2 engines of 1 ranks do not fit on the 1 devices of the trainer that they share. Use 1, or colocated false."),
+        ("rollout.colocated=true rollout.sglang.mem_fraction_static=0.95", "rollout.sglang.mem_fraction_static",
+         "0.95 leaves a colocated trainer 5% of a device for what it keeps while engines generate: its context, "
+         "communication buffers and the slots of a resync. Use 0.85 or less."),
+        ("rollout.sglang.mem_fraction_static=1.5", "rollout.sglang.mem_fraction_static",
+         "1.5: must lie between 0 and 1, both excluded."),
+        ("rollout.sglang.context_length=256", "rollout.sglang.context_length",
+         "256 is shorter than rollout.max_trajectory_tokens 512."),
+        ("rollout.sglang.dp_size=2", "rollout.sglang.dp_size",
+         "2: a resync cannot place weights in such an engine. Use rollout.num_engines for replicas."),
+        ("eval.every_steps=4", "eval.every_steps", "4, but data.eval names no evaluation set. Use 0."),
         ("trainer.optimizer.lr=0", "trainer.optimizer.lr", "0.0: must be greater than 0."),
         ("run.name=a/b", "run.name", "'a/b' is no folder name; use letters, digits, '.', '_' and '-'."),
         ("data.eval.a/b=x.jsonl", "data.eval.a/b", "'a/b' is no name of a set; use letters, digits, '.', '_' and '-'."),
@@ -146,7 +180,7 @@ def test_shared_experts_and_the_dense_layers_before_them_are_divided_too(folder)
         model={**model, "num_key_value_heads": 8, "intermediate_size": 20},
         command="sft",
     )
-    assert [(problem.key, problem.message) for problem in problems] == [
+    assert [(problem.key, problem.message) for problem in problems if not problem.warning] == [
         ("trainer.parallel.tensor", "8 does not divide the model's 12 columns of the shared experts. Use 6 or 12."),
         ("trainer.parallel.tensor", "8 does not divide the model's 20 columns of a dense layer. Use 5 or 10."),
     ]
@@ -168,6 +202,32 @@ def test_uneven_pipelines_are_left_to_megatron_when_the_recipe_asks_for_them(fol
         "trainer.megatron.num_layers_in_first_pipeline_stage=2",
     ]
     assert problems_of(layout) == []
+
+
+def test_a_trajectory_is_no_longer_than_the_positions_of_the_model(folder):
+    model = {**MODEL, "max_position_embeddings": 256}
+    (problem,) = problems_of([], model=model)
+    assert problem.key == "rollout.max_trajectory_tokens"
+    assert problem.message == "512 is longer than the model's 256 positions."
+    assert problems_of(["rollout.sglang.context_length=512"], model=model) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ("trainer.num_ranks=4 trainer.parallel.tensor=4 trainer.parallel.sequence=true", "trainer.parallel.expert",
+         "with expert 1 and expert_tensor 1 each of the tensor-parallel ranks holds all 128 experts whole."),
+        ("trainer.num_ranks=8 trainer.parallel.expert=8 rollout.prompts_per_step=2 rollout.samples_per_prompt=2",
+         "rollout.prompts_per_step", "4 trajectories of an update leave 4 of 8 data-parallel ranks without work."),
+        ("rollout.colocated=true rollout.sglang.mem_fraction_static=0.5 trainer.num_ranks=4 trainer.parallel.expert=4",
+         "rollout.num_engines", "3 of the 4 devices that engines share with the trainer have no engine and idle while "
+         "the others generate. 4 engines would fit."),
+        ("rollout.colocated=true", "rollout.colocated", "without rollout.sglang.mem_fraction_static SGLang takes what "
+         "suits an engine alone on a GPU. Set it, to 0.85 or less."),
+    ],
+)  # fmt: skip
+def test_what_runs_but_is_probably_not_meant_is_a_warning(folder, overrides, key, message):
+    assert [(p.key, p.message) for p in problems_of(overrides.split()) if p.warning] == [(key, message)]
 
 
 def test_a_clip_range_made_for_token_ratios_is_a_warning(folder):
@@ -201,7 +261,7 @@ def test_missing_files_and_broken_rules_come_together_with_their_lines(folder):
         "command line: model.path: model: no such folder.",
         "recipe.yaml:5: rollout.samples_per_prompt: 1: grpo advantages compare samples of one prompt. Use 2 or more.",
         "recipe.yaml (default): rollout.prompts_per_step: 32 groups do not divide into trainer.updates_per_rollout 5 "
-        "equal shares.",
+        "equal shares. Use 30 or 35.",
         "5 problems. Nothing was started.",
     ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.config.load import LoadedRecipe, load_recipe
+from slimrl.config.load import LoadedRecipe, intended_command, load_recipe
 from slimrl.config.passthrough import megatron_fields, package_folder, sglang_fields
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Recipe, VerifyMode
@@ -85,6 +85,52 @@ def test_a_recipe_replaces_values_of_the_files_that_it_extends_in_order(folder):
     assert loaded.recipe.rollout.sglang == {"mem_fraction_static": 0.5, "page_size": 1}
     assert loaded.provenance["steps"] == "base/two.yaml:2"
     assert loaded.provenance["rollout.sglang.mem_fraction_static"] == "base/one.yaml:5"
+
+
+def test_of_several_extended_files_the_later_wins_and_paths_are_relative_to_the_one_that_says_them(folder):
+    write("base/deep/shared.yaml", "seed: 1\nagent:\n  tools: [a:f, b:g]\n")
+    write("base/one.yaml", "extends: deep/shared.yaml\nsteps: 10\nrollout:\n  num_engines: 2\n")
+    write("base/two.yaml", "steps: 20\nagent:\n  tools: [c:h]\n")
+    write("recipes/mine.yaml", MINIMAL.replace("steps: 3\n", "extends: [../base/one.yaml, ../base/two.yaml]\n"))
+    recipe = load_recipe("recipes/mine.yaml").recipe
+    assert (recipe.seed, recipe.steps, recipe.rollout.num_engines) == (1, 20, 2)
+    assert recipe.agent.tools == ["c:h"]
+
+
+def test_two_files_that_extend_each_other_are_one_problem_with_the_whole_circle(folder):
+    write("one.yaml", "extends: other/two.yaml\n")
+    write("other/two.yaml", "seed: 1\nextends:\n  - ../one.yaml\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("one.yaml")
+    assert str(caught.value).splitlines()[0] == (
+        "other/two.yaml:2: extends: one.yaml -> other/two.yaml -> one.yaml is a cycle."
+    )
+
+
+def test_nested_lists_and_mappings_of_pass_through_fields_come_whole_from_the_command_line(folder):
+    recipe = load(
+        MINIMAL,
+        "trainer.megatron.pipeline_model_parallel_layout=[[embedding, decoder], [decoder, loss]]",
+        "rollout.sglang.cuda_graph_bs=[1, 2, 4]" if "cuda_graph_bs" in sglang_fields() else "seed=1",
+        "trainer.megatron.moe_layer_freq=[0, 1, 1]",
+    ).recipe
+    assert recipe.trainer.megatron["pipeline_model_parallel_layout"] == [["embedding", "decoder"], ["decoder", "loss"]]
+    assert recipe.trainer.megatron["moe_layer_freq"] == [0, 1, 1]
+
+
+def test_problems_of_keys_types_and_pass_through_sections_come_together(folder):
+    lines = refused(
+        MINIMAL, "stepz=1", "seed=x", "rollout.sglang.page_siez=1", "trainer.megatron.recompute_granularity=ful"
+    )
+    assert [line.split(": ")[1] for line in lines[:-1]] == [
+        "rollout.sglang.page_siez", "seed", "stepz", "trainer.megatron.recompute_granularity",
+    ]  # fmt: skip
+
+
+def test_a_recipe_that_gives_the_length_of_conversations_is_for_sft(folder):
+    assert intended_command(write("a.yaml", "sft: {max_tokens: 9}\n")) == "sft"
+    assert intended_command(write("b.yaml", MINIMAL)) == "train"
+    assert intended_command("b.yaml", ["sft.max_tokens=9"]) == "sft"
 
 
 def test_overrides_take_lists_sections_and_words_that_yaml_1_1_calls_booleans(folder):
@@ -218,7 +264,7 @@ def test_sglang_fields_are_those_of_its_own_list_of_arguments():
 def test_the_configuration_imports_quickly_and_without_torch():
     code = (
         "import sys, time; start = time.process_time()\n"
-        "import slimrl.config.load, slimrl.config.check, slimrl.config.show\n"
+        "import slimrl.config.load, slimrl.config.check, slimrl.config.show, slimrl.config.reference\n"
         "seconds = time.process_time() - start\n"
         "heavy = {'torch', 'numpy', 'ray', 'megatron', 'sglang', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

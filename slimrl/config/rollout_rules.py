@@ -1,0 +1,111 @@
+"""Rules of the rollout: engine sizes, deadlines, lengths, memory that is shared, and the reach of the transport."""
+
+from collections.abc import Iterator
+
+from slimrl.config.divisors import divisors_text
+from slimrl.config.problems import Violation
+from slimrl.config.schema import Recipe, TransportName
+
+MAX_COLOCATED_FRACTION = 0.85
+"""Most of a device that the weights and the KV cache of an engine may take where it shares the device."""
+
+SGLANG_LAYOUTS = {
+    "dp_size": "Use rollout.num_engines for replicas.",
+    "pp_size": "Use rollout.engine_tensor and engine_expert.",
+    "enable_dp_attention": "Leave it out.",
+}
+"""Fields of ServerArgs that lay weights out as models/engine_layout.py does not describe, and what to do instead."""
+
+
+def rollout_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Engine sizes, deadlines, lengths and the reach of the transport."""
+    rollout = recipe.rollout
+    if rollout.engine_tensor % rollout.engine_expert:
+        yield (
+            "rollout.engine_expert",
+            f"{rollout.engine_expert} does not divide rollout.engine_tensor {rollout.engine_tensor}."
+            + divisors_text(rollout.engine_tensor, rollout.engine_expert),
+        )
+    for name in ("sampling", "eval_sampling"):
+        new = getattr(rollout, name).max_new_tokens
+        if new >= rollout.max_trajectory_tokens:
+            yield (
+                f"rollout.{name}.max_new_tokens",
+                f"{new} leaves no room for a prompt in rollout.max_trajectory_tokens {rollout.max_trajectory_tokens}.",
+            )
+    for name in ("request_timeout_s", "tool_timeout_s"):
+        if getattr(rollout, name) > rollout.trajectory_timeout_s:
+            yield (
+                f"rollout.{name}",
+                f"{getattr(rollout, name)} is longer than rollout.trajectory_timeout_s {rollout.trajectory_timeout_s}.",
+            )
+    yield from _sglang_violations(recipe)
+    if recipe.resync.transport is TransportName.ipc and rollout.sglang.get("nnodes", 1) > 1:
+        yield "resync.transport", "ipc reaches engines on the trainer's own node only. Use collective."
+    if recipe.resync.transport is TransportName.delta and not recipe.resync.local_dir:
+        yield "resync.local_dir", "delta needs a folder on the own disk of each node, with room for the model."
+    if rollout.colocated and recipe.resync.transport is TransportName.collective:
+        yield (
+            "rollout.colocated",
+            "collective needs devices of the engines' own. Use resync.transport ipc, or colocated false.",
+        )
+
+
+def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Fields of `rollout.sglang` that do not go with how engines are used here."""
+    rollout, given = recipe.rollout, recipe.rollout.sglang
+    fraction, length = given.get("mem_fraction_static"), given.get("context_length")
+    if fraction is not None and not 0 < fraction < 1:
+        yield "rollout.sglang.mem_fraction_static", f"{fraction}: must lie between 0 and 1, both excluded."
+    if length is not None and length < rollout.max_trajectory_tokens:
+        yield (
+            "rollout.sglang.context_length",
+            f"{length} is shorter than rollout.max_trajectory_tokens {rollout.max_trajectory_tokens}.",
+        )
+    for name, instead in SGLANG_LAYOUTS.items():
+        if given.get(name, 1) not in (1, False):
+            yield f"rollout.sglang.{name}", f"{given[name]}: a resync cannot place weights in such an engine. {instead}"
+
+
+def colocation_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Engines on the trainer's devices, for commands that start both."""
+    rollout, ranks = recipe.rollout, recipe.trainer.num_ranks
+    if not rollout.colocated:
+        return
+    needed = rollout.num_engines * rollout.engine_tensor
+    if needed > ranks:
+        most = ranks // rollout.engine_tensor
+        instead = f"Use {most}" if most else f"Use rollout.engine_tensor {ranks} or less"
+        yield (
+            "rollout.num_engines",
+            f"{rollout.num_engines} engines of {rollout.engine_tensor} ranks do not fit on the {ranks} devices of the "
+            f"trainer that they share. {instead}, or colocated false.",
+        )
+    fraction = rollout.sglang.get("mem_fraction_static")
+    if fraction is not None and MAX_COLOCATED_FRACTION < fraction < 1:
+        yield (
+            "rollout.sglang.mem_fraction_static",
+            f"{fraction} leaves a colocated trainer {1 - fraction:.0%} of a device for what it keeps while engines "
+            f"generate: its context, communication buffers and the slots of a resync. Use {MAX_COLOCATED_FRACTION} or "
+            "less.",
+        )
+
+
+def colocation_warnings(recipe: Recipe) -> Iterator[Violation]:
+    """Shared devices of which engines use not all, or more than was thought of."""
+    rollout, ranks = recipe.rollout, recipe.trainer.num_ranks
+    if not rollout.colocated:
+        return
+    idle = ranks - rollout.num_engines * rollout.engine_tensor
+    if idle > 0:
+        yield (
+            "rollout.num_engines",
+            f"{idle} of the {ranks} devices that engines share with the trainer have no engine and idle while the "
+            f"others generate. {ranks // rollout.engine_tensor} engines would fit.",
+        )
+    if "mem_fraction_static" not in rollout.sglang:
+        yield (
+            "rollout.colocated",
+            "without rollout.sglang.mem_fraction_static SGLang takes what suits an engine alone on a GPU. Set it, to "
+            f"{MAX_COLOCATED_FRACTION} or less.",
+        )

@@ -1,0 +1,161 @@
+"""Rules of the trainer: its layout, its batches, and fields of megatron-core that do not go together."""
+
+from collections.abc import Iterator
+
+from slimrl.config.divisors import divisors_text, multiples_text
+from slimrl.config.problems import Violation
+from slimrl.config.schema import LrSchedule, Precision, Recipe
+
+
+def layout_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Parallel sizes against the number of ranks and against each other."""
+    parallel, ranks = recipe.trainer.parallel, recipe.trainer.num_ranks
+    dense = parallel.tensor * parallel.pipeline * parallel.context
+    if ranks % dense:
+        yield (
+            "trainer.num_ranks",
+            f"{ranks} is not a multiple of tensor {parallel.tensor} x pipeline {parallel.pipeline} x context "
+            f"{parallel.context} = {dense}." + multiples_text(dense, ranks),
+        )
+    expert = parallel.expert * parallel.expert_tensor * parallel.pipeline
+    if ranks % expert:
+        yield (
+            "trainer.parallel.expert",
+            f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} x pipeline {parallel.pipeline} = "
+            f"{expert} does not divide trainer.num_ranks {ranks}." + _expert_text(recipe),
+        )
+    if recipe.trainer.megatron.get("moe_token_dispatcher_type") == "allgather" and parallel.expert > 1:
+        yield (
+            "trainer.megatron.moe_token_dispatcher_type",
+            "allgather needs equally many tokens on every expert-parallel rank, and packed micro-batches differ in "
+            "length. Use alltoall.",
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        yield "trainer.parallel.sequence", "sequence parallelism needs trainer.parallel.tensor above 1."
+    if parallel.virtual_pipeline is not None:
+        if parallel.pipeline == 1:
+            yield "trainer.parallel.virtual_pipeline", "needs trainer.parallel.pipeline above 1."
+        if parallel.virtual_pipeline < 2:
+            yield "trainer.parallel.virtual_pipeline", f"{parallel.virtual_pipeline}: use 2 or more, or null."
+
+
+def _expert_text(recipe: Recipe) -> str:
+    parallel = recipe.trainer.parallel
+    left, rest = divmod(recipe.trainer.num_ranks, parallel.expert_tensor * parallel.pipeline)
+    return "" if rest or not left % parallel.expert else divisors_text(left, parallel.expert)
+
+
+def megatron_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Fields of `trainer.megatron` that megatron-core refuses, ignores or gets wrong together with the rest."""
+    for name, message in (*_p2p(recipe), *_fp8(recipe), *_recompute(recipe), *_optimizer(recipe)):
+        yield f"trainer.megatron.{name}", message
+
+
+def _p2p(recipe: Recipe) -> Iterator[Violation]:
+    """Interleaved stages send both ways at once, and batched operations then mix up the two directions, silently."""
+    given = recipe.trainer.megatron
+    if recipe.trainer.parallel.virtual_pipeline is None:
+        return
+    for name, wrong in (("overlap_p2p_comm", False), ("batch_p2p_comm", True)):
+        if given.get(name) is wrong:
+            yield name, "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; it is set rightly."
+
+
+def _fp8(recipe: Recipe) -> Iterator[Violation]:
+    given = recipe.trainer.megatron
+    if given.get("fp8"):
+        if recipe.trainer.precision is not Precision.bf16:
+            precision = recipe.trainer.precision.value
+            yield "fp8", f"FP8 layers stand beside bf16 ones, not {precision}. Set trainer.precision to bf16."
+        return
+    for name, value in given.items():
+        if name.startswith("fp8_") and value:
+            yield name, "has no effect without trainer.megatron.fp8. Set that to e4m3 or hybrid."
+
+
+def _recompute(recipe: Recipe) -> Iterator[Violation]:
+    given = recipe.trainer.megatron
+    granularity, method = given.get("recompute_granularity"), given.get("recompute_method")
+    if granularity == "full" and method is None:
+        yield (
+            "recompute_granularity",
+            "full needs to know of which layers. Set recompute_method: uniform and recompute_num_layers: 1.",
+        )
+    elif granularity == "full" and not given.get("recompute_num_layers"):
+        yield "recompute_method", f"{method} needs recompute_num_layers. Set it to 1."
+    elif granularity != "full" and method is not None:
+        yield "recompute_method", f"{method} belongs to recompute_granularity: full."
+
+
+def _optimizer(recipe: Recipe) -> Iterator[Violation]:
+    given = recipe.trainer.megatron
+    if given.get("optimizer_cpu_offload") and not given.get("optimizer_offload_fraction"):
+        yield "optimizer_cpu_offload", "offloads nothing by itself. Set optimizer_offload_fraction, 1.0 for all of it."
+    if given.get("use_precision_aware_optimizer") and not recipe.trainer.optimizer.distributed:
+        yield "use_precision_aware_optimizer", "needs trainer.optimizer.distributed: true."
+
+
+def padded_tokens(tokens: int, recipe: Recipe) -> int:
+    """Tokens that one sequence takes up in a packed micro-batch, padded for tensor and context parallelism."""
+    parallel = recipe.trainer.parallel
+    alignment = parallel.tensor * (2 * parallel.context if parallel.context > 1 else 1)
+    return -(-tokens // alignment) * alignment
+
+
+def _warmup_violation(recipe: Recipe, updates: int) -> Iterator[Violation]:
+    warmup, schedule = recipe.trainer.optimizer.warmup_steps, recipe.trainer.optimizer.schedule
+    if schedule is not LrSchedule.constant and warmup >= updates:
+        yield (
+            "trainer.optimizer.warmup_steps",
+            f"{warmup} updates of warm-up leave none of the {updates} updates of the run for the {schedule.value} "
+            "schedule.",
+        )
+
+
+def _budget_violation(recipe: Recipe, key: str, tokens: int) -> Iterator[Violation]:
+    trainer = recipe.trainer
+    budget, needed = trainer.max_tokens_per_rank * trainer.parallel.context, padded_tokens(tokens, recipe)
+    if budget < needed:
+        least = -(-needed // trainer.parallel.context)
+        yield (
+            "trainer.max_tokens_per_rank",
+            f"{trainer.max_tokens_per_rank} x context {trainer.parallel.context} = {budget} tokens cannot hold one "
+            f"sequence of {key} {tokens} (padded {needed}). Use {least} or more.",
+        )
+
+
+def batch_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Groups, updates, the token budget and the schedule of `slimrl train`."""
+    rollout, updates = recipe.rollout, recipe.trainer.updates_per_rollout
+    if rollout.samples_per_prompt == 1:
+        rule = recipe.algorithm.advantage.value
+        yield "rollout.samples_per_prompt", f"1: {rule} advantages compare samples of one prompt. Use 2 or more."
+    if updates > 0 and rollout.prompts_per_step % updates:
+        yield (
+            "rollout.prompts_per_step",
+            f"{rollout.prompts_per_step} groups do not divide into trainer.updates_per_rollout {updates} equal shares."
+            + multiples_text(updates, rollout.prompts_per_step),
+        )
+    if rollout.sampling.temperature == 0:
+        yield "rollout.sampling.temperature", "0 is greedy: every sample of a group would be the same. Use 1."
+    yield from _budget_violation(recipe, "rollout.max_trajectory_tokens", rollout.max_trajectory_tokens)
+    yield from _warmup_violation(recipe, recipe.steps * updates)
+
+
+def batch_warnings(recipe: Recipe) -> Iterator[Violation]:
+    """Updates with fewer trajectories than data-parallel ranks."""
+    parallel, rollout = recipe.trainer.parallel, recipe.rollout
+    data = recipe.trainer.num_ranks // (parallel.tensor * parallel.pipeline * parallel.context)
+    trajectories = rollout.prompts_per_step * rollout.samples_per_prompt // recipe.trainer.updates_per_rollout
+    if trajectories < data:
+        yield (
+            "rollout.prompts_per_step",
+            f"{trajectories} trajectories of an update leave {data - trajectories} of {data} data-parallel ranks "
+            "without work.",
+        )
+
+
+def sft_violations(recipe: Recipe) -> Iterator[Violation]:
+    """The token budget and the schedule of `slimrl sft`."""
+    yield from _warmup_violation(recipe, recipe.steps)
+    yield from _budget_violation(recipe, "sft.max_tokens", recipe.sft.max_tokens)

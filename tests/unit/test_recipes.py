@@ -1,0 +1,130 @@
+"""Every shipped recipe passes `slimrl config check` on a machine that has neither its model nor its data."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slimrl.cli import app
+from slimrl.config.load import intended_command
+from slimrl.config.problems import RecipeError
+from slimrl.models.family import UNSUPPORTED
+from slimrl.models.hf_config import FP8_SUFFIX, published_config, published_names
+from slimrl.models.planned_recipe import read_planned
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+PATHS = [path for path in sorted(RECIPES.glob("*/*.yaml")) if path.parent.name != "base"]
+FILES = {str(path.relative_to(RECIPES)): path for path in PATHS}
+TINY = {name: path for name, path in FILES.items() if name.startswith("tiny_moe/")}
+NOT_BUILDABLE = {name for name in FILES if name.startswith("qwen3_next/")}
+LARGE = {
+    "qwen3/qwen3_4b": "Qwen3-4B",
+    "qwen3/qwen3_8b": "Qwen3-8B",
+    "qwen3_moe/qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "qwen3_moe/qwen3_235b_a22b": "Qwen3-235B-A22B",
+    "qwen3_next/qwen3_next_80b_a3b": "Qwen3-Next-80B-A3B",
+    "deepseek_v3/moonlight_16b_a3b": "Moonlight-16B-A3B",
+    "deepseek_v3/deepseek_v3": "DeepSeek-V3",
+    "deepseek_v3/kimi_k2": "Kimi-K2",
+    "glm4_moe/glm_4_5_air": "GLM-4.5-Air",
+    "glm4_moe/glm_4_5": "GLM-4.5",
+}
+"""Start of the recipe's name -> the published model."""
+
+
+def check(*arguments: str):
+    return CliRunner().invoke(app, ["config", "check", *arguments])
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - NOT_BUILDABLE))
+def test_a_recipe_is_refused_by_no_rule(name):
+    path = FILES[name]
+    planned = read_planned(path, [], intended_command(path), model_needed=name not in TINY)
+    # What is noted is what is not on this machine, and nothing that is probably not meant.
+    assert {note.key for note in planned.notes} <= {"data.train", "data.eval.heldout", "trainer.megatron.fp8"}
+    assert ("trainer.megatron.fp8" in {note.key for note in planned.notes}) == ("fp8_training" in name)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_BUILDABLE))
+def test_a_family_that_cannot_be_built_is_refused_by_name_and_nothing_else_is_wrong(name):
+    with pytest.raises(RecipeError) as caught:
+        read_planned(FILES[name], [], "train")
+    (problem,) = caught.value.problems
+    assert problem.key == "model.path"
+    assert UNSUPPORTED["qwen3_next"] in problem.message
+
+
+@pytest.mark.parametrize(("start", "model"), LARGE.items())
+def test_every_model_has_a_colocated_and_a_disaggregated_recipe(start, model):
+    shared, apart = (FILES[f"{start}_gspo{variant}.yaml"] for variant in ("", "_disaggregated"))
+    command = ["config", "show"]
+    for path, colocated in ((shared, True), (apart, False)):
+        output = CliRunner().invoke(app, [*command, str(path)]).output
+        assert re.search(rf"rollout.colocated +{colocated} ", output), output
+        assert re.search(rf"model.path +models/{model}({FP8_SUFFIX})? ", output)
+    assert model in published_names()
+
+
+def test_files_are_named_by_model_algorithm_and_variant_and_say_how_many_gpus_they_take():
+    for name, path in FILES.items():
+        if name in TINY:
+            continue
+        assert re.fullmatch(r"[a-z0-9_]+_(gspo|sft)(_[a-z0-9_]+)?\.yaml", path.name)
+        comment = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
+        assert re.search(r"\d+ (GPUs|H200|B200)|nodes? of 8", comment), name
+        assert "Layout" in comment or "layout" in comment or name in NOT_BUILDABLE, name
+
+
+def test_the_page_of_recipes_lists_each_of_them():
+    page = (RECIPES.parent / "docs" / "recipes.md").read_text()
+    assert set(re.findall(r"^\| `([a-z0-9_]+/[a-z0-9_]+)`", page, re.MULTILINE)) == {
+        name.removesuffix(".yaml") for name in FILES
+    }
+    listed = set(re.findall(r"^\| `([a-z_]+\.yaml)`", page, re.MULTILINE))
+    assert listed == {path.name for path in (RECIPES / "base").iterdir()}
+
+
+def test_no_recipe_repeats_a_number_of_its_model():
+    """Sizes of a model are those of its config.json; the rule against fields of the model covers trainer.megatron."""
+    facts = set(published_config("Qwen3-30B-A3B")) - {"model_type"}
+    for path in FILES.values():
+        keys = set(re.findall(r"^ *([a-z_]+):", path.read_text(), re.MULTILINE))
+        assert not keys & facts, path
+
+
+def test_several_recipes_are_checked_with_one_exit_code():
+    good, bad = str(FILES["qwen3/qwen3_4b_gspo.yaml"]), str(FILES["qwen3_next/qwen3_next_80b_a3b_gspo.yaml"])
+    result = check(good, str(FILES["qwen3_moe/qwen3_30b_a3b_sft.yaml"]))
+    assert result.exit_code == 0, result.output
+    assert "qwen3_30b_a3b_sft.yaml: ok for slimrl sft" in result.output
+    result = check(good, bad)
+    assert result.exit_code == 1
+    assert "2 recipes, 1 refused." in result.output
+    assert check(good, "rollout.samples_per_prompt=1").exit_code == 1
+    assert check(good, "--command", "eval").exit_code == 1
+    assert check("seed=1").exit_code == 2
+
+
+def test_what_is_not_here_is_an_error_when_it_is_asked_for():
+    recipe = str(FILES["qwen3/qwen3_4b_gspo.yaml"])
+    assert "data.train: warning: data/train.jsonl: no such file." in check(recipe).output
+    result = check(recipe, "--files")
+    assert result.exit_code == 1
+    assert "data.train: data/train.jsonl: no such file." in result.output
+    assert "model.path: models/Qwen3-4B: no such folder." in result.output
+
+
+def test_a_recipe_is_checked_within_a_second_and_without_torch():
+    recipe = str(FILES["deepseek_v3/kimi_k2_gspo_disaggregated.yaml"])
+    code = (
+        "import sys, time\n"
+        "from slimrl.cli import app\n"
+        f"app(['config', 'check', {recipe!r}], standalone_mode=False)\n"
+        "heavy = {'torch', 'ray', 'megatron', 'sglang', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert time.process_time() < 1, time.process_time()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
