@@ -111,7 +111,6 @@ def test_nested_lists_and_mappings_of_pass_through_fields_come_whole_from_the_co
     recipe = load(
         MINIMAL,
         "trainer.megatron.pipeline_model_parallel_layout=[[embedding, decoder], [decoder, loss]]",
-        "rollout.sglang.cuda_graph_bs=[1, 2, 4]" if "cuda_graph_bs" in sglang_fields() else "seed=1",
         "trainer.megatron.moe_layer_freq=[0, 1, 1]",
     ).recipe
     assert recipe.trainer.megatron["pipeline_model_parallel_layout"] == [["embedding", "decoder"], ["decoder", "loss"]]
