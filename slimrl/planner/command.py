@@ -1,0 +1,57 @@
+"""`slimrl plan`: a plan or suggestions, printed."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from slimrl.planner.hardware import Hardware
+from slimrl.planner.plan import as_json, make_plan
+from slimrl.planner.suggest import suggest
+from slimrl.planner.tables import print_plan, print_suggestions
+
+
+def run(
+    path: Path,
+    overrides: Sequence[str],
+    hardware: Hardware,
+    *,
+    mean_tokens: int | None,
+    suggestions_wanted: bool,
+    gpus: int | None,
+    top: int,
+    to_json: bool,
+) -> None:
+    """
+    Args:
+        suggestions_wanted: rank layouts, of `gpus` trainer ranks or of as many as the recipe has, instead of planning.
+        top: layouts to show.
+
+    Raises:
+        ValueError: the recipe is refused, or its model is not known here.
+    """
+    if gpus is not None and not suggestions_wanted:
+        raise ValueError("--gpus goes with --suggest.")
+    if not suggestions_wanted:
+        plan = make_plan(path, overrides, hardware, mean_tokens=mean_tokens)
+        if to_json:
+            print(json.dumps(as_json(plan), indent=2))
+        else:
+            print_plan(plan)
+        return
+    suggestions, tried, ranks = suggest(path, overrides, hardware, gpus=gpus, count=top, mean_tokens=mean_tokens)
+    if not to_json:
+        print_suggestions(suggestions, tried, ranks)
+        return
+    rows = [
+        {
+            "settings": suggestion.settings,
+            "layout": asdict(suggestion.plan.recipe.trainer.parallel),
+            "memory_gib": suggestion.memory_gib,
+            "step_seconds": suggestion.plan.step_s,
+            "fits": suggestion.plan.fits,
+            "reason": suggestion.reason,
+        }
+        for suggestion in suggestions
+    ]
+    print(json.dumps({"gpus": ranks, "legal_layouts": tried, "suggestions": rows}, indent=2))

@@ -1,0 +1,123 @@
+"""What an engine holds on each of its GPUs: weights, and in the rest of what SGLang takes, keys and values of tokens.
+
+SGLang's `mem_fraction_static` is the share of a GPU's free memory that weights and the pool of keys and values take
+together; the rest is left to activations and CUDA graphs. Where the recipe does not set it, SGLang's own rule decides
+(sglang 0.5, srt/arg_groups/memory_hook.py), without its terms for multimodal models, speculative decoding and
+data-parallel attention.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from slimrl.config.schema import Precision, Recipe
+from slimrl.data.protocols import TensorPart
+from slimrl.planner.shape import Shape
+
+GIB = 1024**3
+MIB = 1024**2
+
+_PREFILL_TOKENS = ((35, 4096), (60, 4096), (160, 8192))
+"""(GPUs below so many GiB, tokens that SGLang prefills at a time); smaller ones 2048, larger ones 16384."""
+_SMALL_GIB = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """Of one GPU of an engine, and of all engines where it says so."""
+
+    weights: int
+    kv_cache: int
+    mem_fraction_static: float
+    kv_bytes_per_token: int
+    """On one GPU"""
+    kv_tokens: int
+    """Of one engine"""
+    trajectories: int
+    """Of the longest length that the recipe allows, in all engines at once"""
+
+
+def plan_engine(
+    recipe: Recipe,
+    shape: Shape,
+    parts: Iterable[TensorPart],
+    replicated: Collection[str],
+    *,
+    gpu_bytes: int,
+    reserve_bytes: int,
+) -> EnginePlan:
+    """
+    Args:
+        parts: all that a resync sends, as engines hold it.
+        replicated: names of what each rank holds whole.
+        reserve_bytes: of the GPU, not free when the engine starts.
+    """
+    rollout = recipe.rollout
+    fraction = rollout.sglang.get("mem_fraction_static") or static_fraction(recipe, gpu_bytes)
+    weights = engine_weight_bytes(recipe, shape, parts, replicated)
+    pool = max(0, round((gpu_bytes - reserve_bytes) * float(fraction)) - weights)
+    per_token = kv_bytes_per_token(shape, rollout.engine_tensor, _kv_width(recipe))
+    tokens = pool // per_token
+    limit = rollout.sglang.get("max_total_tokens")
+    tokens = min(tokens, int(limit)) if limit else tokens
+    return EnginePlan(
+        weights=weights,
+        kv_cache=tokens * per_token,
+        mem_fraction_static=float(fraction),
+        kv_bytes_per_token=per_token,
+        kv_tokens=tokens,
+        trajectories=tokens // rollout.max_trajectory_tokens * rollout.num_engines,
+    )
+
+
+def kv_bytes_per_token(shape: Shape, ranks: int, element_bytes: float) -> int:
+    """On one rank, over all layers.
+
+    Grouped-query attention keeps keys and values of a rank's heads, of which it has at least one (arXiv:2305.13245);
+    multi-latent attention keeps the latent and the rotated key, whole on every rank (arXiv:2405.04434, section 2.1).
+    """
+    if shape.kv_latent:
+        columns = shape.kv_latent + shape.rotary_columns
+    else:
+        columns = max(1, shape.kv_heads // ranks) * (shape.query_columns + shape.value_columns)
+    return round(shape.layers * columns * element_bytes)
+
+
+def engine_weight_bytes(recipe: Recipe, shape: Shape, parts: Iterable[TensorPart], replicated: Collection[str]) -> int:
+    """Of one rank: its share of what is cut, copies of key-value heads included, and all of the rest."""
+    ranks = recipe.rollout.engine_tensor
+    copies = 1 if shape.kv_latent else max(1, ranks // shape.kv_heads)
+    total = 0.0
+    for part in parts:
+        name = part.spec.name
+        if name in replicated:
+            total += part.nbytes
+        else:
+            total += part.nbytes / ranks * (copies if ".k_proj." in name or ".v_proj." in name else 1)
+    return round(total)
+
+
+def static_fraction(recipe: Recipe, gpu_bytes: int) -> float:
+    """What SGLang takes where `mem_fraction_static` is not set."""
+    sglang, ranks = recipe.rollout.sglang, recipe.rollout.engine_tensor
+    gib = gpu_bytes / GIB
+    small = 2048 if gib < _SMALL_GIB else 16384
+    default = next((tokens for below, tokens in _PREFILL_TOKENS if _SMALL_GIB <= gib < below), small)
+    prefill = int(sglang.get("chunked_prefill_size") or default)
+    reserved = 512 + max(prefill, 2048) * 1.5 + ranks / 8 * 1024 + _graph_batch(gib, ranks) * 2
+    if gib > 60:
+        reserved = max(reserved, 10 * 1024)
+    return round(max(0.0, (gpu_bytes / MIB - reserved) / (gpu_bytes / MIB)), 3)
+
+
+def _graph_batch(gib: float, ranks: int) -> int:
+    """Largest batch of a CUDA graph for decoding."""
+    few = ((20, 8), (35, 48), (60, 32), (160, 256))
+    many = ((20, 8), (60, 160), (160, 512))
+    return next((batch for below, batch in (few if ranks < 4 else many) if gib < below), 512)
+
+
+def _kv_width(recipe: Recipe) -> float:
+    kind = str(recipe.rollout.sglang.get("kv_cache_dtype") or "auto")
+    if kind == "auto":
+        return 2 if recipe.trainer.precision is Precision.bf16 else 4
+    return 1 if kind.startswith("fp8") else 2

@@ -1,0 +1,129 @@
+"""A layout of the trainer judged: memory of every stage, time of a step, and whether it fits."""
+
+from dataclasses import dataclass
+
+from slimrl.config.schema import Recipe
+from slimrl.planner.communication import Communication, update_communication
+from slimrl.planner.engine import GIB
+from slimrl.planner.facts import Facts
+from slimrl.planner.hardware import Hardware
+from slimrl.planner.memory import StageMemory, engine_gpu_bytes, stage_memory
+from slimrl.planner.parameters import Stage
+from slimrl.planner.schedule import Batch, update_batch
+from slimrl.planner.work import Work, step_work
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutPlan:
+    recipe: Recipe
+    stages: list[Stage]
+    layers: list[list[int]]
+    """By pipeline stage"""
+    memory: list[StageMemory]
+    """By pipeline stage"""
+    engine_gpu: int | None
+    """Bytes on a GPU that an engine has to itself"""
+    batch: Batch
+    work: Work
+    communication: Communication
+    """Of one update"""
+    updates: int
+    """Of one step"""
+    problems: list[str]
+    """Why it does not fit; empty where it does"""
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def worst(self) -> int:
+        """The stage that needs most."""
+        return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
+
+    @property
+    def most_bytes(self) -> int:
+        """On any GPU"""
+        return max(self.memory[self.worst].total, self.engine_gpu or 0)
+
+    @property
+    def training_s(self) -> float:
+        """Log-probs and updates of a step, with all communication beside the computation; log-probs send a third."""
+        passes = self.updates + (self.updates / 3 if self.work.logprob_flops else 0)
+        return self.work.training_s + self.work.logprob_s + passes * self.communication.total_s
+
+    @property
+    def step_s(self) -> float:
+        """Training and the shortest rollout that can be; without the resync."""
+        return self.training_s + self.work.rollout_at_least_s
+
+
+def plan_layout(
+    facts: Facts,
+    recipe: Recipe,
+    stages: list[Stage],
+    layers: list[list[int]],
+    hardware: Hardware,
+    *,
+    sft: bool,
+    mean_tokens: int | None,
+) -> LayoutPlan:
+    """
+    Args:
+        stages: parameters of a rank of each pipeline stage.
+        mean_tokens: length of a trajectory or conversation; None for the longest that the recipe allows.
+    """
+    batch = update_batch(recipe, sft=sft, mean_tokens=mean_tokens)
+    memory = [
+        stage_memory(facts, recipe, stage, layers[index], index, batch, hardware) for index, stage in enumerate(stages)
+    ]
+    engine_gpu = engine_gpu_bytes(facts, recipe, hardware)
+    work = step_work(
+        recipe,
+        facts.shape,
+        facts.parameters,
+        batch,
+        hardware,
+        sft=sft,
+        engine_weight_bytes=facts.engine.weights if facts.engine else 0,
+    )
+    return LayoutPlan(
+        recipe=recipe,
+        stages=stages,
+        layers=layers,
+        memory=memory,
+        batch=batch,
+        work=work,
+        communication=update_communication(facts.shape, recipe.trainer, stages, layers, batch, hardware),
+        updates=1 if sft else recipe.trainer.updates_per_rollout,
+        engine_gpu=engine_gpu,
+        problems=_problems(facts, recipe, memory, engine_gpu, hardware),
+    )
+
+
+def _problems(
+    facts: Facts, recipe: Recipe, memory: list[StageMemory], engine_gpu: int | None, hardware: Hardware
+) -> list[str]:
+    limit = round(hardware.gpu_memory_gib * GIB)
+    held = {f"{phase}, stage {i}": n for i, stage in enumerate(memory) for phase, n in stage.phases.items()}
+    if engine_gpu is not None:
+        held["a GPU of an engine"] = engine_gpu
+    problems = [
+        f"{name}: {nbytes / GIB:.1f} GiB of {hardware.gpu_memory_gib:g}"
+        for name, nbytes in held.items()
+        if nbytes > limit
+    ]
+    if facts.engine is None:
+        return problems
+    rollout = recipe.rollout
+    if facts.engine.trajectories == 0:
+        problems.append(
+            f"engines: {facts.engine.kv_tokens:,} tokens of KV cache hold no trajectory of "
+            f"{rollout.max_trajectory_tokens:,}; raise rollout.engine_tensor or rollout.sglang.mem_fraction_static"
+        )
+    if rollout.engine_tensor > hardware.gpus_per_node:
+        problems.append(
+            f"rollout.engine_tensor: {rollout.engine_tensor} GPUs, but an engine runs on one node, which has "
+            f"{hardware.gpus_per_node}"
+        )
+    return problems

@@ -1,0 +1,151 @@
+"""The whole plan of a recipe: parameters, memory, time and resync, and its form as JSON.
+
+1. The recipe passes all rules of its settings; its model's config.json may be a published one.
+2. One rank of each pipeline stage is built on the meta device, and its parameters counted.
+3. Memory, work and communication follow from formulas, each with its source in its module.
+4. The resync planner gives the bytes and seconds of a new version.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slimrl.config.schema import Recipe, TransportName
+from slimrl.planner.engine import GIB
+from slimrl.planner.facts import Facts, devices, model_facts, with_engines
+from slimrl.planner.hardware import Hardware
+from slimrl.planner.layout_plan import LayoutPlan, plan_layout
+from slimrl.planner.parameters import built_stages, layout_fields, stage_total
+from slimrl.planner.recipe import Planned, read
+from slimrl.resync.estimate.estimate import ESTIMATED, Estimate, estimate
+from slimrl.resync.plan import ResyncPlan, plan_resync
+from slimrl.runtime.resync_estimate import place
+from slimrl.trainer.build import transformer_config
+from slimrl.trainer.source_layout import layers_of_stages, source_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    planned: Planned
+    hardware: Hardware
+    facts: Facts
+    layout: LayoutPlan
+    resync: Estimate | None
+    """None with `slimrl sft`"""
+    notes: list[str]
+    """What the figures take for granted beyond the formulas"""
+
+
+def make_plan(path: Path, overrides: Sequence[str], hardware: Hardware, *, mean_tokens: int | None = None) -> Plan:
+    """
+    Args:
+        mean_tokens: length of a trajectory or conversation; None for the longest that the recipe allows.
+
+    Raises:
+        ValueError: the recipe breaks a rule, its model is not supported, or its layout cannot be.
+    """
+    planned = read(path, overrides)
+    if mean_tokens is not None and mean_tokens < 1:
+        raise ValueError(f"--mean-tokens {mean_tokens}: must be at least 1")
+    recipe, known, resync = planned.recipe, model_facts(planned), None
+    if not planned.sft:
+        version = plan_version(planned, known, hardware)
+        known = with_engines(known, recipe, version.buckets, hardware)
+        resync = estimate_version(planned, known, version, hardware)
+    uneven = replace(recipe.trainer, megatron=layout_fields(recipe.trainer.megatron))
+    layers = layers_of_stages(transformer_config(uneven, known.model))
+    stages = built_stages(recipe.trainer, known.model)
+    layout = plan_layout(known, recipe, stages, layers, hardware, sft=planned.sft, mean_tokens=mean_tokens)
+    return Plan(
+        planned=planned,
+        hardware=hardware,
+        facts=known,
+        layout=layout,
+        resync=resync,
+        notes=_notes(planned, mean_tokens),
+    )
+
+
+def plan_version(planned: Planned, known: Facts, hardware: Hardware) -> ResyncPlan:
+    """The resync of one version; `delta` is planned as a whole version through the disk."""
+    recipe = planned.recipe
+    cluster = place(recipe, hardware.gpus_per_node)
+    return plan_resync(
+        source_layout(known.hf_config, recipe.trainer),
+        cluster.nodes,
+        cluster.engines,
+        transport=_transport(recipe),
+        bucket_bytes=recipe.resync.bucket_bytes,
+        transform=known.transform,
+    )
+
+
+def estimate_version(planned: Planned, known: Facts, version: ResyncPlan, hardware: Hardware) -> Estimate:
+    """Bytes and seconds of that."""
+    recipe = planned.recipe
+    engines = place(recipe, hardware.gpus_per_node).engines
+    return estimate(version, engines, hardware.links, transport=_transport(recipe), replicated=known.replicated)
+
+
+def _transport(recipe: Recipe) -> TransportName:
+    return recipe.resync.transport if recipe.resync.transport in ESTIMATED else TransportName.disk
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Sizes in GiB, times in seconds; memory is that of the stage that needs most, and of an engine's GPU."""
+    layout, known = plan.layout, plan.facts
+    worst = layout.memory[layout.worst]
+    engine = known.engine
+    engine_parts = {"engine_weights": engine.weights / GIB, "kv_cache": engine.kv_cache / GIB} if engine else {}
+    totals = [stage_total(stage) for stage in layout.stages]
+    return {
+        "model": plan.planned.model,
+        "world_size": plan.planned.recipe.trainer.num_ranks,
+        "gpus": devices(plan.planned.recipe, sft=plan.planned.sft),
+        "layout": asdict(plan.planned.recipe.trainer.parallel),
+        "parameters": {
+            "total": known.parameters.total,
+            "active": known.parameters.active,
+            "per_rank_min": min(totals),
+            "per_rank_max": max(totals),
+            "per_stage": totals,
+        },
+        "memory_gib": {
+            **{name: nbytes / GIB for name, nbytes in worst.parts.items()},
+            **engine_parts,
+            "total": layout.most_bytes / GIB,
+            "limit": plan.hardware.gpu_memory_gib,
+            "host": worst.host / GIB,
+            "stage": layout.worst,
+            "phases": {name: nbytes / GIB for name, nbytes in worst.phases.items()},
+            "engine_gpu": None if layout.engine_gpu is None else layout.engine_gpu / GIB,
+        },
+        "fits": layout.fits,
+        "problems": layout.problems,
+        "kv_cache_tokens": engine.kv_tokens if engine else None,
+        "concurrent_trajectories": engine.trajectories if engine else None,
+        "batch": asdict(layout.batch),
+        "pipeline_bubble": layout.work.bubble,
+        "work": asdict(layout.work),
+        "communication": asdict(layout.communication),
+        "step_seconds": layout.step_s,
+        "resync": None
+        if plan.resync is None
+        else {"bytes": plan.resync.sent_bytes, "seconds": plan.resync.seconds, "links": plan.resync.link_bytes},
+        "hardware": asdict(plan.hardware),
+        "notes": plan.notes,
+    }
+
+
+def _notes(planned: Planned, mean_tokens: int | None) -> list[str]:
+    recipe = planned.recipe
+    notes = []
+    if mean_tokens is None:
+        longest = recipe.sft.max_tokens if planned.sft else recipe.rollout.max_trajectory_tokens
+        notes.append(f"all sequences have the longest length, {longest:,} tokens; --mean-tokens tells another")
+    if recipe.trainer.megatron.get("fp8"):
+        notes.append("FP8 training is planned with the memory and the peak of bf16, an upper bound of both")
+    if not planned.sft and recipe.resync.transport not in ESTIMATED:
+        notes.append("the resync is a whole version through the disk; a delta is smaller by what did not change")
+    return notes

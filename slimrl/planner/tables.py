@@ -1,0 +1,180 @@
+"""A plan and suggestions as tables for a terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from slimrl.planner.engine import GIB
+from slimrl.planner.facts import devices
+from slimrl.planner.model_state import shares
+from slimrl.planner.parameters import stage_total
+from slimrl.planner.plan import Plan
+from slimrl.planner.suggest import Suggestion
+
+GB = 10**9
+PIPED_COLUMNS = 160
+
+SOURCES = {
+    "weights": "parameters x 2 bytes in bf16, 4 in fp32",
+    "gradients": "parameters x 4 bytes, 2 with grad_reduce_in_fp32: false",
+    "optimizer": "share of main weights and moments, 12 bytes in bf16 (arXiv:1910.02054)",
+    "activations": "tensors kept for the backward pass (arXiv:2205.05198)",
+    "logits": "float32 logits, their gradient, one chunk's softmax",
+    "resync": "slots of a sender, 2 x resync.bucket_bytes",
+    "engine_weights": "what a resync sends / engine_tensor",
+    "kv_cache": "mem_fraction_static x free memory - engine weights",
+    "reserve": "CUDA contexts, communication, fragmentation: --reserve-gib",
+}
+"""Part of the memory -> the formula in short; the modules of this package have them in full."""
+
+
+def print_plan(plan: Plan) -> None:
+    console = _console()
+    _print_world(console, plan)
+    console.print(_stages(plan))
+    console.print(_memory(plan))
+    if plan.facts.engine is not None:
+        console.print(_engines(plan))
+    console.print(_time(plan))
+    for note in plan.notes:
+        console.print(f"note: {note}")
+    if plan.layout.fits:
+        console.print("it fits")
+    else:
+        console.print("it does not fit: " + "; ".join(plan.layout.problems))
+
+
+def print_suggestions(suggestions: Sequence[Suggestion], tried: int, gpus: int) -> None:
+    console = _console()
+    rows = []
+    for number, suggestion in enumerate(suggestions, 1):
+        trainer = suggestion.plan.recipe.trainer
+        parallel = trainer.parallel
+        sizes = (parallel.tensor, parallel.context, parallel.pipeline, parallel.expert, trainer.max_tokens_per_rank)
+        recompute = str(trainer.megatron.get("recompute_granularity") or "none")
+        figures = (f"{suggestion.memory_gib:.1f}", f"{suggestion.plan.step_s:,.1f}")
+        fits = "yes" if suggestion.plan.fits else "no"
+        rows.append((str(number), *map(str, sizes), recompute, *figures, fits, suggestion.reason))
+    console.print(_table(f"{tried} legal layouts of {gpus} trainer ranks, the best first", _SUGGESTED, rows))
+    for number, suggestion in enumerate(suggestions, 1):
+        console.print(f"{number}: {suggestion.settings}")
+
+
+_SUGGESTED = ("", "TP", "CP", "PP", "EP", "tokens", "recompute", "GiB", "step s", "fits", "why")
+
+
+def _console() -> Console:
+    """Into a file or a pipe a table goes in its full width."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, markup=False, soft_wrap=True, width=PIPED_COLUMNS)
+
+
+def _print_world(console: Console, plan: Plan) -> None:
+    recipe, sft = plan.planned.recipe, plan.planned.sft
+    trainer, parallel, rollout = recipe.trainer, recipe.trainer.parallel, recipe.rollout
+    dense, experts = shares(parallel, trainer.num_ranks)
+    gpus = devices(recipe, sft=sft)
+    console.print(f"model: {plan.planned.model}")
+    console.print(
+        f"world: {trainer.num_ranks} trainer ranks, {gpus} GPUs, {-(-gpus // plan.hardware.gpus_per_node)} nodes"
+    )
+    console.print(
+        f"groups: tensor {parallel.tensor}, context {parallel.context}, data {dense // parallel.context}, "
+        f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline or 1}; expert {parallel.expert}, expert tensor "
+        f"{parallel.expert_tensor}, expert data {experts}; optimizer states over {dense} and {experts} ranks"
+    )
+    if not sft:
+        where = "on the trainer's GPUs" if rollout.colocated else "on GPUs of their own"
+        console.print(
+            f"engines: {rollout.num_engines} of {rollout.engine_tensor} GPUs, experts in {rollout.engine_expert} "
+            f"parts, {where}"
+        )
+    known = plan.facts.parameters
+    console.print(f"parameters: {known.total:,}, of which a token meets {known.active:,}")
+    console.print()
+
+
+def _stages(plan: Plan) -> Table:
+    layout = plan.layout
+    rows = [
+        (
+            str(index),
+            str(len(layout.layers[index])),
+            f"{stage_total(stage):,}",
+            *(f"{nbytes / GIB:.1f}" for nbytes in layout.memory[index].phases.values()),
+        )
+        for index, stage in enumerate(layout.stages)
+    ]
+    phases = (f"GiB, {phase}" for phase in layout.memory[0].phases)
+    return _table("a rank of each stage", ("stage", "layers", "parameters", *phases), rows)
+
+
+def _memory(plan: Plan) -> Table:
+    layout = plan.layout
+    worst = layout.memory[layout.worst]
+    rows = [(name, f"{nbytes / GIB:.2f}", SOURCES[name]) for name, nbytes in worst.parts.items() if nbytes]
+    rows += [(f"= {phase}", f"{nbytes / GIB:.2f}", "held at a time") for phase, nbytes in worst.phases.items()]
+    rows.append(("limit", f"{plan.hardware.gpu_memory_gib:.2f}", "--gpu-memory-gib"))
+    if worst.host:
+        rows.append(
+            (
+                "host",
+                f"{worst.host / GIB:.2f}",
+                "in the host's memory: an offloaded optimizer, what a trainer gives away",
+            )
+        )
+    return _table(f"memory of a GPU of stage {layout.worst}", ("part", "GiB", "from"), rows)
+
+
+def _engines(plan: Plan) -> Table:
+    engine, rollout = plan.facts.engine, plan.planned.recipe.rollout
+    assert engine is not None
+    held = [] if plan.layout.engine_gpu is None else [("held on a GPU", f"{plan.layout.engine_gpu / GIB:.2f} GiB")]
+    rows = [
+        *held,
+        ("weights on a GPU", f"{engine.weights / GIB:.2f} GiB"),
+        ("KV cache on a GPU", f"{engine.kv_cache / GIB:.2f} GiB"),
+        ("mem_fraction_static", f"{engine.mem_fraction_static:g}"),
+        ("bytes of a token on one GPU", f"{engine.kv_bytes_per_token:,}"),
+        ("tokens in the KV cache of an engine", f"{engine.kv_tokens:,}"),
+        (
+            f"trajectories of {rollout.max_trajectory_tokens:,} tokens at once, all engines",
+            f"{engine.trajectories:,} (rollout.max_concurrency {rollout.max_concurrency:,})",
+        ),
+    ]
+    return _table("engines", ("", ""), rows)
+
+
+def _time(plan: Plan) -> Table:
+    layout, work, batch = plan.layout, plan.layout.work, plan.layout.batch
+    peta = 10**15
+    hardware = plan.hardware
+    at = f"at {hardware.mfu:g} of {hardware.peak_tflops:g} TFLOPS"
+    rows = [
+        ("update", f"{batch.tokens:,} tokens, {batch.micro_batches} micro-batches a rank, {layout.updates} a step"),
+        ("pipeline bubble", f"{work.bubble:.1%}"),
+        ("training", f"{work.training_s:,.1f} s {at}, {work.training_flops / peta:,.0f} PFLOP a step"),
+        ("communication", f"{layout.communication.total_s * layout.updates:,.1f} s, if nothing of it is hidden"),
+    ]
+    if not plan.planned.sft:
+        rows += [
+            ("log-probs", f"{work.logprob_s:,.1f} s, {work.logprob_flops / peta:,.0f} PFLOP"),
+            ("rollout", f"at least {work.rollout_at_least_s:,.1f} s, {work.generation_flops / peta:,.0f} PFLOP"),
+        ]
+    if plan.resync is not None:
+        rows.append(("resync", f"{plan.resync.seconds:,.1f} s, {plan.resync.sent_bytes / GB:,.1f} GB"))
+        rows.append(("", ", ".join(f"{name} {n / GB:,.0f} GB" for name, n in plan.resync.link_bytes.items())))
+    return _table("time of a step", ("", ""), rows)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        right = any(row[number].replace(",", "").replace(".", "").isdigit() for row in rows)
+        table.add_column(column, justify="right" if right else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,241 @@
+"""The planner's formulas against closed forms, published sizes and each other."""
+
+from dataclasses import replace
+from math import prod
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.data.protocols import TensorPart, num_rows
+from slimrl.models.family import UNSUPPORTED, family_of
+from slimrl.models.hf_config import published_config, published_names, published_size
+from slimrl.planner.activations import layer_bytes, logits_bytes, stage_activations
+from slimrl.planner.engine import GIB, engine_weight_bytes, kv_bytes_per_token, static_fraction
+from slimrl.planner.hardware import Hardware
+from slimrl.planner.model_state import buffer_elements, state_bytes
+from slimrl.planner.parameters import ChunkParameters, model_parameters
+from slimrl.planner.schedule import bubble_fraction, chunks_in_flight
+from slimrl.planner.shape import Shape
+from slimrl.planner.suggest import divided_layers
+from slimrl.planner.work import forward_flops_per_token
+from slimrl.runtime.resync_estimate import replicated_names
+
+SUPPORTED = [name for name in published_names() if published_config(name)["model_type"] not in UNSUPPORTED]
+
+
+def shape_of(name: str) -> Shape:
+    config = published_config(name)
+    return Shape.of(family_of(config).megatron_config(config))
+
+
+def trainer(num_ranks: int = 1, *, precision: Precision = Precision.bf16, **settings) -> TrainerConfig:
+    parallel = {name: settings.pop(name) for name in list(settings) if hasattr(ParallelConfig(), name)}
+    return TrainerConfig(
+        num_ranks=num_ranks,
+        parallel=ParallelConfig(**parallel),
+        optimizer=OptimizerConfig(lr=1e-6, distributed=settings.pop("distributed", True)),
+        precision=precision,
+        **{"max_tokens_per_rank": 1000, "logprob_chunk_tokens": 100, **settings},
+    )
+
+
+def as_published(count: int, published_b: float) -> bool:
+    """Within 1%, or of the same value once rounded to as many digits as were published."""
+    digits = len(str(published_b).partition(".")[2].rstrip("0"))
+    return abs(count / 1e9 / published_b - 1) < 0.01 or round(count / 1e9, digits) == published_b
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_total_and_active_parameters_are_the_published_ones(name):
+    config = published_config(name)
+    family = family_of(config)
+    found = model_parameters(family.weight_map(config), topk=Shape.of(family.megatron_config(config)).topk)
+    published = published_size(name)
+    # The published 1T of Kimi-K2 is rounded from 1026B.
+    assert as_published(found.total, 1026 if name == "Kimi-K2" else published.total_b)
+    # Authors count embedding and head among the active ones, or the head alone, or neither.
+    embedding = config["vocab_size"] * config["hidden_size"]
+    counts = (found.active, found.active_without_embedding, found.active - 2 * embedding)
+    assert min(abs(count / 1e9 / published.active_b - 1) for count in counts) < 0.03
+
+
+def test_the_cache_of_grouped_queries_has_keys_and_values_of_a_ranks_heads_in_every_layer():
+    shape = shape_of("Qwen3-30B-A3B")
+    assert kv_bytes_per_token(shape, 1, 2) == 48 * 2 * 4 * 128 * 2
+    assert kv_bytes_per_token(shape, 2, 2) == 48 * 2 * 2 * 128 * 2
+    # Eight ranks share four heads in pairs.
+    assert kv_bytes_per_token(shape, 8, 2) == kv_bytes_per_token(shape, 4, 2) == 48 * 2 * 128 * 2
+    assert kv_bytes_per_token(shape, 4, 1) == 48 * 2 * 128
+
+
+def test_the_cache_of_latent_attention_is_whole_on_every_rank():
+    shape = shape_of("DeepSeek-V3")
+    assert kv_bytes_per_token(shape, 1, 2) == kv_bytes_per_token(shape, 16, 2) == 61 * (512 + 64) * 2
+
+
+def test_an_engine_cuts_all_weights_but_norms_and_routers_and_shares_heads_that_are_too_few():
+    config = published_config("Qwen3-30B-A3B")
+    weight_map = family_of(config).weight_map(config)
+    parts = [
+        TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=0, nbytes=2 * prod(spec.shape))
+        for spec in weight_map.specs("bfloat16")
+    ]
+    hidden, layers, experts, head = 2048, 48, 128, 128
+    attention = layers * hidden * head * (32 + 2 * 4 + 32)
+    mlp = layers * experts * 3 * hidden * 768
+    whole = layers * (2 * hidden + 2 * head + experts * hidden) + hidden
+    recipe = SimpleNamespace(rollout=SimpleNamespace(engine_tensor=4, sglang={}))
+    found = engine_weight_bytes(recipe, shape_of("Qwen3-30B-A3B"), parts, replicated_names(weight_map))
+    cut = attention + mlp + 2 * 151936 * hidden
+    assert found == 2 * (cut // 4 + whole)
+    # Eight ranks have four heads of keys and values, so each is on two of them.
+    recipe.rollout.engine_tensor = 8
+    found = engine_weight_bytes(recipe, shape_of("Qwen3-30B-A3B"), parts, replicated_names(weight_map))
+    assert found == 2 * ((cut + layers * hidden * head * 2 * 4) // 8 + whole)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "held"), [(8, 4, [2, 2, 2, 2]), (61, 4, [16, 16, 16, 13]), (94, 8, [12] * 7 + [10])]
+)
+def test_suggested_pipelines_have_as_many_layers_on_every_stage_but_the_last(layers, pipeline, held):
+    divided = divided_layers(layers, pipeline)
+    assert [len(stage) for stage in divided] == held
+    assert [layer for stage in divided for layer in stage] == list(range(layers))
+
+
+def test_a_pipeline_whose_last_stage_would_be_empty_is_not_suggested():
+    assert divided_layers(6, 4) is None
+    assert divided_layers(4, 5) is None
+
+
+def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves():
+    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang={}, engine_tensor=8))
+    # 512 MiB, 1.5 MiB for each of 8192 tokens, 1 GiB for 8 ranks, 2 MiB for each of 512 sequences in a graph.
+    assert static_fraction(recipe, 80 * GIB) == pytest.approx(1 - (512 + 12288 + 1024 + 1024) / 81920, abs=1e-3)
+
+
+def test_a_pipeline_waits_for_as_many_micro_batches_as_it_has_stages_but_one():
+    plain = ParallelConfig(pipeline=4)
+    assert bubble_fraction(ParallelConfig(), 7) == 0
+    assert bubble_fraction(plain, 9) == pytest.approx(3 / 12)
+    assert bubble_fraction(replace(plain, virtual_pipeline=2), 9) == pytest.approx(3 / 21)
+    assert [chunks_in_flight(plain, stage, 9) for stage in range(4)] == [4, 3, 2, 1]
+    assert [chunks_in_flight(plain, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    interleaved = replace(plain, virtual_pipeline=2)
+    assert [chunks_in_flight(interleaved, stage, 8) for stage in range(4)] == [11, 9, 7, 5]
+
+
+def test_buffers_are_aligned_by_parameter_and_at_the_end():
+    assert buffer_elements([10, 100], 128) == 256
+    assert buffer_elements([100, 10], 128) == 256
+    assert buffer_elements([64, 64], 128) == 128
+    assert buffer_elements([], 128) == 0
+
+
+BIG = (ChunkParameters(dense=(1 << 20,), experts=(1 << 22,)),)
+DENSE, EXPERTS = 1 << 20, 1 << 22
+
+
+def test_states_in_bf16_are_two_four_and_twelve_bytes_over_their_own_data_ranks():
+    state = state_bytes(BIG, trainer(16, tensor=2, sequence=True, expert=4))
+    assert state.weights == 2 * (DENSE + EXPERTS)
+    assert state.gradients == 4 * (DENSE + EXPERTS)
+    assert state.optimizer == 12 * DENSE // 8 + 12 * EXPERTS // 4
+    whole = state_bytes(BIG, trainer(16, distributed=False))
+    assert whole.optimizer == 12 * (DENSE + EXPERTS)
+
+
+def test_states_in_fp32_have_no_main_weights():
+    state = state_bytes(BIG, trainer(4, precision=Precision.fp32))
+    assert state.weights == state.gradients == 4 * (DENSE + EXPERTS)
+    assert state.optimizer == 8 * (DENSE + EXPERTS) // 4
+
+
+def test_a_precision_aware_optimizer_and_offloading_take_what_their_fields_say():
+    aware = {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "bfloat16",
+        "grad_reduce_in_fp32": False,
+    }
+    state = state_bytes(BIG, trainer(1, megatron=aware))
+    assert state.gradients == 2 * (DENSE + EXPERTS)
+    assert state.optimizer == 8 * (DENSE + EXPERTS)
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}
+    state = state_bytes(BIG, trainer(1, megatron=offload))
+    assert state.optimizer == 3 * (DENSE + EXPERTS)
+    assert state.host == 9 * (DENSE + EXPERTS)
+
+
+def test_a_dense_layer_keeps_what_its_table_says():
+    shape = shape_of("Qwen3-8B")
+    found = layer_bytes(shape, trainer(), sparse=False)
+    hidden, ffn, queries, keys = 4096, 12288, 32 * 128, 8 * 128
+    columns = 4 * hidden + 2 * (queries + keys) + keys + queries + 3 * ffn
+    assert found.total == 1000 * (2 * columns + 4 * 32)
+
+
+def test_everything_that_is_kept_is_cut_by_tensor_parallelism_with_sequence_parallelism():
+    for name in ("Qwen3-30B-A3B", "Qwen3-8B", "DeepSeek-V3"):
+        shape = shape_of(name)
+        sparse = shape.sparse[-1]
+        whole = layer_bytes(shape, trainer(), sparse=sparse).total
+        assert layer_bytes(shape, trainer(4, tensor=4, sequence=True), sparse=sparse).total == pytest.approx(whole / 4)
+
+
+def test_full_recompute_keeps_the_inputs_of_layers_and_one_layer():
+    shape = shape_of("Qwen3-30B-A3B")
+    full = trainer(megatron={"recompute_granularity": "full", "recompute_method": "uniform"})
+    one = layer_bytes(shape, full, sparse=True)
+    found = stage_activations(shape, full, range(48), 0, micro_batches=1)
+    head = 2 * 2048 * 1000 * 2
+    assert found == pytest.approx(48 * 2048 * 1000 * 2 + one.total + one.block + head)
+
+
+@pytest.mark.parametrize("module", ["layernorm", "moe", "moe_act", "core_attn"])
+def test_selective_recompute_keeps_less_by_as_much_as_its_module(module):
+    shape = shape_of("Qwen3-30B-A3B")
+    plain = stage_activations(shape, trainer(), range(48), 0, micro_batches=1)
+    some = trainer(megatron={"recompute_granularity": "selective", "recompute_modules": [module]})
+    layer = layer_bytes(shape, trainer(), sparse=True)
+    part = {
+        "layernorm": layer.norms,
+        "moe": layer.router + layer.expert_inputs + layer.expert_gates + layer.expert_products,
+        "moe_act": layer.expert_products,
+        "core_attn": layer.statistics,
+    }[module]
+    # One layer's part comes back while its backward pass runs.
+    assert plain - stage_activations(shape, some, range(48), 0, micro_batches=1) == pytest.approx(47 * part, abs=2)
+
+
+def test_logits_are_those_of_a_micro_batch_in_float32_twice_and_once_in_bf16():
+    shape = shape_of("Qwen3-30B-A3B")
+    rows = 151936 // 4
+    assert logits_bytes(shape, trainer(4, tensor=4, sequence=True)) == rows * (1000 * 10 + 100 * 16)
+
+
+def test_a_token_costs_two_operations_a_parameter_and_attention_over_half_of_its_context():
+    config = published_config("Qwen3-8B")
+    family = family_of(config)
+    parameters = model_parameters(family.weight_map(config), topk=0)
+    shape = shape_of("Qwen3-8B")
+    assert parameters.active == parameters.total
+    products = 2 * (parameters.total - 151936 * 4096)
+    # Scores and their product with the values, 2 operations each, for 36 layers and 32 heads of 128, over L / 2 tokens.
+    attention = 36 * 32 * (2 * 128 + 2 * 128) * 4096 / 2
+    assert forward_flops_per_token(shape, parameters, 4096) == pytest.approx(products + attention)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mfu": 1.5}, "--mfu 1.5: must be at most 1"),
+        ({"gpus_per_node": 0}, "--gpus-per-node 0: must be above 0"),
+        ({"reserve_gib": 80.0}, "--reserve-gib 80.0: must be at least 0 and below"),
+        ({"expert_load": 0.5}, "--expert-load 0.5: must be at least 1"),
+    ],
+)
+def test_hardware_that_cannot_be_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Hardware(**settings)
