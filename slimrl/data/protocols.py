@@ -152,6 +152,8 @@ class GroupSpec:
     world_size: int
     backend: str
     """nccl or gloo"""
+    bucket_bytes: int
+    """Of the largest bucket that will come."""
     timeout_s: float
     """Deadline of joining, and of one broadcast."""
 

@@ -3,7 +3,8 @@
 1. The trainer opens a version with a message to all ranks of the engine. The first rank of the engine on each node is a
    receiver: its thread joins the broadcast group, unless it is in it already, and waits for buckets.
 2. Each bucket is a broadcast of its length, then one of its bytes, into one of two buffers in turn; the length 0 ends
-   the version. The buffers are kept for the next version, and are memory that the node's other processes can map.
+   the version. The buffers have the size of the largest bucket, are kept as long as the group, and are memory that the
+   node's other processes can map.
 3. When a bucket is out, the trainer tells all ranks to load it: out of the receiver's buffer, each what it holds. It
    sends the bucket after the next one only when they have, so no buffer is overwritten before.
 
@@ -12,7 +13,6 @@ Only the thread waits for the network. The engine's own thread answers in time, 
 
 import threading
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -101,21 +101,19 @@ class BucketReceiver:
             nbytes = int(length)
             if nbytes == 0:
                 return
-            group.broadcast(self._buffer(self._received % NUM_BUFFERS, nbytes)[:nbytes])
+            group.broadcast(self._buffer(self._received % NUM_BUFFERS)[:nbytes])
             with self._changed:
                 self._received += 1
                 self._changed.notify_all()
 
-    def _buffer(self, index: int, nbytes: int) -> Tensor:
-        """uint8, at least `nbytes`."""
-        if index not in self._buffers or self._buffers[index][0].tensor.numel() < nbytes:
+    def _buffer(self, index: int) -> Tensor:
+        """uint8 [bucket_bytes of the group]"""
+        if index not in self._buffers:
+            nbytes = self._spec.bucket_bytes
             if device.device_type() == "cuda":
                 buffer: SharedBuffer = CudaBuffer(nbytes, device.compute_device())
             else:
-                # Neighbours keep what they mapped by name, and a name that was dropped must not come back.
-                buffer = FileBuffer(nbytes, f"received-{uuid4().hex}")
-            if index in self._buffers:
-                self._buffers[index][0].close()
+                buffer = FileBuffer(nbytes, "received")
             self._buffers[index] = buffer, buffer.segment()
         return self._buffers[index][0].tensor
 

@@ -40,8 +40,8 @@ BUCKET_BYTES = 300_000
 class KillingTransport(CollectiveTransport):
     """Kills a process while a bucket of the version is broadcast."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.pid_to_kill = None
         self.group_names = []
 
@@ -76,7 +76,7 @@ def broadcast_versions(rank, world_size, port, family_name, paths, engines):
     config = ResyncConfig(
         transport=TransportName.collective, bucket_bytes=BUCKET_BYTES, verify=VerifyMode.full, timeout_s=TIMEOUT_S
     )
-    transport = KillingTransport("127.0.0.1", "slimrl-test", TIMEOUT_S)
+    transport = KillingTransport("127.0.0.1", "slimrl-test", TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
     session = ResyncSession(source, controls, config, rank=rank, run_id="test-collective", transport=transport)
     reports, seconds = [], 0.0
     for version, path in enumerate(paths, 1):

@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from slimrl.rollout.bucket_loader import open_payload, received_payload, update
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the receivers here take host memory")
 
 RANKS, PER_NODE = 4, 2
+BUCKET_BYTES = 64
 
 
 class Model:
@@ -69,7 +71,7 @@ def group_of(num_receivers, timeout_s=10.0, name="slimrl-test"):
     store = serve_store("127.0.0.1", num_receivers + 1, timeout_s)
     spec = GroupSpec(
         name=name, address="127.0.0.1", port=store.port, world_size=num_receivers + 1, backend="gloo",
-        timeout_s=timeout_s,
+        bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s,
     )  # fmt: skip
     return spec, store
 
@@ -100,6 +102,30 @@ def test_one_rank_of_each_node_receives_and_all_load():
             assert own_segments() == set()
         group.broadcast(torch.zeros(1, dtype=torch.int64))
     group.drop()
+
+
+def test_an_engine_maps_two_buffers_per_node_and_rank_however_many_buckets_of_whatever_sizes_come():
+    before = mappings()
+    engine = Engine()
+    spec, store = group_of(2)
+    group = None
+    for _ in range(2):
+        engine.tell(open_payload(spec, 1))
+        group = group or BroadcastGroup(spec, 0, store)
+        for number in range(8):
+            values = torch.randn(2 * (number + 1))
+            send(group, values)
+            assert engine.tell(received_payload(spec.name, number, bucket_of(values)))[0] == (True, "Success")
+        group.broadcast(torch.zeros(1, dtype=torch.int64))
+    # The ranks are threads of one process here, so the receiver's own mappings are counted with its neighbour's.
+    assert len(mappings() - before) == 2 * RANKS
+    group.drop()
+
+
+def mappings():
+    """(addresses, file) of what this process maps of receivers' memory."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {(line.split()[0], line.split()[5]) for line in lines if "/slimrl-received-" in line}
 
 
 def test_a_bucket_that_came_while_another_was_loaded_is_found_by_all_ranks():
