@@ -26,8 +26,8 @@ _MAPPED = "slimrl_mapped_segments"
 """Attribute of the engine's model: the shared memory that is mapped now, by the name of its segment."""
 _USED = "slimrl_used_segments"
 """Attribute of the engine's model: those of them that this update has used."""
-
-
+_SPLIT = "slimrl_split_tensors"
+"""Attribute of the engine's model: this update has loaded rows of tensors beside SGLang's own loading."""
 _RECEIVERS = "slimrl_receivers"
 """Attribute of the engine's model: EngineReceivers."""
 
@@ -113,9 +113,14 @@ def _receivers(model: Any, ranks: "EngineRanks") -> "EngineReceivers":
     return vars(model).setdefault(_RECEIVERS, EngineReceivers(ranks))  # type: ignore[no-any-return]
 
 
-def after_end_update(result: None, updater: Any, **kwargs: Any) -> None:
-    """Hook of WeightUpdater.end_weight_update: let go of shared memory that this update did not use."""
+def around_end_update(original: Callable[..., None], updater: Any, *, run_post_load: bool) -> None:
+    """Hook of WeightUpdater.end_weight_update: let go of shared memory that this update did not use.
+
+    What a model computes with may be derived from its weights (w_kc and w_vc of latent attention from kv_b_proj). Its
+    load_weights derives it anew, but not from rows that were copied without it; then SGLang is told to do so here.
+    """
     model = vars(updater.get_model())
+    original(updater, run_post_load=run_post_load or model.pop(_SPLIT, False))
     used = model.pop(_USED, set())
     model[_MAPPED] = {segment: mapping for segment, mapping in model.get(_MAPPED, {}).items() if segment in used}
 
@@ -132,6 +137,7 @@ def _load_rows(model: Any, rows: "list[tuple[str, int, Tensor]]") -> None:
     if rows:
         from slimrl.rollout.split_tensors import load_rows
 
+        vars(model)[_SPLIT] = True
         load_rows(model, rows)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_source import CheckpointSource
 from cli_runs import RECIPES, make_workspace, succeed
 from safetensors.torch import load_file
 from slimrl_tools.quantize import quantization
@@ -13,7 +14,6 @@ from slimrl_tools.toy import ToySize, write_toy
 
 from slimrl import device
 from slimrl.config.schema import Precision, ResyncConfig, RolloutConfig, VerifyMode
-from slimrl.data.protocols import SourcePiece, SourceTensor
 from slimrl.models.checkpoint_reader import read_whole
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.fp8 import dequantize, quantize
@@ -37,30 +37,6 @@ BLOCK = (24, 28)
 """Tiles of which none of the toy's matrices is a multiple."""
 SPOILED = "model.layers.1.mlp.experts.3.down_proj.weight"
 TIMEOUT_S = 60.0
-
-
-class Source:
-    """A plain checkpoint as the weights of a trainer of one rank."""
-
-    def __init__(self, path: Path) -> None:
-        with open_hf_checkpoint(path) as folder:
-            self.specs = list(folder.specs.values())
-            self.weights = {spec.name: read_whole(folder, spec.name) for spec in self.specs}
-
-    def layout(self):
-        return [
-            SourceTensor(
-                spec=spec,
-                pieces=(SourcePiece(region=tuple(slice(0, size) for size in spec.shape), holders=(0,)),),
-            )
-            for spec in self.specs
-        ]
-
-    def piece(self, name):
-        return self.weights[name]
-
-    def groups(self, name):
-        return self.weights[name][None]
 
 
 class SpoilingTransport(IpcTransport):
@@ -106,7 +82,7 @@ def test_an_engine_without_fp8_starts_with_the_values_that_the_checkpoint_stands
 
 
 def test_it_is_sent_the_values_that_quantisation_leaves_of_the_weights(models, engine):
-    source = Source(models[1])
+    source = CheckpointSource(models[1])
     transform = engine_transform(models[0])
     config = ResyncConfig(bucket_bytes=200_000, verify=VerifyMode.full, timeout_s=TIMEOUT_S)
     session = ResyncSession(source, [engine], config, rank=0, run_id="fp8", transform=transform)
@@ -124,7 +100,7 @@ def test_it_is_sent_the_values_that_quantisation_leaves_of_the_weights(models, e
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_one_corrupted_element_is_named_by_full_at_once_and_by_sampled_within_its_bound(models, engine, quantised):
-    source = Source(models[1])
+    source = CheckpointSource(models[1])
     transform = engine_transform(models[0]) if quantised else None
 
     def run(verify: VerifyMode, versions: range) -> list[tuple[str, ...]]:

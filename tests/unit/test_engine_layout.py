@@ -11,7 +11,8 @@ import torch
 from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
 from slimrl.models.engine_layout import EngineShape, engine_slices
 from slimrl.models.fingerprint import fingerprint
-from slimrl.rollout.bucket_loader import after_end_update, around_update, bucket_payload, update
+from slimrl.rollout import split_tensors
+from slimrl.rollout.bucket_loader import around_end_update, around_update, bucket_payload, update
 from slimrl.rollout.split_tensors import copy_rows
 from slimrl.rollout.weight_fingerprints import rank_hashes
 
@@ -219,10 +220,13 @@ class OnlyRank:
 
 class FakeUpdater:
     def __init__(self):
-        self.model = FakeModel()
+        self.model, self.post_loads = FakeModel(), []
 
     def get_model(self):
         return self.model
+
+    def end_weight_update(self, *, run_post_load):
+        self.post_loads.append(run_post_load)
 
 
 def bucket_of(tensors):
@@ -250,10 +254,28 @@ def test_a_bucket_in_shared_memory_is_loaded_as_it_was_written(tmp_path, monkeyp
     assert updater.model.loaded.keys() == MIXED.keys()
     assert all(torch.equal(updater.model.loaded[name], MIXED[name]) for name in MIXED)
     assert segment.read_bytes() == content
-    after_end_update(None, updater, run_post_load=False)
+    around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
     assert list(updater.model.slimrl_mapped_segments) == [str(segment)]
-    after_end_update(None, updater, run_post_load=False)
+    around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
     assert updater.model.slimrl_mapped_segments == {}
+
+
+def test_after_rows_of_a_tensor_the_model_derives_anew_what_it_computes_with(tmp_path, monkeypatch):
+    """SGLang does so itself only in the loading of whole tensors."""
+    loaded = []
+    monkeypatch.setattr(split_tensors, "load_rows", lambda model, parts: loaded.extend(parts))
+    whole, content = bucket_of({"a": torch.randn(6, 5)})
+    (part,) = whole.parts
+    rows = BucketSpec(parts=(replace(part, start=2, stop=4, nbytes=40),), nbytes=40)
+    segment = tmp_path / "segment"
+    segment.write_bytes(content)
+    updater = FakeUpdater()
+    for bucket in (rows, whole):
+        value = pickle.loads(base64.b64decode(bucket_payload(str(segment), bucket)))
+        assert update(updater.model, value, OnlyRank()) == (True, "Success")
+        around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
+    assert [(name, start, rows.shape) for name, start, rows in loaded] == [("a", 2, (2, 5))]
+    assert updater.post_loads == [True, False]
 
 
 def test_a_segment_that_is_gone_is_told_and_the_engine_lives(tmp_path):
