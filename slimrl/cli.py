@@ -1,4 +1,4 @@
-"""The `slimrl` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed."""
+"""The `slimrl` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed, 75 it made room (SIGUSR1)."""
 
 import logging
 import os
@@ -37,10 +37,35 @@ def _launch() -> None:
     """Start a run on a cluster."""
 
 
+PREEMPTED_EXIT_CODE = 75
+"""Of a run that saved a checkpoint at SIGUSR1 and is to be queued again; EX_TEMPFAIL of sysexits.h."""
+
+
+def _check_address(address: str | None) -> str | None:
+    """`auto` is refused too: it may find somebody else's cluster."""
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        if not host or "/" in host or not port.isdigit():
+            raise typer.BadParameter(f"{address}: give HOST:PORT of the head node.")
+    return address
+
+
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")]
+ResumeOrStart = Annotated[
+    bool, typer.Option("--resume-or-start", help="Continue the run if there is one, else start it; for queued jobs.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove an existing run of this name first.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        envvar="SLIMRL_RAY_ADDRESS",
+        callback=_check_address,
+        help="Head node of the Ray cluster to run on; without it the run starts one of its own on this machine.",
+    ),
+]
 
 
 def _say_version(asked: bool) -> None:
@@ -66,7 +91,7 @@ def _import_from_here(
 def _exit_codes() -> Iterator[None]:
     """Turns what a command raises into one message and an exit code; everything known goes to the log."""
     from slimrl.launch.reports import LaunchError
-    from slimrl.runtime.errors import Interrupted, RunError
+    from slimrl.runtime.errors import Interrupted, Preempted, RunError
 
     errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     try:
@@ -79,6 +104,9 @@ def _exit_codes() -> Iterator[None]:
         logging.getLogger(__name__).error("failed: %s", getattr(error, "details", "") or error)
         errors.print(f"failed: {error}")
         raise typer.Exit(1) from None
+    except Preempted as error:
+        errors.print(str(error))
+        raise typer.Exit(PREEMPTED_EXIT_CODE) from None
     except KeyboardInterrupt as error:
         message = str(error) if isinstance(error, Interrupted) else "ended by SIGINT"
         logging.getLogger(__name__).info(message)
@@ -91,7 +119,9 @@ def train(
     recipe: Recipe,
     overrides: Overrides = None,
     resume: Resume = False,
+    resume_or_start: ResumeOrStart = False,
     overwrite: Overwrite = False,
+    ray_address: RayAddress = None,
     trajectories: Annotated[
         Path | None, typer.Option(help="Train on this trajectory file instead of rolling out; needs --steps.")
     ] = None,
@@ -104,20 +134,43 @@ def train(
         from slimrl.runtime import commands
 
         if trajectories is None or steps is None:
-            commands.train(recipe, overrides or [], resume=resume, overwrite=overwrite)
+            how = _resume(resume, resume_or_start, overwrite)
+            commands.train(recipe, overrides or [], resume=how, overwrite=overwrite, ray_address=ray_address)
             return
-        if resume:
+        if resume or resume_or_start:
             raise ValueError("--resume does not go with --trajectories.")
-        commands.train_on_file(recipe, overrides or [], trajectories=trajectories, steps=steps, overwrite=overwrite)
+        commands.train_on_file(
+            recipe,
+            overrides or [],
+            trajectories=trajectories,
+            steps=steps,
+            overwrite=overwrite,
+            ray_address=ray_address,
+        )
+
+
+def _resume(resume: bool, resume_or_start: bool, overwrite: bool) -> bool | None:
+    """None for a run that is continued if there is one."""
+    if resume_or_start and (resume or overwrite):
+        raise ValueError("--resume-or-start goes neither with --resume nor with --overwrite.")
+    return None if resume_or_start else resume
 
 
 @app.command()
-def sft(recipe: Recipe, overrides: Overrides = None, resume: Resume = False, overwrite: Overwrite = False) -> None:
+def sft(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    resume_or_start: ResumeOrStart = False,
+    overwrite: Overwrite = False,
+    ray_address: RayAddress = None,
+) -> None:
     """Train on conversations (supervised)."""
     with _exit_codes():
         from slimrl.runtime import commands
 
-        commands.sft(recipe, overrides or [], resume=resume, overwrite=overwrite)
+        how = _resume(resume, resume_or_start, overwrite)
+        commands.sft(recipe, overrides or [], resume=how, overwrite=overwrite, ray_address=ray_address)
 
 
 @app.command("eval")
@@ -126,12 +179,15 @@ def evaluate(
     overrides: Overrides = None,
     checkpoint: Annotated[Path, typer.Option(help="Hugging Face checkpoint folder, such as RUN/export/hf.")] = ...,  # type: ignore[assignment]
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    ray_address: RayAddress = None,
 ) -> None:
     """Measure a checkpoint on the recipe's evaluation sets."""
     with _exit_codes():
         from slimrl.runtime import commands
 
-        commands.evaluate(recipe, overrides or [], checkpoint=checkpoint, json_file=json_file)
+        commands.evaluate(
+            recipe, overrides or [], checkpoint=checkpoint, json_file=json_file, ray_address=ray_address
+        )
 
 
 @app.command()
@@ -139,12 +195,13 @@ def rollout(
     recipe: Recipe,
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Trajectory file to write (JSONL).")] = ...,  # type: ignore[assignment]
+    ray_address: RayAddress = None,
 ) -> None:
     """Make one step's trajectories with model.path and write them to a file."""
     with _exit_codes():
         from slimrl.runtime import commands
 
-        commands.rollout(recipe, overrides or [], out=out)
+        commands.rollout(recipe, overrides or [], out=out, ray_address=ray_address)
 
 
 @app.command()
@@ -153,12 +210,13 @@ def export(
     overrides: Overrides = None,
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint of a run, such as RUN/checkpoints/step_000010.")] = ...,  # type: ignore[assignment]
     out: Annotated[Path, typer.Option(help="Folder to write.")] = ...,  # type: ignore[assignment]
+    ray_address: RayAddress = None,
 ) -> None:
     """Turn a checkpoint of a run into a Hugging Face checkpoint."""
     with _exit_codes():
         from slimrl.runtime import commands
 
-        commands.export(recipe, overrides or [], checkpoint=checkpoint, out=out)
+        commands.export(recipe, overrides or [], checkpoint=checkpoint, out=out, ray_address=ray_address)
 
 
 @app.command()

@@ -51,6 +51,11 @@ class RunFolder:
         """The trained model as a Hugging Face checkpoint."""
         return self.path / "export" / "hf"
 
+    @property
+    def requeue(self) -> Path:
+        """Present while a run that was preempted waits to be continued; holds the number of its last step."""
+        return self.path / "requeue"
+
     def fresh_export(self) -> Path:
         """`export` for writing: the one of an earlier end of the same run is removed."""
         if self.export.exists():

@@ -1,7 +1,8 @@
 """Named Ray actors that are called together, with a deadline and one clear error.
 
 Where several fail, one of them is the cause: a rank that dies makes the others fail in their next collective. So after
-the first failure the others get a moment to report theirs, and the likeliest cause is what is raised.
+the first failure the others get a moment to report theirs, and the likeliest cause is what is raised. What only follows
+from another's end waits longer, since it takes the cluster a quarter of a minute to miss a node that went silent.
 """
 
 import time
@@ -10,25 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from slimrl.rollout.process import ServerError
 from slimrl.runtime.errors import StageError
+from slimrl.runtime.placement import Node
+from slimrl.runtime.reservation import is_alive
 
 POLL_S = 0.2
 """How often a waiting driver looks at its progress display."""
 GRACE_S = 2.0
-"""How long other actors may still report after the first failure."""
+"""How long other actors may still report after the first failure that has a cause of its own."""
+CONSEQUENCE_GRACE_S = 60.0
+"""How long after a failure that followed from another's."""
 
 _CONSEQUENCES = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """In the message of a collective that another rank's end broke."""
+_CONSEQUENCE = 2
+"""Distance from the cause."""
 
 
 class ActorGroup:
-    """Actors by the name that errors use, and the log file of each."""
+    """Actors by the name that errors use, the log file of each, and the node that each is on."""
 
-    def __init__(self, actors: Mapping[str, Any], logs: Mapping[str, Path]) -> None:
-        self._actors, self._logs = dict(actors), dict(logs)
+    def __init__(self, actors: Mapping[str, Any], logs: Mapping[str, Path], nodes: Mapping[str, Node]) -> None:
+        self._actors, self._logs, self._nodes = dict(actors), dict(logs), dict(nodes)
 
     @property
     def names(self) -> list[str]:
@@ -86,7 +93,8 @@ class ActorGroup:
                     results[names[ref]] = ray.get(ref)
                 except RayError as error:
                     failures.append(self._failure(error, names[ref], method))
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    grace_s = CONSEQUENCE_GRACE_S if failures[-1][0] == _CONSEQUENCE else GRACE_S
+                    deadline = min(deadline, time.monotonic() + grace_s)
             if while_waiting is not None:
                 while_waiting()
             if time.monotonic() > deadline:
@@ -119,18 +127,34 @@ class ActorGroup:
 
     def _failure(self, error: RayError, name: str, method: str) -> tuple[int, StageError]:
         """How far from the cause it is, and what to raise."""
+        if isinstance(error, ActorUnavailableError):
+            error = self._verdict(error, name)
         if isinstance(error, RayTaskError):
             cause = error.cause
             # A server's error names the server.
             is_server = isinstance(cause, ServerError)
             message = str(cause) if is_server else f"{name}: {method}: {type(cause).__name__}: {cause}"
-            distance = 2 if any(text in str(cause) for text in _CONSEQUENCES) else 1
+            distance = _CONSEQUENCE if any(text in str(cause) for text in _CONSEQUENCES) else 1
             return distance, StageError(message, str(error))
         if isinstance(error, RayActorError):
+            node = self._nodes[name]
+            if not is_alive(node):
+                message = f"{name}: its node {node.name} was lost during {method}{self._log(name)}"
+                return 0, StageError(message, str(error))
             crash = _crash(self._logs[name])
             reason = f": {crash}" if crash else ", without an error of its own; it may have been killed"
             return 0, StageError(f"{name}: its process died during {method}{reason}{self._log(name)}", str(error))
         return 1, StageError(f"{name}: {method}: {type(error).__name__}{self._log(name)}", str(error))
+
+    def _verdict(self, error: RayError, name: str) -> RayError:
+        """What the cluster says, after a while, of an actor that cannot be reached."""
+        try:
+            ray.get(self._actors[name].__ray_ready__.remote(), timeout=CONSEQUENCE_GRACE_S)
+        except RayActorError as verdict:
+            return verdict
+        except RayError:
+            return error
+        return error
 
     def _log(self, name: str) -> str:
         return f" (log: {self._logs[name]})"

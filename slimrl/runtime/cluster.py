@@ -1,6 +1,7 @@
 """The Ray cluster of a run.
 
-A laptop gets a private local cluster in its own temporary folder; on a real cluster RAY_ADDRESS names the head node.
+Without an address a run gets a private cluster on this machine, in a temporary folder of its own. With one it joins
+the cluster whose head node is there, and leaves it on the way out: its actors end, the cluster's nodes do not.
 Processes of a private cluster have that folder for their temporary files too, since most of them are ended before they
 could remove them: it goes as a whole.
 """
@@ -26,16 +27,19 @@ _COMPILED_PREFIX = "slimrl-compiled-"
 
 
 @contextmanager
-def ray_cluster() -> Iterator[None]:
-    """Connects to RAY_ADDRESS, or starts a cluster on this machine and ends it on the way out.
+def ray_cluster(address: str | None, *, num_slots: int) -> Iterator[None]:
+    """Joins the cluster at `address`, or starts one on this machine and ends it on the way out.
+
+    Args:
+        num_slots: what a cluster that is started here has of cores, whatever this machine has: trainer and engines
+            take turns, and nobody starts more threads than its recipe says.
 
     Raises:
-        StageError: Ray did not start.
+        StageError: Ray did not start, or does not answer.
     """
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
+    if address is not None:
         try:
-            _connect(address)
+            _join(address)
             yield
         finally:
             ray.shutdown()
@@ -46,7 +50,7 @@ def ray_cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         with _temporary_files_in(temp_dir / "tmp"):
-            _start_local(temp_dir)
+            _start_local(temp_dir, num_slots)
         yield
     finally:
         ray.shutdown()
@@ -74,18 +78,18 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _connect(address: str) -> None:
+def _join(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RuntimeError, ConnectionError, ValueError) as error:
-        raise StageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
+        raise StageError(f"no Ray cluster answers at {address}: {error}") from error
 
 
-def _start_local(temp_dir: Path) -> None:
+def _start_local(temp_dir: Path, num_slots: int) -> None:
     try:
         ray.init(
             address="local",
-            num_cpus=os.cpu_count(),
+            num_cpus=num_slots,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

@@ -20,6 +20,7 @@ from slimrl.observability.trackers import Trackers
 from slimrl.runtime.batch import apply_truncation_rule
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.loop import train as train_loop
+from slimrl.runtime.preemption import preemption_by_signal, raise_preempted
 from slimrl.runtime.sft import read_examples, sft_loop
 from slimrl.runtime.start import logs_of_command, open_run, prepare, rollout_stage, started
 from slimrl.runtime.state import CheckpointFolder, RunState
@@ -33,8 +34,18 @@ BEFORE_STEP_0 = -1
 """Of an interrupted run without a checkpoint no line of metrics is kept."""
 
 
-def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) -> None:
-    """`slimrl train`: rollout and training until the recipe's number of steps."""
+def train(
+    path: Path, overrides: Sequence[str], *, resume: bool | None, overwrite: bool, ray_address: str | None
+) -> None:
+    """`slimrl train`: rollout and training until the recipe's number of steps.
+
+    Args:
+        resume: see `open_run`.
+        ray_address: see `started`, here and in the other commands.
+
+    Raises:
+        Preempted: the run made room before its last step.
+    """
     with Progress(0) as progress:
         loaded, task = prepare(path, overrides, "train", progress, partial(load_task, train=True, evaluate=True))
         recipe = loaded.recipe
@@ -44,8 +55,11 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool
         prompts = _sampler(task.train, recipe, state)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
+            preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state) as trackers,
-            started(recipe, folder, progress, with_engines=True, total_updates=updates) as processes,
+            started(
+                recipe, folder, progress, with_engines=True, total_updates=updates, ray_address=ray_address
+            ) as processes,
         ):
             assert processes.engines is not None
             assert processes.trainers is not None
@@ -64,11 +78,15 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool
                         progress=progress,
                         state=state,
                         prompts=prompts,
+                        preemption=preemption,
                     )
                 )
+    raise_preempted(folder, state.step, recipe.steps)
 
 
-def train_on_file(path: Path, overrides: Sequence[str], *, trajectories: Path, steps: int, overwrite: bool) -> None:
+def train_on_file(
+    path: Path, overrides: Sequence[str], *, trajectories: Path, steps: int, overwrite: bool, ray_address: str | None
+) -> None:
     """`slimrl train --trajectories`: every step trains on the same trajectories; no engine runs.
 
     Raises:
@@ -84,7 +102,9 @@ def train_on_file(path: Path, overrides: Sequence[str], *, trajectories: Path, s
         updates = steps * recipe.trainer.updates_per_rollout
         with (
             _trackers(loaded, folder, None, RunState()) as trackers,
-            started(recipe, folder, progress, with_engines=False, total_updates=updates) as processes,
+            started(
+                recipe, folder, progress, with_engines=False, total_updates=updates, ray_address=ray_address
+            ) as processes,
         ):
             assert processes.trainers is not None
             state = RunState()
@@ -103,8 +123,8 @@ def train_on_file(path: Path, overrides: Sequence[str], *, trajectories: Path, s
             progress.say(f"model: {folder.export}")
 
 
-def sft(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) -> None:
-    """`slimrl sft`: supervised training on conversations."""
+def sft(path: Path, overrides: Sequence[str], *, resume: bool | None, overwrite: bool, ray_address: str | None) -> None:
+    """`slimrl sft`: supervised training on conversations; raises as `train`."""
     with Progress(0) as progress:
         loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
         recipe = loaded.recipe
@@ -113,16 +133,22 @@ def sft(path: Path, overrides: Sequence[str], *, resume: bool, overwrite: bool) 
         checkpoint, state = _resume_point(folder, recipe, progress)
         sampler = _sampler(examples, recipe, state)
         with (
+            preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state) as trackers,
-            started(recipe, folder, progress, with_engines=False, total_updates=recipe.steps) as processes,
+            started(
+                recipe, folder, progress, with_engines=False, total_updates=recipe.steps, ray_address=ray_address
+            ) as processes,
         ):
             assert processes.trainers is not None
             if checkpoint is not None:
                 processes.trainers.load_checkpoint(checkpoint / "trainer")
-            sft_loop(recipe, sampler, processes.trainers, folder, trackers, progress, state)
+            sft_loop(recipe, sampler, processes.trainers, folder, trackers, progress, state, preemption)
+    raise_preempted(folder, state.step, recipe.steps)
 
 
-def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: Path, json_file: Path | None) -> None:
+def evaluate(
+    path: Path, overrides: Sequence[str], *, checkpoint: Path, json_file: Path | None, ray_address: str | None
+) -> None:
     """`slimrl eval`: accuracy of a Hugging Face checkpoint on the recipe's evaluation sets."""
     _refuse_other_folder(recipe=path, checkpoint=checkpoint)
     with Progress(1) as progress:
@@ -131,7 +157,9 @@ def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: Path, json_fil
         recipe = loaded.recipe
         with (
             logs_of_command(recipe.run.dir, "eval") as folder,
-            started(recipe, folder, progress, with_engines=True, total_updates=None) as processes,
+            started(
+                recipe, folder, progress, with_engines=True, total_updates=None, ray_address=ray_address
+            ) as processes,
         ):
             assert processes.engines is not None
             with rollout_stage(recipe, task, processes.engines, progress) as stage:
@@ -147,7 +175,7 @@ def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: Path, json_fil
         json_file.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def rollout(path: Path, overrides: Sequence[str], *, out: Path) -> None:
+def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str | None) -> None:
     """`slimrl rollout`: one step's trajectories into a file; no trainer runs."""
     if out.exists():
         raise ValueError(f"{out} exists; remove it or give another --out.")
@@ -157,7 +185,9 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path) -> None:
         prompts = _sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
         with (
             logs_of_command(recipe.run.dir, "rollout") as folder,
-            started(recipe, folder, progress, with_engines=True, total_updates=None) as processes,
+            started(
+                recipe, folder, progress, with_engines=True, total_updates=None, ray_address=ray_address
+            ) as processes,
         ):
             assert processes.engines is not None
             with rollout_stage(recipe, task, processes.engines, progress) as stage:
@@ -167,7 +197,7 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path) -> None:
         progress.say(f"{len(batch.trajectories)} trajectories: {out}")
 
 
-def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path) -> None:
+def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path, ray_address: str | None) -> None:
     """`slimrl export`: a training checkpoint as a Hugging Face checkpoint, under the recipe's layout."""
     if out.exists():
         raise ValueError(f"{out} exists; an export never overwrites.")
@@ -180,7 +210,9 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
             logs_of_command(recipe.run.dir, "export") as folder,
-            started(recipe, folder, progress, with_engines=False, total_updates=updates) as processes,
+            started(
+                recipe, folder, progress, with_engines=False, total_updates=updates, ray_address=ray_address
+            ) as processes,
         ):
             assert processes.trainers is not None
             processes.trainers.load_checkpoint(checkpoint / "trainer")

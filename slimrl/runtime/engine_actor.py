@@ -10,8 +10,10 @@ from slimrl import device
 from slimrl.config.schema import Recipe
 from slimrl.data.seeds import derive_seed
 from slimrl.observability.logs import capture_output
+from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.rollout.control import EngineMemory, SglangControl
 from slimrl.rollout.server import EngineServer
+from slimrl.runtime.placement import Node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +24,37 @@ class EngineAddress:
     url: str
     tensor: int
     """Its tensor-parallel ranks"""
+    node: str
+    """Name of the node that it is on"""
     pids: tuple[int, ...]
-    """The actor's process and the server's main process"""
+    """The actor's process and the server's main process, on that node"""
 
 
 @ray.remote(max_restarts=0)
 class EngineActor:
     """Starts an SGLang server, watches it and ends it. The server ends with this process, however that ends."""
 
-    def __init__(self, recipe: Recipe, model_path: Path, logs: Path, index: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        model_path: Path,
+        logs: Path,
+        working_directory: Path,
+        index: int,
+        node: Node,
+        devices: tuple[str, ...],
+    ) -> None:
+        """
+        Args:
+            working_directory: the driver's.
+            node: that this process is on; the server listens on its address.
+            devices: ids of the GPUs of an engine of several; empty where this process sees what the engine needs.
+        """
         capture_output(logs / f"engine_{index}_actor.log")
-        self.recipe, self.model_path, self.logs, self.index = recipe, model_path, logs, index
+        os.chdir(working_directory)
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        self.recipe, self.model_path, self.logs, self.index, self.node = recipe, model_path, logs, index, node
         self.starts = 0
 
     def start(self) -> EngineAddress:
@@ -44,6 +66,7 @@ class EngineActor:
         It holds the weights of the checkpoint, and of its memory what engines hold when weights are sent.
         """
         self.server.stop()
+        self.control.close()
         address = self._start(port=self.server.port)
         self.control.pause()
         if self.recipe.rollout.colocated:
@@ -64,7 +87,9 @@ class EngineActor:
         self.server.check()
 
     def stop(self) -> None:
+        """End the server, and remove from this node what trainer ranks that are gone left in shared memory."""
         self.server.stop()
+        clean_stale_segments()
 
     def _start(self, port: int | None) -> EngineAddress:
         rollout = self.recipe.rollout
@@ -77,6 +102,7 @@ class EngineActor:
             self.logs / f"engine_{self.index}{again}.log",
             precision=self.recipe.trainer.precision,
             cuda=device.device_type() == "cuda",
+            host=self.node.address,
             port=port,
             seed=derive_seed(self.recipe.seed, "engine", self.index),
         )
@@ -87,5 +113,6 @@ class EngineActor:
             name=name,
             url=self.server.url,
             tensor=rollout.engine_tensor,
+            node=self.node.name,
             pids=(os.getpid(), self.server.process.pid),
         )

@@ -17,9 +17,10 @@ from slimrl.rollout.router import Router
 from slimrl.runtime.actors import ActorGroup
 from slimrl.runtime.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.errors import StageError
-from slimrl.runtime.placement import engine_options
+from slimrl.runtime.reservation import Reservation
 
-CHECK_TIMEOUT_S = 30.0
+CHECK_TIMEOUT_S = 60.0
+"""Longer than the cluster takes to miss a node that went silent."""
 STOP_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
@@ -28,24 +29,28 @@ log = logging.getLogger(__name__)
 class EngineGroup:
     """All engines. Making it starts their processes; `wait_ready` waits until they answer."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, model_path: Path, *, num_ranks: int) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, model_path: Path, places: Reservation) -> None:
         """
         Args:
             model_path: checkpoint that they load.
-            num_ranks: trainer ranks that share the machine.
+            places: where they go.
         """
         self._recipe, self._folder = recipe, folder
-        options = engine_options(recipe, num_ranks=num_ranks)
-        indices = range(recipe.rollout.num_engines)
-        self._actors = ActorGroup(
-            {
-                f"engine {index}": EngineActor.options(**options).remote(  # type: ignore[attr-defined]
-                    recipe, model_path.absolute(), folder.logs.absolute(), index
-                )
-                for index in indices
-            },
-            {f"engine {index}": folder.log_file(f"engine_{index}_actor") for index in indices},
-        )
+        actors, logs, nodes = {}, {}, {}
+        for index, slots in enumerate(places.placement.engines):
+            name, node = f"engine {index}", slots[0].node
+            options = places.options(slots[0], recipe.rollout.threads_per_engine)
+            actors[name] = EngineActor.options(**options).remote(  # type: ignore[attr-defined]
+                recipe,
+                model_path.absolute(),
+                folder.logs.absolute(),
+                Path.cwd(),
+                index,
+                node,
+                places.devices(slots),
+            )
+            logs[name], nodes[name] = folder.log_file(f"engine_{index}_actor"), node
+        self._actors = ActorGroup(actors, logs, nodes)
         self._starts = self._actors.begin("start")
         self._checks: dict[str, Any] | None = None
         self._router: Router | None = None

@@ -16,6 +16,14 @@ class StageError(RunError):
         self.details = details
 
 
+class Preempted(Exception):
+    """The run made room for another job, with a checkpoint; the message says how it goes on."""
+
+
+class StepDropped(Exception):
+    """The step under way has been given up, before it changed any weights."""
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal asked the run to end.
 

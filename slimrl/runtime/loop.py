@@ -13,9 +13,9 @@ from slimrl.runtime.train_run import TrainRun
 
 def train(run: TrainRun) -> None:
     """Steps until the recipe's number is reached; evaluations and checkpoints lie between them."""
-    learner, state = run.learner, run.state
+    learner = run.learner
     run.meet_engines()
-    while state.step < run.recipe.steps:
+    while run.goes_on:
         with run.next_step() as step:
             with step.timed("rollout"):
                 trajectories = run.rollout(step)

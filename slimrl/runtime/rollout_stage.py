@@ -57,11 +57,14 @@ class RolloutStage:
         self._loop.run(self._close())
         self._loop.close()
 
-    def rollout(self, prompts: Sequence[Prompt], *, label: str) -> RolloutBatch:
+    def rollout(
+        self, prompts: Sequence[Prompt], *, label: str, may_go_on: Callable[[], None] | None = None
+    ) -> RolloutBatch:
         """`samples_per_prompt` trajectories of each prompt under the training sampling settings.
 
         Args:
             label: part of every trajectory id; unique in the run.
+            may_go_on: called every second; what it raises ends the rollout.
 
         Raises:
             RunError: more than `rollout.max_failed_fraction` of the trajectories failed.
@@ -69,7 +72,7 @@ class RolloutStage:
         requests = episode_requests(
             prompts, samples_per_prompt=self._recipe.rollout.samples_per_prompt, label=label, seed=self._recipe.seed
         )
-        return self._collect("rollout", requests, self._recipe.rollout.sampling)
+        return self._collect("rollout", requests, self._recipe.rollout.sampling, may_go_on)
 
     def evaluate(self, name: str, prompts: Sequence[Prompt], *, label: str) -> tuple[EvalResult, RolloutBatch]:
         """One trajectory of each prompt under the evaluation sampling settings."""
@@ -77,7 +80,13 @@ class RolloutStage:
         batch = self._collect(f"eval {name}", requests, self._recipe.rollout.eval_sampling)
         return evaluate(name, batch.trajectories), batch
 
-    def _collect(self, name: str, requests: Sequence[EpisodeRequest], sampling: SamplingConfig) -> RolloutBatch:
+    def _collect(
+        self,
+        name: str,
+        requests: Sequence[EpisodeRequest],
+        sampling: SamplingConfig,
+        may_go_on: Callable[[], None] | None = None,
+    ) -> RolloutBatch:
         start = time.monotonic()
         with self._progress.phase(name, len(requests), "trajectories") as phase:
 
@@ -87,15 +96,19 @@ class RolloutStage:
             def advance(_: Trajectory) -> None:
                 phase.advance()
 
-            trajectories = self._loop.run(self._watched(self._play(requests, one, advance)))
+            trajectories = self._loop.run(self._watched(self._play(requests, one, advance), may_go_on))
         _refuse_failures(trajectories, self._recipe.rollout.max_failed_fraction)
         return RolloutBatch(trajectories=trajectories, seconds=time.monotonic() - start)
 
-    async def _watched(self, play: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
+    async def _watched(
+        self, play: Coroutine[Any, Any, list[Trajectory]], may_go_on: Callable[[], None] | None
+    ) -> list[Trajectory]:
         work = asyncio.create_task(play)
         try:
             while not (await asyncio.wait([work], timeout=WATCH_S))[0]:
                 self._watch()
+                if may_go_on is not None:
+                    may_go_on()
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)

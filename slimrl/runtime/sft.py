@@ -17,6 +17,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.runtime.learner import count_skipped
+from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.step import Step, update_metrics
 from slimrl.runtime.task import load_chat_format
@@ -71,11 +72,12 @@ def sft_loop(
     trackers: Trackers,
     progress: Progress,
     state: RunState,
+    preemption: Preemption,
 ) -> None:
-    """Steps until the recipe's number is reached, then the export."""
+    """Steps until the recipe's number is reached, then the export; or until the run has to make room."""
     checkpoints = CheckpointFolder(folder.checkpoints)
     every = recipe.checkpoint.every_steps
-    while state.step < recipe.steps:
+    while state.step < recipe.steps and not preemption.asked:
         step = Step(state.step + 1)
         with step.timed("train"):
             _update(recipe, examples.take(recipe.sft.batch_conversations), trainers, state, step)
@@ -84,10 +86,12 @@ def sft_loop(
         trackers.log(step.number, step.metrics)
         if step.number % recipe.sft.summary_every_steps == 0 or step.number in (1, recipe.steps):
             progress.summary(step.number, step.metrics)
-        if state.step == recipe.steps or (every > 0 and state.step % every == 0):
+        if state.step == recipe.steps or preemption.asked or (every > 0 and state.step % every == 0):
             partial = checkpoints.begin(state.step)
             trainers.save_checkpoint(partial / "trainer")
             checkpoints.finish(partial, state, recipe.checkpoint.keep)
+    if state.step < recipe.steps:
+        return
     trainers.export_hf(folder.fresh_export())
     progress.say(f"model: {folder.export}")
 

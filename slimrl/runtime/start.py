@@ -32,6 +32,8 @@ from slimrl.runtime.ending import Family, ending_on_signals, what_is_left
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import RunError, StageError
 from slimrl.runtime.model_check import model_problems
+from slimrl.runtime.placement import most_slots, place
+from slimrl.runtime.reservation import Reservation, cluster_nodes
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.task import Task
 from slimrl.runtime.trainer_group import TrainerGroup
@@ -84,20 +86,28 @@ def prepare(
     return loaded, result
 
 
-def open_run(loaded: LoadedRecipe, progress: Progress, *, resume: bool = False, overwrite: bool = False) -> RunFolder:
+def open_run(
+    loaded: LoadedRecipe, progress: Progress, *, resume: bool | None = False, overwrite: bool = False
+) -> RunFolder:
     """The run's folder with what it is made of; the driver's log goes there from here on.
 
     Settings that differ from those that a resumed run started with are said.
 
+    Args:
+        resume: continue an existing run; None to do so if there is one.
+
     Raises:
-        ValueError: the folder exists and neither flag is given.
+        ValueError: see `open_run_folder`.
     """
     recipe = loaded.recipe
+    if resume is None:
+        resume = RunFolder(Path(recipe.run.dir) / recipe.run.name).config.is_file()
     folder = open_run_folder(
         Path(recipe.run.dir), recipe.run.name, dump_resolved(recipe), resume=resume, overwrite=overwrite
     )
     for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(recipe)):
         progress.say(f"another setting than the run started with: {change}")
+    folder.requeue.unlink(missing_ok=True)
     append_provenance(folder.provenance, collect_provenance(resolved_dict(recipe), loaded.provenance))
     log_to_file(folder.log_file("driver"))
     return folder
@@ -111,15 +121,19 @@ def started(
     *,
     with_engines: bool,
     total_updates: int | None,
+    ray_address: str | None = None,
 ) -> Iterator[Processes]:
     """Engines that answer and a trainer that has loaded `model.path`.
 
     Args:
         total_updates: optimizer updates of the run; None for a command without a trainer.
+        ray_address: HOST:PORT of the cluster to run on; None for one of its own on this machine.
 
     Raises:
-        StageError: a process did not start.
+        StageError: a process did not start, or the cluster is too small.
     """
+    num_ranks = 0 if total_updates is None else recipe.trainer.num_ranks
+    num_engines = recipe.rollout.num_engines if with_engines else 0
     _clean_shared_memory()
     with (
         ending_on_signals(partial(what_is_left, folder)) as take_over_signals,
@@ -130,12 +144,16 @@ def started(
         ends.callback(_clean_shared_memory)
         ends.callback(family.end)
         with progress.stage("starting Ray"):
-            ends.enter_context(ray_cluster())
+            slots = most_slots(recipe, num_ranks=num_ranks, num_engines=num_engines)
+            ends.enter_context(ray_cluster(ray_address, num_slots=slots))
             take_over_signals()
+            nodes, resource = cluster_nodes(private=ray_address is None)
+            placement = place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines, unit=f"{resource}s")
+            places = Reservation(placement, resource)
         processes = Processes(engines=None, trainers=None)
         try:
             with progress.stage("starting processes"):
-                processes = _start(recipe, folder, progress, ends, with_engines=with_engines, updates=total_updates)
+                processes = _start(recipe, folder, progress, ends, places, updates=total_updates)
             log.info("processes: %s", processes.pids)
             yield processes
             if processes.trainers is not None:
@@ -156,19 +174,17 @@ def _start(
     folder: RunFolder,
     progress: Progress,
     ends: ExitStack,
+    places: Reservation,
     *,
-    with_engines: bool,
     updates: int | None,
 ) -> Processes:
     """Engines and trainer side by side, since both spend their start importing; `ends` gets what ends them."""
     engines = trainers = None
-    num_ranks = 0 if updates is None else recipe.trainer.num_ranks
-    if with_engines:
-        engines = EngineGroup(recipe, folder, Path(recipe.model.path), num_ranks=num_ranks)
+    if places.placement.engines:
+        engines = EngineGroup(recipe, folder, Path(recipe.model.path), places)
         ends.callback(engines.stop)
     if updates is not None:
-        num_engines = recipe.rollout.num_engines if with_engines else 0
-        trainers = TrainerGroup(recipe, folder, progress, total_updates=updates, num_engines=num_engines)
+        trainers = TrainerGroup(recipe, folder, progress, places, total_updates=updates)
         ends.callback(trainers.kill)
         trainers.start()
     if engines is not None:

@@ -54,6 +54,10 @@ class CheckpointFolder:
             shutil.rmtree(old)
         return final
 
+    def holds(self, step: int) -> bool:
+        """Whether the checkpoint of this step is complete."""
+        return (self.path / _STEP.format(step)).is_dir()
+
     def complete(self) -> list[Path]:
         """Complete checkpoints, the oldest first."""
         return sorted(self.path.glob(_STEP.format(0).rstrip("0") + "*"))

@@ -14,8 +14,10 @@ from slimrl.observability.trackers import Trackers
 from slimrl.rollout.statistics import rollout_metrics
 from slimrl.runtime.batch import apply_truncation_rule
 from slimrl.runtime.engine_group import EngineGroup
+from slimrl.runtime.errors import StepDropped
 from slimrl.runtime.hand_over import HandOver, Stage
 from slimrl.runtime.learner import Learner
+from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.step import Step
@@ -40,6 +42,7 @@ class TrainRun:
         progress: Progress,
         state: RunState,
         prompts: Sampler[Prompt],
+        preemption: Preemption,
     ) -> None:
         self.recipe, self.state = recipe, state
         self.learner = Learner(recipe, trainers, state, task.group_filters)
@@ -48,7 +51,7 @@ class TrainRun:
         self._memory = HandOver(engines, trainers, enabled=recipe.rollout.colocated)
         self._weights = WeightSync(recipe, state, trainers, engines, progress)
         self._trackers, self._progress = trackers, progress
-        self._prompts = prompts
+        self._prompts, self._preemption = prompts, preemption
         self._checkpoints = CheckpointFolder(folder.checkpoints)
 
     def meet_engines(self) -> None:
@@ -63,11 +66,20 @@ class TrainRun:
         if fresh:
             self._write(start)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is another step to make, and time for it."""
+        return self.state.step < self.recipe.steps and not self._preemption.asked
+
     @contextmanager
     def next_step(self) -> Iterator[Step]:
-        """A step that counts, and whose metrics are written, when it is complete."""
+        """A step that counts, and whose metrics are written, when it is complete; not so a dropped one."""
         step = Step(self.state.step + 1)
-        yield step
+        try:
+            yield step
+        except StepDropped:
+            self._progress.say(f"step {step.number} dropped: its rollout went on past checkpoint.grace_s")
+            return
         self.state.step = step.number
         self.state.cursor = self._prompts.state()
         self._write(step)
@@ -77,9 +89,10 @@ class TrainRun:
 
         Raises:
             RunError: too many trajectories failed.
+            StepDropped: the run has to make room at once.
         """
         prompts = self._prompts.take(self.recipe.rollout.prompts_per_step)
-        batch = self._stage.rollout(prompts, label=f"step_{step.number:06d}")
+        batch = self._stage.rollout(prompts, label=f"step_{step.number:06d}", may_go_on=self._preemption.check)
         apply_truncation_rule(batch.trajectories, self.recipe.algorithm.truncated)
         step.record(rollout_metrics(batch.trajectories, batch.seconds))
         write_samples(
@@ -107,8 +120,11 @@ class TrainRun:
             step.record({f"eval/{name}/accuracy": result.accuracy})
 
     def checkpoint_is_due(self) -> bool:
-        every = self.recipe.checkpoint.every_steps
-        return self.state.step == self.recipe.steps or (every > 0 and self.state.step % every == 0)
+        """At the last step, every so many, and before the run makes room; never of what is saved already."""
+        step, every = self.state.step, self.recipe.checkpoint.every_steps
+        if step == 0 or self._checkpoints.holds(step):
+            return False
+        return step == self.recipe.steps or self._preemption.asked or (every > 0 and step % every == 0)
 
     def save_checkpoint(self) -> None:
         """Write what a resume needs; the folder appears under its name when it is whole."""
@@ -119,7 +135,9 @@ class TrainRun:
         self._memory.enter(Stage.rollout)
 
     def finish(self) -> None:
-        """The model as a Hugging Face checkpoint, and the curve."""
+        """The model as a Hugging Face checkpoint, and the curve; nothing for a run that makes room before its end."""
+        if self.state.step < self.recipe.steps:
+            return
         self._memory.enter(Stage.exchange)
         self._trainers.export_hf(self._folder.fresh_export())
         write_curve([self._folder.metrics], self._folder.curve, title=self.recipe.run.name)

@@ -16,6 +16,7 @@ from slimrl.data.packing import MicroBatch
 from slimrl.data.training import Layout, LogProbs, MemoryPart, UpdateResult
 from slimrl.observability.logs import capture_output
 from slimrl.resync.session import ResyncReport, ResyncSession
+from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.rollout.control import SglangControl
 from slimrl.rollout.ports import free_port
 from slimrl.runtime.engine_actor import EngineAddress
@@ -28,11 +29,22 @@ ObjectiveName = Literal["policy", "sft"]
 class TrainerActor:
     """Every rank of the trainer is one. Calls come from the driver, to all ranks at once and in one order."""
 
-    def __init__(self, recipe: Recipe, log_file: Path, rank: int, total_updates: int) -> None:
+    def __init__(
+        self, recipe: Recipe, log_file: Path, working_directory: Path, rank: int, node: str, total_updates: int
+    ) -> None:
+        """
+        Args:
+            working_directory: the driver's; what the recipe names lies relative to it.
+            node: name of the node that this process is on.
+        """
         capture_output(log_file)
+        os.chdir(working_directory)
+        clean_stale_segments()
+        self.node = node
         self.recipe, self.rank, self.total_updates = recipe, rank, total_updates
         self.done, self.total = 0, 0
         self.resync_session: ResyncSession | None = None
+        self.controls: list[SglangControl] = []
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and free port at which rank 0 is found."""
@@ -83,12 +95,14 @@ class TrainerActor:
 
     def connect_engines(self, engines: list[EngineAddress]) -> None:
         """Meet the engines that `resync` will update."""
+        self.controls = self._make_controls(engines)
         self.resync_session = ResyncSession(
             self.worker.weight_source(),
-            self._controls(engines),
+            self.controls,
             self.recipe.resync,
             rank=self.rank,
             run_id=self.recipe.run.name,
+            node=self.node,
             address=get_node_ip_address(),
             model_dir=Path(self.recipe.model.path),
             run_dir=Path(self.recipe.run.dir) / self.recipe.run.name,
@@ -104,7 +118,10 @@ class TrainerActor:
     def use_engines(self, engines: list[EngineAddress]) -> None:
         """Some of them have been started anew, under the names and addresses that they had."""
         assert self.resync_session is not None, "connect_engines comes first"
-        self.resync_session.use(self._controls(engines))
+        replaced, self.controls = self.controls, self._make_controls(engines)
+        self.resync_session.use(self.controls)
+        for control in replaced:
+            control.close()
 
     def release_memory(self, parts: list[MemoryPart]) -> None:
         self.worker.release_memory(parts)
@@ -125,6 +142,8 @@ class TrainerActor:
         """Leave the groups and remove what lies in shared memory."""
         if self.resync_session is not None:
             self.resync_session.close()
+        for control in self.controls:
+            control.close()
         self.worker.close()
 
     @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
@@ -132,9 +151,9 @@ class TrainerActor:
         """(done, total) of the call under way: micro-batches or buckets."""
         return self.done, self.total
 
-    def _controls(self, engines: list[EngineAddress]) -> list[SglangControl]:
+    def _make_controls(self, engines: list[EngineAddress]) -> list[SglangControl]:
         timeout_s = self.recipe.resync.timeout_s
-        return [SglangControl(e.name, e.url, num_ranks=e.tensor, timeout_s=timeout_s) for e in engines]
+        return [SglangControl(e.name, e.url, num_ranks=e.tensor, node=e.node, timeout_s=timeout_s) for e in engines]
 
     def _count(self, total: int) -> None:
         self.done, self.total = 0, total

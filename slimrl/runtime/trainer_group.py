@@ -15,7 +15,7 @@ from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.session import ResyncReport
 from slimrl.runtime.actors import ActorGroup
 from slimrl.runtime.engine_actor import EngineAddress
-from slimrl.runtime.placement import trainer_options
+from slimrl.runtime.reservation import Reservation
 from slimrl.runtime.trainer_actor import ObjectiveName, TrainerActor
 
 PackedBatch = list[list[MicroBatch]]
@@ -26,26 +26,24 @@ class TrainerGroup:
     """All ranks of the trainer. Every method raises StageError if a rank fails or is late."""
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, progress: Progress, *, total_updates: int, num_engines: int
+        self, recipe: Recipe, folder: RunFolder, progress: Progress, places: Reservation, *, total_updates: int
     ) -> None:
         """Start the processes; `start` waits for them.
 
         Args:
+            places: where they go.
             total_updates: optimizer updates of the whole run, at which learning-rate schedules end.
-            num_engines: that share the machine.
         """
         self._recipe, self._progress = recipe, progress
-        options = trainer_options(recipe, num_engines=num_engines)
-        logs = {f"trainer {rank}": folder.log_file(f"trainer_{rank}") for rank in range(recipe.trainer.num_ranks)}
-        self._actors = ActorGroup(
-            {
-                name: TrainerActor.options(**options).remote(  # type: ignore[attr-defined]
-                    recipe, log_file.absolute(), rank, total_updates
-                )
-                for rank, (name, log_file) in enumerate(logs.items())
-            },
-            logs,
-        )
+        actors, logs, nodes = {}, {}, {}
+        for rank, slot in enumerate(places.placement.ranks):
+            name, log_file = f"trainer {rank}", folder.log_file(f"trainer_{rank}")
+            options = places.options(slot, recipe.trainer.threads_per_rank)
+            actors[name] = TrainerActor.options(**options).remote(  # type: ignore[attr-defined]
+                recipe, log_file.absolute(), Path.cwd(), rank, slot.node.name, total_updates
+            )
+            logs[name], nodes[name] = log_file, slot.node
+        self._actors = ActorGroup(actors, logs, nodes)
         self._layouts: dict[str, Layout] = {}
         self.pids: tuple[int, ...] = ()
 

@@ -1,0 +1,99 @@
+"""Where trainer ranks and engines go, by hand-made clusters."""
+
+import pytest
+
+from slimrl.config.schema import ParallelConfig, Recipe, TransportName
+from slimrl.runtime.errors import StageError
+from slimrl.runtime.placement import Node, Placement, most_slots, place
+
+
+def cluster(*slots: int) -> list[Node]:
+    """Nodes a, b, c ... of so many slots."""
+    names = "abcdefgh"
+    return [
+        Node(node_id=names[i] * 8, name=names[i], address=f"10.0.0.{i}", slots=count) for i, count in enumerate(slots)
+    ]
+
+
+def recipe(*, colocated: bool = True, engine_tensor: int = 1, **parallel: int) -> Recipe:
+    made = Recipe()
+    made.trainer.parallel = ParallelConfig(**parallel)
+    made.resync.transport = TransportName.collective
+    made.rollout.colocated = colocated
+    made.rollout.engine_tensor = engine_tensor
+    return made
+
+
+def shown(placement: Placement) -> tuple[str, list[str]]:
+    """Nodes of ranks as letters; nodes and numbers of each engine's slots."""
+    ranks = "".join(slot.node.name for slot in placement.ranks)
+    return ranks, ["".join(f"{slot.node.name}{slot.number}" for slot in slots) for slots in placement.engines]
+
+
+def test_ranks_fill_nodes_in_order_and_colocated_engines_take_their_slots():
+    placement = place(recipe(tensor=2, engine_tensor=4), cluster(8, 8), num_ranks=16, num_engines=4)
+    assert shown(placement) == ("a" * 8 + "b" * 8, ["a0a1a2a3", "a4a5a6a7", "b0b1b2b3", "b4b5b6b7"])
+    assert [placement.num_processes(slot) for slot in placement.slots] == [2] * 16
+
+
+def test_separate_engines_take_what_the_ranks_leave():
+    placement = place(recipe(colocated=False, engine_tensor=4), cluster(8, 8), num_ranks=6, num_engines=2)
+    assert shown(placement) == ("aaaaaa", ["b0b1b2b3", "b4b5b6b7"])
+    assert {placement.num_processes(slot) for slot in placement.slots} == {1}
+    assert len(placement.slots) == 14
+
+
+def test_ipc_engines_are_where_the_trainer_is_though_there_are_more_than_ranks():
+    made = recipe(colocated=False)
+    made.resync.transport = TransportName.ipc
+    assert shown(place(made, cluster(3, 8), num_ranks=1, num_engines=3)) == ("a", ["a0", "a1", "a2"])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "slots", "ranks"),
+    [
+        # Two groups of three on a node of eight, as none may be cut.
+        ({"tensor": 3}, (8, 8), "aaaaaabbbbbb"),
+        ({"tensor": 2, "expert": 4}, (6, 8), "aaaabbbbbbbb"),
+        # Experts over more ranks than a node has: only tensor-parallel groups are kept together.
+        ({"tensor": 2, "expert": 16}, (7, 8), "aaaaaabbbbbb"),
+        ({"tensor": 4}, (6, 6), "aaaaaabbbbbb"),
+        ({"expert": 2}, (1, 1), "ab"),
+    ],
+)
+def test_parallel_groups_stay_on_a_node_where_they_can(parallel, slots, ranks):
+    placement = place(recipe(**parallel), cluster(*slots), num_ranks=len(ranks), num_engines=0)
+    assert shown(placement) == (ranks, [])
+
+
+def test_engines_alone_need_no_trainer():
+    assert shown(place(recipe(engine_tensor=2), cluster(4), num_ranks=0, num_engines=2)) == ("", ["a0a1", "a2a3"])
+
+
+def test_a_cluster_that_has_what_the_run_could_use_at_most_is_always_enough():
+    for colocated in (True, False):
+        made = recipe(colocated=colocated, engine_tensor=3)
+        slots = most_slots(made, num_ranks=2, num_engines=2)
+        assert len(place(made, cluster(slots), num_ranks=2, num_engines=2).engines) == 2
+
+
+@pytest.mark.parametrize(
+    ("made", "slots", "num_ranks", "num_engines", "message"),
+    [
+        (recipe(), (8, 4), 16, 0, r"needs 16 GPUs for trainer ranks; there are GPUs on: a 8, b 4"),
+        (
+            recipe(colocated=False, engine_tensor=4),
+            (8, 8),
+            8,
+            3,
+            "8 GPUs for trainer ranks and 3 x 4 others for engines",
+        ),
+        (recipe(engine_tensor=16), (8, 8), 16, 1, "1 x 16 GPUs for engines on .*, each engine on one node"),
+        (recipe(), (), 1, 0, "no node"),
+    ],
+)
+def test_a_cluster_that_is_too_small_is_refused_with_what_is_there_and_what_is_needed(
+    made, slots, num_ranks, num_engines, message
+):
+    with pytest.raises(StageError, match=message):
+        place(made, cluster(*slots), num_ranks=num_ranks, num_engines=num_engines, unit="GPUs")

@@ -1,0 +1,61 @@
+"""What SIGUSR1 does to a run."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slimrl import cli
+from slimrl.observability.run_folder import RunFolder
+from slimrl.runtime import commands
+from slimrl.runtime.errors import Preempted, StepDropped
+from slimrl.runtime.preemption import preemption_by_signal, raise_preempted
+
+
+def test_a_signal_is_noted_and_the_step_may_go_on_for_the_grace():
+    before = signal.getsignal(signal.SIGUSR1)
+    with preemption_by_signal(0.05) as preemption:
+        preemption.check()
+        assert not preemption.asked
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert preemption.asked
+        preemption.check()
+        time.sleep(0.06)
+        # A second signal does not prolong it.
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(StepDropped):
+            preemption.check()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_run_that_ended_early_is_marked_and_one_that_is_complete_is_not(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    raise_preempted(folder, 4, 4)
+    assert not folder.requeue.exists()
+    with pytest.raises(Preempted, match=r"after step 3 of 4.*--resume"):
+        raise_preempted(folder, 3, 4)
+    assert folder.requeue.read_text() == "3\n"
+
+
+def test_a_preempted_command_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    asked = {}
+
+    def preempted(path, overrides, **options):
+        asked.update(options)
+        raise Preempted("preempted by SIGUSR1")
+
+    monkeypatch.setattr(commands, "train", preempted)
+    arguments = ["train", "recipe.yaml", "--resume-or-start", "--ray-address", "10.0.0.1:6379"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == cli.PREEMPTED_EXIT_CODE == 75
+    assert asked == {"resume": None, "overwrite": False, "ray_address": "10.0.0.1:6379"}
+
+
+@pytest.mark.parametrize("address", ["auto", "head", "head:", ":6379", "ray://head:10001"])
+def test_an_address_that_is_not_host_and_port_is_refused(address: str):
+    result = CliRunner().invoke(cli.app, ["sft", "recipe.yaml"], env={"SLIMRL_RAY_ADDRESS": address})
+    assert result.exit_code == 2
+    assert "HOST:PORT" in result.output
