@@ -51,20 +51,19 @@ class Fleet:
     def judge(self, error: EngineError) -> bool:
         """Find out after a failed call whose fault it was, and take out who is not fit to go on.
 
-        Those that give no sign of life are out. Where all live, the call counts against those that failed it: the
-        first time they get another chance.
+        Those that give no sign of life are out. An engine gives none while it loads, so no call may be under way. The
+        call counts against those that failed it and live: the first time they get another chance.
 
         Returns:
             Whether anything follows from it; if not, to try again is of no use.
         """
         failures = error.failures if isinstance(error, EnginesFailed) else {}
-        silent = self._silent()
-        if silent:
-            self._take_out({name: f"{failures.get(name, error)}; {reason}" for name, reason in silent.items()})
-            return True
         self._strikes.update(failures.keys())
-        self._take_out({name: reason for name, reason in failures.items() if self._strikes[name] >= MAX_STRIKES})
-        return bool(failures)
+        silent = self._silent()
+        out = {name: reason for name, reason in failures.items() if self._strikes[name] >= MAX_STRIKES}
+        out |= {name: f"{failures.get(name, error)}; {reason}" for name, reason in silent.items()}
+        self._take_out(out)
+        return bool(failures or silent)
 
     def _silent(self) -> dict[str, str]:
         timeout_s = min(PROBE_TIMEOUT_S, self._timeout_s)

@@ -129,8 +129,7 @@ class Pipeline:
         if self._transform is None:
             return None
         self._ranks.meet_on_node()
-        with clock("transform"):
-            return self._fill_slot(self._plan.buckets[number], slot, record)
+        return self._fill_slot(self._plan.buckets[number], slot, clock, record)
 
     def _arrive(
         self, number: int, sending: list[Sending], settle: Settle, clock: Clock, on_progress: Progress | None
@@ -140,6 +139,10 @@ class Pipeline:
         if sending:
             with clock("wait"):
                 error = sending.pop(0).wait(self._timeout_s)
+                if error is not None:
+                    # Whose fault it was is found out by asking all engines, and one that still loads does not answer.
+                    for each in sending:
+                        each.wait(self._timeout_s)
         with clock("agree"):
             settle(self._place(number), error)
         if on_progress is not None:
@@ -149,7 +152,7 @@ class Pipeline:
         first = self._plan.buckets[number].gathered.parts[0].spec.name
         return f"at bucket {number + 1} of {len(self._plan.buckets)} ({first})"
 
-    def _fill_slot(self, bucket: PlannedBucket, slot: int, record: Record | None) -> ValueError | None:
+    def _fill_slot(self, bucket: PlannedBucket, slot: int, clock: Clock, record: Record | None) -> ValueError | None:
         """Transform the bucket; what the transform raised."""
         if not self._slots:
             return None
@@ -161,9 +164,11 @@ class Pipeline:
             views = [part_view(target, sent[spec.name, start]) for spec, start, _ in outputs]
             value = part_view(stage, part)
             try:
-                self._transform.apply(part, value, views)
+                with clock("transform"):
+                    self._transform.apply(part, value, views)
             except ValueError as error:
                 return error
             if record is not None:
-                record(part, value, views)
+                with clock("hash"):
+                    record(part, value, views)
         return None

@@ -21,19 +21,24 @@ class ResyncReport:
     """From pause to resume"""
     stage_seconds: dict[str, float]
     """Of the slowest rank. pause: with opening the update. gather, transform: in the trainer. send: until engines have
-    loaded, beside the former two; wait: the rest of it, when nothing else was to be done. agree: on each bucket, with
-    waiting for other ranks. activate: closing the update, flush, version, resume. verify: with waiting for the slowest
-    sender."""
+    loaded, beside the former ones; wait: the rest of it, when nothing else was to be done. agree: on each bucket, with
+    waiting for other ranks. activate: closing the update, flush, version, resume. verify: fingerprints of what engines
+    loaded and should have. hash: fingerprints of what the transform takes and makes, bucket by bucket."""
     verified_tensors: int
     """Tensors compared, counted once per engine."""
     mismatching: tuple[str, ...]
-    """`<engine>: <tensor>` of each that differed."""
+    """`<engine>: <tensor>` of each that differed; if there are any, all engines are still paused."""
     failed_engines: dict[str, str]
     """Engines that were taken out, and why; they are paused, or gone."""
     stale_requests: int
     """Requests that go on with keys and values of earlier weights."""
     peak_extra_bytes: int
     """Memory that the largest rank holds for resyncs besides its weights."""
+
+    @property
+    def transfer_seconds(self) -> float:
+        """From pause to resume, without the verification that follows the transfer."""
+        return self.seconds - self.stage_seconds["verify"]
 
 
 class Clock:

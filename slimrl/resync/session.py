@@ -5,7 +5,7 @@
 3. end. From here on an engine has the whole version.
 4. flush the prefix caches, which hold keys and values of the old weights, and set the version.
 5. Compare fingerprints of loaded tensors with the trainer's.
-6. resume.
+6. resume, unless a fingerprint differs: then all engines stay paused.
 
 An engine has the version, or is taken out, or stays paused. After a fault in the steps 1 to 3, engines that give no
 sign of life or failed twice are out, and the version starts again for the rest. Later, who fails is out. `use` brings
@@ -98,6 +98,8 @@ class ResyncSession:
     def run(self, version: int, on_progress: Progress | None = None) -> ResyncReport | None:
         """Bring every engine to the source's weights; rank 0 gets the report.
 
+        Where the report names tensors that differ, no engine was resumed, and the version may be sent again.
+
         Raises:
             ValueError: the version is not above the last one that was completed.
             ResyncError: the engines stay paused; the next run takes them as they are.
@@ -112,7 +114,8 @@ class ResyncSession:
             report = self._activate(version, fleet, clock, expectation, start)
         except (RankError, OSError) as error:
             raise ResyncError(f"resync of version {version} failed: {error}") from error
-        self._completed = version
+        if not report.mismatching:
+            self._completed = version
         return report if self._ranks.rank == 0 else None
 
     def close(self) -> None:
@@ -176,16 +179,19 @@ class ResyncSession:
     def _activate(
         self, version: int, fleet: Fleet, clock: Clock, expectation: Expectation, start: float
     ) -> ResyncReport:
-        """Steps 4 to 6; the report is right on rank 0."""
+        """Steps 4 to 6; only on rank 0 is all of the report right."""
         with clock("activate"):
             stale = sum(fleet.each_or_out("flush_cache", self._flush).values())
             fleet.each_or_out("set_version", lambda engine: engine.set_version(version))
+            # Here, so that nobody's verification contains what the slowest sender still has to do.
+            self._ranks.agree(0)
         with clock("verify"):
             expected, mismatching = self._verify(expectation, fleet)
-            # No engine serves the version before all have it.
-            self._ranks.agree(0)
-        with clock("activate"):
-            fleet.each_or_out("resume", lambda engine: engine.resume())
+            # No engine serves the version before all have it, and have it right.
+            any_wrong = self._ranks.agree(int(bool(mismatching)))
+        if not any_wrong:
+            with clock("activate"):
+                fleet.each_or_out("resume", lambda engine: engine.resume())
         assert self._pipeline is not None
         memory = self._pipeline.nbytes
         parts = self._ranks.gather_objects(
@@ -249,12 +255,7 @@ def make_transport(
     if config.transport is TransportName.ipc:
         return IpcTransport(config.timeout_s)
     if config.transport is TransportName.collective:
-        return CollectiveTransport(
-            address,
-            f"slimrl-{run_id}",
-            config.timeout_s,
-            bucket_bytes=max((bucket.sent.nbytes for bucket in plan.buckets), default=0),
-        )
+        return CollectiveTransport(address, f"slimrl-{run_id}", config.timeout_s)
     root = Path(config.dir) / run_id if config.dir else run_dir / "resync"
     specs = list({part.spec.name: part.spec for bucket in plan.buckets for part in bucket.sent.parts}.values())
     if config.transport is TransportName.disk:

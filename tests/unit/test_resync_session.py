@@ -1,13 +1,10 @@
 """A resync against engines that live in this process: order, contents, verification, and engines that fail."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
 from math import ceil
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +14,13 @@ from slimrl.config.schema import PauseMode, ResyncConfig, TransportName, VerifyM
 from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceTensor, TensorSpec
 from slimrl.models.broadcast_group import GroupError
 from slimrl.models.fingerprint import fingerprint
-from slimrl.models.shared_buffer import FileBuffer
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
+from slimrl.resync import fleet
 from slimrl.resync.expectation import verified_names
-from slimrl.resync.fan_out import fan_out
+from slimrl.resync.fan_out import EnginesFailed, fan_out
 from slimrl.resync.report import Clock
 from slimrl.resync.sending import SendClock, Sending
 from slimrl.resync.session import ResyncError, ResyncSession
-from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.resync.transports.collective import CollectiveTransport
 from slimrl.resync.transports.ipc import IpcTransport
 from slimrl.rollout.bucket_receiver import EngineReceivers
@@ -80,11 +76,15 @@ class Engine:
         self.fails_at: tuple[str, int] | None = None
         self.receivers = EngineReceivers(OnlyRank())
         self.place = EnginePlace(name=name, nodes=("",))
-
         self.running = 0
+        self.load_s = 0.0
+        self.loading = threading.Lock()
 
     def probe(self, timeout_s):
-        """Alive."""
+        """Answers between two loads, as SGLang does."""
+        if not self.loading.acquire(timeout=timeout_s):
+            raise EngineError(f"{self.name}: no answer within {timeout_s:g} s")
+        self.loading.release()
 
     def running_requests(self):
         return self.running
@@ -139,6 +139,11 @@ class Engine:
         self.receivers.close()
 
     def _take(self, flat, bucket):
+        with self.loading:
+            time.sleep(self.load_s)
+            self._keep(flat, bucket)
+
+    def _keep(self, flat, bucket):
         for part in bucket.parts:
             dtype = getattr(torch, part.spec.dtype)
             value = flat[part.offset : part.offset + part.nbytes].clone().view(dtype).view(part.shape)
@@ -256,6 +261,21 @@ def test_a_tensor_that_arrived_wrong_is_named_with_its_engine():
     report = resync.run(1)
     resync.close()
     assert report.mismatching == ("engine 1: w2",)
+    assert ["resume" in engine.calls for engine in engines] == [False, False]
+
+
+def test_a_version_that_arrived_wrong_can_be_sent_again():
+    class CorruptingOnce(Engine):
+        def end_update(self):
+            super().end_update()
+            if self.calls.count("end") == 1:
+                self.loaded["w2"][3, 3] += 1
+
+    engine = CorruptingOnce("engine 0")
+    resync = session(Source(weights()), [engine], config())
+    assert [resync.run(1).mismatching for _ in range(2)] == [("engine 0: w2",), ()]
+    resync.close()
+    assert engine.calls.count("resume") == 1
 
 
 def test_an_engine_that_fails_once_gets_another_chance_and_the_version_starts_again():
@@ -271,6 +291,32 @@ def test_an_engine_that_fails_once_gets_another_chance_and_the_version_starts_ag
         assert engine.calls.count("load") - report.buckets in (3, 4)
         assert engine.calls.count("begin") == 2
         assert engine.calls.count("version") == engine.calls.count("resume") == 1
+
+
+@pytest.mark.parametrize("transport", [TransportName.ipc, TransportName.collective])
+def test_an_engine_that_still_loads_when_another_fails_is_not_taken_for_dead(monkeypatch, transport):
+    monkeypatch.setattr(fleet, "PROBE_TIMEOUT_S", 0.05)
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    engines[0].load_s = 0.2
+    engines[1].fails_at = ("load" if transport is TransportName.ipc else "receive", 1)
+    settings = config(transport=transport, bucket_bytes=400)
+    resync = session(Source(weights()), engines, settings, run_id=f"busy-{transport.value}")
+    report = resync.run(1)
+    resync.close()
+    assert report.buckets > 1
+    assert report.failed_engines == {}
+    assert report.mismatching == ()
+
+
+def test_a_failed_call_counts_beside_one_to_an_engine_that_died():
+    refusing, dying, other = (Engine(f"engine {i}") for i in range(3))
+    dying.loading.acquire()
+    taking_part = fleet.Fleet([refusing, dying, other], 0.05)
+    assert taking_part.judge(EnginesFailed({"engine 0": "refused", "engine 1": "late"}))
+    assert list(taking_part.failed) == ["engine 1"]
+    assert taking_part.judge(EnginesFailed({"engine 0": "refused again"}))
+    assert taking_part.failed["engine 0"] == "refused again"
+    assert taking_part.engines == [other]
 
 
 def test_an_engine_that_fails_twice_is_out_and_the_others_get_the_version():
@@ -431,6 +477,26 @@ def test_requests_that_go_on_in_place_are_counted_as_stale_and_not_flushed():
     assert ["flush" in engine.calls for engine in engines] == [True, False]
 
 
+def test_seconds_without_verification_contain_flush_and_version():
+    class Slow(Engine):
+        def flush_cache(self):
+            time.sleep(0.2)
+
+        def set_version(self, version):
+            time.sleep(0.1)
+
+        def fingerprints(self, names):
+            time.sleep(0.4)
+            return super().fingerprints(names)
+
+    resync = session(Source(weights()), [Slow("engine 0")], config())
+    report = resync.run(1)
+    resync.close()
+    assert 0.3 < report.stage_seconds["activate"] < 0.4
+    assert 0.4 < report.stage_seconds["verify"] < 0.6
+    assert 0.3 < report.transfer_seconds == report.seconds - report.stage_seconds["verify"]
+
+
 def test_sampling_reaches_every_tensor_within_the_stated_number_of_versions():
     names = [f"w{i}" for i in range(23)]
     settings = config(verify=VerifyMode.sampled, sampled_tensors=5)
@@ -459,34 +525,6 @@ def test_the_segment_is_gone_after_close():
     assert set(SHARED_MEMORY_DIR.glob(f"slimrl-*-{os.getpid()}-*")) == before
 
 
-def test_segments_of_dead_processes_are_removed_and_those_of_living_ones_kept():
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left = Path(SHARED_MEMORY_DIR / f"slimrl-killed-run-{dead.pid}-0")
-    left.write_bytes(b"x")
-    living = FileBuffer(16, "living/run")
-    try:
-        assert left.name in clean_stale_segments()
-        assert not left.exists()
-        assert (SHARED_MEMORY_DIR / living.segment()).exists()
-    finally:
-        living.close()
-
-
-def test_what_a_killed_run_of_another_user_left_is_theirs_to_remove(monkeypatch):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left = Path(SHARED_MEMORY_DIR / f"slimrl-killed-run-{dead.pid}-0")
-    left.write_bytes(b"x")
-    user = os.getuid()
-    try:
-        monkeypatch.setattr(os, "getuid", lambda: user + 1)
-        assert left.name not in clean_stale_segments()
-        assert left.exists()
-    finally:
-        left.unlink()
-
-
 def test_fan_out_keeps_the_order_of_its_calls_and_runs_them_at_once():
     barrier = threading.Barrier(3, timeout=5)
 
@@ -496,16 +534,6 @@ def test_fan_out_keeps_the_order_of_its_calls_and_runs_them_at_once():
 
     calls = {f"engine {i}": lambda i=i: call(i) for i in range(3)}
     assert list(fan_out(calls, "call", 10).items()) == [("engine 0", 0), ("engine 1", 1), ("engine 2", 2)]
-
-
-def test_a_name_of_shared_memory_is_not_used_again():
-    """An engine keeps the memory mapped that it has met under a name."""
-    names = set()
-    for _ in range(20):
-        buffer = FileBuffer(16, "again")
-        names.add(buffer.segment())
-        buffer.close()
-    assert len(names) == 20
 
 
 def test_sends_that_overlap_are_counted_once():

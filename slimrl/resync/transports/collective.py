@@ -39,13 +39,12 @@ class CollectiveTransport:
         address: of the trainer's rank 0 as the engines reach it.
         name: of the run, for people who read logs.
         timeout_s: deadline of each call.
-        bucket_bytes: of the largest bucket that will be sent.
     """
 
     overlapping = False
 
-    def __init__(self, address: str, name: str, timeout_s: float, *, bucket_bytes: int) -> None:
-        self._address, self._name, self._timeout_s, self._bucket_bytes = address, name, timeout_s, bucket_bytes
+    def __init__(self, address: str, name: str, timeout_s: float) -> None:
+        self._address, self._name, self._timeout_s = address, name, timeout_s
         self._engines: list[EngineControl] = []
         self._spec: GroupSpec | None = None
         self._group: BroadcastGroup | None = None
@@ -107,7 +106,6 @@ class CollectiveTransport:
             port=store.port,
             world_size=world_size,
             backend=device.collective_backend(),
-            bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
         )
         self._open_receivers(deadline)
@@ -139,12 +137,16 @@ class CollectiveTransport:
         while len(self._loads) > under_way:
             error = self._loads.popleft().wait(self._timeout_s)
             if error is not None:
+                self._wait_for_loads()
                 raise error
 
+    def _wait_for_loads(self) -> None:
+        """Until none is under way, however they end: an engine that loads gives no other sign of life."""
+        while self._loads:
+            self._loads.popleft().wait(self._timeout_s)
+
     def _drop_group(self) -> None:
-        for load in self._loads:
-            load.wait(self._timeout_s)
-        self._loads.clear()
+        self._wait_for_loads()
         if self._group is not None:
             self._group.drop()
         self._group, self._spec, self._in_version = None, None, False
