@@ -1,9 +1,11 @@
 """Memory that other processes of a node map: a file in /dev/shm on a CPU, device memory behind CUDA IPC on a GPU.
 
-A file is named `slimrl-<name>-<pid>-<number>`, so that a later run finds what a killed one left behind.
+A file is named `slimrl-<name>-<pid>-<number>` and locked by its maker as long as it is in use, so that a later run
+finds what a killed one left behind: the kernel lets go of the locks of a process that ends, in whatever namespace.
 """
 
 import base64
+import fcntl
 import mmap
 import os
 import pickle
@@ -35,15 +37,14 @@ class FileBuffer:
     def __init__(self, nbytes: int, name: str) -> None:
         safe_name = re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:64] or "buffer"
         self._path, descriptor = _create(f"slimrl-{safe_name}-{os.getpid()}")
+        self._descriptor: int | None = descriptor
         try:
             # Reserves the memory now; without it a full /dev/shm is a SIGBUS in the middle of a write.
             os.posix_fallocate(descriptor, 0, nbytes)
             mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError:
-            self._path.unlink()
+            self.close()
             raise
-        finally:
-            os.close(descriptor)
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def segment(self) -> str:
@@ -52,6 +53,9 @@ class FileBuffer:
     def close(self) -> None:
         """Remove the name; the memory is freed once nobody maps it."""
         self._path.unlink(missing_ok=True)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class CudaBuffer:
@@ -74,6 +78,20 @@ class CudaBuffer:
 
 
 def _create(stem: str) -> tuple[Path, int]:
-    """A file under a name that no file has had before it, since an engine may still map that one under its name."""
-    path = SHARED_MEMORY_DIR / f"{stem}-{secrets.randbits(63)}"
-    return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    """A locked file under a name that no file has had before, since an engine may still map that one under its name."""
+    while True:
+        path = SHARED_MEMORY_DIR / f"{stem}-{secrets.randbits(63)}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # One that removes what killed runs left may have come before the lock.
+        if lock(descriptor) and path.exists():
+            return path, descriptor
+        os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool:
+    """Take the lock of a file until the descriptor is closed, unless it is taken."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -4,13 +4,12 @@ import os
 import re
 from pathlib import Path
 
-import psutil
-
 from slimrl import device
-from slimrl.models.shared_buffer import CudaBuffer, FileBuffer, SharedBuffer
+from slimrl.models.session_file import remove_if_left
+from slimrl.models.shared_buffer import CudaBuffer, FileBuffer, SharedBuffer, lock
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 
-_NAME = re.compile(r"slimrl-.+-(\d+)-\d+")
+_NAME = re.compile(r"slimrl-[A-Za-z0-9_.]+-\d+-\d+")
 
 
 def shared_buffer(nbytes: int, run_id: str) -> SharedBuffer:
@@ -26,9 +25,7 @@ def clean_stale_segments() -> list[str]:
     """Remove this user's files of processes that no longer live, and return their names; called when a run starts."""
     removed = []
     for path in sorted(SHARED_MEMORY_DIR.glob("slimrl-*")):
-        match = _NAME.fullmatch(path.name)
-        if match and not _is_alive(int(match.group(1))) and _is_ours(path):
-            path.unlink(missing_ok=True)
+        if _is_ours(path) and (_remove_unlocked(path) if _NAME.fullmatch(path.name) else remove_if_left(path)):
             removed.append(path.name)
     return removed
 
@@ -41,9 +38,16 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _is_alive(pid: int) -> bool:
-    """False for a zombie too, which maps nothing any more."""
+def _remove_unlocked(path: Path) -> bool:
+    """Remove a buffer's file, unless its maker holds the lock."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
         return False
+    try:
+        if not lock(descriptor):
+            return False
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+    return True

@@ -9,7 +9,6 @@ SGLang imports this module in every engine process and logs, but survives, a hoo
 `require_applied` turns that into a failure to start.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +35,11 @@ def _no_pinning(buffer: Any, granularity: int | None = None) -> None:
 def _load_file(instance_id: str) -> str:
     """Replaces shm_path_for: where an engine's processes share figures of their load, which SGLang never removes.
 
-    The name carries the engine's main process, leader of its session, as the names of slimrl's own segments do, so it
-    is removed with those of processes that are gone.
+    The name carries the engine's main process, leader of its session, so that it is removed when that one is gone.
     """
-    return f"/dev/shm/slimrl-loads-{os.getsid(0)}-0"
+    from slimrl.models.session_file import session_file
+
+    return str(session_file("loads"))
 
 
 def hooks() -> list[Hook]:

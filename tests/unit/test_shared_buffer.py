@@ -1,0 +1,112 @@
+"""Files in /dev/shm: their names, and what is removed of those that killed runs left behind."""
+
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimrl.models import session_file, shared_buffer
+from slimrl.models.shared_buffer import FileBuffer
+from slimrl.models.shared_segment import SHARED_MEMORY_DIR
+from slimrl.resync.shared_buffer import clean_stale_segments
+
+LOCK_AND_DIE = """
+import fcntl, os, signal, sys
+descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(descriptor, fcntl.LOCK_EX)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def left():
+    """The file of a process that was killed."""
+    path = SHARED_MEMORY_DIR / f"slimrl-killed_run-1-{secrets.randbits(63)}"
+    subprocess.run([sys.executable, "-c", LOCK_AND_DIE, str(path)], timeout=60, check=False)
+    assert path.is_file()
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_files_of_killed_processes_are_removed_and_those_of_living_ones_kept(left):
+    living = FileBuffer(16, "living/run")
+    path = SHARED_MEMORY_DIR / living.segment()
+    removed = clean_stale_segments()
+    assert left.name in removed
+    assert not left.exists()
+    assert path.exists()
+    living.close()
+    living.close()
+    assert not path.exists()
+
+
+def test_a_file_in_use_is_kept_though_nobody_knows_its_maker_s_number(monkeypatch):
+    """As that of a process in another container."""
+    monkeypatch.setattr(os, "getpid", dead_pid)
+    living = FileBuffer(16, "container")
+    monkeypatch.undo()
+    try:
+        assert living.segment() not in clean_stale_segments()
+        assert (SHARED_MEMORY_DIR / living.segment()).exists()
+    finally:
+        living.close()
+
+
+def test_what_a_killed_run_of_another_user_left_is_theirs_to_remove(monkeypatch, left):
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert left.name not in clean_stale_segments()
+    assert left.exists()
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(monkeypatch):
+    taken = []
+
+    def lock_late(descriptor: int) -> bool:
+        if not taken:
+            taken.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+            taken[0].unlink()
+        return lock(descriptor)
+
+    lock = shared_buffer.lock
+    monkeypatch.setattr(shared_buffer, "lock", lock_late)
+    buffer = FileBuffer(16, "again")
+    path = SHARED_MEMORY_DIR / buffer.segment()
+    assert path.exists()
+    assert path != taken[0]
+    buffer.close()
+
+
+def test_a_name_of_shared_memory_is_not_used_again():
+    """An engine keeps the memory mapped that it has met under a name."""
+    names = set()
+    for _ in range(20):
+        buffer = FileBuffer(16, "again")
+        names.add(buffer.segment())
+        buffer.close()
+    assert len(names) == 20
+
+
+@pytest.mark.parametrize(("namespace", "alive", "kept"), [(0, False, False), (0, True, True), (1, False, True)])
+def test_a_session_s_file_is_removed_when_its_leader_is_known_to_be_gone(monkeypatch, namespace, alive, kept):
+    leader = os.getsid(0) if alive else dead_pid()
+    own = session_file._namespace()
+    with monkeypatch.context() as there:
+        there.setattr(os, "getsid", lambda _: leader)
+        there.setattr(session_file, "_namespace", lambda: own + namespace)
+        path = session_file.session_file("loads")
+    path.write_bytes(b"x")
+    try:
+        assert (path.name in clean_stale_segments()) is not kept
+        assert path.exists() is kept
+    finally:
+        path.unlink(missing_ok=True)
