@@ -1,8 +1,11 @@
 """Versions through folders: written bucket by bucket, applied to a copy, and loaded, without an engine."""
 
+import errno
 import json
 import os
 import resource
+import shutil
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +22,9 @@ from slimrl.models.versions import codec, local_copy
 from slimrl.models.versions.directory import VersionDirectory
 from slimrl.models.versions.local_copy import LocalCopy
 from slimrl.models.versions.manifest import read_manifest
+from slimrl.resync import whole_writer
 from slimrl.resync.fan_out import EnginesFailed
+from slimrl.resync.sending import Sending
 from slimrl.resync.transports.delta import DeltaTransport
 from slimrl.resync.transports.disk import DiskTransport
 
@@ -328,6 +333,55 @@ def test_a_copy_that_others_load_from_does_not_change(tmp_path, model_dir):
             pass
     with LocalCopy(here).at(second, 5):
         assert LocalCopy(here).version().version == 2
+
+
+def test_a_folder_that_cannot_be_removed_yet_does_not_fail_the_version_and_goes_with_a_later_one(
+    tmp_path, model_dir, monkeypatch, caplog
+):
+    """As on NFS, where a file that a reader holds open comes back as `.nfs...` in its folder."""
+    transport, engine = disk_transport(tmp_path, model_dir), CopyEngine()
+    with monkeypatch.context() as held:
+        held.setattr(shutil, "rmtree", refuse)
+        for version in range(1, 5):
+            send(transport, [engine], version, random_weights(version))
+    assert "could not be removed; the next version tries again: [Errno 39] held open" in caplog.text
+    assert VersionDirectory(tmp_path / "versions").versions() == [3, 4]
+    assert len(list((tmp_path / "versions").glob(".*.removed"))) == 2
+    send(transport, [engine], 5, random_weights(5))
+    assert list((tmp_path / "versions").glob(".*")) == []
+    assert_equal(engine.weights, random_weights(5))
+
+
+def refuse(path: Path) -> None:
+    raise OSError(errno.ENOTEMPTY, "held open")
+
+
+@pytest.mark.parametrize("kind", ["disk", "delta"])
+def test_a_bucket_that_a_stalled_disk_takes_late_meets_no_other_file(tmp_path, model_dir, monkeypatch, kind):
+    """The send is given up after its deadline; until its thread has ended, no version begins and nothing is closed."""
+    transport = disk_transport(tmp_path, model_dir) if kind == "disk" else delta_transport(tmp_path, model_dir)
+    engine = CopyEngine()
+    stalled, goes_on = threading.Event(), threading.Event()
+
+    def stall(*arguments) -> None:
+        stalled.set()
+        assert goes_on.wait(20)
+        write_at(*arguments)
+
+    write_at = whole_writer.write_at
+    monkeypatch.setattr(whole_writer, "write_at", stall)
+    late = Sending(lambda: send(transport, [engine], 1, random_weights(1)))
+    assert stalled.wait(20)
+    assert "was not sent within" in str(late.wait(0.05))
+    with pytest.raises(OSError, match="a bucket sent earlier is still being written"):
+        transport.begin(2)
+    transport.close()
+    goes_on.set()
+    assert late.wait(20) is None
+    assert_equal(engine.weights, random_weights(1))
+    send(transport, [engine], 2, random_weights(2))
+    assert_equal(engine.weights, random_weights(2))
+    transport.close()
 
 
 @contextmanager

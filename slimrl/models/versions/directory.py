@@ -1,10 +1,14 @@
 """The folder that holds the versions of one run, `v000012` each: begun, published, chained and pruned.
 
-A version is written to `.v000012.partial` and renamed when it is whole, so that its name never stands for less.
+A version is written to `.v000012.partial` and renamed when it is whole, so that its name never stands for less. What is
+to be removed gets a name of that kind first. A file that somebody still reads may keep its folder on a network's file
+system for a while; then the next version tries again.
 """
 
+import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +16,9 @@ from pathlib import Path
 from slimrl.models.versions.manifest import Manifest, VersionRef, check_files, read_manifest
 
 _NAME = re.compile(r"v(\d{6,})")
-_UNFINISHED = re.compile(r"\.v\d{6,}\.(partial|replaced)")
+_UNFINISHED = re.compile(r"\.v\d{6,}\.(partial|[0-9a-f]{8}\.removed)")
+
+log = logging.getLogger(__name__)
 
 
 class VersionDirectory:
@@ -38,7 +44,7 @@ class VersionDirectory:
         self.clean()
         for later in self.versions():
             if later > version:
-                shutil.rmtree(self.folder(later))
+                self._remove(self.folder(later))
         partial = self.root / f".{self.folder(version).name}.partial"
         partial.mkdir()
         return partial
@@ -48,18 +54,17 @@ class VersionDirectory:
         if self.root.is_dir():
             for path in self.root.iterdir():
                 if _UNFINISHED.fullmatch(path.name):
-                    shutil.rmtree(path)
+                    self._remove(path)
 
     def publish(self, partial: Path, version: int) -> Path:
         """Give a whole version its name, in place of an earlier writing of the same version."""
         folder = self.folder(version)
-        replaced = self.root / f".{folder.name}.replaced"
         _sync(partial)
-        if folder.exists():
-            folder.rename(replaced)
+        replaced = self._set_aside(folder) if folder.exists() else None
         partial.rename(folder)
         _sync(self.root)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced is not None:
+            self._remove(replaced)
         return folder
 
     def has(self, ref: VersionRef) -> bool:
@@ -73,7 +78,7 @@ class VersionDirectory:
         """Remove all but the newest `keep` versions and those that these build on."""
         bases = {version: self._base_version(version) for version in self.versions()}
         for version in superfluous(bases, keep):
-            shutil.rmtree(self.folder(version))
+            self._remove(self.folder(version))
 
     def chain(self, target: Manifest, have: VersionRef | None) -> list[Manifest]:
         """What leads from the version `have` to `target`, oldest first: deltas, or a whole version and deltas.
@@ -93,6 +98,20 @@ class VersionDirectory:
                 break
             manifest = self._base(manifest, manifest.base)
         return chain[::-1]
+
+    def _set_aside(self, folder: Path) -> Path:
+        """Give a folder another name, under which `clean` finds it."""
+        version = folder.name.removeprefix(".").partition(".")[0]
+        return folder.rename(self.root / f".{version}.{secrets.token_hex(4)}.removed")
+
+    def _remove(self, folder: Path) -> None:
+        """Take a folder's name away, and then the folder, if not today, then with the next version."""
+        if not folder.name.endswith(".removed"):
+            folder = self._set_aside(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            log.warning("%s could not be removed; the next version tries again: %s", folder, error)
 
     def _base_version(self, version: int) -> int | None:
         """None too for a version whose manifest cannot be read: nobody can load it, so it needs no other."""

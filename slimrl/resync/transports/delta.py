@@ -50,7 +50,7 @@ class DeltaTransport(DiskTransport):
     def close(self) -> None:
         super().close()
         self._base = None
-        if self._mirror is not None:
+        if self._mirror is not None and not self._writing.locked():
             self._mirror.close()
             self._mirror = None
 

@@ -1,7 +1,9 @@
 """Transport through a shared file system: every version a Hugging Face checkpoint, which the engines reload."""
 
 import errno
+import logging
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +20,8 @@ from slimrl.models.versions.manifest import Manifest, VersionRef
 from slimrl.resync.fan_out import fan_out
 from slimrl.resync.version_writer import VersionWriter
 from slimrl.resync.whole_writer import WholeWriter
+
+log = logging.getLogger(__name__)
 
 
 class DiskTransport:
@@ -50,12 +54,16 @@ class DiskTransport:
         self._engines: Sequence[EngineControl] = ()
         self._writer: VersionWriter | None = None
         self._partial = Path()
+        self._writing = threading.Lock()
         self._host: Tensor | None = None
 
     def connect(self, engines: Sequence[EngineControl]) -> None:
         self._engines = engines
 
     def begin(self, version: int) -> None:
+        """Raises OSError too while a bucket of an earlier attempt is still being written: the disk stalls."""
+        if self._writing.locked():
+            raise OSError(errno.EBUSY, "a bucket sent earlier is still being written", str(self._partial))
         self._drop_writer()
         with self._removed_if_broken():
             self._partial = self._directory.begin(version)
@@ -63,7 +71,8 @@ class DiskTransport:
 
     def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
         assert self._writer is not None, "no version begun"
-        with self._removed_if_broken():
+        # Who waits for a send may give up before it ends, and its files must stay open until then.
+        with self._writing, self._removed_if_broken():
             self._writer.write(bucket, self._on_host(buffer.tensor[: bucket.nbytes]))
 
     def end(self, version: int) -> None:
@@ -81,6 +90,9 @@ class DiskTransport:
         self._directory.prune(self._keep)
 
     def close(self) -> None:
+        if self._writing.locked():
+            log.warning("%s: a bucket is still being written; it is left as it is", self._partial)
+            return
         if self._writer is not None:
             self._drop_writer()
             self._directory.clean()
