@@ -124,6 +124,7 @@ class SglangControl:
         self._call("resume_memory_occupation", tags=[part.value for part in parts])
 
     def close(self) -> None:
+        """Let go of the connections. Calls from now on raise EngineError."""
         self._http.close()
 
     def _server_state(self, timeout_s: float) -> list[dict[str, Any]]:
@@ -143,6 +144,8 @@ class SglangControl:
 
     def _request(self, method: str, route: str, timeout_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON of the answer, or {} where the route answers in prose."""
+        if self._http.is_closed:
+            raise EngineError(f"{self.name}, {route}: its control was closed")
         try:
             response = self._http.request(method, route, json=body, timeout=timeout_s)
         except httpx.TimeoutException as error:

@@ -1,0 +1,34 @@
+"""Who holds connections to engines lets go of them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.data.protocols import EngineError
+from slimrl.rollout.control import SglangControl
+from slimrl.runtime.engine_actor import EngineAddress
+from slimrl.runtime.trainer_actor import TrainerActor
+
+
+def test_a_control_that_was_closed_says_so():
+    control = SglangControl("engine 3", "http://127.0.0.1:1", timeout_s=1)
+    control.close()
+    control.close()
+    with pytest.raises(EngineError, match="engine 3, continue_generation: its control was closed"):
+        control.resume()
+
+
+def test_a_trainer_closes_the_controls_of_engines_that_it_lets_go_of():
+    actor = object.__new__(TrainerActor.__ray_metadata__.modified_class)
+    used = []
+    actor.recipe = SimpleNamespace(resync=SimpleNamespace(timeout_s=1.0))
+    actor.resync_session = SimpleNamespace(use=used.append, close=lambda: None)
+    actor.worker = SimpleNamespace(close=lambda: None)
+    actor.controls = []
+    address = EngineAddress(name="engine 0", url="http://127.0.0.1:1", tensor=1, node="a", pids=(1,))
+    for _ in range(2):
+        actor.use_engines([address])
+    [first], [second] = used
+    assert (first._http.is_closed, second._http.is_closed) == (True, False)
+    actor.close()
+    assert second._http.is_closed
