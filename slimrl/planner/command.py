@@ -6,9 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slimrl.planner.hardware import Hardware
-from slimrl.planner.plan import as_json, make_plan
-from slimrl.planner.suggest import suggest
-from slimrl.planner.tables import print_plan, print_suggestions
+from slimrl.planner.recipe import read
 
 
 def run(
@@ -30,16 +28,24 @@ def run(
     Raises:
         ValueError: the recipe is refused, or its model is not known here.
     """
+    if mean_tokens is not None and mean_tokens < 1:
+        raise ValueError(f"--mean-tokens {mean_tokens}: must be at least 1")
     if gpus is not None and not suggestions_wanted:
         raise ValueError("--gpus goes with --suggest.")
+    planned = read(path, overrides)
+    # What needs torch and Megatron comes after what is refused without them.
+    from slimrl.planner.plan import as_json, make_plan
+    from slimrl.planner.suggest import suggest
+    from slimrl.planner.tables import print_plan, print_suggestions
+
     if not suggestions_wanted:
-        plan = make_plan(path, overrides, hardware, mean_tokens=mean_tokens)
+        plan = make_plan(planned, hardware, mean_tokens=mean_tokens)
         if to_json:
             print(json.dumps(as_json(plan), indent=2))
         else:
             print_plan(plan)
         return
-    suggestions, tried, ranks = suggest(path, overrides, hardware, gpus=gpus, count=top, mean_tokens=mean_tokens)
+    suggestions, tried, ranks = suggest(planned, hardware, gpus=gpus, count=top, mean_tokens=mean_tokens)
     if not to_json:
         print_suggestions(suggestions, tried, ranks)
         return

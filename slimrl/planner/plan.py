@@ -6,9 +6,7 @@
 4. The resync planner gives the bytes and seconds of a new version.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from slimrl.config.schema import Recipe, TransportName
@@ -17,7 +15,7 @@ from slimrl.planner.facts import Facts, devices, model_facts, with_engines
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.layout_plan import LayoutPlan, plan_layout
 from slimrl.planner.parameters import built_stages, layout_fields, stage_total
-from slimrl.planner.recipe import Planned, read
+from slimrl.planner.recipe import Planned
 from slimrl.resync.estimate.estimate import ESTIMATED, Estimate, estimate
 from slimrl.resync.plan import ResyncPlan, plan_resync
 from slimrl.runtime.resync_estimate import place
@@ -37,17 +35,14 @@ class Plan:
     """What the figures take for granted beyond the formulas"""
 
 
-def make_plan(path: Path, overrides: Sequence[str], hardware: Hardware, *, mean_tokens: int | None = None) -> Plan:
+def make_plan(planned: Planned, hardware: Hardware, *, mean_tokens: int | None = None) -> Plan:
     """
     Args:
         mean_tokens: length of a trajectory or conversation; None for the longest that the recipe allows.
 
     Raises:
-        ValueError: the recipe breaks a rule, its model is not supported, or its layout cannot be.
+        ValueError: the layout cannot be.
     """
-    planned = read(path, overrides)
-    if mean_tokens is not None and mean_tokens < 1:
-        raise ValueError(f"--mean-tokens {mean_tokens}: must be at least 1")
     recipe, known, resync = planned.recipe, model_facts(planned), None
     if not planned.sft:
         version = plan_version(planned, known, hardware)

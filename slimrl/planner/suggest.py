@@ -6,10 +6,9 @@
 3. The best few are built on the meta device, as `slimrl plan` builds one, and planned again with what was counted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import log
-from pathlib import Path
 from typing import Any
 
 from slimrl.config.check import check_recipe
@@ -20,7 +19,7 @@ from slimrl.planner.facts import Facts, buckets_of, model_facts, with_engines
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.layout_plan import LayoutPlan, plan_layout
 from slimrl.planner.parameters import built_stages
-from slimrl.planner.recipe import Planned, read
+from slimrl.planner.recipe import Planned
 
 LARGEST_CONTEXT = 16
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -51,8 +50,7 @@ class Suggestion:
 
 
 def suggest(
-    path: Path,
-    overrides: Sequence[str],
+    planned: Planned,
     hardware: Hardware,
     *,
     gpus: int | None,
@@ -67,9 +65,8 @@ def suggest(
         count: most suggestions.
 
     Raises:
-        ValueError: the recipe breaks a rule, or there is no legal layout.
+        ValueError: there is no legal layout.
     """
-    planned = read(path, overrides)
     gpus = planned.recipe.trainer.num_ranks if gpus is None else gpus
     if gpus < 1 or count < 1:
         raise ValueError(f"--gpus {gpus} --top {count}: must be at least 1")
