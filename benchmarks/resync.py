@@ -19,9 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,11 @@ from slimrl.config.schema import (
 from slimrl.models.sized_toy import sized_config, write_sized_toy
 from slimrl.observability.memory import MemoryWatch, session_members
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.control import SglangControl
 from slimrl.rollout.process import ServerError
 from slimrl.rollout.server import EngineServer
+from slimrl.runtime.errors import RunError
 from slimrl.runtime.memcpy import memcpy_gb_per_s
+from slimrl.runtime.resync_bench import over_disk
 
 GB = 1e9
 TIMEOUT_S = 120.0
@@ -87,8 +88,8 @@ class Bench:
         return {
             "bytes": first.bytes,
             "buckets": first.buckets,
-            "seconds": statistics.median(map(transfer_seconds, reports)),
-            "first_seconds": transfer_seconds(first),
+            "seconds": statistics.median(report.transfer_seconds for report in reports),
+            "first_seconds": first.transfer_seconds,
             "stage_seconds": {
                 stage: statistics.median(report.stage_seconds[stage] for report in reports)
                 for stage in reports[0].stage_seconds
@@ -100,16 +101,9 @@ class Bench:
 
     def over_disk(self, repeats: int) -> dict[str, float]:
         """Seconds of an export and of the engine's reload."""
-        control = SglangControl(ENGINE, self.server.url, timeout_s=TIMEOUT_S)
-        exports, reloads = [], []
-        for number in range(repeats):
-            folder = self._folder / f"export-{number}"
-            start = time.perf_counter()
-            self.ranks.call("export", folder)
-            exported = time.perf_counter()
-            control.load_checkpoint(str(folder))
-            exports.append(exported - start)
-            reloads.append(time.perf_counter() - exported)
+        export, engines = partial(self.ranks.call, "export"), {ENGINE: self.server.url}
+        seconds = [over_disk(export, engines, self._folder / f"export-{i}", TIMEOUT_S) for i in range(repeats)]
+        exports, reloads = zip(*seconds, strict=True)
         return {"export_seconds": statistics.median(exports), "reload_seconds": statistics.median(reloads)}
 
     def one_by_one(self, repeats: int) -> float:
@@ -125,10 +119,6 @@ class Bench:
         if report.mismatching or report.failed_engines:
             raise RuntimeError(f"version {self._version}: {report.mismatching[:5]} {report.failed_engines}")
         return report
-
-
-def transfer_seconds(report: ResyncReport) -> float:
-    return report.seconds - report.stage_seconds.get("verify", 0.0)
 
 
 @contextmanager
@@ -240,7 +230,7 @@ def main() -> int:
         return 2
     try:
         figures = measure(sorted(options.gigabytes), options.bucket_bytes, options.repeats)
-    except (OSError, RuntimeError, ServerError) as error:
+    except (OSError, RuntimeError, ServerError, RunError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     print_tables(figures, options.bucket_bytes)

@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from slimrl.resync.report import ResyncReport
 from slimrl.rollout.control import SglangControl
 from slimrl.runtime.errors import RunError
 from slimrl.runtime.memcpy import memcpy_gb_per_s
-from slimrl.runtime.start import Processes, logs_of_command, prepare, started
+from slimrl.runtime.start import logs_of_command, prepare, started
 from slimrl.runtime.trainer_group import TrainerGroup
 
 GB = 1e9
@@ -151,9 +151,14 @@ def _run(recipe: Recipe, log_dir: str, progress: Progress, folder: Path, family:
         with MemoryWatch(processes.trainers.pids) as trainer_memory, MemoryWatch(engine_pids) as engine_memory:
             processes.trainers.connect_engines(processes.engines.addresses)
             first, *reports = [_resync(processes.trainers, version) for version in range(1, repeats + 2)]
-        export_s, reload_s = _over_disk(processes, recipe, folder / "export")
+        export_s, reload_s = over_disk(
+            processes.trainers.export_hf,
+            {address.name: address.url for address in processes.engines.addresses},
+            folder / "export",
+            recipe.trainer.timeout_s,
+        )
         copies.append(memcpy_gb_per_s())
-    seconds = statistics.median(map(transfer_seconds, reports))
+    seconds = statistics.median(report.transfer_seconds for report in reports)
     memcpy = statistics.median(copies)
     verified = min(report.verified_tensors for report in reports)
     return BenchResult(
@@ -164,8 +169,8 @@ def _run(recipe: Recipe, log_dir: str, progress: Progress, folder: Path, family:
         bucket_bytes=recipe.resync.bucket_bytes,
         repeats=repeats,
         seconds=seconds,
-        verify_seconds=statistics.median(report.stage_seconds.get("verify", 0.0) for report in reports),
-        first_seconds=transfer_seconds(first),
+        verify_seconds=statistics.median(report.stage_seconds["verify"] for report in reports),
+        first_seconds=first.transfer_seconds,
         gb_per_s=first.bytes / GB / seconds,
         memcpy_gb_per_s=memcpy,
         memcpy_fraction=first.bytes / GB / seconds / memcpy,
@@ -184,11 +189,6 @@ def _run(recipe: Recipe, log_dir: str, progress: Progress, folder: Path, family:
     )
 
 
-def transfer_seconds(report: ResyncReport) -> float:
-    """Of a resync without its verification."""
-    return report.seconds - report.stage_seconds.get("verify", 0.0)
-
-
 def _resync(trainers: TrainerGroup, version: int) -> ResyncReport:
     report = trainers.resync(version)
     if report.failed_engines:
@@ -196,24 +196,35 @@ def _resync(trainers: TrainerGroup, version: int) -> ResyncReport:
     return report
 
 
-def _over_disk(processes: Processes, recipe: Recipe, folder: Path) -> tuple[float, float]:
-    """Seconds of an export, and of all engines' loading it out of the page cache."""
-    assert processes.engines is not None
-    assert processes.trainers is not None
+def over_disk(
+    export: Callable[[Path], object], engines: Mapping[str, str], folder: Path, timeout_s: float
+) -> tuple[float, float]:
+    """Seconds of an export, and of all engines' loading it out of the page cache.
+
+    Args:
+        export: of the trainer's weights as a Hugging Face checkpoint.
+        engines: their URLs by name.
+        folder: a new one.
+        timeout_s: deadline of the loading.
+
+    Raises:
+        RunError: an engine did not load it.
+    """
     start = time.perf_counter()
-    processes.trainers.export_hf(folder)
+    export(folder)
     exported = time.perf_counter()
-    timeout_s = recipe.trainer.timeout_s
-    calls = {
-        address.name: partial(
-            SglangControl(address.name, address.url, timeout_s=timeout_s).load_checkpoint, str(folder.absolute())
-        )
-        for address in processes.engines.addresses
-    }
+    controls = [SglangControl(name, url, timeout_s=timeout_s) for name, url in engines.items()]
     try:
-        fan_out(calls, "load_checkpoint", timeout_s)
+        fan_out(
+            {control.name: partial(control.load_checkpoint, str(folder.absolute())) for control in controls},
+            "load_checkpoint",
+            timeout_s,
+        )
     except EngineError as error:
         raise RunError(str(error)) from error
+    finally:
+        for control in controls:
+            control.close()
     return exported - start, time.perf_counter() - exported
 
 

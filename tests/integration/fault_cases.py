@@ -222,7 +222,7 @@ def outlive(
                     faulty.probe(20.0)
                 # Gone, or paused with weights of two versions, or all of it has come through late.
                 if answers(faulty.engine.url):
-                    assert fault.routes is not LOADS
+                    assert fault.routes != LOADS
                     assert_one_version(trainer, version, faulty)
                 if fault.action == "kill":
                     fresh, server = replace(faulty, checkpoints[0], log.with_suffix(f".{number}"))

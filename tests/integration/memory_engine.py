@@ -1,5 +1,7 @@
 """An engine that lives in a trainer rank's process: it maps the shared memory and keeps what it is given."""
 
+import time
+
 import torch
 
 from slimrl.data.protocols import EnginePlace
@@ -15,6 +17,7 @@ class MemoryEngine:
         self.place = EnginePlace(name=name, nodes=(node,))
         self.loaded: dict[str, torch.Tensor] = {}
         self.version, self.serves = -1, True
+        self.flush_s = 0.0
 
     def probe(self, timeout_s):
         """Alive."""
@@ -40,7 +43,7 @@ class MemoryEngine:
         """Nothing is left to do."""
 
     def flush_cache(self):
-        """There is no cache."""
+        time.sleep(self.flush_s)
 
     def set_version(self, version):
         self.version = version

@@ -33,6 +33,10 @@ def test_a_real_resync_is_measured(tmp_path, transport):
     # Two engines have every tensor.
     assert result["verified_tensors"] == 2 * 231
     assert result["gb_per_s"] == pytest.approx(result["bytes"] / 1e9 / result["seconds"])
+    # The mean of two, so what was true of each is true of it.
+    stages = result["stage_seconds"]
+    assert stages["pause"] + stages["activate"] < result["seconds"]
+    assert stages["verify"] == result["verify_seconds"]
     assert result["disk_seconds"] == pytest.approx(result["export_seconds"] + result["reload_seconds"])
     assert result["memcpy_gb_per_s"] > 0.1
     # Two ranks' own allocations come on top of the buffers.
