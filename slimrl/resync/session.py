@@ -255,7 +255,12 @@ def make_transport(
     if config.transport is TransportName.ipc:
         return IpcTransport(config.timeout_s)
     if config.transport is TransportName.collective:
-        return CollectiveTransport(address, f"slimrl-{run_id}", config.timeout_s)
+        return CollectiveTransport(
+            address,
+            f"slimrl-{run_id}",
+            config.timeout_s,
+            bucket_bytes=max((bucket.sent.nbytes for bucket in plan.buckets), default=0),
+        )
     root = Path(config.dir) / run_id if config.dir else run_dir / "resync"
     specs = list({part.spec.name: part.spec for bucket in plan.buckets for part in bucket.sent.parts}.values())
     if config.transport is TransportName.disk:

@@ -39,12 +39,13 @@ class CollectiveTransport:
         address: of the trainer's rank 0 as the engines reach it.
         name: of the run, for people who read logs.
         timeout_s: deadline of each call.
+        bucket_bytes: of the largest bucket that will be sent.
     """
 
     overlapping = False
 
-    def __init__(self, address: str, name: str, timeout_s: float) -> None:
-        self._address, self._name, self._timeout_s = address, name, timeout_s
+    def __init__(self, address: str, name: str, timeout_s: float, *, bucket_bytes: int) -> None:
+        self._address, self._name, self._timeout_s, self._bucket_bytes = address, name, timeout_s, bucket_bytes
         self._engines: list[EngineControl] = []
         self._spec: GroupSpec | None = None
         self._group: BroadcastGroup | None = None
@@ -106,6 +107,7 @@ class CollectiveTransport:
             port=store.port,
             world_size=world_size,
             backend=device.collective_backend(),
+            bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
         )
         self._open_receivers(deadline)
