@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -105,9 +106,17 @@ class WholeWriter:
         write_index(self._folder, self._files)
         config = read_hf_config(self._model_dir)
         if not any(spec.dtype == FP8_DTYPE for spec in self._specs):
-            config = plain_config(config, self._specs[0].dtype)
+            config = plain_config(config, _common_dtype(self._specs))
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         copy_other_files(self._model_dir, self._folder)
         for file in self._folder.iterdir():
             if file.name not in self._files:
                 sync_and_close(os.open(file, os.O_RDONLY))
+
+
+def _common_dtype(specs: Sequence[TensorSpec]) -> str:
+    """That of most of the bytes: of the weights, where biases that choose experts stay in float32 beside bfloat16."""
+    nbytes: Counter[str] = Counter()
+    for spec in specs:
+        nbytes[spec.dtype] += spec_bytes(spec)
+    return nbytes.most_common(1)[0][0]

@@ -16,8 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slimrl.config.schema import DeltaEncoding
-from slimrl.data.protocols import BucketSpec, EngineError, TensorPart, TensorSpec
+from slimrl.data.protocols import BucketSpec, EngineError, TensorPart, TensorSpec, num_rows
+from slimrl.models.family import family_of
+from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.safetensors_folder import SafetensorsFolder
+from slimrl.models.toy_configs import TOYS, ToySize
 from slimrl.models.versions import codec, local_copy
 from slimrl.models.versions.directory import VersionDirectory
 from slimrl.models.versions.local_copy import LocalCopy
@@ -157,8 +160,27 @@ def test_disk_versions_are_checkpoints_that_the_safetensors_library_reads(tmp_pa
     folder = tmp_path / "versions" / "v000003"
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert (folder / "tokenizer.json").exists()
-    assert json.loads((folder / "config.json").read_text()) == {"dtype": "bfloat16", "hidden_size": 8}
+    assert json.loads((folder / "config.json").read_text()) == {"dtype": "float32", "hidden_size": 8}
     assert sorted(path.name for path in (tmp_path / "versions").iterdir()) == ["v000002", "v000003"]
+
+
+def test_a_bfloat16_version_says_so_where_biases_of_its_routers_are_float32_and_come_first(tmp_path, model_dir):
+    hf_config = TOYS["deepseek_v3"](ToySize(layers=2, hidden=32)) | {"vocab_size": 64}
+    specs = family_of(hf_config).weight_map(hf_config).specs("bfloat16")
+    specs.sort(key=lambda spec: -getattr(torch, spec.dtype).itemsize)
+    assert specs[0].dtype == "float32"
+    (model_dir / "config.json").write_text(json.dumps(hf_config))
+    transport = DiskTransport(tmp_path / "versions", specs, model_dir, file_bytes=100_000, keep=1, timeout_s=10)
+    transport.connect([])
+    transport.begin(1)
+    for spec in specs:
+        nbytes = spec_bytes(spec)
+        part = TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=0, nbytes=nbytes)
+        buffer = SimpleNamespace(tensor=torch.zeros(nbytes, dtype=torch.uint8))
+        transport.send(BucketSpec(parts=(part,), nbytes=nbytes), buffer)
+    transport.end(1)
+    written = json.loads((tmp_path / "versions" / "v000001" / "config.json").read_text())
+    assert written == hf_config | {"dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize("encoding", list(DeltaEncoding))
