@@ -40,8 +40,6 @@ def rollout_violations(recipe: Recipe) -> Iterator[Violation]:
                 f"{getattr(rollout, name)} is longer than rollout.trajectory_timeout_s {rollout.trajectory_timeout_s}.",
             )
     yield from _sglang_violations(recipe)
-    if recipe.resync.transport is TransportName.ipc and rollout.sglang.get("nnodes", 1) > 1:
-        yield "resync.transport", "ipc reaches engines on the trainer's own node only. Use collective."
     if recipe.resync.transport is TransportName.delta and not recipe.resync.local_dir:
         yield "resync.local_dir", "delta needs a folder on the own disk of each node, with room for the model."
     if rollout.colocated and recipe.resync.transport is TransportName.collective:
@@ -62,6 +60,8 @@ def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
             "rollout.sglang.context_length",
             f"{length} is shorter than rollout.max_trajectory_tokens {rollout.max_trajectory_tokens}.",
         )
+    if given.get("nnodes", 1) != 1:
+        yield "rollout.sglang.nnodes", f"{given['nnodes']}: an engine runs on one node. Use more engines."
     for name, instead in SGLANG_LAYOUTS.items():
         if given.get(name, 1) not in (1, False):
             yield f"rollout.sglang.{name}", f"{given[name]}: a resync cannot place weights in such an engine. {instead}"
