@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import RECIPES, CliRun, Workspace, make_workspace, steps_without_times, succeed
+from cli_runs import RECIPES, CliRun, Workspace, make_workspace, num_logged_steps, steps_without_times, succeed
 from transformers import AutoModelForCausalLM
 
+from slimrl.cli import PREEMPTED_EXIT_CODE
 from slimrl.data.trajectory import read_trajectories
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
@@ -55,9 +56,15 @@ def kill_after_checkpoint(run: CliRun, folder: RunFolder, step: int) -> None:
     assert run.wait(60) == -signal.SIGKILL
 
 
-def test_a_killed_run_continues_as_if_it_had_not_been(workspace: Workspace):
+@pytest.fixture(scope="module")
+def whole(workspace: Workspace) -> RunFolder:
+    """A run that nothing disturbed."""
     succeed("train", GSPO, *deterministic(workspace, "whole"), timeout_s=RUN_S)
-    whole, killed = workspace.run_folder("whole"), workspace.run_folder("killed")
+    return workspace.run_folder("whole")
+
+
+def test_a_killed_run_continues_as_if_it_had_not_been(workspace: Workspace, whole: RunFolder):
+    killed = workspace.run_folder("killed")
     run = CliRun(["train", GSPO, *deterministic(workspace, "killed")])
     try:
         kill_after_checkpoint(run, killed, 2)
@@ -69,6 +76,58 @@ def test_a_killed_run_continues_as_if_it_had_not_been(workspace: Workspace):
     assert [line["policy/grad_norm"] > 0 for line in read_metrics(whole.metrics)[1:]] == [True] * 4
     assert steps_without_times(killed) == steps_without_times(whole)
     assert exported(killed) == exported(whole)
+
+
+def preempt(arguments: list[str], folder: RunFolder, *, pause_s: float) -> str:
+    """What a run says that gets SIGUSR1 `pause_s` after its first step, and is to be queued again."""
+    run = CliRun(["train", GSPO, *arguments])
+    try:
+        run.wait_until(lambda: num_logged_steps(folder) >= 2, RUN_S)
+        time.sleep(pause_s)
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.wait(RUN_S) == PREEMPTED_EXIT_CODE, run.stderr
+        assert run.left() == []
+    finally:
+        run.close()
+    return run.stdout + run.stderr
+
+
+def test_a_preempted_run_finishes_its_step_and_continues_as_if_it_had_not_been(workspace: Workspace, whole: RunFolder):
+    preempted = workspace.run_folder("preempted")
+    arguments = [*deterministic(workspace, "preempted", "checkpoint.every_steps=0"), "--resume-or-start"]
+    said = preempt(arguments, preempted, pause_s=0.0)
+    step = int(preempted.requeue.read_text())
+    assert 1 <= step < 4
+    assert f"preempted by SIGUSR1 after step {step} of 4" in said
+    assert [path.name for path in preempted.checkpoints.iterdir()] == [f"step_{step:06d}"]
+    assert not preempted.export.exists()
+    succeed("train", GSPO, *arguments, timeout_s=RUN_S)
+    assert not preempted.requeue.exists()
+    assert steps_without_times(preempted) == steps_without_times(whole)
+    assert exported(preempted) == exported(whole)
+
+
+@pytest.mark.full
+def test_a_rollout_that_outlasts_the_grace_is_dropped_and_made_again(workspace: Workspace):
+    long = [
+        "steps=2",
+        "checkpoint.every_steps=0",
+        "checkpoint.grace_s=0.1",
+        "rollout.prompts_per_step=8",
+        "rollout.sampling.max_new_tokens=600",
+        "rollout.sampling.ignore_end_of_turn=true",
+        "rollout.max_trajectory_tokens=1000",
+    ]
+    succeed("train", GSPO, *deterministic(workspace, "long", *long), timeout_s=RUN_S)
+    whole, dropped = workspace.run_folder("long"), workspace.run_folder("dropped")
+    arguments = deterministic(workspace, "dropped", *long)
+    said = preempt(arguments, dropped, pause_s=0.5)
+    assert "step 2 dropped" in said
+    assert dropped.requeue.read_text() == "1\n"
+    assert [path.name for path in dropped.checkpoints.iterdir()] == ["step_000001"]
+    succeed("train", GSPO, *arguments, "--resume", timeout_s=RUN_S)
+    assert steps_without_times(dropped) == steps_without_times(whole)
+    assert exported(dropped) == exported(whole)
 
 
 @pytest.mark.full
