@@ -96,7 +96,7 @@ class Meeting:
                 "address": address,
                 "interface": self.met[node].addresses[address],
                 "first_port": ports.first,
-                "cores": self._reports[node].cores,
+                "cores": options.cores_per_node or self._reports[node].cores,
             }
         return {
             "name": f"{allocation.job_id}-{allocation.attempt}",

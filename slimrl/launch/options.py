@@ -11,6 +11,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--spares", type=int, default=0, help="nodes of the allocation that may turn out bad")
     add("--gpus-per-node", type=int, default=8, help="0 for nodes without")
+    add(
+        "--cores-per-node",
+        type=int,
+        help="that Ray counts on; by default those there are. Without GPUs each is a place",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--venv", type=Path, default=Path(".venv"), help="virtual environment, seen by all nodes")
     where.add_argument("--container", help="image for pyxis/enroot, with slimrl's dependencies for its python3")

@@ -76,7 +76,7 @@ def inspect_node(node: str, *, canary: Path, gpus: int, min_free_gib: float, por
         versions=versions,
         addresses=local_addresses(),
         gpus=found,
-        cores=os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0)),
         free_gib=round(free_gib, 1),
     )
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema import Recipe
 from slimrl.launch.reports import LaunchError
+from slimrl.runtime.errors import StageError
+from slimrl.runtime.placement import Node, place
 
 SIGNAL_S = 300
 """How long before its time limit a job is asked for a checkpoint."""
@@ -41,14 +43,25 @@ class SlurmJob:
     overwrite: bool = False
 
 
-def devices_needed(recipe: Recipe, *, sft: bool) -> int:
-    """GPUs of a run: engines share the trainer's where they are colocated or receive weights over ipc."""
-    trainer = recipe.trainer.num_ranks
-    if sft:
-        return trainer
-    engines = recipe.rollout.num_engines * recipe.rollout.engine_tensor
-    shared = recipe.rollout.colocated or recipe.resync.transport is TransportName.ipc
-    return max(trainer, engines) if shared else trainer + engines
+def nodes_needed(recipe: Recipe, gpus_per_node: int, *, sft: bool) -> int:
+    """The fewest nodes on which trainer ranks and engines have their places.
+
+    Raises:
+        ValueError: an engine does not fit on any node.
+    """
+    num_ranks, num_engines = recipe.trainer.num_ranks, 0 if sft else recipe.rollout.num_engines
+    # More nodes than processes are of no use.
+    for count in range(1, num_ranks + num_engines + 1):
+        nodes = [Node(node_id=str(i), name=str(i), address=str(i), slots=gpus_per_node) for i in range(count)]
+        try:
+            place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines)
+        except StageError:
+            continue
+        return count
+    raise ValueError(
+        f"no number of nodes with {gpus_per_node} GPUs is enough: rollout.engine_tensor = "
+        f"{recipe.rollout.engine_tensor}, and each engine is on one node."
+    )
 
 
 def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
@@ -134,10 +147,9 @@ def _check(path: Path, overrides: Sequence[str], job: SlurmJob) -> None:
         raise ValueError("--resume and --overwrite exclude each other.")
     if job.signal_s <= MARGIN_S:
         raise ValueError(f"--signal-s {job.signal_s}: more than the {MARGIN_S} s that the requeue may take.")
-    needed = devices_needed(loaded.recipe, sft=job.sft)
-    if job.gpus_per_node and needed > job.nodes * job.gpus_per_node:
-        nodes = -(-needed // job.gpus_per_node)
-        raise ValueError(
-            f"{path}: needs {needed} GPUs; --nodes {job.nodes} of {job.gpus_per_node} have "
-            f"{job.nodes * job.gpus_per_node}. Use --nodes {nodes}."
-        )
+    if job.gpus_per_node:
+        needed = nodes_needed(loaded.recipe, job.gpus_per_node, sft=job.sft)
+        if needed > job.nodes:
+            raise ValueError(
+                f"{path}: needs {needed} nodes of {job.gpus_per_node} GPUs; --nodes {job.nodes} is too few."
+            )

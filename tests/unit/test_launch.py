@@ -13,15 +13,16 @@ import yaml
 from typer.testing import CliRunner
 
 from slimrl.cli import app
-from slimrl.config.schema import Recipe
-from slimrl.config.show import resolved_dict
-from slimrl.launch import ray_node
+from slimrl.config.schema import Recipe, TransportName
+from slimrl.launch import ray_node, slurm
+from slimrl.launch.attempt import AttemptFolder
+from slimrl.launch.meeting import Meeting
 from slimrl.launch.options import add_options, container_options, train_command
 from slimrl.launch.ports import NAMED, NUM_BLOCKS, port_block
 from slimrl.launch.preflight import canary_problems, judge_gpus, port_problems
-from slimrl.launch.reports import LaunchError, NodeReport, read_reports, select_nodes, write_report
-from slimrl.launch.slurm import srun_command
-from slimrl.launch.submit import devices_needed
+from slimrl.launch.reports import LaunchError, NodeReport, Selection, read_reports, select_nodes, write_report
+from slimrl.launch.slurm import Allocation, srun_command
+from slimrl.launch.submit import nodes_needed
 from slimrl.rollout.ports import FIRST_PORT
 
 ROOT = Path(__file__).parents[2]
@@ -150,15 +151,67 @@ def test_steps_run_in_the_container_with_one_task_on_each_node():
     assert command[-1] == "python3"
 
 
-def test_engines_share_the_trainers_gpus_where_the_recipe_says_so():
+def test_as_many_nodes_are_needed_as_places_for_ranks_and_engines_make():
     recipe = Recipe()
     recipe.trainer.num_ranks, recipe.rollout.num_engines, recipe.rollout.engine_tensor = 16, 4, 2
-    recipe.resync.transport = "collective"
-    assert devices_needed(recipe, sft=False) == 24
+    recipe.resync.transport = TransportName.collective
+    assert nodes_needed(recipe, 8, sft=False) == 3
+    assert nodes_needed(recipe, 8, sft=True) == 2
     recipe.rollout.colocated = True
-    assert devices_needed(recipe, sft=False) == 16
-    assert devices_needed(recipe, sft=True) == 16
-    assert resolved_dict(recipe)["rollout"]["colocated"]
+    assert nodes_needed(recipe, 8, sft=False) == 2
+    recipe.rollout.engine_tensor = 16
+    with pytest.raises(ValueError, match=r"no number of nodes with 8 GPUs is enough: rollout.engine_tensor = 16"):
+        nodes_needed(recipe, 8, sft=False)
+
+
+class MeetingWithBadNodes(Meeting):
+    """Groups come through that have no bad node; every node has one address, and two share one machine's."""
+
+    def __init__(self, tmp_path: Path, nodes: list[str], bad: set[str]) -> None:
+        allocation = Allocation(77, 0, nodes, {node: node for node in nodes})
+        reports = {node: NodeReport(node, cores=4) for node in nodes}
+        folder = AttemptFolder(tmp_path)
+        super().__init__(folder, allocation, options("r.yaml"), reports, container=[], stop=lambda: False)
+        self._bad = bad
+
+    def _round(self, groups):
+        good = [node for group in groups if not self._bad & set(group) for node in group]
+        return {node: NodeReport(node, addresses={f"10.0.0.{node[1]}": "ib0"}) for node in good}
+
+
+def test_a_node_that_no_neighbour_reaches_is_found_in_pairs_and_a_spare_takes_its_place(tmp_path: Path):
+    for count in (4, 5, 8):
+        nodes = [f"n{index}" for index in range(count)]
+        met = MeetingWithBadNodes(tmp_path, nodes, {"n1"}).meet(Selection(nodes[:-1], {}))
+        assert met.nodes == [node for node in nodes if node != "n1"]
+    nodes = ["n0", "n1", "n2", "n3"]
+    with pytest.raises(LaunchError, match="all-reduce: n2 cannot reach others; 3 good nodes are left, 4 needed"):
+        MeetingWithBadNodes(tmp_path, nodes, {"n2"}).meet(Selection(nodes, {}))
+
+
+def test_a_job_that_its_user_cancelled_is_not_queued_again(monkeypatch):
+    asked = []
+    states = iter(["CANCELLED", "RUNNING"])
+
+    def answer(*command: str) -> str:
+        asked.append(command)
+        return f"JobId=7 JobName=x JobState={next(states)} Reason=None" if "show" in command else ""
+
+    monkeypatch.setattr(slurm, "_ask", answer)
+    with pytest.raises(LaunchError, match="the job is CANCELLED, so it is not queued again"):
+        slurm.requeue(7)
+    assert ("scontrol", "requeue", "7") not in asked
+    slurm.requeue(7)
+    assert asked[-1] == ("scontrol", "requeue", "7")
+
+
+def test_the_plan_gives_nodes_of_one_address_ports_of_their_own(tmp_path: Path):
+    meeting = MeetingWithBadNodes(tmp_path, ["n1", "n1b", "n2"], set())
+    plan = meeting.meet(Selection(["n1", "n1b", "n2"], {})).plan()
+    ports = {node: own["first_port"] for node, own in plan["nodes"].items()}
+    assert ports == {"n1": port_block(77).first, "n1b": port_block(77, 1).first, "n2": port_block(77).first}
+    assert plan["ray_address"] == f"10.0.0.1:{port_block(77).port('gcs')}"
+    assert [own["rank"] for own in plan["nodes"].values()] == [0, 1, 2]
 
 
 def test_what_runs_on_the_batch_host_needs_the_standard_library_alone():
@@ -278,7 +331,7 @@ def test_a_dry_run_prints_the_script_that_would_be_submitted(task: list[str], tm
 def test_a_job_that_is_too_small_or_a_recipe_that_is_wrong_is_not_submitted(task: list[str]):
     small = launch(*TINY, *task, "--nodes", "2", "--gpus-per-node", "4", "--dry-run")
     assert small.exit_code == 2
-    assert "needs 20 GPUs; --nodes 2 of 4 have 8. Use --nodes 5." in small.output
+    assert "needs 5 nodes of 4 GPUs; --nodes 2 is too few." in small.output
     wrong = launch(*TINY, *task, "algorithm.clip_hgih=1", "--nodes", "2", "--dry-run")
     assert wrong.exit_code == 2
     assert "Did you mean algorithm.clip_high" in wrong.output
