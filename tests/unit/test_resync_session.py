@@ -232,7 +232,7 @@ def test_a_received_bucket_is_loaded_while_the_next_is_broadcast():
             super()._broadcast(tensor)
 
     engine = Slow("engine 0")
-    transport = Watched("127.0.0.1", "slimrl-overlap", 20.0)
+    transport = Watched("127.0.0.1", "slimrl-overlap", 20.0, bucket_bytes=160)
     resync = session(Source(weights()), [engine], config(), transport=transport)
     report = resync.run(1)
     resync.close()
