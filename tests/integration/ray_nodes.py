@@ -1,0 +1,132 @@
+"""A Ray cluster of several nodes on this machine, each a `ray start` of its own, as a job's script makes one."""
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from slimrl.rollout.ports import free_ports
+
+START_S = 90.0
+STARTED = "Ray runtime started"
+
+
+class RayNodes:
+    """Nodes of so many slots, the head first; `address` is the head's.
+
+    Slots are cores, or with `gpus` GPUs as Ray counts them, whatever this machine has.
+    """
+
+    def __init__(self, *slots: int, gpus: bool = False) -> None:
+        self._resource = "num-gpus" if gpus else "num-cpus"
+        # The path of a socket in it is limited to 107 bytes.
+        self.folder = Path(tempfile.mkdtemp(prefix="slimrl-nodes-", dir="/tmp"))
+        token = self.folder / "token"
+        token.write_text(secrets.token_hex(32))
+        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        port, client_port, *agent_ports = free_ports(2 + len(slots))
+        self.address = ""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._family: set[psutil.Process] = set()
+        try:
+            for index, (count, agent_port) in enumerate(zip(slots, agent_ports, strict=True)):
+                head = ["--head", "--include-dashboard=false", f"--port={port}"]
+                head.append(f"--ray-client-server-port={client_port}")
+                self._start(index, count, agent_port, head if index == 0 else [f"--address={self.address}"])
+                if index == 0:
+                    self.address = f"{self._own_address()}:{port}"
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, index: int, count: int, agent_port: int, options: list[str]) -> None:
+        search_path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        log = self.folder / f"node_{index}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options,
+                    f"--{self._resource}={count}", f"--temp-dir={self.folder / str(index)}",
+                    f"--dashboard-agent-listen-port={agent_port}",
+                    "--object-store-memory=200000000", "--disable-usage-stats",
+                    "--min-worker-port=0", "--max-worker-port=0",
+                ],
+                env={**os.environ, **self.environment, "PYTHONPATH": os.pathsep.join(search_path)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        self._processes.append(process)
+        deadline = time.monotonic() + START_S
+        while STARTED not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        self.members(index)
+
+    def _own_address(self) -> str:
+        """As the head's raylet was told it."""
+        (raylet,) = [p for p in self.members(0) if Path(p.cmdline()[0]).name == "raylet"]
+        (flag,) = [text for text in raylet.cmdline() if text.startswith("--node_ip_address=")]
+        return flag.partition("=")[2]
+
+    def members(self, index: int) -> list[psutil.Process]:
+        """Processes of a node; they are remembered for the end."""
+        try:
+            found = psutil.Process(self._processes[index].pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self._family |= set(found)
+        return found
+
+    def command_lines(self, index: int) -> list[str]:
+        """Of a node's processes."""
+        lines = []
+        for process in self.members(index):
+            try:
+                lines.append(" ".join(process.cmdline()))
+            except psutil.NoSuchProcess:
+                continue
+        return lines
+
+    def kill_raylet(self, index: int) -> None:
+        """Its death without a word, as of a machine that loses power; its workers notice and end."""
+        (raylet,) = [p for p in self.members(index) if p.cmdline() and Path(p.cmdline()[0]).name == "raylet"]
+        raylet.kill()
+
+    def left(self, *texts: str, timeout_s: float = 30.0) -> list[str]:
+        """Command lines with one of these texts that the nodes still have when the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            lines = [line for index in range(len(self._processes)) for line in self.command_lines(index)]
+            found = [line for line in lines if any(text in line for text in texts)]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.5)
+
+    def close(self) -> None:
+        """End all nodes by pid."""
+        for index, process in enumerate(self._processes):
+            self.members(index)
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(15)
+        _, alive = psutil.wait_procs(self._family, timeout=5)
+        for member in alive:
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                continue
+        shutil.rmtree(self.folder, ignore_errors=True)
