@@ -1,0 +1,157 @@
+"""The weights of a trainer of one rank, and engines that live in this process, for tests of the resync."""
+
+import threading
+import time
+
+import torch
+
+from slimrl.config.schema import ResyncConfig, VerifyMode
+from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceTensor, TensorSpec
+from slimrl.models.broadcast_group import GroupError
+from slimrl.models.fingerprint import fingerprint
+from slimrl.models.shared_segment import SHARED_MEMORY_DIR
+from slimrl.resync.session import ResyncSession
+from slimrl.rollout.bucket_receiver import EngineReceivers
+
+
+class Source:
+    """Weights of a trainer of one rank."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.weights = tensors
+
+    def specs(self):
+        return [
+            TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
+            for name, t in self.weights.items()
+        ]
+
+    def layout(self):
+        return [
+            SourceTensor(
+                spec=spec,
+                pieces=(SourcePiece(region=tuple(map(slice, [0] * len(spec.shape), spec.shape)), holders=(0,)),),
+            )
+            for spec in self.specs()
+        ]
+
+    def piece(self, name):
+        return self.weights[name]
+
+    def groups(self, name):
+        return self.weights[name][None]
+
+
+class OnlyRank:
+    """Implements EngineRanks for an engine of one rank."""
+
+    rank, per_node = 0, 1
+
+    def exchange(self, value):
+        return [value]
+
+
+class Engine:
+    """Keeps what it loads, and a log of what it was told."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.num_ranks = name, 1
+        self.calls: list[str] = []
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.version = -1
+        self.fails_at: tuple[str, int] | None = None
+        self.receivers = EngineReceivers(OnlyRank())
+        self.place = EnginePlace(name=name, nodes=("",))
+        self.running = 0
+        self.load_s = 0.0
+        self.loading = threading.Lock()
+
+    def probe(self, timeout_s):
+        """Answers between two loads, as SGLang does."""
+        if not self.loading.acquire(timeout=timeout_s):
+            raise EngineError(f"{self.name}: no answer within {timeout_s:g} s")
+        self.loading.release()
+
+    def running_requests(self):
+        return self.running
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if self.fails_at is not None and (call, self.calls.count(call)) == self.fails_at:
+            raise EngineError(f"{self.name}: {call}: refused")
+
+    def pause(self, mode):
+        self._note("pause")
+
+    def begin_update(self):
+        self._note("begin")
+
+    def end_update(self):
+        self._note("end")
+
+    def flush_cache(self):
+        self._note("flush")
+
+    def set_version(self, version):
+        self._note("version")
+        self.version = version
+
+    def resume(self):
+        self._note("resume")
+
+    def fingerprints(self, names):
+        self._note("fingerprints")
+        return {name: fingerprint(self.loaded[name]) for name in (self.loaded if names is None else names)}
+
+    def load_shared_bucket(self, segment, bucket):
+        self._note("load")
+        data = (SHARED_MEMORY_DIR / segment).read_bytes()[: bucket.nbytes]
+        self._take(torch.frombuffer(bytearray(data), dtype=torch.uint8), bucket)
+
+    def open_receivers(self, group, first_rank):
+        self._note("open")
+        self.receivers.open_version(group, first_rank)
+
+    def load_received(self, group, number, bucket):
+        self._note("receive")
+        try:
+            self._take(self.receivers.bucket(group, number)[: bucket.nbytes], bucket)
+        except GroupError as error:
+            raise EngineError(f"{self.name}: {error}") from error
+        self.receivers.all_loaded(number)
+
+    def leave_group(self, group):
+        self._note("leave")
+        self.receivers.close()
+
+    def _take(self, flat, bucket):
+        with self.loading:
+            time.sleep(self.load_s)
+            self._keep(flat, bucket)
+
+    def _keep(self, flat, bucket):
+        for part in bucket.parts:
+            dtype = getattr(torch, part.spec.dtype)
+            value = flat[part.offset : part.offset + part.nbytes].clone().view(dtype).view(part.shape)
+            if part.is_whole:
+                self.loaded[part.spec.name] = value
+                continue
+            whole = self.loaded.setdefault(part.spec.name, torch.zeros(part.spec.shape, dtype=dtype))
+            whole[part.start : part.stop] = value
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(7, 3), (64,), (5, 5), (2, 2, 2), (33,), (1,)]
+    return {
+        f"w{i}": torch.randn(shape, generator=generator).to(torch.bfloat16 if i % 2 else torch.float32)
+        for i, shape in enumerate(shapes)
+    }
+
+
+def config(**changes) -> ResyncConfig:
+    return ResyncConfig(**{"bucket_bytes": 160, "timeout_s": 20.0, "verify": VerifyMode.full, **changes})
+
+
+def session(source, engines, settings, **changes) -> ResyncSession:
+    return ResyncSession(source, engines, settings, **{"rank": 0, "run_id": "test", **changes})

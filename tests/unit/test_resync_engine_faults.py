@@ -1,0 +1,185 @@
+"""Resyncs in which an engine, the disk or the version is not as it should be."""
+
+import threading
+import time
+
+import pytest
+import torch
+from resync_engines import Engine, Source, config, session, weights
+
+from slimrl import device
+from slimrl.config.schema import TransportName
+from slimrl.data.protocols import EngineError
+from slimrl.resync import fleet
+from slimrl.resync.fan_out import EnginesFailed
+from slimrl.resync.session import ResyncError
+from slimrl.resync.transports.ipc import IpcTransport
+
+pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
+
+
+def test_an_engine_that_fails_once_gets_another_chance_and_the_version_starts_again():
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    engines[1].fails_at = ("load", 2)
+    resync = session(Source(weights()), engines, config())
+    report = resync.run(7)
+    resync.close()
+    assert report.failed_engines == {}
+    assert report.mismatching == ()
+    for engine in engines:
+        # Beside the refused bucket another one was under way, before or after it.
+        assert engine.calls.count("load") - report.buckets in (3, 4)
+        assert engine.calls.count("begin") == 2
+        assert engine.calls.count("version") == engine.calls.count("resume") == 1
+
+
+@pytest.mark.parametrize("transport", [TransportName.ipc, TransportName.collective])
+def test_an_engine_that_still_loads_when_another_fails_is_not_taken_for_dead(monkeypatch, transport):
+    monkeypatch.setattr(fleet, "PROBE_TIMEOUT_S", 0.05)
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    engines[0].load_s = 0.2
+    engines[1].fails_at = ("load" if transport is TransportName.ipc else "receive", 1)
+    settings = config(transport=transport, bucket_bytes=400)
+    resync = session(Source(weights()), engines, settings, run_id=f"busy-{transport.value}")
+    report = resync.run(1)
+    resync.close()
+    assert report.buckets > 1
+    assert report.failed_engines == {}
+    assert report.mismatching == ()
+
+
+def test_a_failed_call_counts_beside_one_to_an_engine_that_died():
+    refusing, dying, other = (Engine(f"engine {i}") for i in range(3))
+    dying.loading.acquire()
+    taking_part = fleet.Fleet([refusing, dying, other], 0.05)
+    assert taking_part.judge(EnginesFailed({"engine 0": "refused", "engine 1": "late"}))
+    assert list(taking_part.failed) == ["engine 1"]
+    assert taking_part.judge(EnginesFailed({"engine 0": "refused again"}))
+    assert taking_part.failed["engine 0"] == "refused again"
+    assert taking_part.engines == [other]
+
+
+def test_an_engine_that_fails_twice_is_out_and_the_others_get_the_version():
+    class Refusing(Engine):
+        def load_shared_bucket(self, segment, bucket):
+            self._note("load")
+            raise EngineError(f"{self.name}: load: refused")
+
+    engines = [Engine("engine 0"), Refusing("engine 1")]
+    source = Source(weights())
+    resync = session(source, engines, config())
+    report = resync.run(7)
+    assert report.failed_engines == {"engine 1": "engine 1: load: refused"}
+    assert engines[0].version == 7
+    assert engines[0].calls[-1] == "resume"
+    assert "version" not in engines[1].calls
+    assert "resume" not in engines[1].calls
+    replaced = Engine("engine 1")
+    resync.use([engines[0], replaced])
+    assert resync.run(8).failed_engines == {}
+    resync.close()
+    assert replaced.version == 8
+    assert all(torch.equal(replaced.loaded[name], tensor) for name, tensor in source.weights.items())
+
+
+def test_an_engine_that_died_is_out_at_once():
+    class Dying(Engine):
+        dead = False
+
+        def load_shared_bucket(self, segment, bucket):
+            self.dead = True
+            raise EngineError(f"{self.name}: load: connection refused")
+
+        def probe(self, timeout_s):
+            if self.dead:
+                raise EngineError(f"{self.name}: gone")
+
+    engines = [Dying("engine 0"), Engine("engine 1")]
+    resync = session(Source(weights()), engines, config())
+    report = resync.run(1)
+    resync.close()
+    assert report.failed_engines == {"engine 0": "engine 0: load: connection refused; engine 0: gone"}
+    assert engines[1].version == 1
+    assert engines[1].calls.count("begin") == 2
+
+
+def test_with_no_engine_left_the_error_names_version_bucket_tensor_and_engine_and_nothing_resumes():
+    class Refusing(Engine):
+        def load_shared_bucket(self, segment, bucket):
+            raise EngineError(f"{self.name}: load: refused")
+
+    engine = Refusing("engine 0")
+    resync = session(Source(weights()), [engine], config())
+    with pytest.raises(ResyncError, match=r"version 7 failed at bucket 1 of \d \(w0\): engine 0: load: refused"):
+        resync.run(7)
+    assert "resume" not in engine.calls
+    assert "version" not in engine.calls
+    resync.use([Engine("engine 0")])
+    assert resync.run(7).mismatching == ()
+    resync.close()
+
+
+@pytest.mark.parametrize("call", ["flush", "version", "fingerprints", "resume"])
+def test_an_engine_that_fails_after_the_transfer_is_out_and_the_others_serve(call):
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    engines[1].fails_at = (call, 1)
+    resync = session(Source(weights()), engines, config())
+    report = resync.run(1)
+    resync.close()
+    assert report.failed_engines == {"engine 1": f"engine 1: {call}: refused"}
+    assert engines[0].calls[-1] == "resume"
+    assert report.mismatching == ()
+
+
+def test_a_version_that_is_not_newer_is_refused():
+    engine = Engine("engine 0")
+    resync = session(Source(weights()), [engine], config())
+    resync.run(3)
+    calls = list(engine.calls)
+    for version in (3, 2):
+        with pytest.raises(ValueError, match=f"version {version}: version 3 was sent before"):
+            resync.run(version)
+    resync.close()
+    assert engine.calls == calls
+
+
+def test_a_full_disk_names_itself_and_engines_stay_paused():
+    class Full(IpcTransport):
+        def send(self, bucket, buffer):
+            raise OSError(28, "No space left on device")
+
+    engine = Engine("engine 0")
+    resync = session(Source(weights()), [engine], config(), transport=Full(5.0))
+    with pytest.raises(ResyncError, match=r"version 1 failed at bucket 1 .*No space left"):
+        resync.run(1)
+    resync.close()
+    assert engine.calls == ["pause", "begin"]
+
+
+def test_a_refused_bucket_does_not_wait_for_its_deadline_and_the_version_starts_again_in_a_new_group():
+    engines = [Engine("engine 0"), Engine("engine 1")]
+    engines[0].fails_at = ("receive", 1)
+    resync = session(Source(weights()), engines, config(transport=TransportName.collective), run_id="refused")
+    start = time.monotonic()
+    report = resync.run(1)
+    assert time.monotonic() - start < 5
+    resync.close()
+    assert report.failed_engines == {}
+    assert report.mismatching == ()
+    assert [engine.calls.count("open") for engine in engines] == [2, 2]
+
+
+def test_an_engine_that_hangs_runs_into_the_deadline_and_is_out():
+    class Hanging(Engine):
+        def pause(self, mode):
+            threading.Event().wait(30)
+
+        def probe(self, timeout_s):
+            threading.Event().wait(30)
+
+    engines = [Engine("engine 0"), Hanging("engine 1")]
+    resync = session(Source(weights()), engines, config(timeout_s=0.3))
+    report = resync.run(1)
+    resync.close()
+    assert set(report.failed_engines) == {"engine 1"}
+    assert "pause did not finish within 0.3 s" in report.failed_engines["engine 1"]
