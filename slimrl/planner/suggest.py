@@ -65,11 +65,14 @@ def suggest(
         count: most suggestions.
 
     Raises:
-        ValueError: there is no legal layout.
+        ValueError: there is no legal layout, or colocated engines do not fill so many ranks.
     """
     gpus = planned.recipe.trainer.num_ranks if gpus is None else gpus
     if gpus < 1 or count < 1:
         raise ValueError(f"--gpus {gpus} --top {count}: must be at least 1")
+    rollout = planned.recipe.rollout
+    if not planned.sft and rollout.colocated and gpus % rollout.engine_tensor:
+        raise ValueError(f"--gpus {gpus}: colocated engines of {rollout.engine_tensor} GPUs do not fill them")
     known = model_facts(planned)
     if not planned.sft:
         known = with_engines(known, planned.recipe, buckets_of(known, planned.recipe), hardware)
@@ -160,7 +163,7 @@ def _with_layout(
         max_tokens_per_rank=-(-budget // parallel.context),
         megatron={**megatron, **recompute},
     )
-    if rollout.colocated and not planned.sft and gpus % rollout.engine_tensor == 0:
+    if rollout.colocated and not planned.sft:
         rollout = replace(rollout, num_engines=gpus // rollout.engine_tensor)
     return replace(recipe, trainer=trainer, rollout=rollout)
 

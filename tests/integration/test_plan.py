@@ -1,0 +1,135 @@
+"""`slimrl plan` on the recipes as they are shipped."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slimrl.cli import app
+from slimrl.config.load import intended_command, read_recipe
+from slimrl.models.family import UNSUPPORTED
+from slimrl.models.hf_config import config_for_planning
+from slimrl.models.toy_configs import TOYS, ToySize
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SHIPPED = sorted(str(p.relative_to(RECIPES)) for p in RECIPES.glob("*/*.yaml") if p.parent.name != "base")
+QUICK = ["qwen3_moe/qwen3_30b_a3b_gspo.yaml", "deepseek_v3/deepseek_v3_gspo_disaggregated.yaml", "tiny_moe/sft.yaml"]
+QWEN = str(RECIPES / QUICK[0])
+LARGER_GPUS = {"kimi_k2": 167, "deepseek_v3_gspo": 131, "glm_4_5_gspo": 131}
+"""GiB of a B200 and of an H200, for recipes that say that they are for one."""
+PARTS = {"weights", "gradients", "optimizer", "activations", "logits", "resync", "engine_weights", "kv_cache"}
+
+
+def plan(*arguments: str) -> dict:
+    result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def gpu_memory_gib(recipe: str) -> int:
+    return next((gib for name, gib in LARGER_GPUS.items() if Path(recipe).name.startswith(name)), 80)
+
+
+def refusal(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+@pytest.fixture
+def toy_model(tmp_path: Path) -> Path:
+    """A folder with the config.json of the toy model alone."""
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TOYS["qwen3_moe"](ToySize()) | {"vocab_size": 512}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SHIPPED]
+)
+def test_every_recipe_is_planned_in_half_a_minute(recipe, toy_model):
+    path = RECIPES / recipe
+    overrides = [f"model.path={toy_model}"] if recipe.startswith("tiny") else []
+    loaded, _ = read_recipe(path, overrides, intended_command(path, overrides))
+    assert loaded is not None
+    hf_config, _ = config_for_planning(Path(loaded.recipe.model.path))
+    if hf_config["model_type"] in UNSUPPORTED:
+        assert "is not supported" in refusal(str(path))
+        return
+    start = time.monotonic()
+    found = plan(str(path), *overrides, "--gpu-memory-gib", str(gpu_memory_gib(recipe)))
+    assert time.monotonic() - start < 30
+    assert found["world_size"] == loaded.recipe.trainer.num_ranks
+    parameters, memory = found["parameters"], found["memory_gib"]
+    assert 0 < parameters["active"] <= parameters["total"]
+    assert parameters["per_rank_min"] <= parameters["per_rank_max"] <= parameters["total"]
+    # All ranks together hold the model at least once.
+    parallel = found["layout"]
+    ranks = parallel["tensor"] * parallel["expert"] * parallel["expert_tensor"]
+    assert sum(parameters["per_stage"]) * ranks >= parameters["total"]
+    assert memory.keys() >= PARTS | {"total", "limit"}
+    assert found["step_seconds"] > 0
+    assert (found["resync"] is None) == ("sft" in recipe)
+    assert found["fits"], found["problems"]
+
+
+def test_a_recipe_with_less_memory_does_not_fit_and_says_what_takes_it():
+    found = plan(QWEN, "--gpu-memory-gib", "24")
+    assert not found["fits"]
+    assert any("train, stage 0" in problem and "GiB of 24" in problem for problem in found["problems"])
+
+
+def test_fewer_tokens_make_a_shorter_step_and_other_links_a_longer_one():
+    whole, half = plan(QWEN), plan(QWEN, "--mean-tokens", "5120")
+    assert half["work"]["training_s"] < 0.51 * whole["work"]["training_s"]
+    slow = plan(QWEN, "--nvlink-gb-per-s", "45")
+    assert slow["communication"]["tensor_s"] == pytest.approx(10 * whole["communication"]["tensor_s"])
+    # Seven eighths of the bytes pass the leader's NVLink.
+    assert slow["resync"]["seconds"] > 7 / 8 * slow["resync"]["bytes"] / 45e9 > whole["resync"]["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([QWEN, "trainer.parallel.expert=3"], "trainer.parallel.expert: 3 does not divide the model's 128 experts"),
+        ([QWEN, "trainer.parallel.sequence=false"], "needs sequence: true"),
+        ([QWEN, "trainer.num_ranks=12"], "does not divide trainer.num_ranks 12"),
+        ([QWEN, "model.path=models/nothing"], "'nothing' is none of"),
+        ([QWEN, "model.path=models/Qwen3-Next-80B-A3B"], "model_type 'qwen3_next' is not supported"),
+        ([QWEN, "--mfu", "2"], "--mfu 2.0: must be at most 1"),
+        ([QWEN, "--gpus", "16"], "--gpus goes with --suggest"),
+        ([QWEN, "--mean-tokens", "0"], "--mean-tokens 0: must be at least 1"),
+        ([QWEN, "--suggest", "--gpus", "0"], "--gpus 0"),
+        ([QWEN, "--suggest", "--gpus", "13"], "--gpus 13: colocated engines of 8 GPUs do not fill them"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_rule_that_it_breaks(arguments, message):
+    assert message in refusal(*arguments)
+
+
+def test_suggestions_are_legal_fit_and_are_planned_as_suggested():
+    result = CliRunner().invoke(app, ["plan", QWEN, "--suggest", "--gpus", "16", "--top", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["gpus"] == 16
+    assert found["legal_layouts"] > 20
+    best, *others = found["suggestions"]
+    assert best["fits"]
+    # Ranked in steps of 5%.
+    assert all(best["step_seconds"] < 1.05 * other["step_seconds"] for other in others if other["fits"])
+    again = plan(QWEN, *best["settings"].split())
+    assert again["fits"]
+    assert again["memory_gib"]["total"] == pytest.approx(best["memory_gib"], rel=1e-6)
+    assert again["step_seconds"] == pytest.approx(best["step_seconds"], rel=1e-6)
+
+
+def test_a_plan_for_people_has_its_tables():
+    result = CliRunner().invoke(app, ["plan", QWEN])
+    assert result.exit_code == 0, result.output
+    for text in ("30,532,122,624", "groups: tensor 4", "kv_cache", "pipeline bubble", "resync", "it fits"):
+        assert text in result.stdout
