@@ -20,6 +20,8 @@ import psutil
 RUN, PREEMPT, END = "run", "preempt", "end"
 
 POLL_S = 1.0
+UNREADABLE_S = 120.0
+"""A file system that fails for longer than this ends the part of the job on this node."""
 END_TIMEOUT_S = 20.0
 """How long processes that were told to end may take before they are killed."""
 
@@ -32,11 +34,11 @@ def run_under_control(command: Sequence[str], control: Path, environment: Mappin
     """
     child = subprocess.Popen(command, env=environment)
     family = {psutil.Process(child.pid)}
-    told = _Told()
+    told, words = _Told(), _Words(control)
     preempted = False
     try:
         while child.poll() is None:
-            word = control.read_text().strip()
+            word = words.read()
             if word == END:
                 return 0
             if told.to_end:
@@ -49,6 +51,24 @@ def run_under_control(command: Sequence[str], control: Path, environment: Mappin
         return child.returncode
     finally:
         _end(child, _noted(family))
+
+
+class _Words:
+    """The word of the control file; the last one where the file system fails for a moment."""
+
+    def __init__(self, control: Path) -> None:
+        self._control, self._word = control, RUN
+        self._read_s = time.monotonic()
+
+    def read(self) -> str:
+        """Raises OSError where the file has been unreadable for UNREADABLE_S."""
+        try:
+            self._word = self._control.read_text().strip()
+            self._read_s = time.monotonic()
+        except OSError:
+            if time.monotonic() - self._read_s > UNREADABLE_S:
+                raise
+        return self._word
 
 
 class _Told:
@@ -83,15 +103,26 @@ def _end(child: subprocess.Popen[bytes], family: set[psutil.Process]) -> None:
             child.kill()
             child.wait()
     # Those that outlive it have lost the process that started them, so nobody else will end them.
-    _, alive = psutil.wait_procs(family, timeout=2.0)
-    for process in alive:
-        try:
-            process.terminate()
-        except psutil.NoSuchProcess:
-            continue
-    _, alive = psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
-    for process in alive:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
+    alive = _await_end(family, 2.0)
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for process in alive:
+            try:
+                end(process)
+            except psutil.NoSuchProcess:
+                continue
+        alive = _await_end(alive, END_TIMEOUT_S)
+
+
+def _await_end(processes: set[psutil.Process], timeout_s: float) -> set[psutil.Process]:
+    """Those that still live after the deadline; a zombie, which waits for its parent alone, does not."""
+    deadline = time.monotonic() + timeout_s
+    while (alive := {process for process in processes if _lives(process)}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return alive
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

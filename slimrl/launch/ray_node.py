@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from slimrl.launch.control import run_under_control
 from slimrl.launch.ports import PortBlock
 from slimrl.launch.preflight import interface_environment, node_name
 
-TEMP = Path("/tmp")
+TEMP = "/tmp"
 """On the node's own disk whatever TMPDIR says, and with a short path: sockets have at most 107 bytes."""
 
 HEAD_TIMEOUT_S = 180.0
@@ -33,8 +34,7 @@ def main() -> None:
     arguments = parser.parse_args()
     plan = json.loads(arguments.plan.read_text())
     node = node_name()
-    temp_dir = TEMP / f"slimrl-ray-{plan['name']}-{plan['nodes'][node]['rank']}"
-    temp_dir.mkdir(mode=0o700)
+    temp_dir = Path(tempfile.mkdtemp(prefix=f"slimrl-ray-{plan['name']}-{node}-", dir=TEMP))
     (temp_dir / "tmp").mkdir()
     try:
         if plan["nodes"][node]["rank"]:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 import time
@@ -11,8 +13,6 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
-JOB_ID = 4321
-
 NO_GPU = (
     *("--venv", sys.prefix, "--gpus-per-node", "0", "--min-free-gib", "1"),
     *("--object-store-gib", "0.2", "--meeting-timeout-s", "60"),
@@ -25,6 +25,8 @@ class FakeJob:
 
     def __init__(self, state: Path, nodes: int, script: Path, *arguments: str, faults: dict[str, dict[str, str]]):
         state.mkdir()
+        # Its ports and the names of its folders follow from it.
+        self.job_id = random.SystemRandom().randrange(10**6)
         for node, environment in faults.items():
             (state / f"{node}.env").write_text(json.dumps(environment))
         self.state, self.logs = state, state / "logs"
@@ -34,6 +36,7 @@ class FakeJob:
             "PATH": f"{here / 'fake_slurm'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(here),
             "FAKE_SLURM": str(state),
+            "FAKE_SLURM_JOB_ID": str(self.job_id),
             "FAKE_SLURM_PYTHON": sys.executable,
             "OMP_NUM_THREADS": "1",
         }
@@ -110,6 +113,13 @@ class FakeJob:
                 continue
         self.process.wait()
         self._output.close()
+        # A node that died could not remove its own.
+        for folder in self.temp_dirs():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def temp_dirs(self) -> list[Path]:
+        """Of Ray, on all nodes."""
+        return sorted(Path("/tmp").glob(f"slimrl-ray-{self.job_id}-*"))
 
     def _note(self) -> None:
         for member in list(self._family):

@@ -3,13 +3,16 @@
 import os
 import re
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from cli_runs import RECIPES, make_workspace, num_logged_steps
-from fake_cluster import JOB_ID, ROOT, FakeJob
+from fake_cluster import ROOT, FakeJob
 
 from slimrl.launch.ports import port_block
 from slimrl.observability.metrics import read_metrics
@@ -62,6 +65,36 @@ def other_version(tmp_path: Path, package: str, version: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder.parent), str(Path(__file__).parent)])}
 
 
+def test_a_part_of_a_job_ends_with_all_its_descendants_when_the_job_says_so(tmp_path: Path):
+    control, pids = tmp_path / "control", tmp_path / "pids"
+    control.write_text("run\n")
+    # A grandchild in a session of its own, which ignores SIGTERM.
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    parent = (
+        "import pathlib, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)\n"
+        f"pathlib.Path({str(pids)!r}).write_text(str(child.pid))\ntime.sleep(100)"
+    )
+    part = (
+        "import sys, pathlib; from slimrl.launch import control; control.END_TIMEOUT_S = 1.0\n"
+        f"sys.exit(control.run_under_control([sys.executable, '-c', {parent!r}], pathlib.Path({str(control)!r})))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", part], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 30
+        while not pids.exists() or not pids.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1.5)
+        control.write_text("end\n")
+        assert process.wait(20) == 0
+        # Where nobody waits for orphans a dead one stays as a zombie.
+        pid = int(pids.read_text())
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    finally:
+        process.kill()
+
+
 def test_a_bad_node_is_named_and_a_spare_takes_its_place(start, tmp_path: Path):
     faults = {"node1": other_version(tmp_path, "safetensors", "0.0.1")}
     refused = start(2, RAY, sys.executable, "-c", SAY_NODES, faults=faults)
@@ -73,10 +106,11 @@ def test_a_bad_node_is_named_and_a_spare_takes_its_place(start, tmp_path: Path):
     job = start(3, RAY, "--spares", "1", sys.executable, "-c", SAY_NODES, faults=faults)
     assert job.wait(120) == 0, job.everything()
     assert "left out node1: safetensors is 0.0.1" in job.output
-    latest = job.logs / str(JOB_ID) / "latest"
+    latest = job.logs / str(job.job_id) / "latest"
     said = (latest / "driver.node0.log").read_text()
-    assert f"RAY {port_block(JOB_ID).port('gcs')} node0 node2" in said, job.everything()
+    assert f"RAY {port_block(job.job_id).port('gcs')} node0 node2" in said, job.everything()
     assert latest.readlink() == Path("attempt_000")
+    assert job.temp_dirs() == []
     assert not job.left(), job.left(0)
 
 
@@ -89,7 +123,7 @@ def test_a_signal_before_the_time_limit_saves_and_queues_the_job_again(start, tm
     assert saved.read_text() == "step 3"
     assert job.output.index("SIGUSR1: a checkpoint is asked for") < job.output.index("queued again")
     assert "attempt 1, nodes node0" in job.output
-    logs = job.logs / str(JOB_ID)
+    logs = job.logs / str(job.job_id)
     assert sorted(path.name for path in logs.iterdir()) == ["attempt_000", "attempt_001", "latest"]
     assert (logs / "latest").readlink() == Path("attempt_001")
     assert not job.left(), job.left(0)
@@ -105,7 +139,7 @@ def test_a_node_that_dies_ends_the_job_at_once_and_is_named(start, tmp_path: Pat
     assert "srun: error: node1: task 1: Killed" in job.output
     assert "queued again" not in job.output
     assert not job.left(), job.left(0)
-    assert not list(Path("/tmp").glob(f"slimrl-ray-{JOB_ID}-0-0"))
+    assert [folder.name.split("-")[4] for folder in job.temp_dirs()] == ["node1"]
 
 
 @pytest.mark.full
@@ -113,13 +147,14 @@ def test_a_run_on_two_nodes_that_is_preempted_continues_at_the_step_after_its_ch
     workspace = make_workspace(tmp_path / "work")
     settings = workspace.overrides("run.name=two_nodes", "deterministic=true", "steps=4", "checkpoint.every_steps=0")
     folder = workspace.run_folder("two_nodes")
-    job = start(2, TRAIN, str(RECIPES / "gspo_calculator.yaml"), *settings)
+    # With one core of each, a trainer rank and an engine are on either.
+    job = start(2, TRAIN, "--cores-per-node", "1", str(RECIPES / "gspo_calculator.yaml"), *settings)
     # Step 0 and the first two.
     job.wait_until(lambda: num_logged_steps(folder) >= 2, 120)
     job.signal(signal.SIGUSR1)
     assert job.wait(150) == 0, job.everything()
     assert "queued again" in job.output
-    second = (job.logs / str(JOB_ID) / "attempt_001" / "driver.node0.log").read_text()
+    second = (job.logs / str(job.job_id) / "attempt_001" / "driver.node0.log").read_text()
     found = re.search(r"continuing after step (\d) of 4", second)
     assert found, job.everything()
     assert 1 <= int(found.group(1)) < 4
@@ -133,7 +168,8 @@ def test_a_node_that_dies_while_a_run_trains_ends_it_within_a_minute(start, tmp_
     workspace = make_workspace(tmp_path / "work")
     settings = workspace.overrides("run.name=dies", "steps=50", "checkpoint.every_steps=1")
     folder = workspace.run_folder("dies")
-    job = start(2, TRAIN, str(RECIPES / "gspo_calculator.yaml"), *settings)
+    # With one core of each, a trainer rank and an engine are on either.
+    job = start(2, TRAIN, "--cores-per-node", "1", str(RECIPES / "gspo_calculator.yaml"), *settings)
     job.wait_until(lambda: num_logged_steps(folder) >= 2, 120)
     job.kill_node("node1")
     assert job.wait(90) == 1, job.everything()

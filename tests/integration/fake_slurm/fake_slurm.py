@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 STATE = Path(os.environ["FAKE_SLURM"])
-JOB_ID = "4321"
+JOB_ID = os.environ["FAKE_SLURM_JOB_ID"]
 POLL_S = 0.1
 KILL_AFTER_S = 40.0
 
