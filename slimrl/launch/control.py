@@ -1,9 +1,10 @@
 """A process of a job's step under the control of the job, which may run on another machine.
 
 The job writes one word into a file of the shared file system, and whoever runs a part of the job reads it each second:
-`run`, `preempt` (SIGUSR1 to the process, once) or `end`. The file is there from the start and is opened anew each time,
-since NFS shows what a file holds now when it is opened, but may hide for a minute that a file has appeared. Signals
-sent through SLURM would reach every process of a step, engines and Ray's own included; this reaches one.
+`run`, `preempt` (SIGUSR1 to the command that can save, once) or `end`. The file is there from the start and is opened
+anew each time, since NFS shows what a file holds now when it is opened, but may hide for a minute that a file has
+appeared. Signals sent through SLURM would reach every process of a step, engines and Ray's own included; this reaches
+one.
 
 Whatever way a step ends, the processes below it are ended by their pids.
 """
@@ -26,8 +27,13 @@ END_TIMEOUT_S = 20.0
 """How long processes that were told to end may take before they are killed."""
 
 
-def run_under_control(command: Sequence[str], control: Path, environment: Mapping[str, str] | None = None) -> int:
+def run_under_control(
+    command: Sequence[str], control: Path, environment: Mapping[str, str] | None = None, *, preemptible: bool
+) -> int:
     """Run a command until it ends, or is ended by `control` or by SIGTERM to this process; no process is left.
+
+    Args:
+        preemptible: whether it gets SIGUSR1 at `preempt`, which ends whoever does not expect it.
 
     Returns:
         Its exit code, negative for a signal; 0 where the job said `end`.
@@ -43,7 +49,7 @@ def run_under_control(command: Sequence[str], control: Path, environment: Mappin
                 return 0
             if told.to_end:
                 return -signal.SIGTERM
-            if word == PREEMPT and not preempted:
+            if word == PREEMPT and preemptible and not preempted:
                 preempted = True
                 child.send_signal(signal.SIGUSR1)
             family = _noted(family)

@@ -28,7 +28,7 @@ def main() -> None:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     joined = [sys.executable, "-m", "slimrl.launch.joined", address, str(len(plan["nodes"]))]
     for part in (joined, command):
-        code = run_under_control(part, arguments.control, environment)
+        code = run_under_control(part, arguments.control, environment, preemptible=True)
         if code:
             break
     sys.exit(PREEMPTED if code == -signal.SIGUSR1 else code if code >= 0 else 128 - code)

@@ -39,9 +39,8 @@ def main() -> None:
     try:
         if plan["nodes"][node]["rank"]:
             _await_head(plan["head_address"], PortBlock(plan["first_port"]).port("gcs"))
-        code = run_under_control(
-            ray_command(plan, node, temp_dir), arguments.control, ray_environment(plan, node, temp_dir)
-        )
+        command, environment = ray_command(plan, node, temp_dir), ray_environment(plan, node, temp_dir)
+        code = run_under_control(command, arguments.control, environment, preemptible=False)
     finally:
         shutil.rmtree(temp_dir, ignore_errors=True)
     # `ray start --block` has no reason to end before it is told to.

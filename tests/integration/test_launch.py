@@ -77,7 +77,8 @@ def test_a_part_of_a_job_ends_with_all_its_descendants_when_the_job_says_so(tmp_
     )
     part = (
         "import sys, pathlib; from slimrl.launch import control; control.END_TIMEOUT_S = 1.0\n"
-        f"sys.exit(control.run_under_control([sys.executable, '-c', {parent!r}], pathlib.Path({str(control)!r})))"
+        f"command, file = [sys.executable, '-c', {parent!r}], pathlib.Path({str(control)!r})\n"
+        "sys.exit(control.run_under_control(command, file, preemptible=False))"
     )
     process = subprocess.Popen([sys.executable, "-c", part], cwd=ROOT)
     try:
@@ -86,6 +87,10 @@ def test_a_part_of_a_job_ends_with_all_its_descendants_when_the_job_says_so(tmp_
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(1.5)
+        # Meant for others: it would end this one.
+        control.write_text("preempt\n")
+        time.sleep(1.5)
+        assert process.poll() is None
         control.write_text("end\n")
         assert process.wait(20) == 0
         # Where nobody waits for orphans a dead one stays as a zombie.
@@ -124,6 +129,8 @@ def test_a_signal_before_the_time_limit_saves_and_queues_the_job_again(start, tm
     assert job.output.index("SIGUSR1: a checkpoint is asked for") < job.output.index("queued again")
     assert "attempt 1, nodes node0" in job.output
     logs = job.logs / str(job.job_id)
+    # Ray was not told to save: it would have died of that.
+    assert "Ray's processes have ended" not in (logs / "attempt_000" / "ray.node0.log").read_text()
     assert sorted(path.name for path in logs.iterdir()) == ["attempt_000", "attempt_001", "latest"]
     assert (logs / "latest").readlink() == Path("attempt_001")
     assert not job.left(), job.left(0)
