@@ -185,9 +185,7 @@ def evaluate(
     with _exit_codes():
         from slimrl.runtime import commands
 
-        commands.evaluate(
-            recipe, overrides or [], checkpoint=checkpoint, json_file=json_file, ray_address=ray_address
-        )
+        commands.evaluate(recipe, overrides or [], checkpoint=checkpoint, json_file=json_file, ray_address=ray_address)
 
 
 @app.command()
@@ -348,27 +346,39 @@ def plan(
         )
 
 
-Speed = Annotated[float, typer.Option(help="GB/s, see slimrl/resync/estimate/machine.py.")]
-Overhead = Annotated[float, typer.Option(help="Fixed time, see there.")]
-
-
 @resync_app.command("estimate")
 def resync_estimate(
     recipe: Recipe,
     overrides: Overrides = None,
     gpus_per_node: Annotated[int, typer.Option(help="Trainer ranks and engines fill one node after the other.")] = 8,
     block_fp8: Annotated[bool, typer.Option("--block-fp8", help="Engines hold the model in block FP8.")] = False,
-    memory_gb_per_s: Speed = Machine.memory_gb_per_s,
-    nvlink_gb_per_s: Speed = Machine.nvlink_gb_per_s,
-    network_gb_per_s: Speed = Machine.network_gb_per_s,
-    pcie_gb_per_s: Speed = Machine.pcie_gb_per_s,
-    disk_write_gb_per_s: Speed = Machine.disk_write_gb_per_s,
-    disk_read_gb_per_s: Speed = Machine.disk_read_gb_per_s,
-    disk_read_total_gb_per_s: Speed = Machine.disk_read_total_gb_per_s,
-    hop_us: Overhead = Machine.hop_us,
-    gather_us: Overhead = Machine.gather_us,
-    load_us: Overhead = Machine.load_us,
-    bucket_ms: Overhead = Machine.bucket_ms,
+    memory_gb_per_s: Annotated[
+        float, typer.Option(help="Of a GPU's memory, reading and writing together.")
+    ] = Machine.memory_gb_per_s,
+    nvlink_gb_per_s: Annotated[
+        float, typer.Option(help="Of a GPU to those of its node, each way.")
+    ] = Machine.nvlink_gb_per_s,
+    network_gb_per_s: Annotated[
+        float, typer.Option(help="Of a GPU's network adapter, each way.")
+    ] = Machine.network_gb_per_s,
+    pcie_gb_per_s: Annotated[float, typer.Option(help="Between a GPU and its host, each way.")] = Machine.pcie_gb_per_s,
+    disk_write_gb_per_s: Annotated[
+        float, typer.Option(help="Shared file system, one node writing.")
+    ] = Machine.disk_write_gb_per_s,
+    disk_read_gb_per_s: Annotated[
+        float, typer.Option(help="Shared file system, one node reading.")
+    ] = Machine.disk_read_gb_per_s,
+    disk_read_total_gb_per_s: Annotated[
+        float, typer.Option(help="The same, all nodes together.")
+    ] = Machine.disk_read_total_gb_per_s,
+    hop_us: Annotated[float, typer.Option(help="What each node adds to a broadcast along a chain.")] = Machine.hop_us,
+    gather_us: Annotated[
+        float, typer.Option(help="A trainer rank's time for one piece, besides the bytes.")
+    ] = Machine.gather_us,
+    load_us: Annotated[
+        float, typer.Option(help="An engine rank's time for one tensor, besides the bytes.")
+    ] = Machine.load_us,
+    bucket_ms: Annotated[float, typer.Option(help="The engines' call for one bucket.")] = Machine.bucket_ms,
     to_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bytes by link and seconds of a resync on a cluster that need not be there; by default with nodes of 8 H100."""

@@ -14,7 +14,12 @@ from slimrl.config.hf_config import read_hf_config
 from slimrl.config.load import LoadedRecipe, is_needed, trains
 from slimrl.config.model_rules import model_violations, model_warnings
 from slimrl.config.problems import Problem, Violation
-from slimrl.config.rollout_rules import colocation_violations, colocation_warnings, rollout_violations
+from slimrl.config.rollout_rules import (
+    colocation_violations,
+    colocation_warnings,
+    rollout_violations,
+    transport_warnings,
+)
 from slimrl.config.schema import AlgorithmName, Recipe
 from slimrl.config.trainer_rules import (
     batch_violations,
@@ -82,7 +87,7 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
         violations += rollout_violations(recipe)
         if trains(command):
             violations += colocation_violations(recipe)
-            warnings += colocation_warnings(recipe)
+            warnings += [*colocation_warnings(recipe), *transport_warnings(recipe)]
     if hf_config is not None:
         violations += model_violations(recipe, hf_config, command)
         warnings += model_warnings(recipe, hf_config, command)

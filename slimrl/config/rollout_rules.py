@@ -49,6 +49,16 @@ def rollout_violations(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
+def transport_warnings(recipe: Recipe) -> Iterator[Violation]:
+    """Folders that the transport does not use."""
+    resync = recipe.resync
+    users = {"dir": (TransportName.disk, TransportName.delta), "local_dir": (TransportName.delta,)}
+    for name, transports in users.items():
+        if getattr(resync, name) and resync.transport not in transports:
+            of = " and ".join(transport.value for transport in transports)
+            yield f"resync.{name}", f"has no effect with resync.transport {resync.transport.value}, only with {of}."
+
+
 def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
     """Fields of `rollout.sglang` that do not go with how engines are used here."""
     rollout, given = recipe.rollout, recipe.rollout.sglang

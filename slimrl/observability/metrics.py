@@ -38,6 +38,8 @@ METRIC_NAMES = (
     "train/lr",
     "train/skipped_steps",
     "resync/bytes",
+    "resync/written_bytes",
+    "resync/changed_fraction",
     "resync/seconds",
     "resync/version",
     "resync/fingerprint_mismatches",

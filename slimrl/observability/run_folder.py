@@ -56,6 +56,17 @@ class RunFolder:
         """Present while a run that was preempted waits to be continued; holds the number of its last step."""
         return self.path / "requeue"
 
+    @property
+    def ended_early(self) -> Path:
+        """Present where a run ended before anything came of it; another one may take its place."""
+        return self.path / "ended_early"
+
+    def note_early_end(self) -> None:
+        """Mark a run that ends without metrics and without a checkpoint; other folders stay as they are."""
+        begun = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        if self.config.is_file() and not begun and not any(self.checkpoints.glob("step_*")):
+            self.ended_early.touch()
+
     def fresh_export(self) -> Path:
         """`export` for writing: the one of an earlier end of the same run is removed."""
         if self.export.exists():

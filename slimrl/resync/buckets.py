@@ -62,9 +62,10 @@ def cut_buckets(
     """Buckets of at most `bucket_bytes`, both gathered and sent.
 
     Raises:
-        ValueError: tensors of one atomic name are not neighbours, or do not fit into a bucket together; or a bucket is
-            too small for the fewest rows at which a tensor can be cut.
+        ValueError: tensors of one atomic name are not neighbours; or the buckets are too small, see `too_small`.
     """
+    if reason := too_small(specs, bucket_bytes, transform):
+        raise ValueError(f"resync.bucket_bytes: {reason}")
     buckets: list[list[Rows]] = []
     gathered = sent = bucket_bytes
     for unit in _units(specs):
@@ -76,6 +77,26 @@ def cut_buckets(
             buckets[-1] += rows
             gathered, sent = gathered + more_gathered, sent + more_sent
     return tuple(_planned(rows, transform) for rows in buckets)
+
+
+def too_small(specs: Sequence[TensorSpec], bucket_bytes: int, transform: Transform | None = None) -> str:
+    """Why tensors do not go into buckets of this size, with the largest that does not and the bytes that are enough.
+
+    Empty where they do: tensors of one atomic name go into a bucket together, and of others the fewest rows at which
+    they can be cut.
+
+    Raises:
+        ValueError: tensors of one atomic name are not neighbours.
+    """
+    needed, what = 0, ""
+    for unit in _units(specs):
+        whole = [(spec, 0, num_rows(spec)) for spec in unit]
+        if max(_sizes(whole, transform)) <= max(bucket_bytes, needed):
+            continue
+        least, of = _least(unit, transform)
+        if least > max(bucket_bytes, needed):
+            needed, what = least, of
+    return f"{bucket_bytes} bytes are too few: {what} {needed}. Use {needed} or more." if what else ""
 
 
 def rows_bytes(rows: Rows) -> int:
@@ -98,17 +119,24 @@ def _units(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
 def _fitting(unit: list[TensorSpec], bucket_bytes: int, transform: Transform | None) -> Iterator[list[Rows]]:
     """The unit as it is, or cut into blocks of rows that each fit into a bucket."""
     whole = [(spec, 0, num_rows(spec)) for spec in unit]
-    size = max(_sizes(whole, transform))
-    if size <= bucket_bytes:
+    if max(_sizes(whole, transform)) <= bucket_bytes:
         yield whole
         return
-    if len(unit) > 1:
-        names = ", ".join(spec.name for spec in unit)
-        raise ValueError(f"resync.bucket_bytes: {bucket_bytes}, but {names} travel together and need {size}")
     ((spec, _, end),) = whole
     step = _rows_per_bucket(spec, bucket_bytes, transform)
     for start in range(0, end, step):
         yield [(spec, start, min(start + step, end))]
+
+
+def _least(unit: list[TensorSpec], transform: Transform | None) -> tuple[int, str]:
+    """Bytes of the smallest bucket that takes a unit, and what it is that needs them."""
+    if len(unit) > 1:
+        names = ", ".join(spec.name for spec in unit)
+        return max(_sizes([(spec, 0, num_rows(spec)) for spec in unit], transform)), f"{names} travel together and need"
+    (spec,) = unit
+    rows = min(num_rows(spec), transform.row_multiple if transform else 1)
+    what = f"one row of {spec.name} needs" if rows == 1 else f"{rows} rows of {spec.name} need"
+    return max(_sizes([(spec, 0, rows)], transform)), what
 
 
 def _rows_per_bucket(spec: TensorSpec, bucket_bytes: int, transform: Transform | None) -> int:
@@ -117,10 +145,7 @@ def _rows_per_bucket(spec: TensorSpec, bucket_bytes: int, transform: Transform |
     def size(rows: int) -> int:
         return max(_sizes([(spec, 0, min(rows, num_rows(spec)))], transform))
 
-    least = size(multiple)
-    if least > bucket_bytes:
-        raise ValueError(f"resync.bucket_bytes: {bucket_bytes}, but {multiple} rows of {spec.name} need {least}")
-    blocks = bucket_bytes // least
+    blocks = bucket_bytes // size(multiple)
     # Sizes grow with the rows, though not always in proportion: the scales of quantised rows are whole tiles.
     while size((blocks + 1) * multiple) <= bucket_bytes:
         blocks += 1

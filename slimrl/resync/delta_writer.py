@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,13 @@ class DeltaWriter:
         self._files: dict[str, int] = {}
         self._pool = ThreadPoolExecutor(num_workers())
         self._scratch = threading.local()
+        self._codecs: list[BlockCodec] = []
         self._syncs: list[Future[None]] = []
+
+    @property
+    def changed_fraction(self) -> float:
+        elements = sum(prod(spec.shape) for spec in self._specs)
+        return sum(codec.changed_elements for codec in self._codecs) / max(1, elements)
 
     def write(self, bucket: BucketSpec, data: np.ndarray) -> None:
         name, end, descriptor = f"changed-{len(self._files) + 1:05d}.zst", 0, -1
@@ -95,6 +102,7 @@ class DeltaWriter:
         """The frame of what changed in the block, None if nothing did; the mirror has the new bytes then."""
         if not hasattr(self._scratch, "codec"):
             self._scratch.codec = BlockCodec(self._encoding)
+            self._codecs.append(self._scratch.codec)
             self._scratch.buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
         old = self._scratch.buffer[: len(block.data)]
         self._mirror.read(block.spec.name, block.start, old)

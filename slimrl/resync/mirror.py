@@ -28,14 +28,17 @@ class Mirror:
         for spec in specs:
             self._starts[spec.name] = end
             end += spec_bytes(spec)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor, name = tempfile.mkstemp(dir=folder, prefix="mirror-")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor, name = tempfile.mkstemp(dir=folder, prefix="mirror-")
+        except OSError as error:
+            raise OSError(error.errno, f"resync.local_dir: {error.strerror}", str(folder)) from error
         os.unlink(name)
         try:
             os.posix_fallocate(self._descriptor, 0, end)
         except OSError as error:
             os.close(self._descriptor)
-            raise OSError(error.errno, error.strerror, str(folder)) from error
+            raise OSError(error.errno, f"resync.local_dir: {error.strerror}", str(folder)) from error
 
     def read(self, name: str, start: int, out: np.ndarray) -> None:
         """Fill `out`, uint8, with a tensor's bytes from `start` on."""

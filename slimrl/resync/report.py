@@ -34,6 +34,10 @@ class ResyncReport:
     """Requests that go on with keys and values of earlier weights."""
     peak_extra_bytes: int
     """Memory that the largest rank holds for resyncs besides its weights."""
+    written_bytes: int | None = None
+    """Of the version's files (`disk`, `delta`)"""
+    changed_fraction: float | None = None
+    """Of all elements, against the version before (`delta`); None too for a version that is written whole"""
 
     @property
     def transfer_seconds(self) -> float:

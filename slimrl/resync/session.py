@@ -202,7 +202,7 @@ class ResyncSession:
         if self._engines and not sum(engines):
             reasons = "; ".join(failed.values())
             raise ResyncError(f"resync of version {version} failed after the last bucket: no engine is left: {reasons}")
-        buckets = self._plan.buckets
+        buckets, written = self._plan.buckets, self._transport.written
         return ResyncReport(
             version=version,
             bytes=sum(bucket.sent.nbytes for bucket in buckets),
@@ -217,6 +217,8 @@ class ResyncSession:
             failed_engines=failed,
             stale_requests=sum(stales),
             peak_extra_bytes=max(memories),
+            written_bytes=written.nbytes if written else None,
+            changed_fraction=written.changed_fraction if written else None,
         )
 
     def _flush(self, engine: EngineControl) -> int:

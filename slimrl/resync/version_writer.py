@@ -25,6 +25,11 @@ R = TypeVar("R")
 class VersionWriter(Protocol):
     """Raises OSError from every method: the disk is full, or writing failed."""
 
+    @property
+    def changed_fraction(self) -> float | None:
+        """Of all elements that came, against the base; None for a version without one."""
+        ...
+
     def write(self, bucket: BucketSpec, data: np.ndarray) -> None:
         """Take a bucket; `data`, uint8 [bucket.nbytes], may change when this returns."""
         ...

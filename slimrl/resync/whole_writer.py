@@ -32,6 +32,8 @@ class WholeWriter:
         mirror: gets the tensors too; None where no delta will follow.
     """
 
+    changed_fraction: float | None = None
+
     def __init__(
         self,
         folder: Path,

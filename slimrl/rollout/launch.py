@@ -3,7 +3,8 @@
 1. Put the CPU stand-ins in place, before anything imports sglang. Processes that SGLang spawns import this
    module again before they unpickle their entry point, so theirs are in place too.
 2. End with the parent (lifeline.py); children end with this process.
-3. Load the plugins and make sure that ours is in force.
+3. Load the plugins and make sure that ours is in force. SGLang's own request to freeze what garbage collections
+   look at is left out: without a warm-up it comes before the server listens. Who starts the server makes it.
 4. Without a GPU, fork SGLang's children instead of spawning them: they start with everything imported, which
    saves two of three imports of some ten seconds each, and the memory of two of three copies.
 """
@@ -38,12 +39,23 @@ def _fork_children() -> None:
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", after_set_envs, HookType.AFTER)
 
 
+def _leave_freezing_to_the_starter() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def no_request(server_args: object) -> None:
+        """EngineServer.wait_ready does it."""
+
+    target = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
+    HookRegistry.register(target, no_request, HookType.REPLACE)
+
+
 def main() -> None:
     from slimrl.rollout.lifeline import end_with
 
     end_with(int(sys.argv[1]))
     os.register_at_fork(after_in_child=_end_with_parent_thread)
     _fork_children()
+    _leave_freezing_to_the_starter()
 
     from sglang.srt.plugins import load_plugins
 

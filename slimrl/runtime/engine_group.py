@@ -74,6 +74,8 @@ class EngineGroup:
         timeout_s = self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
         fresh = self._actors.call("restart", dict.fromkeys(names, ()), timeout_s=timeout_s)
         self.addresses = [fresh.get(address.name, address) for address in self.addresses]
+        for address in fresh.values():
+            log.info("process %d: %s, server on %s", address.pids[-1], address.name, address.node)
         if self._router is not None:
             # It goes on leaving out an engine that failed some requests, whatever has taken the engine's place.
             self._router.stop()
@@ -88,10 +90,14 @@ class EngineGroup:
         self._move_memory("resume_memory", parts)
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """Actor and server processes, and the router's."""
-        router = () if self._router is None else (self._router.process.pid,)
-        return (*(pid for address in self.addresses for pid in address.pids), *router)
+    def roles(self) -> tuple[tuple[str, int], ...]:
+        """(what it is, process id) of actors and servers, with their nodes, and of the router."""
+        roles = [
+            (f"{address.name}, {part} on {address.node}", pid)
+            for address in self.addresses
+            for part, pid in zip(("actor", "server"), address.pids, strict=True)
+        ]
+        return (*roles, *(() if self._router is None else (("router", self._router.process.pid),)))
 
     def client(self, *, vocab_size: int, routed_experts_shape: tuple[int, int] | None) -> Engine:
         """What episodes talk to; it belongs to the event loop that first uses it."""

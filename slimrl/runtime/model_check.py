@@ -7,14 +7,17 @@ from typing import Any
 from slimrl import device
 from slimrl.config.load import LoadedRecipe, trains
 from slimrl.config.problems import Problem
+from slimrl.config.schema import Precision
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.checkpoint import check_checkpoint
+from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.planned_recipe import (
     NEEDS_TRANSFORMER_ENGINE,
     model_violations,
     transformer_engine_keys,
 )
+from slimrl.resync.buckets import too_small
 from slimrl.runtime.engine_format import engine_transform
 
 
@@ -34,8 +37,8 @@ def model_problems(loaded: LoadedRecipe) -> list[Problem]:
     if problems:
         return problems
     hf_config = read_hf_config(path)
-    if loaded.command == "train":
-        attempt("model.path", lambda: engine_transform(path))
+    if loaded.command in ("train", "resync bench"):
+        problems += _resync_problems(loaded, hf_config)
     if trains(loaded.command):
         megatron = loaded.recipe.model.megatron
         if megatron:
@@ -47,3 +50,16 @@ def model_problems(loaded: LoadedRecipe) -> list[Problem]:
         if not device.has_transformer_engine():
             problems += [loaded.problem(key, NEEDS_TRANSFORMER_ENGINE) for key in transformer_engine_keys(loaded)]
     return problems
+
+
+def _resync_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
+    """Weights that engines cannot be sent, or not in buckets of the recipe's size."""
+    recipe = loaded.recipe
+    try:
+        transform = engine_transform(Path(recipe.model.path))
+        weight_map = family_of(hf_config).weight_map(hf_config)
+    except ValueError as error:
+        return [loaded.problem("model.path", str(error))]
+    dtype = "bfloat16" if recipe.trainer.precision is Precision.bf16 else "float32"
+    reason = too_small(weight_map.specs(dtype), recipe.resync.bucket_bytes, transform)
+    return [loaded.problem("resync.bucket_bytes", reason)] if reason else []

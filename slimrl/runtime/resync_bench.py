@@ -39,6 +39,8 @@ GB = 1e9
 MAX_GIGABYTES = 1000.0
 FAMILY = "qwen3_moe"
 """Of the model where the recipe names one that is not here"""
+MOVE_NOTHING = ("pause", "agree", "wait", "activate")
+"""Stages that have no rate"""
 COMMAND: Command = "resync bench"
 SETTINGS = (
     "rollout.router=false",
@@ -246,8 +248,8 @@ def _print(result: BenchResult) -> None:
         "  reload": result.reload_seconds,
     }
     for name, seconds in rows.items():
-        rate = gigabytes / seconds if seconds else 0.0
-        shown = (f"{rate:.2f}", f"{rate / result.memcpy_gb_per_s:.2f}") if seconds else ("", "")
+        rate = gigabytes / seconds if seconds and name.strip() not in MOVE_NOTHING else 0.0
+        shown = (f"{rate:.2f}", f"{rate / result.memcpy_gb_per_s:.2f}") if rate else ("", "")
         table.add_row(name, f"{seconds:.3f}", *shown)
     console.print(table)
     equal = {True: "equal", False: "DIFFERENT", None: "not compared"}[result.fingerprints_equal]

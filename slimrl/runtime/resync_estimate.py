@@ -4,20 +4,25 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.load import read_recipe
+from slimrl.config.problems import RecipeError
+from slimrl.config.schema import Recipe
 from slimrl.data.protocols import EnginePlace
 from slimrl.models.family import family_of
 from slimrl.models.fp8 import SCALE_SUFFIX, BlockFp8
 from slimrl.models.planned_recipe import read_planned
 from slimrl.models.weight_map import WeightMap
-from slimrl.resync.estimate.estimate import Estimate, as_json, estimate
-from slimrl.resync.estimate.machine import GB, Machine
+from slimrl.resync.buckets import too_small
+from slimrl.resync.estimate.estimate import ESTIMATED, NOT_ESTIMATED, Estimate, as_json, estimate
+from slimrl.resync.estimate.machine import Machine
 from slimrl.resync.plan import plan_resync
 from slimrl.resync.transform import quantize_transform
+from slimrl.runtime.placement import shares_devices
 from slimrl.trainer.source_layout import source_layout
 
 
@@ -26,6 +31,10 @@ class Cluster:
     nodes: tuple[str, ...]
     """Of each trainer rank"""
     engines: tuple[EnginePlace, ...]
+
+    @property
+    def all_nodes(self) -> set[str]:
+        return {*self.nodes, *(node for engine in self.engines for node in engine.nodes)}
 
 
 def estimate_resync(
@@ -39,6 +48,10 @@ def estimate_resync(
     Raises:
         ValueError: the recipe is refused, or its model is not known here.
     """
+    read, _ = read_recipe(path, overrides, "resync estimate")
+    if read is not None and read.recipe.resync.transport not in ESTIMATED:
+        # Before the recipe is asked for what this transport needs in a run.
+        raise RecipeError([read.problem("resync.transport", NOT_ESTIMATED)])
     planned = read_planned(path, overrides, "resync estimate")
     recipe, hf_config, model = planned.loaded.recipe, planned.hf_config, planned.model
     if gpus_per_node < 1:
@@ -49,8 +62,11 @@ def estimate_resync(
     transform = quantize_transform(hf_config, weight_map, fp8_engines=True)
     cluster = place(recipe, gpus_per_node)
     transport = recipe.resync.transport
+    tensors = source_layout(hf_config, recipe.trainer)
+    if reason := too_small([tensor.spec for tensor in tensors], recipe.resync.bucket_bytes, transform):
+        raise RecipeError([planned.loaded.problem("resync.bucket_bytes", reason)])
     plan = plan_resync(
-        source_layout(hf_config, recipe.trainer),
+        tensors,
         cluster.nodes,
         cluster.engines,
         transport=transport,
@@ -58,16 +74,27 @@ def estimate_resync(
         transform=transform,
     )
     result = estimate(plan, cluster.engines, machine, transport=transport, replicated=replicated_names(weight_map))
+    facts = {
+        "model": model,
+        "transport": transport.value,
+        "trainer_ranks": recipe.trainer.num_ranks,
+        "engines": recipe.rollout.num_engines,
+        "ranks_per_engine": recipe.rollout.engine_tensor,
+        "nodes": len(cluster.all_nodes),
+        "gpus_per_node": gpus_per_node,
+        "bucket_bytes": recipe.resync.bucket_bytes,
+        "block_fp8": BlockFp8.of_config(hf_config) is not None,
+    }
     if to_json:
-        print(json.dumps({"model": model, "transport": transport.value, **as_json(result, machine)}, indent=2))
+        print(json.dumps({**facts, **as_json(result, machine)}, indent=2))
     else:
-        _print(recipe, model, cluster, result)
+        _print(facts, result)
 
 
 def place(recipe: Recipe, gpus_per_node: int) -> Cluster:
-    """Trainer ranks fill one node after the other. Engines share their GPUs with `ipc`, and else come behind them."""
+    """Trainer ranks fill one node after the other. Engines share their GPUs where a run has it so, or come behind."""
     ranks, size = recipe.trainer.num_ranks, recipe.rollout.engine_tensor
-    first = 0 if recipe.resync.transport is TransportName.ipc else -(-ranks // gpus_per_node) * gpus_per_node
+    first = 0 if shares_devices(recipe) else -(-ranks // gpus_per_node) * gpus_per_node
     engines = []
     for index in range(recipe.rollout.num_engines):
         gpus = range(first + index * size, first + (index + 1) * size)
@@ -88,24 +115,24 @@ def replicated_names(weight_map: WeightMap) -> frozenset[str]:
     return frozenset(names + [name + SCALE_SUFFIX for name in names])
 
 
-def _print(recipe: Recipe, model: str, cluster: Cluster, result: Estimate) -> None:
+def _print(facts: dict[str, Any], result: Estimate) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    rollout, resync = recipe.rollout, recipe.resync
-    nodes = {*cluster.nodes, *(node for engine in cluster.engines for node in engine.nodes)}
-    console.print(f"model: {model}")
+    console.print(f"model: {facts['model']}")
+    fp8 = ", block FP8" if facts["block_fp8"] else ""
     console.print(
-        f"trainer ranks: {len(cluster.nodes)}, engines: {rollout.num_engines} with {rollout.engine_tensor} ranks, "
-        f"nodes: {len(nodes)}, resync.transport: {resync.transport.value}"
+        f"trainer ranks: {facts['trainer_ranks']}, engines: {facts['engines']} with "
+        f"{_count(facts['ranks_per_engine'], 'rank')}, nodes: {facts['nodes']} with "
+        f"{_count(facts['gpus_per_node'], 'GPU')}, resync.transport: {facts['transport']}{fp8}"
     )
-    sent = "" if result.sent_bytes == result.gathered_bytes else f", sent as {_gigabytes(result.sent_bytes)}"
+    sent = "" if result.sent_bytes == result.gathered_bytes else f", sent as {_size(result.sent_bytes)}"
     console.print(
-        f"{_gigabytes(result.gathered_bytes)}{sent}, in {result.tensors:,} tensors and {result.buckets:,} buckets of "
-        f"at most {_gigabytes(resync.bucket_bytes)}"
+        f"{_size(result.gathered_bytes)}{sent}, in {_count(result.tensors, 'tensor')} and "
+        f"{_count(result.buckets, 'bucket')} of at most {_size(facts['bucket_bytes'])}"
     )
     console.print()
-    console.print(_table(("link", "bytes"), [(name, _gigabytes(n)) for name, n in result.link_bytes.items()]))
-    console.print(_table(("stage", "seconds"), [(name, f"{s:,.2f}") for name, s in result.stage_seconds.items()]))
-    console.print(f"estimated: {result.seconds:,.1f} s from the first bucket to the last; stages overlap")
+    console.print(_table(("link", "bytes"), [(name, _size(n)) for name, n in result.link_bytes.items()]))
+    console.print(_table(("stage", "time"), [(name, _duration(s)) for name, s in result.stage_seconds.items()]))
+    console.print(f"estimated: {_duration(result.seconds)} from the first bucket to the last; stages overlap")
 
 
 def _table(titles: tuple[str, str], rows: Sequence[tuple[str, str]]) -> Table:
@@ -117,5 +144,20 @@ def _table(titles: tuple[str, str], rows: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
-def _gigabytes(nbytes: int) -> str:
-    return f"{nbytes / GB:,.2f} GB"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _size(nbytes: int) -> str:
+    """In the unit that leaves at least one digit before the point."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:,.2f} {name}"
+    return _count(nbytes, "byte")
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:,.2f} {name}"
+    return f"{seconds * 1e6:,.2f} us"

@@ -31,6 +31,7 @@ from slimrl.runtime.cluster import ray_cluster
 from slimrl.runtime.ending import Family, ending_on_signals, what_is_left
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import RunError, StageError
+from slimrl.runtime.folder_check import folder_problems
 from slimrl.runtime.model_check import model_problems
 from slimrl.runtime.placement import most_slots, place
 from slimrl.runtime.reservation import Reservation, cluster_nodes
@@ -51,8 +52,9 @@ class Processes:
     trainers: TrainerGroup | None
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        return tuple(pid for part in (self.engines, self.trainers) if part is not None for pid in part.pids)
+    def roles(self) -> tuple[tuple[str, int], ...]:
+        """(what it is, process id) of each, engines first."""
+        return tuple(role for part in (self.engines, self.trainers) if part is not None for role in part.roles)
 
 
 def prepare(
@@ -74,6 +76,7 @@ def prepare(
             progress.say(str(problem))
         else:
             problems.append(problem)
+    problems += folder_problems(loaded)
     if "model.path" not in {problem.key for problem in problems}:
         problems += model_problems(loaded)
     try:
@@ -100,14 +103,19 @@ def open_run(
         ValueError: see `open_run_folder`.
     """
     recipe = loaded.recipe
+    earlier = RunFolder(Path(recipe.run.dir) / recipe.run.name)
     if resume is None:
-        resume = RunFolder(Path(recipe.run.dir) / recipe.run.name).config.is_file()
+        resume = earlier.config.is_file()
+    if not resume and earlier.ended_early.is_file():
+        progress.say(f"{earlier.path} is started anew; a run that ended before its first step was there")
+        overwrite = True
     folder = open_run_folder(
         Path(recipe.run.dir), recipe.run.name, dump_resolved(recipe), resume=resume, overwrite=overwrite
     )
     for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(recipe)):
         progress.say(f"another setting than the run started with: {change}")
     folder.requeue.unlink(missing_ok=True)
+    folder.ended_early.unlink(missing_ok=True)
     append_provenance(folder.provenance, collect_provenance(resolved_dict(recipe), loaded.provenance))
     log_to_file(folder.log_file("driver"))
     return folder
@@ -134,14 +142,16 @@ def started(
     """
     num_ranks = 0 if total_updates is None else recipe.trainer.num_ranks
     num_engines = recipe.rollout.num_engines if with_engines else 0
-    _clean_shared_memory()
+    for name in clean_stale_segments():
+        log.info("removed shared memory that an earlier run left: %s", name)
     with (
         ending_on_signals(partial(what_is_left, folder)) as take_over_signals,
         ExitStack() as shown,
         ExitStack() as ends,
     ):
         family = Family()
-        ends.callback(_clean_shared_memory)
+        ends.callback(clean_stale_segments)
+        ends.callback(folder.note_early_end)
         ends.callback(family.end)
         with progress.stage("starting Ray"):
             slots = most_slots(recipe, num_ranks=num_ranks, num_engines=num_engines)
@@ -154,7 +164,9 @@ def started(
         try:
             with progress.stage("starting processes"):
                 processes = _start(recipe, folder, progress, ends, places, updates=total_updates)
-            log.info("processes: %s", processes.pids)
+            log.info("process %d: driver", os.getpid())
+            for role, pid in processes.roles:
+                log.info("process %d: %s", pid, role)
             yield processes
             if processes.trainers is not None:
                 processes.trainers.close()
@@ -201,11 +213,6 @@ def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None
     except StageError as cause:
         log.error("because of it: %s", error)
         raise cause from error
-
-
-def _clean_shared_memory() -> None:
-    for name in clean_stale_segments():
-        log.info("removed shared memory of a process that is gone: %s", name)
 
 
 def rollout_stage(recipe: Recipe, task: Task, engines: EngineGroup, progress: Progress) -> RolloutStage:

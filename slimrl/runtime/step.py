@@ -30,7 +30,8 @@ class Step:
         self.metrics.update(metrics)
 
     def close(self) -> None:
-        self.metrics["time/step_s"] = time.monotonic() - self._start
+        """Adds time/step_s, in which evaluations do not count."""
+        self.metrics["time/step_s"] = time.monotonic() - self._start - self.metrics.get("time/eval_s", 0.0)
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:

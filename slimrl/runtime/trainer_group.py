@@ -43,9 +43,17 @@ class TrainerGroup:
                 recipe, log_file.absolute(), Path.cwd(), rank, slot.node.name, total_updates
             )
             logs[name], nodes[name] = log_file, slot.node
+        self._nodes = nodes
         self._actors = ActorGroup(actors, logs, nodes)
         self._layouts: dict[str, Layout] = {}
         self.pids: tuple[int, ...] = ()
+
+    @property
+    def roles(self) -> tuple[tuple[str, int], ...]:
+        """(what it is, process id) of each rank, with its node."""
+        return tuple(
+            (f"{name} on {self._nodes[name].name}", pid) for name, pid in zip(self._nodes, self.pids, strict=True)
+        )
 
     def start(self) -> None:
         """Join the ranks, build the model and load the weights that the recipe names."""

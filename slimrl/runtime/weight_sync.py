@@ -43,15 +43,28 @@ class WeightSync:
             RunError: loaded tensors differ from the trainer's, or more engines failed than a run may replace.
         """
         replaced_before = self._replaced
-        report = self._trainers.resync(self._state.weight_version)
-        _refuse_mismatches(report)
+        report = self._resync()
         while report.failed_engines:
             self._replace(report.failed_engines, report.version)
             self._state.weight_version += 1
-            report = self._trainers.resync(self._state.weight_version)
-            _refuse_mismatches(report)
+            report = self._resync()
         step.record(resync_metrics(report))
         step.record({"resync/replaced_engines": self._replaced - replaced_before})
+
+    def _resync(self) -> ResyncReport:
+        report = self._trainers.resync(self._state.weight_version)
+        _refuse_mismatches(report)
+        failed, engines = len(report.failed_engines), self._recipe.rollout.num_engines
+        log.info(
+            "resync of version %d: %s, %d bytes, %.3f s, %d of %d engines",
+            report.version,
+            self._recipe.resync.transport.value,
+            report.bytes,
+            report.seconds,
+            engines - failed,
+            engines,
+        )
+        return report
 
     def _replace(self, failed: Mapping[str, str], version: int) -> None:
         causes = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
@@ -71,8 +84,12 @@ class WeightSync:
 
 
 def resync_metrics(report: ResyncReport) -> dict[str, float]:
+    written = {} if report.written_bytes is None else {"resync/written_bytes": report.written_bytes}
+    changed = {} if report.changed_fraction is None else {"resync/changed_fraction": report.changed_fraction}
     return {
         "resync/bytes": report.bytes,
+        **written,
+        **changed,
         "resync/seconds": report.seconds,
         "resync/version": report.version,
         "resync/fingerprint_mismatches": len(report.mismatching),

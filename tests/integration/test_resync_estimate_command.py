@@ -61,6 +61,18 @@ def test_engines_in_block_fp8_get_half_of_the_bytes():
     assert 0.5 < found["sent_bytes"] / found["gathered_bytes"] < 0.53
 
 
+def test_what_is_printed_is_in_the_json_too():
+    recipe = str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo.yaml")
+    found = estimate(recipe, "resync.transport=disk", "--gpus-per-node", "4", "--block-fp8")
+    assert found["block_fp8"] and found["gpus_per_node"] == 4
+    # Colocated engines are on the nodes of the trainer's ranks, whatever the transport.
+    assert found["nodes"] == found["trainer_ranks"] / 4
+    result = CliRunner().invoke(app, ["resync", "estimate", recipe, "resync.transport=disk", "rollout.num_engines=1"])
+    assert f"trainer ranks: {found['trainer_ranks']}, engines: 1 with " in result.stdout
+    apart = estimate(recipe, "resync.transport=disk", "rollout.colocated=false")
+    assert apart["nodes"] > estimate(recipe, "resync.transport=disk")["nodes"]
+
+
 def test_speeds_can_be_given():
     recipe = str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo.yaml")
     slow = estimate(recipe, "--nvlink-gb-per-s", "1")
@@ -76,7 +88,10 @@ def test_speeds_can_be_given():
         (["model.path=models/nothing"], "model.path: models/nothing: no such folder, and 'nothing' is none of"),
         (["trainer.parallel.expert=3"], "trainer.parallel.expert: 3 does not divide the model's 128 experts"),
         (["rollout.num_engines=2", "rollout.colocated=false"], "resync.transport: ipc, but engine-1 is on node1"),
-        (["resync.transport=delta", "resync.local_dir=/tmp/copy"], "delta sends what an update changes"),
+        (["resync.transport=delta"], "command line: resync.transport: delta sends what an update changes"),
+        (["resync.bucket_bytes=100"], "command line: resync.bucket_bytes: 100 bytes are too few: one row of model."),
+        (["--hop-us", "nan"], "hop_us nan: must be a finite number"),
+        (["--network-gb-per-s", "inf"], "network_gb_per_s inf: must be a finite number"),
         (["--gpus-per-node", "0"], "--gpus-per-node 0: must be at least 1"),
         (["--network-gb-per-s", "0"], "network_gb_per_s 0.0: must be above 0"),
     ],

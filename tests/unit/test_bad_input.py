@@ -119,6 +119,30 @@ def test_the_all_gather_dispatcher_is_refused_with_expert_parallelism(cli: Cli):
     refused(cli("sft", *settings), "trainer.megatron.moe_token_dispatcher_type", "Use alltoall")
 
 
+@pytest.mark.parametrize("recipe_dir", ["command line", "recipe"])
+def test_buckets_that_a_tensor_does_not_fit_into_are_refused_with_the_size_that_is_enough(
+    cli: Cli, tmp_path: Path, recipe_dir: str
+):
+    # The widest row of the toy: 32 elements in float32, of the embedding and the head first.
+    text = "resync.bucket_bytes: 100 bytes are too few: one row of model.embed_tokens.weight needs 128. Use 128 or more"
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"extends: {GSPO}\nresync:\n  bucket_bytes: 100\n")
+    if recipe_dir == "recipe":
+        refused(cli("train", recipe=recipe), f"{recipe}:3: {text}")
+    else:
+        refused(cli("train", "resync.bucket_bytes=100"), f"command line: {text}")
+
+
+def test_folders_that_cannot_be_made_are_refused_and_others_are_not_left_behind(cli: Cli, tmp_path: Path):
+    settings = ["resync.transport=delta", f"resync.dir={tmp_path / 'versions' / 'here'}"]
+    result = cli("train", *settings, "resync.local_dir=/proc/nope")
+    refused(result, "command line: resync.local_dir: /proc/nope cannot be written: ", "1 problem.")
+    assert not (tmp_path / "versions").exists()
+    (tmp_path / "file").touch()
+    refused(cli("train", *settings, f"resync.local_dir={tmp_path / 'file'}"), "resync.local_dir", "Not a directory")
+    refused(cli("sft", "run.dir=/proc/nope"), "run.dir: /proc/nope cannot be written")
+
+
 def test_a_missing_recipe_is_named(cli: Cli, tmp_path: Path):
     refused(cli("train", recipe=tmp_path / "absent.yaml"), str(tmp_path / "absent.yaml"))
 

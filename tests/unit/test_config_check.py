@@ -223,6 +223,9 @@ def test_a_trajectory_is_no_longer_than_the_positions_of_the_model(folder):
          "the others generate. 4 engines would fit."),
         ("rollout.colocated=true", "rollout.colocated", "without rollout.sglang.mem_fraction_static SGLang takes what "
          "suits an engine alone on a GPU. Set it, to 0.85 or less."),
+        ("resync.dir=versions", "resync.dir", "has no effect with resync.transport ipc, only with disk and delta."),
+        ("resync.transport=disk resync.local_dir=copies", "resync.local_dir",
+         "has no effect with resync.transport disk, only with delta."),
     ],
 )  # fmt: skip
 def test_what_runs_but_is_probably_not_meant_is_a_warning(folder, overrides, key, message):

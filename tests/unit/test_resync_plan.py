@@ -49,14 +49,16 @@ def test_a_tensor_larger_than_a_bucket_is_cut_into_rows():
 
 
 def test_a_row_that_does_not_fit_is_refused_with_the_size_that_is_needed():
-    with pytest.raises(ValueError, match=r"resync.bucket_bytes: 10, but 1 rows of big need 12"):
+    with pytest.raises(ValueError, match=r"bucket_bytes: 10 bytes are too few: one row of big needs 12. Use 12 or"):
         cut_buckets([spec("big", 10, 3)], 10)
 
 
 def test_an_atomic_group_stays_together_and_one_that_does_not_fit_is_refused():
     specs = [spec("a", 3), spec("q", 3, atomic="g"), spec("kv", 3, atomic="g"), spec("b", 3)]
     assert names(cut_buckets(specs, 24)) == [["a"], ["q", "kv"], ["b"]]
-    with pytest.raises(ValueError, match=r"resync.bucket_bytes: 16, but q, kv travel together and need 24"):
+    with pytest.raises(
+        ValueError, match=r"bucket_bytes: 16 bytes are too few: q, kv travel together and need 24. Use 24"
+    ):
         cut_buckets(specs, 16)
 
 

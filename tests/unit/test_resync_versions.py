@@ -149,6 +149,12 @@ def is_whole(tmp_path, version: int) -> bool:
     return read_manifest(VersionDirectory(tmp_path / "versions").folder(version)).base is None
 
 
+def version_files(tmp_path, version: int) -> list[Path]:
+    """All but the manifest."""
+    folder = VersionDirectory(tmp_path / "versions").folder(version)
+    return [file for file in folder.iterdir() if file.name != "manifest.json"]
+
+
 def test_disk_versions_are_checkpoints_that_the_safetensors_library_reads(tmp_path, model_dir):
     transport = disk_transport(tmp_path, model_dir)
     engines = [CopyEngine("engine 0"), CopyEngine("engine 1")]
@@ -194,8 +200,14 @@ def test_deltas_bring_the_copy_from_version_to_version(tmp_path, model_dir, enco
         assert_equal(engine.weights, weights)
         assert is_whole(tmp_path, version) == (version in (1, 5))
         stored = read_manifest(tmp_path / "versions" / f"v{version:06d}").tensors
-        if version not in (1, 5):
+        assert transport.written is not None
+        assert transport.written.nbytes == sum(file.stat().st_size for file in version_files(tmp_path, version))
+        if version in (1, 5):
+            assert transport.written.changed_fraction is None
+        else:
             assert {name for name, tensor in stored.items() if tensor.blocks} == set(names)
+            changed = sum(len(range(0, weights[name].numel(), 7)) for name in names)
+            assert transport.written.changed_fraction == changed / sum(value.numel() for value in weights.values())
     assert [int(p.name[1:]) for p in sorted((tmp_path / "versions").iterdir())] == [5, 6, 7]
     transport.close()
 

@@ -33,6 +33,8 @@ class BlockCodec:
 
     def __init__(self, encoding: DeltaEncoding) -> None:
         self._encoding = encoding
+        self.changed_elements = 0
+        """That `encode` has come upon so far"""
         self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
         self._decompressor = zstandard.ZstdDecompressor()
 
@@ -46,8 +48,13 @@ class BlockCodec:
         old_E, new_E = old.view(_BITS[element_bytes]), new.view(_BITS[element_bytes])
         if np.array_equal(old_E, new_E):
             return None
-        payload = _planes(old_E ^ new_E) if self._encoding == DeltaEncoding.xor else _overwrite(old_E, new_E)
-        return self._compressor.compress(payload)
+        if self._encoding == DeltaEncoding.xor:
+            flipped_E = old_E ^ new_E
+            self.changed_elements += int(np.count_nonzero(flipped_E))
+            return self._compressor.compress(_planes(flipped_E))
+        positions_C = np.flatnonzero(old_E != new_E)
+        self.changed_elements += len(positions_C)
+        return self._compressor.compress(_overwrite(positions_C, new_E))
 
     def apply(self, frame: bytes | memoryview, block: np.ndarray, element_bytes: int) -> None:
         """Make the old block, uint8 [N], into the new one.
@@ -71,8 +78,7 @@ class BlockCodec:
             block_E[positions_C] = values_C
 
 
-def _overwrite(old_E: np.ndarray, new_E: np.ndarray) -> bytes:
-    positions_C = np.flatnonzero(old_E != new_E)
+def _overwrite(positions_C: np.ndarray, new_E: np.ndarray) -> bytes:
     counts_P = np.bincount(positions_C >> _PAGE_BITS, minlength=_num_pages(len(new_E))).astype("<u4")
     gaps_C = np.diff(positions_C, prepend=0).astype("<u2")
     return b"".join([counts_P.tobytes(), _planes(gaps_C), _planes(new_E[positions_C])])

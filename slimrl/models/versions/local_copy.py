@@ -55,7 +55,10 @@ class LocalCopy:
             TimeoutError: others held the lock for `timeout_s`.
         """
         manifest = read_manifest(target)
-        self._path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(error.errno, f"resync.local_dir: {error.strerror}", str(self._path)) from error
         deadline = time.monotonic() + timeout_s
         with (self._path / "lock").open("ab") as lock:
             while not self._held_at(manifest.ref, lock):

@@ -25,6 +25,11 @@ from slimrl.resync.plan import ResyncPlan
 ESTIMATED = (TransportName.ipc, TransportName.collective, TransportName.disk)
 """Transports whose bytes follow from the model; those of `delta` follow from what an update changes."""
 
+NOT_ESTIMATED = (
+    "delta sends what an update changes, which no layout tells. Estimate "
+    f"{', '.join(known.value for known in ESTIMATED)}."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -66,10 +71,7 @@ def estimate(
         ValueError: the transport is none of ESTIMATED.
     """
     if transport not in ESTIMATED:
-        raise ValueError(
-            f"resync.transport: {transport.value} sends what an update changes, which no layout tells. Estimate "
-            f"{', '.join(known.value for known in ESTIMATED)}."
-        )
+        raise ValueError(f"resync.transport: {NOT_ESTIMATED}")
     sending = _SENDING[transport](plan, engines, machine, frozenset(replicated))
     seconds: dict[str, float] = defaultdict(float)
     link_bytes: Counter[str] = Counter()

@@ -5,6 +5,7 @@ reaches; overheads are rough. `slimrl resync estimate` has an option for each.
 """
 
 from dataclasses import asdict, dataclass
+from math import isfinite
 
 GB = 10**9
 
@@ -37,7 +38,9 @@ class Machine:
     """The engines' HTTP call for a bucket, where nothing else is done meanwhile; measured on a CPU."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a speed that is not above 0, and for an overhead below 0."""
+        """Raises ValueError for what is no number, a speed that is not above 0, and an overhead below 0."""
         for name, value in asdict(self).items():
+            if not isfinite(value):
+                raise ValueError(f"{name} {value}: must be a finite number")
             if value < 0 or (value == 0 and name.endswith("_per_s")):
                 raise ValueError(f"{name} {value}: must be {'above' if name.endswith('_per_s') else 'at least'} 0")

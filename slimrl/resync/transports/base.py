@@ -1,10 +1,21 @@
 """What a transport offers to a resync session."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from slimrl.data.protocols import BucketSpec, EngineControl
 from slimrl.models.shared_buffer import SharedBuffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a version took on the disk."""
+
+    nbytes: int
+    """Of its files, without the manifest"""
+    changed_fraction: float | None
+    """Of all elements, against the version before; None for one that is written whole"""
 
 
 class Transport(Protocol):
@@ -17,6 +28,11 @@ class Transport(Protocol):
 
     overlapping: bool
     """Whether `send` may be called for a bucket before the call for the one before it has returned."""
+
+    @property
+    def written(self) -> Written | None:
+        """Of the version that ended last; None where nothing is written."""
+        ...
 
     def connect(self, engines: Sequence[EngineControl]) -> None:
         """Take these engines from now on; joins, or makes anew, what they need where they changed.

@@ -43,6 +43,7 @@ class CollectiveTransport:
     """
 
     overlapping = False
+    written = None
 
     def __init__(self, address: str, name: str, timeout_s: float, *, bucket_bytes: int) -> None:
         self._address, self._name, self._timeout_s, self._bucket_bytes = address, name, timeout_s, bucket_bytes

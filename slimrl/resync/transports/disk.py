@@ -18,6 +18,7 @@ from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.models.versions.directory import VersionDirectory
 from slimrl.models.versions.manifest import Manifest, VersionRef
 from slimrl.resync.fan_out import fan_out
+from slimrl.resync.transports.base import Written
 from slimrl.resync.version_writer import VersionWriter
 from slimrl.resync.whole_writer import WholeWriter
 
@@ -52,6 +53,7 @@ class DiskTransport:
         self._specs, self._model_dir, self._file_bytes = specs, model_dir, file_bytes
         self._keep, self._timeout_s = keep, timeout_s
         self._engines: Sequence[EngineControl] = ()
+        self.written: Written | None = None
         self._writer: VersionWriter | None = None
         self._partial = Path()
         self._writing = threading.Lock()
@@ -80,6 +82,7 @@ class DiskTransport:
         assert self._writer is not None, "no version begun"
         with self._removed_if_broken():
             manifest = self._writer.finish()
+            self.written = Written(nbytes=sum(manifest.files.values()), changed_fraction=self._writer.changed_fraction)
         self._drop_writer()
         folder = self._directory.publish(self._partial, version)
         calls = {

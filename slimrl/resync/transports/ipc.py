@@ -16,6 +16,7 @@ class IpcTransport:
     """
 
     overlapping = True
+    written = None
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
