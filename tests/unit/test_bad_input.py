@@ -123,8 +123,9 @@ def test_the_all_gather_dispatcher_is_refused_with_expert_parallelism(cli: Cli):
 def test_buckets_that_a_tensor_does_not_fit_into_are_refused_with_the_size_that_is_enough(
     cli: Cli, tmp_path: Path, recipe_dir: str
 ):
-    # The widest row of the toy: 32 elements in float32, of the embedding and the head first.
-    text = "resync.bucket_bytes: 100 bytes are too few: one row of model.embed_tokens.weight needs 128. Use 128 or more"
+    # The widest row of the toy: 64 elements in float32, of an attention output.
+    tensor = "model.layers.0.self_attn.o_proj.weight"
+    text = f"resync.bucket_bytes: 100 bytes are too few: one row of {tensor} needs 256. Use 256 or more"
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"extends: {GSPO}\nresync:\n  bucket_bytes: 100\n")
     if recipe_dir == "recipe":

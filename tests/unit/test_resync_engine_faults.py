@@ -27,8 +27,8 @@ def test_an_engine_that_fails_once_gets_another_chance_and_the_version_starts_ag
     assert report.failed_engines == {}
     assert report.mismatching == ()
     for engine in engines:
-        # Beside the refused bucket another one was under way, before or after it.
-        assert engine.calls.count("load") - report.buckets in (3, 4)
+        # The first attempt ends with the second bucket; up to two others may be under way by then.
+        assert engine.calls.count("load") - report.buckets in (2, 3, 4)
         assert engine.calls.count("begin") == 2
         assert engine.calls.count("version") == engine.calls.count("resume") == 1
 
