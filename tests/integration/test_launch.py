@@ -119,6 +119,7 @@ def test_a_bad_node_is_named_and_a_spare_takes_its_place(start, tmp_path: Path):
     assert not job.left(), job.left(0)
 
 
+@pytest.mark.full
 def test_a_signal_before_the_time_limit_saves_and_queues_the_job_again(start, tmp_path: Path):
     saved, ready = tmp_path / "saved", tmp_path / "ready"
     job = start(1, RAY, sys.executable, "-c", SAVE_ONCE, str(saved), str(ready))
