@@ -6,6 +6,7 @@
 4. The resync planner gives the bytes and seconds of a new version.
 """
 
+import gc
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -36,13 +37,25 @@ class Plan:
 
 
 def make_plan(planned: Planned, hardware: Hardware, *, mean_tokens: int | None = None) -> Plan:
-    """
+    """Garbage collection pauses meanwhile: of a large model it would walk through a million planned parts again and
+    again.
+
     Args:
         mean_tokens: length of a trajectory or conversation; None for the longest that the recipe allows.
 
     Raises:
         ValueError: the layout cannot be.
     """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _make_plan(planned, hardware, mean_tokens)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _make_plan(planned: Planned, hardware: Hardware, mean_tokens: int | None) -> Plan:
     recipe, known, resync = planned.recipe, model_facts(planned), None
     if not planned.sft:
         version = plan_version(planned, known, hardware)
