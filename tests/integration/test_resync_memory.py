@@ -5,19 +5,34 @@ in /dev/shm, which are counted once.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from memory_engine import MemoryEngine
 from ranks import run_ranks
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, ResyncConfig, TrainerConfig, VerifyMode
+from slimrl.config.schema import (
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    ResyncConfig,
+    TrainerConfig,
+    TransportName,
+    VerifyMode,
+)
+from slimrl.models.fingerprint import add_hashes, as_hex, partial_hash
+from slimrl.models.fp8 import BlockFp8
 from slimrl.models.hf_config import read_hf_config
+from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.shared_segment import open_shared
 from slimrl.models.sized_toy import sized_config, write_sized_toy
+from slimrl.models.versions.manifest import read_manifest
 from slimrl.observability.memory import MemoryWatch
 from slimrl.resync.session import ResyncSession
+from slimrl.resync.transform import quantize_transform
 from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -26,6 +41,8 @@ MB = 1_000_000
 BUCKET_BYTES = 8 * MB
 SLACK_BYTES = 6 * MB
 """What Python and the C library's allocator take for the messages of a resync, on two ranks together."""
+HASHING_BYTES = 20 * MB
+"""The same for fingerprints, those of the engine included, which lives in one of the two ranks here."""
 TIMEOUT_S = 60.0
 TRAINER = TrainerConfig(
     num_ranks=2,
@@ -36,53 +53,122 @@ TRAINER = TrainerConfig(
 )
 
 
+@dataclass(frozen=True)
+class Case:
+    """A way of sending, and what it may take besides buffers of the size that the report names."""
+
+    transport: TransportName = TransportName.ipc
+    verify: VerifyMode = VerifyMode.off
+    fp8_engines: bool | None = None
+    """None: nothing is quantised"""
+    slack_bytes: int = SLACK_BYTES
+
+    @property
+    def name(self) -> str:
+        kind = {None: "plain", True: "fp8", False: "rounded"}[self.fp8_engines]
+        return f"{self.transport.value}-{self.verify.value}-{kind}"
+
+    @property
+    def buffers(self) -> int:
+        """Of a bucket's size: two slots, and where something is transformed the stage before them."""
+        return 2 if self.fp8_engines is None else 3
+
+
+PLAIN = Case()
+CASES = [
+    Case(verify=VerifyMode.full, slack_bytes=SLACK_BYTES + HASHING_BYTES),
+    Case(verify=VerifyMode.full, fp8_engines=True, slack_bytes=SLACK_BYTES + HASHING_BYTES),
+    Case(verify=VerifyMode.full, fp8_engines=False, slack_bytes=SLACK_BYTES + HASHING_BYTES),
+    Case(transport=TransportName.disk),
+    Case(transport=TransportName.delta, slack_bytes=SLACK_BYTES + 10 * MB),
+]
+
+
 class ReadingEngine(MemoryEngine):
-    """Reads every byte and keeps none, so that the rank in whose process it lives takes no memory for it."""
+    """Reads every byte and keeps none, so that the rank in whose process it lives takes little memory for it."""
+
+    hashing = False
 
     def begin_update(self):
-        self.seen = 0
+        self.seen, self.hashes = 0, {}
 
     def load_shared_bucket(self, segment, bucket):
-        flat = open_shared(segment)[: bucket.nbytes]
-        flat.amax()
+        flat = open_shared(segment)
+        flat[: bucket.nbytes].amax()
+        for part in bucket.parts if self.hashing else ():
+            value = flat[part.offset : part.offset + part.nbytes].view(getattr(torch, part.spec.dtype))
+            offset = part.start * torch.Size(part.spec.shape[1:]).numel()
+            hashed = partial_hash(value.view(part.shape), offset)
+            self.hashes[part.spec.name] = add_hashes(self.hashes.get(part.spec.name, 0), hashed)
         self.seen += bucket.nbytes
 
+    def load_version(self, folder, local_dir):
+        """Reloading is another process's work; the version is whole, or it would not have this name."""
+        self.seen = sum(spec_bytes(stored.spec) for stored in read_manifest(Path(folder)).tensors.values())
 
-def resync_twice(rank, world_size, port, model: Path) -> tuple[int, int, int]:
-    """(memory that this rank took, bytes that the engine read, bytes of the plan's buffers)."""
+    def fingerprints(self, names):
+        return {name: as_hex(self.hashes[name]) for name in names}
+
+
+def resync_twice(rank, world_size, port, model: Path, case: Case) -> tuple[int, int, int, int]:
+    """(memory that this rank took; on rank 0 bytes that the engine read, bytes sent, bytes of the plan's buffers)."""
     worker = TrainerWorker(
         TRAINER, model, seed=0, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
         total_updates=1,
     )  # fmt: skip
     worker.load_hf()
     engine = ReadingEngine("engine 0", "")
-    config = ResyncConfig(bucket_bytes=BUCKET_BYTES, verify=VerifyMode.off, timeout_s=TIMEOUT_S)
+    engine.hashing = case.verify is VerifyMode.full
+    config = ResyncConfig(
+        transport=case.transport, bucket_bytes=BUCKET_BYTES, verify=case.verify, timeout_s=TIMEOUT_S,
+        dir=str(model.parent / "versions"), local_dir=str(model.parent / "local"), keep=1,
+    )  # fmt: skip
+    transform = None
+    if case.fp8_engines is not None:
+        hf_config = {**worker.hf_config, "quantization_config": BlockFp8().as_config()}
+        weight_map = worker.family.weight_map(worker.hf_config)
+        transform = quantize_transform(hf_config, weight_map, fp8_engines=case.fp8_engines)
     with MemoryWatch([os.getpid()]) as memory:
-        session = ResyncSession(worker.weight_source(), [engine], config, rank=rank, run_id="memory")
+        session = ResyncSession(
+            worker.weight_source(), [engine], config, rank=rank, run_id=f"memory-{model.name}",
+            model_dir=model, transform=transform,
+        )  # fmt: skip
         reports = [session.run(version) for version in (1, 2)]
     session.close()
     dist.barrier()
     worker.close()
-    return memory.extra_bytes, engine.seen if rank == 0 else 0, reports[1].peak_extra_bytes if rank == 0 else 0
+    if rank:
+        return memory.extra_bytes, 0, 0, 0
+    assert reports[1].mismatching == ()
+    return memory.extra_bytes, engine.seen, reports[1].bytes, reports[1].peak_extra_bytes
 
 
-def extra_bytes(folder: Path, megabytes: int) -> int:
+def extra_bytes(folder: Path, megabytes: int, case: Case) -> int:
     """Of all ranks together; the engine has read the whole model."""
+    model = folder / f"{megabytes}"
     config = sized_config("qwen3_moe", megabytes * MB, "bfloat16", TRAINER.parallel)
-    nbytes = write_sized_toy(config, folder / f"{megabytes}", 0)
-    assert read_hf_config(folder / f"{megabytes}") == config
-    results = run_ranks(resync_twice, 2, folder / f"{megabytes}", timeout_s=200)
-    taken, seen, planned = (sum(values) for values in zip(*results, strict=True))
-    assert seen == nbytes
-    assert planned <= 2 * BUCKET_BYTES
+    nbytes = write_sized_toy(config, model, 0)
+    assert read_hf_config(model) == config
+    results = run_ranks(resync_twice, 2, model, case, timeout_s=200)
+    taken, seen, sent, planned = (sum(values) for values in zip(*results, strict=True))
+    assert seen == sent
+    assert sent < nbytes if case.fp8_engines else sent == nbytes
+    assert planned <= case.buffers * BUCKET_BYTES
     # What is measured holds at least the buffers themselves, or it would measure nothing.
     assert taken >= planned
     return taken
 
 
-@pytest.mark.parametrize("sizes", [(64, 128), pytest.param((250, 1000), marks=pytest.mark.full)])
-def test_a_resync_takes_two_buckets_whatever_the_size_of_the_model(tmp_path, sizes):
-    small, large = (extra_bytes(tmp_path, size) for size in sizes)
-    assert small < 2 * BUCKET_BYTES + SLACK_BYTES
-    assert large < 2 * BUCKET_BYTES + SLACK_BYTES
-    assert abs(large - small) < SLACK_BYTES
+@pytest.mark.parametrize(
+    ("sizes", "case"),
+    [
+        pytest.param((64, 128), PLAIN, id="plain"),
+        pytest.param((250, 1000), PLAIN, id="large", marks=pytest.mark.full),
+        *(pytest.param((64, 250), case, id=case.name, marks=pytest.mark.full) for case in CASES),
+    ],
+)
+def test_a_resync_takes_its_buckets_whatever_the_size_of_the_model(tmp_path, sizes, case):
+    small, large = (extra_bytes(tmp_path, size, case) for size in sizes)
+    bound = case.buffers * BUCKET_BYTES + case.slack_bytes
+    assert max(small, large) < bound
+    assert abs(large - small) < case.slack_bytes
