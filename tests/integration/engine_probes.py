@@ -1,10 +1,8 @@
 """What tests ask of a real engine about the weights that it serves, and what transformers says of the same."""
 
-import os
 from pathlib import Path
 
 import httpx
-import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -42,15 +40,3 @@ def answers(url: str, timeout_s: float = 1.0) -> bool:
     except httpx.TransportError:
         return False
     return True
-
-
-def members(leader: int) -> list[int]:
-    """Living processes of the session that the process leads: all of an engine's."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            continue
-    return found

@@ -10,26 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from engine_probes import answers, members, serves
+from engine_probes import answers, serves
+from weight_sender import WeightSender
 
-from slimrl.config.schema import (
-    OptimizerConfig,
-    ParallelConfig,
-    Precision,
-    ResyncConfig,
-    RolloutConfig,
-    TrainerConfig,
-)
+from slimrl.config.schema import ParallelConfig, Precision, ResyncConfig, RolloutConfig
 from slimrl.data.protocols import EngineControl
-from slimrl.models.family import family_of
-from slimrl.models.hf_config import read_hf_config
+from slimrl.observability.memory import session_members
 from slimrl.resync.session import ResyncError, ResyncReport, ResyncSession
 from slimrl.rollout.control import SglangControl
 from slimrl.rollout.server import EngineServer
-from slimrl.trainer.build import build_model
-from slimrl.trainer.parallel import init_parallel
 from slimrl.trainer.weight_source import MegatronWeightSource
-from slimrl.trainer.weights import load_hf_weights
 
 CALL_TIMEOUT_S = 6.0
 """Of one call to an engine, and of a bucket's agreement."""
@@ -99,7 +89,7 @@ class FaultyControl(SglangControl):
         self._signal(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        for pid in members(self.engine.pid):
+        for pid in session_members(self.engine.pid):
             os.kill(pid, number)
 
 
@@ -122,19 +112,11 @@ class Trainer:
             source: puts something in the place of the weight source.
         """
         self.rank, self.checkpoints = rank, checkpoints
-        self.hf_config = read_hf_config(checkpoints[0])
-        self.family = family_of(self.hf_config)
-        parallel = ParallelConfig(expert=num_ranks)
-        init_parallel(
-            parallel, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port,
-            timeout_s=GROUP_TIMEOUT_S, seed=0,
-        )  # fmt: skip
-        settings = TrainerConfig(
-            parallel=parallel, precision=Precision.fp32, max_tokens_per_rank=64, optimizer=OptimizerConfig(lr=1e-3)
+        self.sender = WeightSender(
+            rank, num_ranks, port, checkpoints[0], ParallelConfig(expert=num_ranks), timeout_s=GROUP_TIMEOUT_S
         )
-        self.chunks = build_model(settings, self.family.megatron_config(self.hf_config))
         self.controls = [FaultyControl(engine) for engine in engines]
-        self.source = source(MegatronWeightSource(self.chunks, self.family, self.hf_config, "float32"))
+        self.source = source(self.sender.source)
         self.session = ResyncSession(
             self.source, self.controls, config, rank=rank, run_id="faults", model_dir=checkpoints[0]
         )
@@ -143,7 +125,7 @@ class Trainer:
         return self.checkpoints[version % len(self.checkpoints)]
 
     def load(self, version: int) -> None:
-        load_hf_weights(self.chunks, self.checkpoint(version), self.family, self.hf_config)
+        self.sender.load(self.checkpoint(version))
 
     def send(self, version: int) -> tuple[ResyncReport | None, str, float]:
         """(report, error, seconds) of one version; one of the first two is there on rank 0."""
@@ -162,14 +144,14 @@ class Trainer:
 
     def close(self) -> None:
         self.session.close()
-        dist.destroy_process_group()
+        self.sender.close()
 
 
 def replace(control: FaultyControl, model: Path, log: Path) -> tuple[FaultyControl, EngineServer]:
     """End what is left of the engine and start another at its address, paused."""
     control._signal(signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while members(control.engine.pid):
+    while session_members(control.engine.pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     port = int(control.engine.url.rsplit(":", 1)[1])

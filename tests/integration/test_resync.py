@@ -1,19 +1,17 @@
 """A resync from two trainer ranks, expert-parallel if the model has experts, into a real SGLang engine."""
 
 import pytest
-import torch.distributed as dist
 from engine_probes import engine_logprobs, transformers_logprobs
 from ranks import run_ranks
 from slimrl_tools.toy import ToySize, write_toy
+from weight_sender import WeightSender
 
 from slimrl.config.model_rules import num_experts
 from slimrl.config.schema import (
-    OptimizerConfig,
     ParallelConfig,
     Precision,
     ResyncConfig,
     RolloutConfig,
-    TrainerConfig,
     TransportName,
     VerifyMode,
 )
@@ -23,10 +21,6 @@ from slimrl.models.safetensors_file import spec_bytes
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.control import SglangControl
 from slimrl.rollout.server import EngineServer
-from slimrl.trainer.build import build_model
-from slimrl.trainer.parallel import init_parallel
-from slimrl.trainer.weight_source import MegatronWeightSource
-from slimrl.trainer.weights import load_hf_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -38,23 +32,13 @@ def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncRe
     """Load each checkpoint into the trainer and send it over its transport; rank 0 asks the engine afterwards."""
     hf_config = read_hf_config(steps[0][1])
     parallel = ParallelConfig(expert=2) if num_experts(hf_config) else ParallelConfig(tensor=2)
-    init_parallel(
-        parallel, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
-        timeout_s=TIMEOUT_S, seed=0,
-    )  # fmt: skip
-    trainer = TrainerConfig(
-        parallel=parallel, precision=precision, max_tokens_per_rank=64, optimizer=OptimizerConfig(lr=1e-3)
-    )
-    family = family_of(hf_config)
-    chunks = build_model(trainer, family.megatron_config(hf_config))
-    dtype = "bfloat16" if precision is Precision.bf16 else "float32"
-    source = MegatronWeightSource(chunks, family, hf_config, dtype)
+    sender = WeightSender(rank, world_size, port, steps[0][1], parallel, precision, timeout_s=TIMEOUT_S)
     engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S)
     reports = []
     for version, (transport, path) in enumerate(steps, 1):
-        load_hf_weights(chunks, path, family, hf_config)
+        sender.load(path)
         config = ResyncConfig(transport=transport, bucket_bytes=1_000_000, verify=VerifyMode.full, timeout_s=TIMEOUT_S)
-        session = ResyncSession(source, [engine], config, rank=rank, run_id=f"test-{transport.value}")
+        session = ResyncSession(sender.source, [engine], config, rank=rank, run_id=f"test-{transport.value}")
         reports.append(session.run(version))
         session.close()
         if rank == 0 and precision is Precision.fp32:
@@ -62,7 +46,7 @@ def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncRe
             assert difference < 2e-5, (transport, difference)
         if rank == 0:
             assert engine.version() == version
-    dist.destroy_process_group()
+    sender.close()
     return reports
 
 

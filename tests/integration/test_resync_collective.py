@@ -6,30 +6,22 @@ import threading
 import time
 
 import pytest
-import torch.distributed as dist
 from ranks import run_ranks
 from slimrl_tools.toy import ToySize, write_toy
+from weight_sender import WeightSender
 
 from slimrl.config.schema import (
-    OptimizerConfig,
     ParallelConfig,
     Precision,
     ResyncConfig,
     RolloutConfig,
-    TrainerConfig,
     TransportName,
     VerifyMode,
 )
-from slimrl.models.family import family_of
-from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transports.collective import CollectiveTransport
 from slimrl.rollout.control import SglangControl
 from slimrl.rollout.server import EngineServer
-from slimrl.trainer.build import build_model
-from slimrl.trainer.parallel import init_parallel
-from slimrl.trainer.weight_source import MegatronWeightSource
-from slimrl.trainer.weights import load_hf_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -56,19 +48,9 @@ class KillingTransport(CollectiveTransport):
         super().send(bucket, buffer)
 
 
-def broadcast_versions(rank, world_size, port, family_name, paths, engines):
+def broadcast_versions(rank, world_size, port, paths, engines):
     """Two versions to both engines, then one in which engine 0 is killed; rank 0 returns the reports."""
-    hf_config = read_hf_config(paths[0])
-    parallel = ParallelConfig(expert=2)
-    init_parallel(
-        parallel, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, timeout_s=90.0, seed=0
-    )
-    trainer = TrainerConfig(
-        parallel=parallel, precision=Precision.fp32, max_tokens_per_rank=64, optimizer=OptimizerConfig(lr=1e-3)
-    )
-    family = family_of(hf_config)
-    chunks = build_model(trainer, family.megatron_config(hf_config))
-    source = MegatronWeightSource(chunks, family, hf_config, "float32")
+    sender = WeightSender(rank, world_size, port, paths[0], ParallelConfig(expert=2), timeout_s=90.0)
     controls = [
         SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks)
         for index, (url, num_ranks, _) in enumerate(engines)
@@ -77,10 +59,10 @@ def broadcast_versions(rank, world_size, port, family_name, paths, engines):
         transport=TransportName.collective, bucket_bytes=BUCKET_BYTES, verify=VerifyMode.full, timeout_s=TIMEOUT_S
     )
     transport = KillingTransport("127.0.0.1", "slimrl-test", TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
-    session = ResyncSession(source, controls, config, rank=rank, run_id="test-collective", transport=transport)
+    session = ResyncSession(sender.source, controls, config, rank=rank, run_id="test-collective", transport=transport)
     reports, seconds = [], 0.0
     for version, path in enumerate(paths, 1):
-        load_hf_weights(chunks, path, family, hf_config)
+        sender.load(path)
         if version == 3:
             transport.pid_to_kill = engines[0][2]
         start = time.monotonic()
@@ -88,7 +70,7 @@ def broadcast_versions(rank, world_size, port, family_name, paths, engines):
         seconds = time.monotonic() - start
     versions = controls[1].version() if rank == 0 else None
     session.close()
-    dist.destroy_process_group()
+    sender.close()
     return reports, transport.group_names, seconds, versions
 
 
@@ -113,7 +95,7 @@ def test_engines_of_one_and_two_ranks_get_every_version_and_a_killed_one_does_no
         engines = [
             (server.url, num_ranks, server.process.pid) for server, num_ranks in zip(servers, (1, 2), strict=True)
         ]
-        (reports, groups, seconds, version), _ = run_ranks(broadcast_versions, 2, family, paths, engines, timeout_s=200)
+        (reports, groups, seconds, version), _ = run_ranks(broadcast_versions, 2, paths, engines, timeout_s=200)
     finally:
         for server in servers:
             server.stop()

@@ -86,8 +86,8 @@ def assert_left_out(outcomes: list[tuple[dict[str, str], float]], faults: list[F
         assert seconds < BOUND_S, (fault, seconds)
 
 
-def test_an_engine_that_dies_while_it_loads_is_left_out_and_comes_back(engines, checkpoints, tmp_path):
-    faults = [Fault("kill", LOADS, 2, "during")]
+def test_an_engine_that_stops_or_dies_while_it_loads_is_left_out_and_comes_back(engines, checkpoints, tmp_path):
+    faults = [Fault("stop", LOADS, 2), Fault("kill", LOADS, 2, "during")]
     outcomes, _ = run_ranks(outlive, 2, engines, checkpoints, config(), faults, tmp_path / "engine", timeout_s=200)
     assert_left_out(outcomes, faults)
 
@@ -136,7 +136,12 @@ def lose_a_rank(rank, num_ranks, port, engines, checkpoints, settings):
 
 
 def send_once(rank, num_ranks, port, engines, checkpoints, settings, version):
+    """A version that finds no memory, the same where there is some, and the same once more; the last one's error."""
     trainer = Trainer(rank, num_ranks, port, engines, checkpoints, settings)
+    with full_disk() if rank == 0 else nullcontext():
+        report, error, seconds = trainer.send(version)
+    assert error.startswith(f"ResyncError: resync of version {version} failed: rank 0: 2 buckets"), error
+    assert seconds < CALL_TIMEOUT_S
     report, error, _ = trainer.send(version)
     assert error == ""
     if rank == 0:
@@ -224,7 +229,7 @@ def test_a_wrong_base_a_truncated_delta_and_a_full_disk_are_named_and_followed_b
     assert "cut short" in truncated
 
 
-def test_a_dead_trainer_rank_is_named_and_the_next_trainer_finds_engines_that_take_its_weights(engines, checkpoints):
+def test_a_dead_rank_and_full_shared_memory_are_named_and_the_engines_take_the_next_version(engines, checkpoints):
     (error, seconds), _ = run_ranks(lose_a_rank, 2, engines, checkpoints, config(), dying=[1], timeout_s=200)
     assert error.startswith("ResyncError: resync of version 2"), error
     assert "bucket" in error

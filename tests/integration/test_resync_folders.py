@@ -1,4 +1,4 @@
-"""Versions through folders (`disk`, `delta`) from two trainer ranks into a real SGLang engine of two."""
+"""Versions through shared memory and through folders from two trainer ranks into a real SGLang engine of two."""
 
 import os
 import zlib
@@ -6,32 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_probes import serves
 from ranks import run_ranks
 from slimrl_tools.toy import ToySize, write_toy
+from weight_sender import WeightSender
 
 from slimrl.config.schema import (
     DeltaEncoding,
-    OptimizerConfig,
     ParallelConfig,
     Precision,
     ResyncConfig,
     RolloutConfig,
-    TrainerConfig,
     TransportName,
     VerifyMode,
 )
-from slimrl.models.family import family_of
-from slimrl.models.hf_config import read_hf_config
 from slimrl.models.versions.manifest import read_manifest
 from slimrl.resync.session import ResyncSession
 from slimrl.rollout.control import SglangControl
 from slimrl.rollout.server import EngineServer
-from slimrl.trainer.build import build_model
-from slimrl.trainer.parallel import init_parallel
-from slimrl.trainer.weight_source import MegatronWeightSource
-from slimrl.trainer.weights import load_hf_weights
+from slimrl.trainer.export import export_hf
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -62,22 +55,12 @@ def change(chunks, version: int) -> None:
 
 def send_versions(rank, world_size, port, url, model_dir, tmp_path) -> list[tuple[int, str, bool, int]]:
     """(version, transport, whole, bytes of the version's files) of each, once the engine was seen to serve it."""
-    hf_config = read_hf_config(model_dir)
-    parallel = ParallelConfig(expert=2)
-    init_parallel(
-        parallel, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
-        timeout_s=TIMEOUT_S, seed=0,
-    )  # fmt: skip
-    trainer = TrainerConfig(
-        parallel=parallel, precision=Precision.fp32, max_tokens_per_rank=64, optimizer=OptimizerConfig(lr=1e-3)
-    )
-    family = family_of(hf_config)
-    chunks = build_model(trainer, family.megatron_config(hf_config))
-    load_hf_weights(chunks, model_dir, family, hf_config)
-    source = MegatronWeightSource(chunks, family, hf_config, "float32")
+    sender = WeightSender(rank, world_size, port, model_dir, ParallelConfig(expert=2))
+    sender.load(model_dir)
     engine = DamagingControl("engine 0", url, timeout_s=TIMEOUT_S, num_ranks=2)
     seen, version = [], 0
     for transport, encoding, count in (
+        (TransportName.ipc, DeltaEncoding.xor, 1),
         (TransportName.disk, DeltaEncoding.xor, 1),
         (TransportName.delta, DeltaEncoding.xor, 2),
         (TransportName.delta, DeltaEncoding.overwrite, 4),
@@ -87,31 +70,31 @@ def send_versions(rank, world_size, port, url, model_dir, tmp_path) -> list[tupl
             dir=str(tmp_path / "versions"), local_dir=str(tmp_path / "local"), delta_encoding=encoding, keep=1,
         )  # fmt: skip
         run_id = f"{transport.value}-{encoding.value}"
-        session = ResyncSession(source, [engine], config, rank=rank, run_id=run_id, model_dir=model_dir)
+        session = ResyncSession(sender.source, [engine], config, rank=rank, run_id=run_id, model_dir=model_dir)
         for index in range(count):
             version += 1
-            change(chunks, version)
+            change(sender.chunks, version)
             engine.armed = rank == 0 and index == 2
             report = session.run(version)
             folder = tmp_path / "versions" / run_id / f"v{version:06d}"
+            if transport is TransportName.ipc:
+                folder = tmp_path / "exported"
+                export_hf(sender.source, model_dir, folder)
             if rank == 0:
                 assert (report.mismatching, report.failed_engines) == ((), {}), report
                 assert report.verified_tensors > 0
                 assert engine.version() == version
-                loaded = (
-                    folder
-                    if transport is TransportName.disk
-                    else tmp_path / "local" / run_id / "engine_0" / "checkpoint"
-                )
-                assert serves(url, loaded)
-                manifest = read_manifest(folder)
-                seen.append((version, transport.value, manifest.base is None, manifest.nbytes))
+                local = tmp_path / "local" / run_id / "engine_0" / "checkpoint"
+                assert serves(url, local if transport is TransportName.delta else folder)
+                if transport is not TransportName.ipc:
+                    manifest = read_manifest(folder)
+                    seen.append((version, transport.value, manifest.base is None, manifest.nbytes))
         session.close()
-    dist.destroy_process_group()
+    sender.close()
     return seen
 
 
-def test_an_engine_serves_what_was_sent_through_folders_and_a_delta_that_was_cut_short_is_sent_whole(tmp_path):
+def test_an_engine_of_two_serves_what_was_sent_and_a_delta_that_was_cut_short_is_sent_whole(tmp_path):
     model_dir = tmp_path / "model"
     write_toy("qwen3_moe", model_dir, ToySize(init_std=0.1), seed=0)
     rollout = RolloutConfig(engine_tensor=2, max_trajectory_tokens=128, sglang={"max_total_tokens": 4096})
@@ -123,13 +106,13 @@ def test_an_engine_serves_what_was_sent_through_folders_and_a_delta_that_was_cut
         server.stop()
     assert other == []
     assert [entry[:3] for entry in seen] == [
-        (1, "disk", True),
-        (2, "delta", True),
-        (3, "delta", False),
-        (4, "delta", True),
-        (5, "delta", False),
-        (6, "delta", True),
-        (7, "delta", False),
+        (2, "disk", True),
+        (3, "delta", True),
+        (4, "delta", False),
+        (5, "delta", True),
+        (6, "delta", False),
+        (7, "delta", True),
+        (8, "delta", False),
     ]
     sizes = {version: nbytes for version, _, _, nbytes in seen}
-    assert max(sizes[3], sizes[5], sizes[7]) < 0.3 * min(sizes[1], sizes[2], sizes[4], sizes[6])
+    assert max(sizes[4], sizes[6], sizes[8]) < 0.3 * min(sizes[2], sizes[3], sizes[5], sizes[7])

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from engine_probes import members
 from fleet import Fleet
 from slimrl_tools.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from slimrl.config.schema import PauseMode, Precision, RolloutConfig
 from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
 from slimrl.data.seeds import derive_seed
+from slimrl.observability.memory import session_members
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.control import EngineMemory, SglangControl
 from slimrl.rollout.lockstep import LockstepEngine
@@ -186,7 +186,7 @@ async def test_requests_are_aborted_or_stay_in_place_as_the_pause_says(fleet):
 
 def test_a_paused_engine_takes_no_core_and_answers_at_once(fleet):
     first = control(fleet, 0)
-    processes = [psutil.Process(pid) for pid in members(fleet.engines[0].process.pid)]
+    processes = [psutil.Process(pid) for pid in session_members(fleet.engines[0].process.pid)]
 
     def cpu_seconds() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
@@ -205,7 +205,7 @@ def test_a_paused_engine_takes_no_core_and_answers_at_once(fleet):
 
 async def test_a_stopped_engine_gives_no_sign_of_life(fleet):
     second = control(fleet, 1)
-    pids = members(fleet.engines[1].process.pid)
+    pids = session_members(fleet.engines[1].process.pid)
     try:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -291,14 +291,14 @@ def test_nothing_survives_an_owner_that_was_killed(model, tmp_path):
     try:
         assert owner.stdout is not None
         leaders = [int(pid) for pid in owner.stdout.readline().split()]
-        assert len(members(leaders[0])) >= 3
-        assert len(members(leaders[1])) == 1
+        assert len(session_members(leaders[0])) >= 3
+        assert len(session_members(leaders[1])) == 1
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait(10)
     deadline = time.monotonic() + 10
-    while any(members(leader) for leader in leaders):
-        assert time.monotonic() < deadline, [members(leader) for leader in leaders]
+    while any(session_members(leader) for leader in leaders):
+        assert time.monotonic() < deadline, [session_members(leader) for leader in leaders]
         time.sleep(0.1)
 
 
@@ -308,7 +308,7 @@ def test_an_engine_that_cannot_start_names_the_cause_and_leaves_nothing(tmp_path
     with pytest.raises(ServerError, match=r"engine 3 ended with exit code \d+: .*(Error|error).*engine\.log"):
         engine.wait_ready()
     engine.stop()
-    assert not members(engine.process.pid)
+    assert not session_members(engine.process.pid)
 
 
 def first_error(fleet: Fleet, timeout_s: float = 10.0) -> str:
@@ -330,4 +330,4 @@ def test_a_fleet_ends_without_leaving_processes_and_a_dead_engine_is_noticed(fle
     os.kill(leaders[0], signal.SIGKILL)
     assert "engine 0 was ended by SIGKILL" in first_error(fleet)
     fleet.stop()
-    assert not any(members(leader) for leader in leaders)
+    assert not any(session_members(leader) for leader in leaders)
