@@ -64,7 +64,8 @@ def test_engines_in_block_fp8_get_half_of_the_bytes():
 def test_what_is_printed_is_in_the_json_too():
     recipe = str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo.yaml")
     found = estimate(recipe, "resync.transport=disk", "--gpus-per-node", "4", "--block-fp8")
-    assert found["block_fp8"] and found["gpus_per_node"] == 4
+    assert found["block_fp8"] is True
+    assert found["gpus_per_node"] == 4
     # Colocated engines are on the nodes of the trainer's ranks, whatever the transport.
     assert found["nodes"] == found["trainer_ranks"] / 4
     result = CliRunner().invoke(app, ["resync", "estimate", recipe, "resync.transport=disk", "rollout.num_engines=1"])
