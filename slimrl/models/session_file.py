@@ -1,7 +1,8 @@
 """Files in /dev/shm that belong to a session of processes and that others write, who do not keep them locked.
 
 Their name has the session's leader and its namespace of process ids: a process can tell that a leader is gone only of
-its own namespace, and containers that share /dev/shm may have several. Files of other namespaces are left alone.
+its own namespace, and containers that share /dev/shm may have several. Files of other namespaces are left alone, and so
+are those of a leader outside the namespace (a container entered from its host), which the kernel shows as process 0.
 """
 
 import os
@@ -34,7 +35,9 @@ def _namespace() -> int:
 
 
 def _is_alive(pid: int) -> bool:
-    """False for a zombie too, which maps nothing any more."""
+    """False for a zombie too, which maps nothing any more; true for 0, a leader of whom nothing can be known."""
+    if pid == 0:
+        return True
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -96,12 +96,16 @@ def test_a_name_of_shared_memory_is_not_used_again():
     assert len(names) == 20
 
 
-@pytest.mark.parametrize(("namespace", "alive", "kept"), [(0, False, False), (0, True, True), (1, False, True)])
-def test_a_session_s_file_is_removed_when_its_leader_is_known_to_be_gone(monkeypatch, namespace, alive, kept):
-    leader = os.getsid(0) if alive else dead_pid()
+@pytest.mark.parametrize(
+    ("namespace", "leader", "kept"),
+    [(0, dead_pid, False), (0, os.getpid, True), (0, lambda: 0, True), (1, dead_pid, True)],
+    ids=["gone", "alive", "outside the namespace", "of another namespace"],
+)
+def test_a_session_s_file_is_removed_when_its_leader_is_known_to_be_gone(monkeypatch, namespace, leader, kept):
+    pid = leader()
     own = session_file._namespace()
     with monkeypatch.context() as there:
-        there.setattr(os, "getsid", lambda _: leader)
+        there.setattr(os, "getsid", lambda _: pid)
         there.setattr(session_file, "_namespace", lambda: own + namespace)
         path = session_file.session_file("loads")
     path.write_bytes(b"x")
