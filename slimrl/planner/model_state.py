@@ -23,6 +23,9 @@ BUCKET_ALIGNMENT = 128
 BUSBW_ALIGNMENT = 2**16
 """The same with `pad_buckets_for_high_nccl_busbw`."""
 
+OFFLOADED_GRADIENT_BYTES = 4
+"""Of a gradient's float32 copy, which an update on the host reads (optimizer/cpu_offloading/hybrid_optimizer.py)."""
+
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -32,7 +35,7 @@ class StateBytes:
     gradients: int
     optimizer: int
     host: int
-    """Of the optimizer, in the memory of the host (`optimizer_cpu_offload`)."""
+    """Of the optimizer and of the gradients that it reads, in the memory of the host (`optimizer_cpu_offload`)."""
 
 
 def shares(parallel: ParallelConfig, num_ranks: int) -> tuple[int, int]:
@@ -63,7 +66,7 @@ def state_bytes(stage: Stage, trainer: TrainerConfig) -> StateBytes:
         weights=elements * (2 if bf16 else 4),
         gradients=elements * gradient_bytes,
         optimizer=round(held * (1 - on_host)) + owned * scratch,
-        host=round(held * on_host),
+        host=round((held + owned * OFFLOADED_GRADIENT_BYTES) * on_host),
     )
 
 
