@@ -163,6 +163,8 @@ def _check_key(entry: Entry, problems: list[Problem]) -> bool:
 
 def _resolve(known: dict[str, Entry], problems: list[Problem]) -> dict[str, Any]:
     """Values with `${...}` replaced; a value that cannot be resolved becomes a problem and is left out."""
+    if not any("${" in str(entry.value) for entry in known.values()):
+        return {key: entry.value for key, entry in known.items()}
     defaults = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Recipe)))
     plain = OmegaConf.create(nest(((key, entry.value) for key, entry in known.items()), defaults))
     values: dict[str, Any] = {}

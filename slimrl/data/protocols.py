@@ -5,11 +5,13 @@ trainer, rollout, resync and agent do not import each other; runtime hands them 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slimrl.config.schema import PauseMode
+
+if TYPE_CHECKING:
+    # The weight maps import this module, and to check a recipe by them should not take the time that numpy takes.
+    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class GenerateResult:
     logprobs: list[float]
     weight_version: int
     finish_reason: Literal["stop", "length", "abort"]
-    routed_experts: np.ndarray | None
+    routed_experts: "np.ndarray | None"
     """int16 [len(input_ids) + len(tokens) - 1, layers, topk], or None where not asked for"""
     cached_tokens: int
     """Prompt tokens that the engine had in its prefix cache."""
