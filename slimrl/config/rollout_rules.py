@@ -9,6 +9,12 @@ from slimrl.config.schema import Recipe, TransportName
 MAX_COLOCATED_FRACTION = 0.85
 """Most of a device that the weights and the KV cache of an engine may take where it shares the device."""
 
+ONE_NODE_ENGINES = (
+    "For more speed use more engines; a model that a node's GPUs do not hold takes about half as many in block FP8 "
+    "(slimrl-tools quantize)."
+)
+"""What to do instead of an engine of several nodes, which there is not."""
+
 SGLANG_LAYOUTS = {
     "dp_size": "Use rollout.num_engines for replicas.",
     "pp_size": "Use rollout.engine_tensor and engine_expert.",
@@ -71,7 +77,10 @@ def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
             f"{length} is shorter than rollout.max_trajectory_tokens {rollout.max_trajectory_tokens}.",
         )
     if given.get("nnodes", 1) != 1:
-        yield "rollout.sglang.nnodes", f"{given['nnodes']}: an engine runs on one node. Use more engines."
+        yield (
+            "rollout.sglang.nnodes",
+            f"{given['nnodes']}: an engine runs on one node. Leave it out. {ONE_NODE_ENGINES}",
+        )
     for name, instead in SGLANG_LAYOUTS.items():
         if given.get(name, 1) not in (1, False):
             yield f"rollout.sglang.{name}", f"{given[name]}: a resync cannot place weights in such an engine. {instead}"

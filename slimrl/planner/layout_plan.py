@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from slimrl.config.rollout_rules import ONE_NODE_ENGINES
 from slimrl.config.schema import Recipe
 from slimrl.planner.communication import Communication, update_communication
 from slimrl.planner.engine import GIB
@@ -124,6 +125,6 @@ def _problems(
     if rollout.engine_tensor > hardware.gpus_per_node:
         problems.append(
             f"rollout.engine_tensor: {rollout.engine_tensor} GPUs, but an engine runs on one node, which has "
-            f"{hardware.gpus_per_node}"
+            f"{hardware.gpus_per_node}. {ONE_NODE_ENGINES}"
         )
     return problems

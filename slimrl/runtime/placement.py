@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from slimrl.config.rollout_rules import ONE_NODE_ENGINES
 from slimrl.config.schema import Recipe, TransportName
 from slimrl.runtime.errors import StageError
 
@@ -143,4 +144,6 @@ def _refusal(
         others = " others" if num_ranks and not shared else f" {unit}"
         needed.append(f"{num_engines} x {size}{others} for engines{where}, each engine on one node")
     there = ", ".join(f"{node.name} {node.slots}" for node in nodes) or "no node"
-    return f"the cluster is too small: the run needs {' and '.join(needed)}; there are {unit} on: {there}"
+    too_large = num_engines and size > max((node.slots for node in nodes), default=size)
+    instead = f". {ONE_NODE_ENGINES}" if too_large else ""
+    return f"the cluster is too small: the run needs {' and '.join(needed)}; there are {unit} on: {there}{instead}"

@@ -88,7 +88,7 @@ def test_a_cluster_that_has_what_the_run_could_use_at_most_is_always_enough():
             3,
             "8 GPUs for trainer ranks and 3 x 4 others for engines",
         ),
-        (recipe(engine_tensor=16), (8, 8), 16, 1, "1 x 16 GPUs for engines on .*, each engine on one node"),
+        (recipe(engine_tensor=16), (8, 8), 16, 1, "1 x 16 GPUs for engines on .* on one node.*in block FP8"),
         (recipe(), (), 1, 0, "no node"),
     ],
 )
