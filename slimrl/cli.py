@@ -54,7 +54,8 @@ Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML f
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")]
 ResumeOrStart = Annotated[
-    bool, typer.Option("--resume-or-start", help="Continue the run if there is one, else start it; for queued jobs.")
+    bool,
+    typer.Option("--resume-or-start", help="Continue the run if it has a checkpoint, else start it; for queued jobs."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove an existing run of this name first.")]
 RayAddress = Annotated[
@@ -444,11 +445,13 @@ def launch_slurm(
     sft: Annotated[bool, typer.Option("--sft", help="slimrl sft instead of slimrl train.")] = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script; nothing is written.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the job script; nothing is written, and files need not be here.")
+    ] = False,
 ) -> None:
     """Check a recipe, write its SLURM job script, and submit it."""
     with _exit_codes():
-        from slimrl.launch.submit import SlurmJob, job_script, submit
+        from slimrl.launch.submit import SlurmJob, check_job, job_script, submit
 
         job = SlurmJob(
             nodes=nodes,
@@ -465,10 +468,13 @@ def launch_slurm(
             resume=resume,
             overwrite=overwrite,
         )
+        for note in check_job(recipe, overrides or [], job, files=not dry_run):
+            typer.echo(note, err=True)
+        script = job_script(recipe, overrides or [], job)
         if dry_run:
-            typer.echo(job_script(recipe, overrides or [], job), nl=False)
+            typer.echo(script, nl=False)
             return
-        file, answer = submit(recipe, overrides or [], job)
+        file, answer = submit(script, recipe.stem, log_dir)
         typer.echo(f"{answer}\nscript: {file}\nlogs: {log_dir}/JOB/latest")
 
 

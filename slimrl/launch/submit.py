@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slimrl.config.check import check_loaded
-from slimrl.config.load import load_recipe
-from slimrl.config.problems import RecipeError
+from slimrl.config.load import Command
+from slimrl.config.problems import Problem
 from slimrl.config.schema import Recipe
 from slimrl.launch.reports import LaunchError
+from slimrl.models.planned_recipe import read_planned
 from slimrl.runtime.errors import StageError
 from slimrl.runtime.placement import Node, place
 
@@ -64,14 +64,42 @@ def nodes_needed(recipe: Recipe, gpus_per_node: int, *, sft: bool) -> int:
     )
 
 
-def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
-    """The batch script of a checked recipe.
+def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: bool) -> tuple[Problem, ...]:
+    """Warnings of a recipe and of its job.
+
+    Args:
+        files: refuse what a start would not find on this machine, instead of warning of it; an unknown model that is
+            not here is left out of the rules.
 
     Raises:
         RecipeError: the recipe is refused.
         ValueError: the nodes are too few for it, or the job's settings contradict each other.
     """
-    _check(path, overrides, job)
+    command: Command = "sft" if job.sft else "train"
+    planned = read_planned(path, overrides, command, files=files, model_needed=False)
+    loaded = planned.loaded
+    if job.nodes < 1 or job.spares < 0:
+        raise ValueError(f"--nodes {job.nodes} --spares {job.spares}: at least one node, and no less than 0 spares.")
+    if job.container and job.venv:
+        raise ValueError("--container and --venv exclude each other.")
+    if job.resume and job.overwrite:
+        raise ValueError("--resume and --overwrite exclude each other.")
+    if job.signal_s <= MARGIN_S:
+        raise ValueError(f"--signal-s {job.signal_s}: more than the {MARGIN_S} s that the requeue may take.")
+    if job.gpus_per_node:
+        needed = nodes_needed(loaded.recipe, job.gpus_per_node, sft=job.sft)
+        if needed > job.nodes:
+            raise ValueError(
+                f"{path}: needs {needed} nodes of {job.gpus_per_node} GPUs; --nodes {job.nodes} is too few."
+            )
+    model = loaded.recipe.model.path
+    if Path(model).exists():
+        return planned.notes
+    return (*planned.notes, loaded.problem("model.path", f"{model}: {planned.model}.", warning=True))
+
+
+def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
+    """The batch script of a job that `check_job` has let pass."""
     directives = {
         "job-name": f"slimrl-{path.stem}",
         "nodes": job.nodes + job.spares,
@@ -111,20 +139,18 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
     )
 
 
-def submit(path: Path, overrides: Sequence[str], job: SlurmJob) -> tuple[Path, str]:
-    """Write the script into `log_dir` and submit it.
+def submit(script: str, name: str, log_dir: Path) -> tuple[Path, str]:
+    """Write a job's script into `log_dir`, under a name with the time, and submit it.
 
     Returns:
         The script's file, and what sbatch said.
 
     Raises:
-        ValueError: as job_script.
         LaunchError: sbatch refused it.
     """
-    script = job_script(path, overrides, job)
     # SLURM drops a job silently whose log it cannot open.
-    job.log_dir.mkdir(parents=True, exist_ok=True)
-    file = job.log_dir / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
+    log_dir.mkdir(parents=True, exist_ok=True)
+    file = log_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
     file.write_text(script)
     try:
         answer = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, timeout=60, check=False)
@@ -133,23 +159,3 @@ def submit(path: Path, overrides: Sequence[str], job: SlurmJob) -> tuple[Path, s
     if answer.returncode:
         raise LaunchError(f"sbatch: {answer.stderr.strip()} The script is {file}.")
     return file, answer.stdout.strip()
-
-
-def _check(path: Path, overrides: Sequence[str], job: SlurmJob) -> None:
-    loaded = load_recipe(path, overrides, "sft" if job.sft else "train")
-    if problems := [problem for problem in check_loaded(loaded) if not problem.warning]:
-        raise RecipeError(problems)
-    if job.nodes < 1 or job.spares < 0:
-        raise ValueError(f"--nodes {job.nodes} --spares {job.spares}: at least one node, and no less than 0 spares.")
-    if job.container and job.venv:
-        raise ValueError("--container and --venv exclude each other.")
-    if job.resume and job.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other.")
-    if job.signal_s <= MARGIN_S:
-        raise ValueError(f"--signal-s {job.signal_s}: more than the {MARGIN_S} s that the requeue may take.")
-    if job.gpus_per_node:
-        needed = nodes_needed(loaded.recipe, job.gpus_per_node, sft=job.sft)
-        if needed > job.nodes:
-            raise ValueError(
-                f"{path}: needs {needed} nodes of {job.gpus_per_node} GPUs; --nodes {job.nodes} is too few."
-            )

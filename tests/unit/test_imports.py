@@ -26,7 +26,7 @@ MAY_IMPORT = {
         "resync",
     },
     "planner": {"config", "data", "models", "trainer", "resync", "runtime"},
-    "launch": {"config", "runtime"},
+    "launch": {"config", "models", "runtime"},
 }  # fmt: skip
 """Part -> the other parts that it may import. cli may import all; slimrl_tools too, except cli and runtime."""
 

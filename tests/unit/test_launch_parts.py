@@ -328,6 +328,27 @@ def test_a_dry_run_prints_the_script_that_would_be_submitted(task: list[str], tm
     assert checked.stdout == ""
 
 
+def test_a_machine_without_model_and_data_writes_the_script_but_does_not_submit_it(tmp_path: Path):
+    known = [
+        "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml",
+        *("model.path=/cluster/Qwen3-30B-A3B", "data.train=/cluster/train.jsonl"),
+    ]
+    dry = launch(*known, "--nodes", "2", "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert dry.stdout.startswith("#!/bin/bash\n")
+    assert "warning" not in dry.stdout
+    assert "data.train: warning: /cluster/train.jsonl: no such file." in dry.stderr
+    assert "model.path: warning: /cluster/Qwen3-30B-A3B: Qwen3-30B-A3B as published, for" in dry.stderr
+    # The rules know the published model.
+    wrong = launch(*known, "trainer.parallel.tensor=3", "--nodes", "2", "--dry-run")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "trainer.parallel.tensor: " in wrong.stderr
+    submitted = launch(*known, "--nodes", "2", "--log-dir", str(tmp_path / "logs"))
+    assert submitted.exit_code == 2
+    assert "model.path: /cluster/Qwen3-30B-A3B: no such folder." in submitted.stderr
+    assert not (tmp_path / "logs").exists()
+
+
 def test_a_job_that_is_too_small_or_a_recipe_that_is_wrong_is_not_submitted(task: list[str]):
     small = launch(*TINY, *task, "--nodes", "2", "--gpus-per-node", "4", "--dry-run")
     assert small.exit_code == 2
