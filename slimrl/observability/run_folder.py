@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 
@@ -61,10 +62,15 @@ class RunFolder:
         """Present where a run ended before anything came of it; another one may take its place."""
         return self.path / "ended_early"
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a resumed run would continue from somewhere; a folder of that name is complete."""
+        return any(self.checkpoints.glob("step_*"))
+
     def note_early_end(self) -> None:
         """Mark a run that ends without metrics and without a checkpoint; other folders stay as they are."""
         begun = self.metrics.is_file() and self.metrics.stat().st_size > 0
-        if self.config.is_file() and not begun and not any(self.checkpoints.glob("step_*")):
+        if self.config.is_file() and not begun and not self.has_checkpoint:
             self.ended_early.touch()
 
     def fresh_export(self) -> Path:
@@ -78,6 +84,26 @@ class RunFolder:
 
     def log_file(self, process: str) -> Path:
         return self.logs / f"{process}.log"
+
+
+def set_aside(run: RunFolder) -> Path | None:
+    """Give an existing run's folder, with everything in it, the first free name `<name>.attempt_NNN` beside it.
+
+    Returns:
+        The new path; None where there was nothing.
+
+    Raises:
+        ValueError: the folder is not a run's.
+    """
+    if not run.path.exists():
+        return None
+    if not any(run.path.iterdir()):
+        run.path.rmdir()
+        return None
+    _check_is_run(run)
+    paths = (run.path.with_name(f"{run.path.name}.attempt_{number:03d}") for number in count())
+    aside = next(path for path in paths if not path.exists())
+    return run.path.rename(aside)
 
 
 def open_run_folder(
@@ -94,8 +120,8 @@ def open_run_folder(
         overwrite: remove an existing run first.
 
     Raises:
-        ValueError: the run exists and neither flag is given; `resume` and there is none; both flags;
-            `overwrite` and the folder is not a run's.
+        ValueError: the run exists and neither flag is given; `resume` and there is none; both flags; the folder exists
+            and is not a run's.
     """
     run = RunFolder(folder / name)
     if resume and overwrite:
@@ -103,17 +129,31 @@ def open_run_folder(
     if resume and not run.config.is_file():
         raise ValueError(f"{run.path}: there is no run to resume. Start it without --resume.")
     if overwrite and run.path.exists():
-        if not run.config.is_file() and any(run.path.iterdir()):
-            raise ValueError(f"{run.path} holds no config.yaml, so it is no run folder. Remove it yourself.")
+        if any(run.path.iterdir()):
+            _check_is_run(run)
         shutil.rmtree(run.path)
     if not resume:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             run.path.mkdir()
         except FileExistsError as error:
-            message = f"{run.path} exists. Use --resume to continue it, --overwrite to start anew, or another run.name."
-            raise ValueError(message) from error
+            _check_is_run(run)
+            raise ValueError(_refusal(run)) from error
     (run.path / "config.resumed.yaml" if resume else run.config).write_text(config_yaml)
     for path in (run.logs, run.checkpoints):
         path.mkdir(exist_ok=True)
     return run
+
+
+def _refusal(run: RunFolder) -> str:
+    if run.has_checkpoint:
+        return f"{run.path} exists. Use --resume to continue it, --overwrite to start anew, or another run.name."
+    return (
+        f"{run.path} exists, without a checkpoint. Use --resume-or-start to put it aside and start anew, "
+        "--overwrite to remove it, or another run.name."
+    )
+
+
+def _check_is_run(run: RunFolder) -> None:
+    if not run.config.is_file():
+        raise ValueError(f"{run.path} holds no config.yaml, so it is no run folder. Remove it yourself.")

@@ -47,7 +47,8 @@ def train(
         Preempted: the run made room before its last step.
     """
     with Progress(0) as progress:
-        loaded, task = prepare(path, overrides, "train", progress, partial(load_task, train=True, evaluate=True))
+        read = partial(load_task, train=True, evaluate=True)
+        loaded, task = prepare(path, overrides, "train", progress, read, ray_address=ray_address)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
         folder = open_run(loaded, progress, resume=resume, overwrite=overwrite)

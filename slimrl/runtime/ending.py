@@ -59,7 +59,7 @@ def what_is_left(folder: RunFolder) -> str:
         return ""
     newest = CheckpointFolder(folder.checkpoints).latest()
     if newest is None:
-        return f"{folder.path} holds no checkpoint yet."
+        return f"{folder.path} holds no checkpoint yet: the same command with --resume-or-start starts anew."
     return f"{newest[0]} is whole: the same command with --resume continues from there."
 
 

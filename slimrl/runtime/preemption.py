@@ -73,7 +73,5 @@ def raise_preempted(folder: RunFolder, step: int, total_steps: int) -> None:
         return
     folder.requeue.write_text(f"{step}\n")
     log.info("preempted after step %d", step)
-    raise Preempted(
-        f"preempted by {SIGNAL.name} after step {step} of {total_steps}: "
-        "the same command with --resume continues from there."
-    )
+    how = "--resume continues from there" if folder.has_checkpoint else "--resume-or-start starts anew"
+    raise Preempted(f"preempted by {SIGNAL.name} after step {step} of {total_steps}: the same command with {how}.")

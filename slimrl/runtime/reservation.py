@@ -5,6 +5,7 @@ its fraction of the bundle.
 """
 
 import logging
+import socket
 from typing import Any
 
 import ray
@@ -16,6 +17,8 @@ from slimrl.runtime.placement import Node, Placement, Slot
 
 RESERVE_TIMEOUT_S = 60.0
 """Until another run's share of the cluster counts as taken."""
+PROBE_TIMEOUT_S = 5.0
+"""For a node's Ray to accept a connection."""
 LOCALHOST = "127.0.0.1"
 
 _NODE_ID_LABEL = "ray.io/node-id"
@@ -48,8 +51,22 @@ def cluster_nodes(*, private: bool) -> tuple[list[Node], str]:
 
 
 def is_alive(node: Node) -> bool:
-    """Whether the cluster still has this node; one that ended without a word is missed after some seconds."""
-    return any(other["NodeID"] == node.node_id and other["Alive"] for other in ray.nodes())
+    """Whether the cluster still has this node, and Ray listens there.
+
+    The cluster misses a node that ended without a word after a quarter of a minute, its processes end at once.
+    """
+    for other in ray.nodes():
+        if other["NodeID"] == node.node_id and other["Alive"]:
+            return _accepts_connections(other["NodeManagerAddress"], other["NodeManagerPort"])
+    return False
+
+
+def _accepts_connections(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=PROBE_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
 
 
 class Reservation:

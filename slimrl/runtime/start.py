@@ -25,13 +25,13 @@ from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
-from slimrl.observability.run_folder import RunFolder, open_run_folder
+from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
 from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.runtime.cluster import ray_cluster
 from slimrl.runtime.ending import Family, ending_on_signals, what_is_left
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import RunError, StageError
-from slimrl.runtime.folder_check import folder_problems
+from slimrl.runtime.folder_check import check_nodes, folder_problems
 from slimrl.runtime.model_check import model_problems
 from slimrl.runtime.placement import most_slots, place
 from slimrl.runtime.reservation import Reservation, cluster_nodes
@@ -58,12 +58,19 @@ class Processes:
 
 
 def prepare(
-    path: Path, overrides: Sequence[str], command: Command, progress: Progress, read: Callable[[LoadedRecipe], T]
+    path: Path,
+    overrides: Sequence[str],
+    command: Command,
+    progress: Progress,
+    read: Callable[[LoadedRecipe], T],
+    *,
+    ray_address: str | None = None,
 ) -> tuple[LoadedRecipe, T]:
     """The checked recipe, whose model is a complete checkpoint, and what `read` makes of it; warnings are said.
 
     Args:
         read: the rest that the command needs of what the recipe names, such as its task.
+        ray_address: as for `started`, which tries the folders of the nodes there.
 
     Raises:
         RecipeError: it is refused, with all the reasons that can be seen at once.
@@ -76,7 +83,7 @@ def prepare(
             progress.say(str(problem))
         else:
             problems.append(problem)
-    problems += folder_problems(loaded)
+    problems += folder_problems(loaded, shared_only=ray_address is not None)
     if "model.path" not in {problem.key for problem in problems}:
         problems += model_problems(loaded)
     try:
@@ -97,7 +104,7 @@ def open_run(
     Settings that differ from those that a resumed run started with are said.
 
     Args:
-        resume: continue an existing run; None to do so if there is one.
+        resume: continue an existing run; None to do so if it has a checkpoint, and else to put what is there aside.
 
     Raises:
         ValueError: see `open_run_folder`.
@@ -105,7 +112,9 @@ def open_run(
     recipe = loaded.recipe
     earlier = RunFolder(Path(recipe.run.dir) / recipe.run.name)
     if resume is None:
-        resume = earlier.config.is_file()
+        resume = earlier.has_checkpoint
+        if not resume and (aside := set_aside(earlier)):
+            progress.say(f"{earlier.path} is started anew; a run without a checkpoint was there, which is now {aside}")
     if not resume and earlier.ended_early.is_file():
         progress.say(f"{earlier.path} is started anew; a run that ended before its first step was there")
         overwrite = True
@@ -138,7 +147,7 @@ def started(
         ray_address: HOST:PORT of the cluster to run on; None for one of its own on this machine.
 
     Raises:
-        StageError: a process did not start, or the cluster is too small.
+        StageError: a process did not start, the cluster is too small, or nodes cannot write their folders.
     """
     num_ranks = 0 if total_updates is None else recipe.trainer.num_ranks
     num_engines = recipe.rollout.num_engines if with_engines else 0
@@ -160,6 +169,8 @@ def started(
             nodes, resource = cluster_nodes(private=ray_address is None)
             placement = place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines, unit=f"{resource}s")
             places = Reservation(placement, resource)
+            if ray_address is not None:
+                check_nodes(recipe, places)
         processes = Processes(engines=None, trainers=None)
         try:
             with progress.stage("starting processes"):

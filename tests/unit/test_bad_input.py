@@ -12,9 +12,11 @@ from slimrl_tools.toy import ToySize, write_toy
 from typer.testing import CliRunner, Result
 
 from slimrl.cli import app
+from slimrl.config.load import load_recipe
 from slimrl.models.architecture import FACTS_FILE, architecture_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.run_folder import open_run_folder
+from slimrl.runtime.folder_check import folder_problems
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
 GSPO, SFT = RECIPES / "gspo_calculator.yaml", RECIPES / "sft.yaml"
@@ -142,6 +144,13 @@ def test_folders_that_cannot_be_made_are_refused_and_others_are_not_left_behind(
     (tmp_path / "file").touch()
     refused(cli("train", *settings, f"resync.local_dir={tmp_path / 'file'}"), "resync.local_dir", "Not a directory")
     refused(cli("sft", "run.dir=/proc/nope"), "run.dir: /proc/nope cannot be written")
+
+
+def test_folders_on_the_disks_of_other_nodes_are_not_tried_on_this_machine():
+    settings = ["resync.transport=delta", "resync.local_dir=/proc/nope", "resync.dir=/proc/nowhere", "run.dir=/proc/no"]
+    loaded = load_recipe(GSPO, [*settings, "model.path=m"], "train")
+    assert [problem.key for problem in folder_problems(loaded)] == ["run.dir", "resync.dir", "resync.local_dir"]
+    assert [problem.key for problem in folder_problems(loaded, shared_only=True)] == ["run.dir", "resync.dir"]
 
 
 def test_a_missing_recipe_is_named(cli: Cli, tmp_path: Path):

@@ -29,7 +29,8 @@ def test_a_report_says_where_it_is(tmp_path: Path):
 
 def test_an_interrupted_run_says_whether_and_how_it_goes_on(tmp_path: Path):
     run = open_run_folder(tmp_path, "demo", "seed: 1\n")
-    assert what_is_left(run) == f"{run.path} holds no checkpoint yet."
+    anew = "the same command with --resume-or-start starts anew."
+    assert what_is_left(run) == f"{run.path} holds no checkpoint yet: {anew}"
     checkpoints = CheckpointFolder(run.checkpoints)
     for step in (4, 8):
         checkpoints.finish(checkpoints.begin(step), RunState(step=step), keep=2)

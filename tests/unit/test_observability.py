@@ -16,7 +16,7 @@ from slimrl.observability.metrics import METRIC_NAMES, MetricsWriter, is_metric,
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
 from slimrl.observability.report import mean_series, series, write_curve
-from slimrl.observability.run_folder import RunFolder, open_run_folder
+from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
 from slimrl.observability.samples import write_samples
 from slimrl.runtime.step import Step
 
@@ -83,6 +83,9 @@ def test_a_broken_line_inside_a_metrics_file_is_named(tmp_path):
 def test_an_existing_run_is_kept_unless_asked_otherwise(tmp_path):
     run = open_run_folder(tmp_path, "demo", "seed: 1\n")
     run.metrics.write_text("kept")
+    with pytest.raises(ValueError, match=r"demo exists, without a checkpoint\. Use --resume-or-start to put it aside"):
+        open_run_folder(tmp_path, "demo", "seed: 2\n")
+    (run.checkpoints / "step_000001").mkdir()
     with pytest.raises(ValueError, match=r"demo exists\. Use --resume to continue it, --overwrite"):
         open_run_folder(tmp_path, "demo", "seed: 2\n")
     resumed = open_run_folder(tmp_path, "demo", "seed: 2\n", resume=True)
@@ -97,9 +100,29 @@ def test_a_folder_that_is_no_run_is_never_removed_and_no_run_is_never_resumed(tm
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="no run folder"):
         open_run_folder(tmp_path, "home", "", overwrite=True)
+    with pytest.raises(ValueError, match="no run folder"):
+        open_run_folder(tmp_path, "home", "")
+    with pytest.raises(ValueError, match="no run folder"):
+        set_aside(RunFolder(tmp_path / "home"))
     assert (tmp_path / "home" / "thesis.tex").exists()
     with pytest.raises(ValueError, match="no run to resume"):
         open_run_folder(tmp_path, "absent", "", resume=True)
+
+
+def test_runs_that_are_put_aside_keep_their_files_under_names_of_their_own(tmp_path):
+    for seed in (1, 2):
+        run = open_run_folder(tmp_path, "demo", f"seed: {seed}\n")
+        run.log_file("driver").write_text(f"log of {seed}")
+        assert set_aside(run) == tmp_path / f"demo.attempt_{seed - 1:03d}"
+        assert not run.path.exists()
+    assert set_aside(RunFolder(tmp_path / "demo")) is None
+    kept = [RunFolder(tmp_path / f"demo.attempt_00{number}") for number in (0, 1)]
+    assert [folder.config.read_text() for folder in kept] == ["seed: 1\n", "seed: 2\n"]
+    assert [folder.log_file("driver").read_text() for folder in kept] == ["log of 1", "log of 2"]
+    # What a start leaves that is killed before it wrote anything.
+    (tmp_path / "demo").mkdir()
+    assert set_aside(RunFolder(tmp_path / "demo")) is None
+    open_run_folder(tmp_path, "demo", "")
 
 
 def test_samples_are_one_trajectory_per_group_and_readable(tmp_path):

@@ -35,7 +35,10 @@ def test_a_run_that_ended_early_is_marked_and_one_that_is_complete_is_not(tmp_pa
     folder = RunFolder(tmp_path)
     raise_preempted(folder, 4, 4)
     assert not folder.requeue.exists()
-    with pytest.raises(Preempted, match=r"after step 3 of 4.*--resume"):
+    with pytest.raises(Preempted, match="after step 0 of 4: the same command with --resume-or-start starts anew"):
+        raise_preempted(folder, 0, 4)
+    (folder.checkpoints / "step_000003").mkdir(parents=True)
+    with pytest.raises(Preempted, match="after step 3 of 4: the same command with --resume continues from there"):
         raise_preempted(folder, 3, 4)
     assert folder.requeue.read_text() == "3\n"
 
