@@ -1,10 +1,13 @@
 """What several unit tests begin with."""
 
+import json
 from pathlib import Path
 
 import pytest
 from slimrl_tools.toy import write_toy
 from toy_tools import SMALL
+
+from slimrl.models.versions import codec
 
 
 @pytest.fixture
@@ -12,3 +15,22 @@ def toy(tmp_path: Path) -> Path:
     """A random Qwen3-MoE, the same each time."""
     write_toy("qwen3_moe", tmp_path / "toy", SMALL, seed=1)
     return tmp_path / "toy"
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 4 kB in versions, so that a tensor of a test has several."""
+    for module in ("codec", "blocks", "apply"):
+        monkeypatch.setattr(f"slimrl.models.versions.{module}.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("slimrl.resync.delta_writer.BLOCK_BYTES", 4096)
+    assert codec.BLOCK_BYTES == 4096
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """What a version takes of a checkpoint besides the weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", "hidden_size": 8}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder

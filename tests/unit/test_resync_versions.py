@@ -3,156 +3,42 @@
 import errno
 import json
 import os
-import resource
 import shutil
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from version_cases import (
+    CopyEngine,
+    assert_equal,
+    buckets,
+    delta_transport,
+    disk_transport,
+    is_whole,
+    random_weights,
+    send,
+    version_files,
+    with_changes,
+)
 
 from slimrl.config.schema import DeltaEncoding
-from slimrl.data.protocols import BucketSpec, EngineError, TensorPart, TensorSpec, num_rows
+from slimrl.data.protocols import BucketSpec, TensorPart, num_rows
 from slimrl.models.family import family_of
 from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.safetensors_folder import SafetensorsFolder
 from slimrl.models.toy_configs import TOYS, ToySize
-from slimrl.models.versions import codec, local_copy
+from slimrl.models.versions import local_copy
 from slimrl.models.versions.directory import VersionDirectory
 from slimrl.models.versions.local_copy import LocalCopy
 from slimrl.models.versions.manifest import read_manifest
 from slimrl.resync import whole_writer
 from slimrl.resync.fan_out import EnginesFailed
 from slimrl.resync.sending import Sending
-from slimrl.resync.transports.delta import DeltaTransport
 from slimrl.resync.transports.disk import DiskTransport
 
-SPECS = [
-    TensorSpec(name="embed", shape=(50, 8), dtype="bfloat16"),
-    TensorSpec(name="norm", shape=(8,), dtype="float32"),
-    TensorSpec(name="big", shape=(300, 10), dtype="float32"),
-    TensorSpec(name="scalar", shape=(), dtype="float32"),
-    TensorSpec(name="head", shape=(40, 8), dtype="bfloat16"),
-]
-
-
-def random_weights(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {spec.name: torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype)) for spec in SPECS}
-
-
-def with_changes(weights: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
-    new = {name: value.clone() for name, value in weights.items()}
-    for name in names:
-        new[name].view(-1)[::7] += 1
-    return new
-
-
-def buckets() -> list[BucketSpec]:
-    """The big tensor in three parts, the rest whole, larger elements first."""
-    by_name = {spec.name: spec for spec in SPECS}
-    cuts = [[("norm", 0, 8), ("embed", 0, 50)], [("big", 0, 120)], [("big", 120, 240)]]
-    cuts.append([("big", 240, 300), ("scalar", 0, 1), ("head", 0, 40)])
-    result = []
-    for cut in cuts:
-        parts, end = [], 0
-        for name, start, stop in cut:
-            spec = by_name[name]
-            row_bytes = torch.Size(spec.shape[1:]).numel() * getattr(torch, spec.dtype).itemsize
-            nbytes = (stop - start) * row_bytes
-            parts.append(TensorPart(spec=spec, start=start, stop=stop, offset=end, nbytes=nbytes))
-            end += nbytes
-        result.append(BucketSpec(parts=tuple(parts), nbytes=end))
-    return result
-
-
-class CopyEngine:
-    """Loads what a transport tells it to load, as an engine does, into a dictionary."""
-
-    def __init__(self, name: str = "engine 0") -> None:
-        self.name = name
-        self.weights: dict[str, Tensor] = {}
-
-    def load_version(self, folder: str, local_dir: str | None) -> None:
-        try:
-            if local_dir is None:
-                self._load(Path(folder))
-            else:
-                with LocalCopy(Path(local_dir)).at(Path(folder), 5) as checkpoint:
-                    self._load(checkpoint)
-        except (ValueError, OSError, TimeoutError) as error:
-            raise EngineError(f"{self.name}, load_version: {error}") from error
-
-    def _load(self, folder: Path) -> None:
-        SafetensorsFolder(folder).close()
-        self.weights = {
-            name: value.clone()
-            for file in sorted(folder.glob("*.safetensors"))
-            for name, value in load_file(file).items()
-        }
-
-
-def send(transport: DiskTransport, engines: list[CopyEngine], version: int, weights: dict[str, Tensor]) -> None:
-    transport.connect(engines)
-    transport.begin(version)
-    for bucket in buckets():
-        tensor = torch.empty(4096 * 4, dtype=torch.uint8)
-        for part in bucket.parts:
-            value = weights[part.spec.name]
-            rows = value[part.start : part.stop] if value.ndim else value
-            tensor[part.offset : part.offset + part.nbytes] = rows.reshape(-1).view(torch.uint8)
-        transport.send(bucket, SimpleNamespace(tensor=tensor))
-        tensor.zero_()
-    transport.end(version)
-
-
-def assert_equal(found: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
-    assert found.keys() == weights.keys()
-    for name, value in weights.items():
-        assert torch.equal(found[name], value), name
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Blocks of 4 kB, so that the big tensor has several."""
-    for module in ("codec", "blocks", "apply"):
-        monkeypatch.setattr(f"slimrl.models.versions.{module}.BLOCK_BYTES", 4096)
-    monkeypatch.setattr("slimrl.resync.delta_writer.BLOCK_BYTES", 4096)
-    assert codec.BLOCK_BYTES == 4096
-
-
-@pytest.fixture
-def model_dir(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", "hidden_size": 8}))
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
-
-
-def disk_transport(tmp_path, model_dir) -> DiskTransport:
-    return DiskTransport(tmp_path / "versions", SPECS, model_dir, file_bytes=3000, keep=2, timeout_s=10)
-
-
-def delta_transport(tmp_path, model_dir, encoding=DeltaEncoding.overwrite, full_every=4, keep=2) -> DeltaTransport:
-    return DeltaTransport(
-        tmp_path / "versions", SPECS, model_dir, local_dir=tmp_path / "local", full_every=full_every,
-        encoding=encoding, file_bytes=3000, keep=keep, timeout_s=10,
-    )  # fmt: skip
-
-
-def is_whole(tmp_path, version: int) -> bool:
-    return read_manifest(VersionDirectory(tmp_path / "versions").folder(version)).base is None
-
-
-def version_files(tmp_path, version: int) -> list[Path]:
-    """All but the manifest."""
-    folder = VersionDirectory(tmp_path / "versions").folder(version)
-    return [file for file in folder.iterdir() if file.name != "manifest.json"]
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def test_disk_versions_are_checkpoints_that_the_safetensors_library_reads(tmp_path, model_dir):
@@ -416,41 +302,3 @@ def test_a_bucket_that_a_stalled_disk_takes_late_meets_no_other_file(tmp_path, m
     send(transport, [engine], 2, random_weights(2))
     assert_equal(engine.weights, random_weights(2))
     transport.close()
-
-
-@contextmanager
-def no_file_above(nbytes: int):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("kind", ["disk", "delta"])
-def test_a_sender_s_full_disk_is_named_and_gets_its_room_back(tmp_path, model_dir, kind):
-    engine, weights = CopyEngine(), random_weights(0)
-    if kind == "disk":
-        transport, folder = disk_transport(tmp_path, model_dir), tmp_path / "versions"
-    else:
-        transport, folder = delta_transport(tmp_path, model_dir), tmp_path / "local"
-    with no_file_above(2000), pytest.raises(OSError, match="File too large") as caught:
-        send(transport, [engine], 1, weights)
-    assert caught.value.filename == str(folder)
-    assert list(folder.iterdir()) == list((tmp_path / "versions").iterdir()) == []
-    send(transport, [engine], 1, weights)
-    assert_equal(engine.weights, weights)
-
-
-def test_an_engine_s_full_disk_is_named_and_the_next_version_works(tmp_path, model_dir):
-    transport = delta_transport(tmp_path, model_dir)
-    engine, weights = CopyEngine(), random_weights(0)
-    send(transport, [], 1, weights)
-    cause = r"version 1 .*local/engine_0/checkpoint/model-.*\.safetensors: File too large"
-    with no_file_above(2000), pytest.raises(EngineError, match=cause):
-        engine.load_version(str(tmp_path / "versions" / "v000001"), str(tmp_path / "local" / "engine_0"))
-    assert engine.weights == {}
-    weights = with_changes(weights, "big")
-    send(transport, [engine], 2, weights)
-    assert_equal(engine.weights, weights)

@@ -25,6 +25,7 @@ from typing import BinaryIO
 from slimrl.models.versions.apply import apply_delta, copy_whole
 from slimrl.models.versions.directory import VersionDirectory
 from slimrl.models.versions.manifest import Manifest, VersionRef, read_manifest
+from slimrl.models.whole_file import whole_file
 
 POLL_S = 0.02
 """Between two looks at a lock that others hold."""
@@ -103,9 +104,8 @@ class LocalCopy:
 
     def _set_state(self, ref: VersionRef, *, clean: bool) -> None:
         state = {"version": ref.version, "id": ref.id, "clean": clean, "boot": _boot_id()}
-        new = self._state_file.with_suffix(".new")
-        new.write_text(json.dumps(state))
-        new.replace(self._state_file)
+        with whole_file(self._state_file) as file:
+            file.write(json.dumps(state).encode())
 
 
 def _try_lock(lock: BinaryIO, kind: int) -> bool:
