@@ -2,9 +2,21 @@
 
 from collections.abc import Iterator
 
+from slimrl.config.alignment import sequence_alignment, tile_tokens
 from slimrl.config.divisors import divisors_text, multiples_text
-from slimrl.config.problems import Violation
+from slimrl.config.passthrough import DTYPES
+from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema import LrSchedule, Precision, Recipe
+
+RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""Modules that megatron-core's `recompute_modules` may name."""
+
+STATE_DTYPES = {
+    "main_params_dtype": ("float32", "float16"),
+    "exp_avg_dtype": DTYPES,
+    "exp_avg_sq_dtype": DTYPES,
+}
+"""Fields of the precision-aware optimizer, and the dtypes that Transformer Engine's Adam has for each."""
 
 
 def layout_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -47,7 +59,8 @@ def _expert_text(recipe: Recipe) -> str:
 
 def megatron_violations(recipe: Recipe) -> Iterator[Violation]:
     """Fields of `trainer.megatron` that megatron-core refuses, ignores or gets wrong together with the rest."""
-    for name, message in (*_p2p(recipe), *_fp8(recipe), *_recompute(recipe), *_optimizer(recipe)):
+    rules = (_p2p, _fp8, _recompute, _optimizer, _state_dtypes)
+    for name, message in (violation for rule in rules for violation in rule(recipe)):
         yield f"trainer.megatron.{name}", message
 
 
@@ -85,20 +98,60 @@ def _recompute(recipe: Recipe) -> Iterator[Violation]:
         yield "recompute_method", f"{method} needs recompute_num_layers. Set it to 1."
     elif granularity != "full" and method is not None:
         yield "recompute_method", f"{method} belongs to recompute_granularity: full."
+    for module in given.get("recompute_modules") or ():
+        if module not in RECOMPUTABLE:
+            known = ", ".join(RECOMPUTABLE)
+            yield "recompute_modules", f"{module!r} is not one of {known}." + suggestion(str(module), RECOMPUTABLE)
+
+
+def _state_dtypes(recipe: Recipe) -> Iterator[Violation]:
+    """Main weights and moments in less than float32, which one of megatron-core's optimizers has."""
+    given = recipe.trainer.megatron
+    for name, known in STATE_DTYPES.items():
+        dtype = given.get(name) or "float32"
+        if dtype not in known:
+            yield name, f"{dtype!r} is not one of {', '.join(known)}."
+        elif dtype != "float32" and given.get("optimizer_cpu_offload"):
+            yield name, "an optimizer on the host (optimizer_cpu_offload) keeps float32. Leave it out."
+        elif dtype != "float32" and not given.get("use_precision_aware_optimizer"):
+            yield name, f"{dtype} needs use_precision_aware_optimizer: true."
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Violation]:
     given = recipe.trainer.megatron
-    if given.get("optimizer_cpu_offload") and not given.get("optimizer_offload_fraction"):
-        yield "optimizer_cpu_offload", "offloads nothing by itself. Set optimizer_offload_fraction, 1.0 for all of it."
+    if given.get("optimizer_cpu_offload"):
+        yield from _offloaded_optimizer(recipe)
     if given.get("use_precision_aware_optimizer") and not recipe.trainer.optimizer.distributed:
         yield "use_precision_aware_optimizer", "needs trainer.optimizer.distributed: true."
 
 
+def _offloaded_optimizer(recipe: Recipe) -> Iterator[Violation]:
+    """What megatron-core's optimizer on the host trains with, and loads a checkpoint with."""
+    given, precision = recipe.trainer.megatron, recipe.trainer.precision
+    if not given.get("optimizer_offload_fraction"):
+        yield "optimizer_cpu_offload", "offloads nothing by itself. Set optimizer_offload_fraction, 1.0 for all of it."
+    if precision is not Precision.bf16:
+        yield (
+            "optimizer_cpu_offload",
+            f"its main weights stand beside bf16 ones, not {precision.value}. Set trainer.precision to bf16.",
+        )
+    if not given.get("use_precision_aware_optimizer"):
+        yield (
+            "optimizer_cpu_offload",
+            "main weights would stay on the device, and a checkpoint could not be loaded. Set "
+            "use_precision_aware_optimizer: true.",
+        )
+
+
 def padded_tokens(tokens: int, recipe: Recipe) -> int:
-    """Tokens that one sequence takes up in a packed micro-batch, padded for tensor and context parallelism."""
+    """Tokens that one sequence takes up in a packed micro-batch, padded as it is trained on."""
     parallel = recipe.trainer.parallel
-    alignment = parallel.tensor * (2 * parallel.context if parallel.context > 1 else 1)
+    alignment = sequence_alignment(
+        tensor=parallel.tensor,
+        context=parallel.context,
+        sequence=parallel.sequence,
+        tile=tile_tokens(recipe.trainer.megatron),
+    )
     return -(-tokens // alignment) * alignment
 
 

@@ -138,7 +138,7 @@ def pack(
         sequences: what to pack; every sequence with a loss token needs its trajectory in `advantages_N`.
         advantages_N: float32 [N], one per trajectory of the batch.
         budget_tokens: most tokens of one micro-batch, padding to the alignment included.
-        alignment: each sequence is padded to a multiple of this (2 * cp * tp under context parallelism, tp without).
+        alignment: each sequence is padded to a multiple of this (slimrl.config.alignment).
         micro_batch_multiple: the number of micro-batches of a rank is a multiple of this (the interleaved pipeline
             schedule needs its pipeline size).
 

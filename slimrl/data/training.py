@@ -5,6 +5,8 @@ from enum import Enum
 
 import numpy as np
 
+from slimrl.config.alignment import sequence_alignment
+
 
 class MemoryPart(str, Enum):
     """What a trainer can give away of its device's memory."""
@@ -33,6 +35,8 @@ class Layout:
     pipeline_rank: int
     context_rank: int
     data_rank: int
+    tile: int = 1
+    """Tokens of which this rank's share of a sequence is a multiple, for kernels of FP8"""
 
     @property
     def is_last_stage(self) -> bool:
@@ -46,7 +50,7 @@ class Layout:
     @property
     def alignment(self) -> int:
         """Every packed sequence is padded to a multiple of this many tokens."""
-        return self.tensor * (2 * self.context if self.context > 1 else 1)
+        return sequence_alignment(tensor=self.tensor, context=self.context, sequence=self.sequence, tile=self.tile)
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -55,8 +59,8 @@ class Layout:
 
     def sizes(self) -> dict[str, int]:
         """What two layouts must share for a rank's own state, such as its random-number state, to carry over."""
-        places = {"rank", "tensor_rank", "pipeline_rank", "context_rank", "data_rank"}
-        return {name: int(value) for name, value in asdict(self).items() if name not in places}
+        others = {"rank", "tensor_rank", "pipeline_rank", "context_rank", "data_rank", "tile"}
+        return {name: int(value) for name, value in asdict(self).items() if name not in others}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

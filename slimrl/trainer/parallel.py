@@ -25,12 +25,14 @@ def init_parallel(
     master_port: int,
     timeout_s: float,
     seed: int,
+    tile: int = 1,
 ) -> Layout:
     """Join the trainer's process group and build Megatron's groups on it.
 
     Args:
         timeout_s: deadline of the rendezvous and of every collective.
         seed: of the random-number states; those of different ranks are derived from it.
+        tile: tokens of which a rank's share of a sequence is a multiple (slimrl.config.alignment).
     """
     device.select_device(rank)
     dist.init_process_group(
@@ -40,10 +42,10 @@ def init_parallel(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return init_model_parallel(parallel, timeout_s=timeout_s, seed=seed)
+    return init_model_parallel(parallel, timeout_s=timeout_s, seed=seed, tile=tile)
 
 
-def init_model_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int) -> Layout:
+def init_model_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int, tile: int = 1) -> Layout:
     """Build Megatron's groups on a process group that exists, and seed the random-number states."""
     make_groups(parallel, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     seed_ranks(seed)
@@ -62,6 +64,7 @@ def init_model_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int
         pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
         context_rank=mpu.get_context_parallel_rank(),
         data_rank=mpu.get_data_parallel_rank(),
+        tile=tile,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from slimrl.config.alignment import tile_tokens
 from slimrl.config.schema import Precision, TrainerConfig
 from slimrl.data.packing import MicroBatch
 from slimrl.data.training import MemoryPart
@@ -52,6 +53,7 @@ class TrainerWorker:
             master_port=master_port,
             timeout_s=trainer.timeout_s,
             seed=seed,
+            tile=tile_tokens(trainer.megatron),
         )
         model = self.family.megatron_config(self.hf_config)
         self.chunks = build_model(trainer, model)

@@ -29,6 +29,12 @@ GIVEN = [
 ]  # fmt: skip
 
 
+ON_HOST = (
+    "trainer.megatron.optimizer_cpu_offload=true trainer.megatron.optimizer_offload_fraction=1.0 "
+    "trainer.megatron.use_precision_aware_optimizer=true"
+)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -64,7 +70,7 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
         ("trainer.num_ranks=12 trainer.parallel.expert=12", "trainer.parallel.expert",
          "12 does not divide the model's 128 experts. Use 8 or 16."),
         ("trainer.num_ranks=8 trainer.parallel.tensor=8 trainer.parallel.sequence=true", "trainer.parallel.tensor",
-         "8 does not divide the model's 4 key-value heads. Use 4."),
+         "8 does not divide the model's 4 key-value heads, which the trainer does not split. Use 4."),
         ("trainer.num_ranks=5 trainer.parallel.expert_tensor=5", "trainer.parallel.expert_tensor",
          "5 does not divide the model's 768 columns of an expert. Use 4 or 6."),
         ("trainer.num_ranks=3 trainer.parallel.pipeline=3", "trainer.parallel.pipeline",
@@ -95,7 +101,9 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
          "512 leaves no room for a prompt in rollout.max_trajectory_tokens 512."),
         ("rollout.tool_timeout_s=700", "rollout.tool_timeout_s",
          "700.0 is longer than rollout.trajectory_timeout_s 600.0."),
-        ("rollout.sglang.nnodes=2", "rollout.sglang.nnodes", "2: an engine runs on one node. Use more engines."),
+        ("rollout.sglang.nnodes=2", "rollout.sglang.nnodes",
+         "2: an engine runs on one node. Leave it out. For more speed use more engines; a model that a node's GPUs do "
+         "not hold takes about half as many in block FP8 (slimrl-tools quantize)."),
         ("resync.transport=delta", "resync.local_dir",
          "delta needs a folder on the own disk of each node, with room for the model."),
         ("rollout.colocated=true resync.transport=collective", "rollout.colocated",
@@ -121,8 +129,25 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
          "full needs to know of which layers. Set recompute_method: uniform and recompute_num_layers: 1."),
         ("trainer.megatron.recompute_method=block", "trainer.megatron.recompute_method",
          "block belongs to recompute_granularity: full."),
-        ("trainer.megatron.optimizer_cpu_offload=true", "trainer.megatron.optimizer_cpu_offload",
+        ("trainer.megatron.recompute_granularity=selective trainer.megatron.recompute_modules=[mlp,moe_atc]",
+         "trainer.megatron.recompute_modules", "'moe_atc' is not one of core_attn, layernorm, mla_up_proj, mlp, moe, "
+         "moe_act, shared_experts. Did you mean moe_act?"),
+        ("trainer.megatron.exp_avg_dtype=bfloat16", "trainer.megatron.exp_avg_dtype",
+         "bfloat16 needs use_precision_aware_optimizer: true."),
+        ("trainer.megatron.main_params_dtype=uint8", "trainer.megatron.main_params_dtype",
+         "'uint8' is not one of float32, float16."),
+        (f"{ON_HOST} trainer.megatron.exp_avg_sq_dtype=float16", "trainer.megatron.exp_avg_sq_dtype",
+         "an optimizer on the host (optimizer_cpu_offload) keeps float32. Leave it out."),
+        ("trainer.megatron.optimizer_cpu_offload=true trainer.megatron.use_precision_aware_optimizer=true",
+         "trainer.megatron.optimizer_cpu_offload",
          "offloads nothing by itself. Set optimizer_offload_fraction, 1.0 for all of it."),
+        ("trainer.megatron.optimizer_cpu_offload=true trainer.megatron.optimizer_offload_fraction=1.0",
+         "trainer.megatron.optimizer_cpu_offload", "main weights would stay on the device, and a checkpoint could not "
+         "be loaded. Set use_precision_aware_optimizer: true."),
+        (f"{ON_HOST} trainer.precision=fp32", "trainer.megatron.optimizer_cpu_offload",
+         "its main weights stand beside bf16 ones, not fp32. Set trainer.precision to bf16."),
+        (f"{ON_HOST} trainer.optimizer.distributed=false", "trainer.megatron.use_precision_aware_optimizer",
+         "needs trainer.optimizer.distributed: true."),
         ("trainer.num_ranks=3 trainer.parallel.pipeline=3 trainer.megatron.num_layers_in_last_pipeline_stage=1",
          "trainer.megatron.num_layers_in_last_pipeline_stage",
          "1 of the model's 8 layers leave 7, which do not divide over the other 2 stages. "
@@ -209,6 +234,14 @@ def test_a_trajectory_is_no_longer_than_the_positions_of_the_model(folder):
     assert problem.key == "rollout.max_trajectory_tokens"
     assert problem.message == "512 is longer than the model's 256 positions."
     assert problems_of(["rollout.sglang.context_length=512"], model=model) == []
+    (problem,) = problems_of([], model=model, command="sft")
+    assert (problem.key, problem.message) == ("sft.max_tokens", "512 is longer than the model's 256 positions.")
+
+
+def test_states_of_the_precision_aware_optimizer_have_their_dtypes_by_name(folder):
+    names = ["main_params_dtype=float16", "exp_avg_dtype=uint8", "exp_avg_sq_dtype=bfloat16"]
+    aware = "trainer.megatron.use_precision_aware_optimizer=true"
+    assert problems_of([aware, *(f"trainer.megatron.{name}" for name in names)]) == []
 
 
 @pytest.mark.parametrize(
@@ -250,6 +283,17 @@ def test_sequences_are_padded_for_tensor_and_context_parallelism(folder, tensor,
     overrides = [f"trainer.parallel.tensor={tensor}", f"trainer.parallel.context={context}"]
     recipe = load_recipe("recipe.yaml", GIVEN + overrides).recipe
     assert padded_tokens(101, recipe) == padded
+
+
+def test_sequences_of_fp8_training_are_padded_to_whole_tiles_which_the_budget_must_hold(folder):
+    overrides = [
+        "trainer.num_ranks=4", "trainer.parallel.tensor=2", "trainer.parallel.sequence=true",
+        "trainer.parallel.context=2", "trainer.megatron.fp8=e4m3", "rollout.max_trajectory_tokens=500",
+    ]  # fmt: skip
+    assert padded_tokens(101, load_recipe("recipe.yaml", GIVEN + overrides).recipe) == 128
+    problems = problems_of([*overrides, "trainer.max_tokens_per_rank=252"])
+    (problem,) = (problem for problem in problems if problem.key == "trainer.max_tokens_per_rank")
+    assert problem.message.endswith("rollout.max_trajectory_tokens 500 (padded 512). Use 256 or more.")
 
 
 def test_missing_files_and_broken_rules_come_together_with_their_lines(folder):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from slimrl.config.alignment import sequence_alignment, tile_tokens
 from slimrl.data.packing import PackedSequence, balanced_partition, first_fit_decreasing, is_split, pack
 
 
@@ -56,6 +57,36 @@ def test_every_token_is_packed_once_and_in_order(alignment, ranks, multiple):
         assert (micro_batch.rollout_logprobs[span][sampled] == s.rollout_logprobs[1:][sampled]).all()
         assert micro_batch.num_sampled[local] == sampled.sum()
         assert micro_batch.advantages[local] == s.trajectory
+
+
+@pytest.mark.parametrize(
+    ("megatron", "tile"),
+    [
+        ({}, 1),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
+        ({"fp8": "hybrid"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp4": "e2m1"}, 32),
+        ({"fp8": None, "fp8_recipe": "mxfp8"}, 1),
+    ],
+)
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True), (3, True)])
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_every_rank_has_equal_pieces_and_whole_tiles_of_each_micro_batch(megatron, tile, tensor, sequence, context):
+    assert tile_tokens(megatron) == tile
+    alignment = sequence_alignment(tensor=tensor, context=context, sequence=sequence, tile=tile)
+    budget = 2 * max(alignment, 64)
+    parts = pack(batch(3, 20), np.zeros(20, np.float32), budget_tokens=budget, alignment=alignment, data_parallel=2)
+    for micro_batch in (m for part in parts for m in part):
+        for length in np.diff(micro_batch.cu_seqlens):
+            of_a_rank, rest = divmod(int(length), context * (2 if context > 1 else 1))
+            assert rest == 0
+            assert of_a_rank % tensor == 0
+            # In front of a linear layer, where tensor-parallel ranks have gathered their pieces, and between layers.
+            assert length // context % tile == 0
+            assert not sequence or length // context // tensor % tile == 0
+    smaller = (d for d in range(1, alignment) if d % (tensor * (2 * context if context > 1 else 1)) == 0)
+    assert all(d // context // (tensor if sequence else 1) % tile for d in smaller)
 
 
 def test_segments_of_one_trajectory_count_together():

@@ -3,21 +3,33 @@
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
+import megatron.core.utils as megatron_utils
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from packaging.version import Version
 from slimrl_tools.toy_configs import ToySize, toy_config
 
+from slimrl import device
+from slimrl.config.alignment import tile_tokens
 from slimrl.config.passthrough import LATENT_ATTENTION, OWNED
 from slimrl.config.schema import LrSchedule, OptimizerConfig, TrainerConfig
+from slimrl.config.trainer_rules import RECOMPUTABLE, STATE_DTYPES
 from slimrl.models.architecture import FACTS_FILE, architecture_of, check_architecture
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import LLAMA3_ROPE
+from slimrl.models.planned_recipe import read_planned
 from slimrl.trainer.build import ddp_config, padded_vocab, transformer_config
 from slimrl.trainer.optimizer import build_scheduler
 from slimrl.trainer.passthrough import SECTIONS, fields_for
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def rates(updates, **settings):
@@ -76,6 +88,19 @@ def test_passed_through_fields_reach_the_configuration_that_has_them():
     assert config.activation_func is torch.nn.functional.relu
 
 
+def test_a_dtype_of_the_optimizer_s_states_is_given_by_its_name():
+    given = dict(zip(STATE_DTYPES, ("float16", "bfloat16", "uint8"), strict=True))
+    values = fields_for(MegatronOptimizerConfig, given)
+    assert values == dict(zip(STATE_DTYPES, (torch.float16, torch.bfloat16, torch.uint8), strict=True))
+
+
+def test_modules_to_recompute_are_those_that_megatron_names():
+    with pytest.raises(AssertionError) as caught:
+        transformer_config(trainer(recompute_granularity="selective", recompute_modules=["none"]), MODEL)
+    allowed = re.findall(r"'(\w+)'", str(caught.value).partition("Allowed")[2])
+    assert sorted(allowed) == sorted(RECOMPUTABLE)
+
+
 @pytest.mark.parametrize(("name", "setting"), sorted(OWNED["trainer.megatron"].items()))
 def test_a_field_with_a_setting_of_its_own_is_refused_by_that_setting(name, setting):
     with pytest.raises(ValueError, match=f"trainer.megatron.{name}: set {setting} instead"):
@@ -105,6 +130,19 @@ def test_an_unknown_field_is_refused():
 def test_fp8_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match="FP8 training needs a GPU"):
         transformer_config(trainer(fp8="hybrid"), MODEL)
+
+
+def test_megatron_takes_the_recipe_of_fp8_training_where_transformer_engine_is(monkeypatch):
+    planned = read_planned(RECIPES / "qwen3_moe" / "qwen3_30b_a3b_gspo_fp8_training.yaml", [], "train")
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(megatron_utils, "_te_version", Version("2.3"))
+    family = family_of(planned.hf_config)
+    config = transformer_config(planned.loaded.recipe.trainer, family.megatron_config(planned.hf_config))
+    assert (config.fp8, config.fp8_recipe, config.moe_grouped_gemm) == ("e4m3", "blockwise", True)
+    # Tokens of an expert are padded in front of its layers, those of the rest by packing to as many.
+    assert get_align_size_for_quantization(config) == tile_tokens(planned.loaded.recipe.trainer.megatron) == 16
+    config.fp8_recipe = "mxfp8"
+    assert get_align_size_for_quantization(config) == tile_tokens({"fp8": "e4m3", "fp8_recipe": "mxfp8"}) == 32
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(tmp_path):
