@@ -1,0 +1,164 @@
+"""Runs on a cluster of two nodes that somebody else has started."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cli_runs import (
+    RECIPES,
+    CliRun,
+    Workspace,
+    make_workspace,
+    num_logged_steps,
+    run_cli,
+    steps_without_times,
+    succeed,
+)
+from ray_nodes import RayNodes
+
+from slimrl.observability.metrics import read_metrics
+from slimrl.observability.run_folder import RunFolder
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+GSPO = str(RECIPES / "gspo_calculator.yaml")
+RUN_S = 250.0
+LOSS_S = 120.0
+"""From the death of a node to the end of the command; the cluster takes a quarter of a minute to notice."""
+OURS = ("ray::TrainerActor", "ray::EngineActor", "slimrl.rollout.launch")
+
+StartNodes = Callable[..., RayNodes]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return make_workspace(tmp_path_factory.mktemp("two_nodes"))
+
+
+@pytest.fixture
+def start_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartNodes]:
+    started = []
+
+    def start(*cores: int) -> RayNodes:
+        started.append(RayNodes(*cores))
+        for name, value in started[-1].environment.items():
+            monkeypatch.setenv(name, value)
+        return started[-1]
+
+    yield start
+    for nodes in started:
+        nodes.close()
+
+
+def overrides(workspace: Workspace, name: str, *more: str) -> list[str]:
+    return workspace.overrides(
+        f"run.name={name}",
+        "steps=2",
+        "deterministic=true",
+        "trainer.num_ranks=2",
+        "trainer.parallel.expert=2",
+        "rollout.num_engines=2",
+        "resync.verify=full",
+        *more,
+    )
+
+
+def nodes_of_slots(folder: RunFolder) -> list[str]:
+    """Names of the nodes of the run's slots, as the driver's log has them."""
+    lines = folder.log_file("driver").read_text().splitlines()
+    return [line.split(": ")[2].split()[0] for line in lines if " slot " in line]
+
+
+def exported(folder: RunFolder) -> dict[str, bytes]:
+    files = {path.name: path.read_bytes() for path in folder.export.glob("*.safetensors")}
+    assert files
+    return files
+
+
+def test_a_node_that_dies_in_the_middle_is_named_and_the_run_ends(workspace: Workspace, start_nodes: StartNodes):
+    nodes = start_nodes(1, 1)
+    folder = workspace.run_folder("lost")
+    run = CliRun(["train", GSPO, *overrides(workspace, "lost", "steps=1000"), "--ray-address", nodes.address])
+    try:
+        run.wait_until(lambda: num_logged_steps(folder) >= 3, RUN_S)
+        for index in (0, 1):
+            lines = nodes.command_lines(index)
+            assert [sum(text in line for line in lines) for text in OURS[:2]] == [1, 1], lines
+        start = time.monotonic()
+        nodes.kill_raylet(1)
+        assert run.wait(LOSS_S) == 1, run.stderr
+        assert time.monotonic() - start < LOSS_S
+    finally:
+        run.close()
+    first, second = nodes_of_slots(folder)
+    assert first != second
+    assert f"its node {second} was lost" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert nodes.left(*OURS) == []
+    # Each engine got, from the rank on its own node, what the trainer has.
+    assert [line["resync/fingerprint_mismatches"] for line in read_metrics(folder.metrics)][:3] == [0, 0, 0]
+    assert [line["policy/grad_norm"] > 0 for line in read_metrics(folder.metrics)[1:3]] == [True, True]
+
+
+@pytest.mark.full
+def test_a_run_on_two_nodes_is_bit_identical_to_one_on_this_machine_and_leaves_the_nodes_running(
+    workspace: Workspace, start_nodes: StartNodes, tmp_path: Path
+):
+    nodes = start_nodes(1, 1)
+    address = ["--ray-address", nodes.address]
+    succeed("train", GSPO, *overrides(workspace, "two"), *address, timeout_s=RUN_S)
+    assert nodes.left(*OURS) == []
+    assert all(any("raylet" in line for line in nodes.command_lines(index)) for index in (0, 1))
+    succeed("train", GSPO, *overrides(workspace, "one"), timeout_s=RUN_S)
+    two, one = workspace.run_folder("two"), workspace.run_folder("one")
+    assert len(set(nodes_of_slots(two))) == 2
+    assert len(set(nodes_of_slots(one))) == 1
+    assert steps_without_times(two) == steps_without_times(one)
+    assert exported(two) == exported(one)
+    # The cluster is free for the next command.
+    out = tmp_path / "trajectories.jsonl"
+    succeed("rollout", GSPO, *workspace.overrides(), *address, "--out", str(out), timeout_s=RUN_S)
+    assert out.is_file()
+
+
+@pytest.mark.full
+def test_engines_on_cores_of_their_own_get_the_weights_over_the_network(workspace: Workspace, start_nodes: StartNodes):
+    nodes = start_nodes(1, 3)
+    more = overrides(workspace, "collective", "resync.transport=collective")
+    succeed("train", GSPO, *more, "--ray-address", nodes.address, timeout_s=RUN_S)
+    folder = workspace.run_folder("collective")
+    first, *others = nodes_of_slots(folder)
+    assert [other == first for other in others] == [False] * 3
+    lines = read_metrics(folder.metrics)
+    assert [line["resync/fingerprint_mismatches"] for line in lines] == [0, 0, 0]
+    assert [line["policy/grad_norm"] > 0 for line in lines[1:]] == [True, True]
+
+
+@pytest.mark.full
+def test_a_cluster_that_is_too_small_is_refused_before_anything_is_started(
+    workspace: Workspace, start_nodes: StartNodes
+):
+    nodes = start_nodes(1, 1)
+    more = overrides(workspace, "small", "trainer.num_ranks=4")
+    run = CliRun(["train", GSPO, *more, "--ray-address", nodes.address])
+    try:
+        assert run.wait(RUN_S) == 1
+    finally:
+        run.close()
+    assert "needs 4 CPUs for trainer ranks" in run.stderr
+    assert nodes.left(*OURS) == []
+
+
+@pytest.mark.full
+def test_nodes_whose_own_folders_cannot_be_written_are_named_before_anything_is_started(
+    workspace: Workspace, start_nodes: StartNodes
+):
+    nodes = start_nodes(1, 3)
+    more = overrides(workspace, "folders", "resync.transport=delta", "resync.local_dir=/proc/nope")
+    run = run_cli("train", GSPO, *more, "--ray-address", nodes.address, timeout_s=RUN_S)
+    assert run.process.returncode == 1
+    first, second = dict.fromkeys(nodes_of_slots(workspace.run_folder("folders")))
+    reason = "No such file or directory"
+    assert f"resync.local_dir: /proc/nope cannot be written on {first}: {reason}, on {second}: {reason}" in run.stderr
+    assert nodes.left(*OURS) == []
