@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.bounds import DIVISORS, bound_violations
+from slimrl.config.fp8_tiles import fp8_tile_violations
 from slimrl.config.hf_config import read_hf_config
 from slimrl.config.load import LoadedRecipe, is_needed, trains
 from slimrl.config.model_rules import model_violations, model_warnings
@@ -90,6 +91,8 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
             warnings += [*colocation_warnings(recipe), *transport_warnings(recipe)]
     if hf_config is not None:
         violations += model_violations(recipe, hf_config, command)
+        if command not in ("sft", "export"):
+            violations += fp8_tile_violations(recipe, hf_config)
         warnings += model_warnings(recipe, hf_config, command)
     return [Problem(key=key, message=message) for key, message in violations] + [
         Problem(key=key, message=message, warning=True) for key, message in warnings

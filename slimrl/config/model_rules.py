@@ -19,14 +19,14 @@ UNEVEN_PIPELINE_FIELDS = (
 """Fields of `trainer.megatron` that lift the rule that layers divide evenly."""
 
 
-def _first(config: dict[str, Any], *names: str) -> int:
+def first_of(config: dict[str, Any], *names: str) -> int:
     """The first of these keys that the config has and that is not null, else 0."""
     return next((int(config[name]) for name in names if config.get(name) is not None), 0)
 
 
 def num_experts(hf_config: dict[str, Any]) -> int:
     """Routed experts of a layer; 0 for a dense model."""
-    return _first(hf_config, "num_experts", "n_routed_experts", "num_local_experts")
+    return first_of(hf_config, "num_experts", "n_routed_experts", "num_local_experts")
 
 
 def _must_divide(key: str, size: int, number: int, noun: str) -> Iterator[Violation]:
@@ -40,9 +40,13 @@ def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) ->
         yield from _attention(recipe, hf_config)
         yield from _experts(recipe, hf_config)
         yield from _pipeline(recipe, hf_config)
-    if command not in ("sft", "export"):
+    if command == "sft":
+        yield from _positions(hf_config, "sft.max_tokens", recipe.sft.max_tokens)
+    elif command != "export":
         yield from _engine(recipe, hf_config)
-        yield from _positions(recipe, hf_config)
+        # A context_length in the recipe says that the author knows better.
+        if "context_length" not in recipe.rollout.sglang:
+            yield from _positions(hf_config, "rollout.max_trajectory_tokens", recipe.rollout.max_trajectory_tokens)
 
 
 def model_warnings(recipe: Recipe, hf_config: dict[str, Any], command: str) -> Iterator[Violation]:
@@ -57,11 +61,12 @@ def model_warnings(recipe: Recipe, hf_config: dict[str, Any], command: str) -> I
 
 def _attention(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     key, tensor = "trainer.parallel.tensor", recipe.trainer.parallel.tensor
-    heads = _first(hf_config, "num_attention_heads")
+    heads = first_of(hf_config, "num_attention_heads")
     yield from _must_divide(key, tensor, heads, "attention heads")
     if not hf_config.get("kv_lora_rank"):
-        groups = _first(hf_config, "num_key_value_heads") or heads
-        yield from _must_divide(key, tensor, groups, "key-value heads")
+        groups = first_of(hf_config, "num_key_value_heads") or heads
+        # Megatron itself would cut within groups of heads; our weight maps lay out whole groups on a rank.
+        yield from _must_divide(key, tensor, groups, "key-value heads, which the trainer does not split")
 
 
 def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
@@ -71,23 +76,23 @@ def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
             if getattr(parallel, name) > 1:
                 yield f"trainer.parallel.{name}", f"{getattr(parallel, name)}: the model has no experts. Use 1."
         yield from _must_divide(
-            "trainer.parallel.tensor", parallel.tensor, _first(hf_config, "intermediate_size"), "intermediate columns"
+            "trainer.parallel.tensor", parallel.tensor, first_of(hf_config, "intermediate_size"), "intermediate columns"
         )
         return
     yield from _must_divide("trainer.parallel.expert", parallel.expert, experts, "experts")
-    width = _first(hf_config, "moe_intermediate_size", "intermediate_size")
+    width = first_of(hf_config, "moe_intermediate_size", "intermediate_size")
     yield from _must_divide("trainer.parallel.expert_tensor", parallel.expert_tensor, width, "columns of an expert")
-    shared = width * _first(hf_config, "n_shared_experts")
+    shared = width * first_of(hf_config, "n_shared_experts")
     yield from _must_divide("trainer.parallel.tensor", parallel.tensor, shared, "columns of the shared experts")
-    if _first(hf_config, "first_k_dense_replace"):
-        dense = _first(hf_config, "intermediate_size")
+    if first_of(hf_config, "first_k_dense_replace"):
+        dense = first_of(hf_config, "intermediate_size")
         yield from _must_divide("trainer.parallel.tensor", parallel.tensor, dense, "columns of a dense layer")
     if parallel.tensor > 1 and not parallel.sequence:
         yield "trainer.parallel.sequence", "a Mixture-of-Experts model with tensor above 1 needs sequence: true."
 
 
 def _pipeline(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    parallel, layers = recipe.trainer.parallel, _first(hf_config, "num_hidden_layers")
+    parallel, layers = recipe.trainer.parallel, first_of(hf_config, "num_hidden_layers")
     given = {name for name in UNEVEN_PIPELINE_FIELDS if recipe.trainer.megatron.get(name)}
     if given - set(UNEVEN_ENDS):
         return
@@ -139,9 +144,9 @@ def _uneven_ends(recipe: Recipe, layers: int) -> Iterator[Violation]:
 
 def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     key, tensor = "rollout.engine_tensor", recipe.rollout.engine_tensor
-    heads = _first(hf_config, "num_attention_heads")
+    heads = first_of(hf_config, "num_attention_heads")
     yield from _must_divide(key, tensor, heads, "attention heads")
-    groups = _first(hf_config, "num_key_value_heads") or heads
+    groups = first_of(hf_config, "num_key_value_heads") or heads
     if groups and not hf_config.get("kv_lora_rank") and groups % tensor and tensor % groups:
         yield key, f"{tensor} neither divides the model's {groups} key-value heads nor is a multiple of them."
     if recipe.rollout.routed_experts and not num_experts(hf_config):
@@ -151,12 +156,11 @@ def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
         yield "rollout.engine_expert", f"{parts}: the model has no experts. Use 1."
     yield from _must_divide("rollout.engine_expert", parts, experts, "experts")
     if experts and not tensor % parts:
-        width = _first(hf_config, "moe_intermediate_size")
+        width = first_of(hf_config, "moe_intermediate_size")
         yield from _must_divide(key, tensor // parts, width, "columns of an expert")
 
 
-def _positions(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    limit, tokens = _first(hf_config, "max_position_embeddings"), recipe.rollout.max_trajectory_tokens
-    # A context_length in the recipe says that the author knows better.
-    if limit and isinstance(tokens, int) and tokens > limit and "context_length" not in recipe.rollout.sglang:
-        yield "rollout.max_trajectory_tokens", f"{tokens} is longer than the model's {limit} positions."
+def _positions(hf_config: dict[str, Any], key: str, tokens: Any) -> Iterator[Violation]:
+    limit = first_of(hf_config, "max_position_embeddings")
+    if limit and isinstance(tokens, int) and tokens > limit:
+        yield key, f"{tokens} is longer than the model's {limit} positions."

@@ -42,6 +42,7 @@ OWNED = {
         "fp16": "trainer.precision",
         "params_dtype": "trainer.precision",
         "pipeline_dtype": "trainer.precision",
+        "main_grads_dtype": "trainer.megatron.grad_reduce_in_fp32",
     },
     "rollout.sglang": {
         "model_path": "model.path",
@@ -49,9 +50,21 @@ OWNED = {
         "ep_size": "rollout.engine_expert",
         "enable_memory_saver": "rollout.colocated",
         "enable_return_routed_experts": "rollout.routed_experts",
+        "dtype": "trainer.precision",
+        "random_seed": "seed",
+        "quantization": "the config.json of model.path",
+        "json_model_override_args": "the config.json of model.path",
+        "host": "slimrl, for each engine",
+        "port": "slimrl, for each engine",
+        "device": "slimrl, by what the machine has",
+        "weight_version": "slimrl, at each resync",
+        "disable_shared_experts_fusion": "slimrl: a resync places shared experts apart from the routed ones",
     },
 }
-"""Fields with a key of their own in the recipe."""
+"""Fields that a section does not take, and what sets them: a key of the recipe, the model, or slimrl itself."""
+
+DTYPES = ("float32", "bfloat16", "float16", "uint8")
+"""What a recipe may write where megatron-core takes a torch.dtype; the moments of its optimizer in uint8 are FP8."""
 
 LATENT_ATTENTION = (
     "multi_latent_attention",
@@ -151,7 +164,9 @@ def _field_type(annotation: ast.expr) -> FieldType:
         elif label == "Literal" and isinstance(member, ast.Subscript):
             parts = member.slice.elts if isinstance(member.slice, ast.Tuple) else [member.slice]
             choices += [ast.literal_eval(part) for part in parts]
-        elif label not in ("Callable", "torch.dtype", "ContextManager"):
+        elif label == "torch.dtype":
+            choices += DTYPES
+        elif label not in ("Callable", "ContextManager"):
             unchecked = True
     text = " | ".join(ast.unparse(member) for member in members)
     return FieldType(types=frozenset(types), choices=tuple(choices), text=text, unchecked=unchecked)

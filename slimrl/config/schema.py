@@ -121,7 +121,7 @@ class ModelConfig:
 @dataclass(kw_only=True)
 class ParallelConfig:
     tensor: int = 1
-    """Ranks that share each matrix by rows or columns."""
+    """Ranks that share each matrix by rows or columns; each holds whole key-value heads."""
     pipeline: int = 1
     """Stages into which the layers are divided."""
     virtual_pipeline: int | None = None

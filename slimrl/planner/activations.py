@@ -26,9 +26,6 @@ from slimrl.config.schema import ParallelConfig, Precision, TrainerConfig
 from slimrl.planner.schedule import chunks_in_flight
 from slimrl.planner.shape import Shape
 
-RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-"""Modules of megatron-core's `recompute_modules`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:

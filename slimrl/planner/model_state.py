@@ -26,7 +26,7 @@ BUSBW_ALIGNMENT = 2**16
 OFFLOADED_GRADIENT_BYTES = 4
 """Of a gradient's float32 copy, which an update on the host reads (optimizer/cpu_offloading/hybrid_optimizer.py)."""
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def _optimizer_bytes(trainer: TrainerConfig, gradient_bytes: int) -> tuple[int, 
 
 
 def _dtype_bytes(name: Any) -> int:
-    return _DTYPE_BYTES[str(name or "float32").removeprefix("torch.")]
+    return _DTYPE_BYTES[name or "float32"]
 
 
 def _offloaded(fields: dict[str, Any]) -> float:

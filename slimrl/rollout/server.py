@@ -39,7 +39,7 @@ def engine_arguments(
     seed: int,
     dequantize: bool = False,
 ) -> list[str]:
-    """SGLang's command line; `rollout.sglang` is applied last and wins.
+    """SGLang's command line; `rollout.sglang` is applied last and wins, for those fields that a recipe may set.
 
     With `dequantize` a checkpoint in block FP8 is served as the plain model that it dequantises to.
 

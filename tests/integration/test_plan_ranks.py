@@ -158,7 +158,7 @@ def test_what_is_kept_grows_with_the_width_of_mlps_as_planned_and_two_tensors_mo
 @pytest.mark.parametrize(
     ("name", "layout", "num_ranks"),
     [
-        ("Qwen3-30B-A3B", {"tensor": 8, "sequence": True, "expert": 16, "pipeline": 2}, 32),
+        ("Qwen3-30B-A3B", {"tensor": 4, "sequence": True, "expert": 16, "pipeline": 2}, 32),
         ("Moonlight-16B-A3B", {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 2, "pipeline": 3}, 24),
         ("Qwen3-4B", {"tensor": 4, "pipeline": 2}, 8),
     ],

@@ -127,7 +127,7 @@ def test_one_corrupted_element_is_named_by_full_at_once_and_by_sampled_within_it
 def test_a_run_trains_plain_weights_for_engines_of_a_quantised_checkpoint(tmp_path):
     workspace = make_workspace(tmp_path)
     with SafetensorsFolder(tmp_path / "model") as plain:
-        write_checkpoint(quantization(plain, (128, 128), []), tmp_path / "fp8", resume=False)
+        write_checkpoint(quantization(plain, (16, 16), []), tmp_path / "fp8", resume=False)
     settings = [f"model.path={tmp_path / 'fp8'}", "steps=2", "resync.verify=full", "algorithm.max_logprob_mismatch=0.5"]
     succeed("train", str(RECIPES / "gspo_calculator.yaml"), *workspace.overrides(*settings), timeout_s=400)
     folder = workspace.run_folder("gspo")

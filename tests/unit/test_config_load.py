@@ -178,6 +178,11 @@ def test_an_interpolation_that_leads_nowhere_or_to_a_wrong_type_is_named(folder)
          "rollout.sglang.page_siez: no such field in the installed version. Did you mean page_size?"),
         ("rollout.sglang.page_size=many", "rollout.sglang.page_size: expected None | int, got 'many'."),
         ("rollout.sglang.tp_size=2", "rollout.sglang.tp_size: is set by rollout.engine_tensor."),
+        ("rollout.sglang.port=30000", "rollout.sglang.port: is set by slimrl, for each engine."),
+        ("rollout.sglang.dtype=float16", "rollout.sglang.dtype: is set by trainer.precision."),
+        ("trainer.megatron.exp_avg_dtype=bfloat",
+         "trainer.megatron.exp_avg_dtype: 'bfloat' is not one of float32, bfloat16, float16, uint8. "
+         "Did you mean bfloat16?"),
         ("trainer.megatron.activation_func=gelu",
          "trainer.megatron.activation_func: is a Callable, which a recipe cannot hold."),
         ("trainer.megatron.recompute_granularity=ful",

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.trainer_rules import RECOMPUTABLE
 from slimrl.data.protocols import TensorPart, num_rows
 from slimrl.models.family import UNSUPPORTED, family_of
 from slimrl.models.hf_config import published_config, published_names, published_size
-from slimrl.planner.activations import layer_bytes, logits_bytes, stage_activations
+from slimrl.planner.activations import kept, layer_bytes, logits_bytes, stage_activations
 from slimrl.planner.engine import GIB, engine_weight_bytes, kv_bytes_per_token, static_fraction
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.model_state import buffer_elements, state_bytes
@@ -217,6 +218,13 @@ def test_a_precision_aware_optimizer_and_offloading_take_what_their_fields_say()
     assert state.optimizer == 3 * (DENSE + EXPERTS)
     # Main weights, two moments and a copy of the gradients.
     assert state.host == 0.75 * 16 * (DENSE + EXPERTS)
+
+
+def test_the_planner_knows_every_module_that_can_be_recomputed():
+    layer = layer_bytes(shape_of("DeepSeek-V3"), trainer(), sparse=True)
+    for module in RECOMPUTABLE:
+        assert kept(layer, [module]).total < layer.total or module == "mlp"
+    assert kept(layer, RECOMPUTABLE).total == layer.residual + layer.latents + layer.attention
 
 
 def test_a_dense_layer_keeps_what_its_table_says():

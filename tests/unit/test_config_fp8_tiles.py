@@ -1,0 +1,81 @@
+"""Engines in block FP8 hold whole tiles, or the recipe is refused."""
+
+import pytest
+
+from slimrl.config.check import check_recipe
+from slimrl.config.load import load_recipe
+from slimrl.models.hf_config import BLOCK_FP8, published_config
+
+GIVEN = [
+    "steps=3", "run.name=demo", "model.path=model", "data.train=train.jsonl", "reward.function=a.b:c",
+    "trainer.max_tokens_per_rank=512", "trainer.optimizer.lr=1e-6", "algorithm.max_logprob_mismatch=1e-4",
+    "rollout.max_trajectory_tokens=512", "rollout.sampling.max_new_tokens=64",
+    "rollout.eval_sampling.max_new_tokens=64",
+]  # fmt: skip
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """(key, message) of what is wrong with engines of so many ranks and parts, for a published model in block FP8."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("")
+
+    def of(model: str | dict, tensor: int, expert: int = 1, **quantization) -> list[tuple[str, str]]:
+        config = published_config(model) if isinstance(model, str) else model
+        config = {**config, "quantization_config": {**BLOCK_FP8, **quantization}}
+        sizes = [f"rollout.engine_tensor={tensor}", f"rollout.engine_expert={expert}"]
+        recipe = load_recipe("recipe.yaml", GIVEN + sizes, command="rollout").recipe
+        return [(problem.key, problem.message) for problem in check_recipe(recipe, config, "rollout")]
+
+    return of
+
+
+def test_experts_cut_within_tiles_are_refused_with_the_parts_that_are_whole(refused):
+    assert refused("Qwen3-30B-A3B", 8, 1) == [
+        (
+            "rollout.engine_expert",
+            "1: the 768 columns of an expert on 8 ranks are 96 each, no whole number of FP8 tiles of 128. Use 4 or 8.",
+        )
+    ]
+    assert refused("Qwen3-30B-A3B", 8, 4) == refused("Qwen3-30B-A3B", 2, 1) == []
+
+
+def test_plain_weights_may_be_cut_anywhere(refused):
+    assert refused("Qwen3-30B-A3B", 8, 1, weight_block_size=None) == []
+
+
+def test_experts_and_shared_experts_are_refused_each_with_what_is_whole(refused):
+    # 1408 columns of an expert are 11 tiles, 2816 of both shared ones 22, 11264 of the dense layer 88.
+    text = "each, no whole number of FP8 tiles of 128."
+    assert refused("Moonlight-16B-A3B", 4, 1) == [
+        ("rollout.engine_expert", f"1: the 1408 columns of an expert on 4 ranks are 352 {text} Use 4."),
+        ("rollout.engine_tensor", f"4: the 2816 columns of the shared experts on 4 ranks are 704 {text} Use 1."),
+    ]
+    assert refused("Moonlight-16B-A3B", 2, 2) == []
+
+
+def test_a_dense_layer_is_refused_with_the_largest_smaller_engine_that_heads_allow(refused):
+    # 9728 columns are 76 tiles; 7 and 6 ranks do not divide the heads, 5 neither.
+    ((key, message),) = refused("Qwen3-4B", 8)
+    assert key == "rollout.engine_tensor"
+    assert message.startswith("8: the 9728 columns of a dense layer on 8 ranks are 1216 each")
+    assert message.endswith("Use 4.")
+
+
+def test_heads_of_64_in_twos_are_whole_and_single_ones_are_not(refused):
+    assert refused("Qwen2.5-0.5B", 1) == []
+    messages = [message for _, message in refused("Qwen2.5-0.5B", 2)]
+    assert any(message.startswith("2: the 128 rows of the keys on 2 ranks are 64 each") for message in messages)
+
+
+def test_ranks_that_hold_copies_of_a_head_hold_all_of_it(refused):
+    assert refused("Qwen3-30B-A3B", 8, 8) == []
+
+
+def test_modules_that_keep_their_precision_may_be_cut_anywhere(refused):
+    layers = published_config("Qwen3-30B-A3B")["num_hidden_layers"]
+    assert refused("Qwen3-30B-A3B", 8, 1, modules_to_not_convert=["mlp.experts"]) == []
+    all_but_one = [f"model.layers.{layer}.mlp.experts" for layer in range(layers - 1)]
+    assert len(refused("Qwen3-30B-A3B", 8, 1, modules_to_not_convert=all_but_one)) == 1
+    last = f"model.layers.{layers - 1}.mlp"
+    assert refused("Qwen3-30B-A3B", 8, 1, modules_to_not_convert=[*all_but_one, last]) == []
