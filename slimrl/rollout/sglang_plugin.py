@@ -2,7 +2,8 @@
 
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
 fingerprints of the loaded weights (weight_fingerprints.py), the number of requests under way (running_requests.py),
-sleep while paused (paused_engine.py), and a name for SGLang's own shared memory by which it is found and removed.
+sleep while paused (paused_engine.py), and SGLang's own shared memory without a name (nameless_queue.py), or with one by
+which it is found and removed.
 Without a GPU in addition: batched attention and experts, latent attention, seeded sampling without a compiler, and no
 pinning of host memory. No file of SGLang is changed.
 SGLang imports this module in every engine process and logs, but survives, a hook that does not fit;
@@ -23,6 +24,7 @@ _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInter
 _PAUSED_ROUND = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
 _LOAD_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
+_QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
@@ -50,6 +52,7 @@ def hooks() -> list[Hook]:
     from slimrl.rollout import (
         bucket_loader,
         dequantized_loading,
+        nameless_queue,
         paused_engine,
         running_requests,
         version_loader,
@@ -65,6 +68,7 @@ def hooks() -> list[Hook]:
         (f"{_STATE}.get_internal_state", "after", running_requests.after_get_internal_state),
         (_PAUSED_ROUND, "after", paused_engine.after_paused_round),
         (_LOAD_FILE, "replace", _load_file),
+        (_QUEUE_READY, "after", nameless_queue.after_wait_until_ready),
     ]
     if not device.computes_block_fp8():
         common.append((f"{_LOADER}._get_weights_iterator", "around", dequantized_loading.around_weights_iterator))

@@ -1,6 +1,9 @@
 """Engines of several ranks: what they compute, and which weights they say that they hold."""
 
+from pathlib import Path
+
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from slimrl.config.schema import Precision, RolloutConfig
 from slimrl.models.fingerprint import fingerprint
+from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.rollout.control import SglangControl
 from slimrl.rollout.server import EngineServer
 
@@ -30,6 +34,14 @@ def engine_logprobs(url: str, length: int) -> torch.Tensor:
     }
     answer = httpx.post(f"{url}/generate", json=body, timeout=TIMEOUT_S).raise_for_status().json()
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
+
+
+def shared_memory_of(server: EngineServer) -> set[Path]:
+    """Files in /dev/shm that the engine's processes map and that still have their names."""
+    root = psutil.Process(server.process.pid)
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in (root, *root.children(recursive=True))]
+    paths = {line.split(maxsplit=5)[5] for text in maps for line in text.splitlines() if str(SHARED_MEMORY_DIR) in line}
+    return {Path(path) for path in paths if not path.endswith(" (deleted)")}
 
 
 @pytest.mark.parametrize(
@@ -56,8 +68,11 @@ def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weig
         # A request of one or two tokens has too few pairs of token and expert for the batched products.
         logprobs = {length: engine_logprobs(server.url, length) for length in (2, len(PROMPT))}
         prints = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S).fingerprints(None)
+        named = shared_memory_of(server)
     finally:
         server.stop()
+    # What has a name outlives an engine that is killed. The file of loads is known by its name, and removed.
+    assert {path.name.split("@")[0] for path in named} == {"slimrl-loads"}
     tensors = {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
     assert {name: prints.get(name) for name in tensors} == {name: fingerprint(tensors[name]) for name in tensors}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
