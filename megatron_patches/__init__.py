@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_patches import checkpointing, collectives, cuda_calls, layers, literals, moe, optimizer, rng
+from megatron_patches import (
+    checkpointing,
+    collectives,
+    cuda_calls,
+    layers,
+    literals,
+    moe,
+    offloaded_optimizer,
+    optimizer,
+    rng,
+)
 from megatron_patches.first_import import import_megatron
 
 Patch = Callable[[], None]
@@ -30,6 +40,8 @@ PATCHES = {
             layers.replicate_mla_down_projections,
             moe.scale_aux_loss_by_its_group,
             checkpointing.keep_results_in_process,
+            offloaded_optimizer.start_offloaded_state_at_zero,
+            offloaded_optimizer.keep_classes_out_of_offloaded_state,
         ),
         cpu_only=(
             cuda_calls.replace_torch_cuda,
@@ -43,6 +55,7 @@ PATCHES = {
             literals.respell_rope_chunk_indices,
             optimizer.respell_mixed_precision,
             optimizer.respell_distributed,
+            offloaded_optimizer.respell_offloading,
             moe.convert_split_sizes,
             moe.name_missing_transformer_engine,
             layers.accept_sequence_parallel_norms,

@@ -90,6 +90,10 @@ def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterato
 
 
 def transformer_engine_keys(loaded: LoadedRecipe) -> list[str]:
-    """Keys of the recipe that only Transformer Engine's layers can follow."""
+    """Keys of the recipe that only Transformer Engine can follow."""
     given = loaded.recipe.trainer.megatron if trains(loaded.command) else {}
-    return [f"trainer.megatron.{name}" for name in OF_TRANSFORMER_ENGINE if given.get(name)]
+    names = [name for name in OF_TRANSFORMER_ENGINE if given.get(name)]
+    # Its Adam is what keeps states in other precisions; the optimizer on the host brings its own.
+    if given.get("use_precision_aware_optimizer") and not given.get("optimizer_cpu_offload"):
+        names.append("use_precision_aware_optimizer")
+    return [f"trainer.megatron.{name}" for name in names]

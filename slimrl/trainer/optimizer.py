@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -41,6 +42,10 @@ class Optimizer:
         """
         self.clip_grad = trainer.optimizer.clip_grad
         self.megatron: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(trainer), chunks)
+        for part in self._parts():
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                # Its main weights are to be found through its state alone, so it has one from the start.
+                part.optimizer.dummy_step()
         self.scheduler = build_scheduler(trainer, self.megatron, total_updates)
         get_model_config(chunks[0]).grad_scale_func = self.megatron.scale_loss
 
@@ -74,6 +79,8 @@ class Optimizer:
         Torch's Adam keeps a step with each parameter, which Megatron's own initialisation leaves out.
         """
         for part in self._parts():
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                continue
             part.init_state_fn(part.optimizer, part.config)
             if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
                 for group in part.optimizer.param_groups:

@@ -107,7 +107,7 @@ def test_typos_layouts_tasks_and_files_are_listed_together(cli: Cli):
     assert result.stderr.count("/nowhere.jsonl") == 1
 
 
-@pytest.mark.parametrize("field", ["fp8=hybrid", "moe_grouped_gemm=true"])
+@pytest.mark.parametrize("field", ["fp8=hybrid", "moe_grouped_gemm=true", "use_precision_aware_optimizer=true"])
 def test_what_needs_transformer_engine_is_refused_without_it(cli: Cli, field: str):
     refused(cli("sft", f"trainer.megatron.{field}"), f"trainer.megatron.{field.split('=')[0]}: needs a GPU")
 
