@@ -151,6 +151,9 @@ def test_wherever_an_engine_s_copy_finds_the_disk_full_nothing_is_loaded_and_the
         assert f"{folder}/engine_0" in str(error)
         assert "no space left on" in str(error).lower()
         assert engine.weights == {}
+        # A second attempt fails at the same place, which is the one that needs room.
+        assert pages_used(folder) <= 1
+        assert not (folder / "engine_0" / "checkpoint").exists()
     assert needed < pages < 1000
     assert_equal(engine.weights, weights)
 

@@ -93,14 +93,19 @@ class LocalCopy:
     def _bring_to(self, target: Manifest, directory: VersionDirectory) -> None:
         chain = directory.chain(target, self.version())
         self._set_state(target.ref, clean=False)
-        for manifest in chain:
-            source = directory.folder(manifest.ref.version)
-            if manifest.base is None:
-                shutil.rmtree(self._checkpoint, ignore_errors=True)
-                copy_whole(source, manifest, self._checkpoint)
-            else:
-                apply_delta(source, manifest, self._checkpoint)
-        self._set_state(target.ref, clean=True)
+        try:
+            for manifest in chain:
+                source = directory.folder(manifest.ref.version)
+                if manifest.base is None:
+                    shutil.rmtree(self._checkpoint, ignore_errors=True)
+                    copy_whole(source, manifest, self._checkpoint)
+                else:
+                    apply_delta(source, manifest, self._checkpoint)
+            self._set_state(target.ref, clean=True)
+        except OSError:
+            # Not clean, so of no use any more, and what it takes of a full disk is in the way of the next attempt.
+            shutil.rmtree(self._checkpoint, ignore_errors=True)
+            raise
 
     def _set_state(self, ref: VersionRef, *, clean: bool) -> None:
         state = {"version": ref.version, "id": ref.id, "clean": clean, "boot": _boot_id()}
