@@ -12,6 +12,7 @@ from slimrl.data.seeds import derive_seed
 from slimrl.observability.logs import capture_output
 from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.rollout.control import EngineMemory, SglangControl
+from slimrl.rollout.process import ServerError
 from slimrl.rollout.server import EngineServer
 from slimrl.runtime.placement import Node
 
@@ -85,6 +86,14 @@ class EngineActor:
     def check(self) -> None:
         """Raises ServerError with the cause from the log if the server has ended."""
         self.server.check()
+
+    def ending(self) -> str:
+        """How the server ended, with the cause from the log; empty while it lives."""
+        try:
+            self.server.check()
+        except ServerError as error:
+            return str(error)
+        return ""
 
     def stop(self) -> None:
         """End the server, and remove from this node what trainer ranks that are gone left in shared memory."""

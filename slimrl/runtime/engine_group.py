@@ -71,6 +71,8 @@ class EngineGroup:
         Raises:
             StageError: one does not come up, or the router does not.
         """
+        for name, ending in self._actors.call("ending", dict.fromkeys(names, ()), timeout_s=CHECK_TIMEOUT_S).items():
+            log.warning("%s", ending or f"{name} has not ended by itself, and is ended")
         timeout_s = self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
         fresh = self._actors.call("restart", dict.fromkeys(names, ()), timeout_s=timeout_s)
         self.addresses = [fresh.get(address.name, address) for address in self.addresses]
