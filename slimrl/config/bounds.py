@@ -40,6 +40,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             "rollout.max_turns",
             "rollout.max_trajectory_tokens",
             "resync.bucket_bytes",
+            "resync.sampled_versions",
             "resync.sampled_tensors",
             "resync.keep",
             "resync.full_every",

@@ -292,8 +292,10 @@ class ResyncConfig:
     """Most bytes gathered and sent at a time."""
     verify: VerifyMode = VerifyMode.sampled
     """Compare fingerprints of the engines' loaded tensors with the trainer's after each resync."""
+    sampled_versions: int = 50
+    """Resyncs in which `sampled` compares every tensor at least once; the sample moves on each time."""
     sampled_tensors: int = 32
-    """Tensors compared per resync by `sampled`; the sample moves on each time."""
+    """Fewest tensors that `sampled` compares per resync, for models of so few that it costs nothing."""
     timeout_s: float = 300.0
     """Deadline of one resync."""
     pause: PauseMode = PauseMode.retract

@@ -10,6 +10,7 @@ Hashes of all ranks are added once, at the end of the version.
 """
 
 from collections.abc import Sequence
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -90,13 +91,14 @@ class Expectation:
 
 
 def verified_names(names: Sequence[str], config: ResyncConfig, version: int) -> frozenset[str]:
-    """Tensors to compare at a version: with `sampled` the next `sampled_tensors` of a ring.
+    """Tensors to compare at a version: with `sampled` the next of a ring, as many as `sampled_versions` call for.
 
-    Each tensor is compared at least once in any ceil(len(names) / sampled_tensors) consecutive versions.
+    Each tensor is compared at least once in any `sampled_versions` consecutive versions, or in fewer where these take
+    less than `sampled_tensors` each.
     """
     if config.verify is VerifyMode.off:
         return frozenset()
-    size = min(config.sampled_tensors, len(names))
+    size = min(max(config.sampled_tensors, ceil(len(names) / config.sampled_versions)), len(names))
     if config.verify is VerifyMode.full or size == len(names):
         return frozenset(names)
     start = version * size

@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from functools import partial
-from math import ceil
 
 import pytest
 import torch
@@ -182,13 +181,19 @@ def test_seconds_without_verification_contain_flush_and_version():
     assert 0.3 < report.transfer_seconds == report.seconds - report.stage_seconds["verify"]
 
 
-def test_sampling_reaches_every_tensor_within_the_stated_number_of_versions():
-    names = [f"w{i}" for i in range(23)]
-    settings = config(verify=VerifyMode.sampled, sampled_tensors=5)
-    for first in range(40):
-        window = range(first, first + ceil(len(names) / 5))
-        assert frozenset().union(*(verified_names(names, settings, version) for version in window)) == set(names)
-        assert len(verified_names(names, settings, first)) == 5
+@pytest.mark.parametrize(
+    ("tensors", "fewest", "versions", "size", "covered_in"),
+    [(23, 5, 50, 5, 5), (23, 1, 4, 6, 4), (23, 1, 8, 3, 8), (18_867, 32, 50, 378, 50), (30, 32, 50, 30, 1)],
+)
+def test_sampling_reaches_every_tensor_within_the_stated_number_of_versions(
+    tensors, fewest, versions, size, covered_in
+):
+    names = [f"w{i}" for i in range(tensors)]
+    settings = config(verify=VerifyMode.sampled, sampled_tensors=fewest, sampled_versions=versions)
+    for first in range(3 * covered_in if tensors < 100 else 2):
+        window = [verified_names(names, settings, version) for version in range(first, first + covered_in)]
+        assert frozenset().union(*window) == set(names)
+        assert {len(sample) for sample in window} == {size}
 
 
 def test_verification_can_be_off():
