@@ -58,6 +58,14 @@ ResumeOrStart = Annotated[
     typer.Option("--resume-or-start", help="Continue the run if it has a checkpoint, else start it; for queued jobs."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove an existing run of this name first.")]
+Job = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID",
+        help="Queued job that this is an attempt of: a run that it began is continued, "
+        "--resume and --overwrite are about runs of others.",
+    ),
+]
 RayAddress = Annotated[
     str | None,
     typer.Option(
@@ -122,6 +130,7 @@ def train(
     resume: Resume = False,
     resume_or_start: ResumeOrStart = False,
     overwrite: Overwrite = False,
+    job: Job = None,
     ray_address: RayAddress = None,
     trajectories: Annotated[
         Path | None, typer.Option(help="Train on this trajectory file instead of rolling out; needs --steps.")
@@ -136,7 +145,7 @@ def train(
 
         if trajectories is None or steps is None:
             how = _resume(resume, resume_or_start, overwrite)
-            commands.train(recipe, overrides or [], resume=how, overwrite=overwrite, ray_address=ray_address)
+            commands.train(recipe, overrides or [], resume=how, overwrite=overwrite, job=job, ray_address=ray_address)
             return
         if resume or resume_or_start:
             raise ValueError("--resume does not go with --trajectories.")
@@ -164,6 +173,7 @@ def sft(
     resume: Resume = False,
     resume_or_start: ResumeOrStart = False,
     overwrite: Overwrite = False,
+    job: Job = None,
     ray_address: RayAddress = None,
 ) -> None:
     """Train on conversations (supervised)."""
@@ -171,7 +181,7 @@ def sft(
         from slimrl.runtime import commands
 
         how = _resume(resume, resume_or_start, overwrite)
-        commands.sft(recipe, overrides or [], resume=how, overwrite=overwrite, ray_address=ray_address)
+        commands.sft(recipe, overrides or [], resume=how, overwrite=overwrite, job=job, ray_address=ray_address)
 
 
 @app.command("eval")
@@ -440,7 +450,16 @@ def launch_slurm(
     time: Annotated[str | None, typer.Option(help="Time limit, such as 1-12:00:00.")] = None,
     container: Annotated[str | None, typer.Option(help="Image for pyxis/enroot.")] = None,
     venv: Annotated[Path | None, typer.Option(help="Virtual environment; .venv without it or --container.")] = None,
+    container_mounts: Annotated[
+        str | None,
+        typer.Option(metavar="SRC:DST,...", help="What the container sees beside the working and log folders."),
+    ] = None,
     log_dir: Annotated[Path, typer.Option(help="On the shared file system.")] = Path("runs/slurm"),
+    cores_per_node: Annotated[int | None, typer.Option(help="That Ray counts on; by default all.")] = None,
+    min_free_gib: Annotated[float | None, typer.Option(help="Memory that a node must have free.")] = None,
+    object_store_gib: Annotated[float | None, typer.Option(help="Shared memory of Ray on each node.")] = None,
+    preflight_timeout_s: Annotated[float | None, typer.Option(help="For a node to check itself.")] = None,
+    meeting_timeout_s: Annotated[float | None, typer.Option(help="For the all-reduce of the nodes.")] = None,
     signal_s: Annotated[int, typer.Option(help="Seconds before the time limit at which a checkpoint is made.")] = 300,
     sft: Annotated[bool, typer.Option("--sft", help="slimrl sft instead of slimrl train.")] = False,
     resume: Resume = False,
@@ -461,8 +480,14 @@ def launch_slurm(
             account=account,
             time=time,
             container=container,
+            container_mounts=container_mounts,
             venv=venv,
             log_dir=log_dir,
+            cores_per_node=cores_per_node,
+            min_free_gib=min_free_gib,
+            object_store_gib=object_store_gib,
+            preflight_timeout_s=preflight_timeout_s,
+            meeting_timeout_s=meeting_timeout_s,
             signal_s=signal_s,
             sft=sft,
             resume=resume,

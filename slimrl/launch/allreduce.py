@@ -6,7 +6,7 @@
    interfaces, and all-reduce a tensor whose sum is known.
 3. Each node writes a report with its address. A node without one has not come through.
 
-Where the whole does not come through, nodes are tried in pairs: one that fails with both of its neighbours is bad.
+Where the whole does not come through, nodes are tried in pairs, see pairs.py.
 """
 
 import argparse

@@ -5,7 +5,8 @@
         canary, control, plan.json      what the nodes read
         token                           what Ray's processes know each other by, for this user's eyes alone
         preflight/, allreduce_0/        what they report
-        STEP.NODE.log, STEP.srun.log    what they and srun print
+        STEP.NODE.log, STEP.srun.log    what they and srun print; of the preflight, which has an srun for each node,
+                                        both are in preflight.NODE.log
 
 Standard library alone, see slurm.py.
 """
@@ -22,12 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.launch.reports import LaunchError
-from slimrl.launch.slurm import srun_command
+from slimrl.launch.slurm import named_nodes, srun_command
 
 END_TIMEOUT_S = 60.0
 """How long a step may take to end after it was told to, before its srun is told, and how long srun may take then."""
 
+POLL_S = 0.2
 TAIL_LINES = 5
+
+
+class Preempted(Exception):
+    """A signal came while nothing was running that could be saved."""
 
 
 @dataclass(frozen=True)
@@ -83,45 +89,48 @@ class Step:
     """An srun under way, and the logs of its nodes."""
 
     def __init__(self, name: str, nodes: Sequence[str], process: subprocess.Popen[bytes], folder: AttemptFolder):
-        self.name, self.nodes = name, list(nodes)
-        self._process, self._folder = process, folder
+        self.name, self.nodes, self.process = name, list(nodes), process
+        self._folder = folder
 
     @property
     def code(self) -> int | None:
         """Exit code, None while it runs."""
-        return self._process.poll()
+        return self.process.poll()
 
     def wait(self, timeout_s: float, stop: Callable[[], bool]) -> bool:
         """Whether it ended by itself within the deadline; it is ended where not, and where `stop` turns true."""
-        deadline = time.monotonic() + timeout_s
-        while self.code is None and time.monotonic() < deadline and not stop():
-            time.sleep(0.2)
-        if self.code is None:
-            self.end(0)
-            return False
-        return True
+        return bool(wait_for([self], timeout_s, stop))
 
     def end(self, after_s: float = END_TIMEOUT_S) -> None:
         """Wait for what was told to end by the control file; then tell its srun, then kill that."""
-        for act in (None, self._process.terminate, self._process.kill):
-            if self.code is not None:
-                return
-            if act is not None:
-                act()
-            try:
-                self._process.wait(END_TIMEOUT_S if act else after_s)
-            except subprocess.TimeoutExpired:
-                continue
+        wait_for([self], after_s, lambda: False)
 
     def failure(self) -> str:
         """What SLURM says of it, which names the node, and the last lines of the nodes that srun names."""
         said = _lines(self._folder.log(self.name, "srun"))
-        named = [node for node in self.nodes if any(node in line for line in said)] or self.nodes[:1]
+        shown = named_nodes("\n".join(said), self.nodes) or self.nodes[:1]
         lines = [f"{self.name} ended with code {self.code}", *said[-TAIL_LINES:]]
-        for node in named[:TAIL_LINES]:
+        for node in shown[:TAIL_LINES]:
             log = self._folder.log(self.name, node)
             lines += [f"{log}:", *(f"    {line}" for line in _lines(log)[-TAIL_LINES:])]
         return "\n  ".join(lines)
+
+    def last_words(self, node: str) -> str:
+        """The last two lines that are there of one node: a program's error, and what srun makes of it."""
+        lines = [line.strip() for line in _lines(self._folder.log(self.name, node)) if line.strip()]
+        return "; ".join(lines[-2:])
+
+
+def wait_for(steps: Sequence[Step], timeout_s: float, stop: Callable[[], bool]) -> list[Step]:
+    """Those that ended by themselves within the deadline; all others are ended then, or when `stop` turns true."""
+    _await_end(steps, timeout_s, stop)
+    in_time = [step for step in steps if step.code is not None]
+    for act in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        late = [step for step in steps if step.code is None]
+        for step in late:
+            act(step.process)
+        _await_end(late, END_TIMEOUT_S, lambda: False)
+    return in_time
 
 
 def start_step(
@@ -142,13 +151,34 @@ def start_step(
     full = srun_command(
         nodes, folder.log(name, "%N"), command, container=container, gpus=gpus, stop_together=stop_together
     )
-    with folder.log(name, "srun").open("wb") as log:
+    return Step(name, nodes, _start(full, folder.log(name, "srun")), folder)
+
+
+def start_alone(
+    folder: AttemptFolder, name: str, node: str, command: Sequence[str], *, container: Sequence[str], gpus: int
+) -> Step:
+    """As start_step with an srun of its own, which brings what is printed to the batch host.
+
+    A node that cannot start a task, or has no shared file system to open a log on, ends all of an srun. So what may
+    be the matter with a node is asked of each by itself.
+    """
+    full = srun_command([node], None, command, container=container, gpus=gpus)
+    return Step(name, [node], _start(full, folder.log(name, node)), folder)
+
+
+def _start(command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("wb") as log:
         try:
             # Its own session: Ctrl-C and signals for the batch script's group reach the job alone, which decides.
-            process = subprocess.Popen(full, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         except FileNotFoundError as error:
             raise LaunchError("no srun on PATH") from error
-    return Step(name, nodes, process, folder)
+
+
+def _await_end(steps: Sequence[Step], timeout_s: float, stop: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(step.code is None for step in steps) and time.monotonic() < deadline and not stop():
+        time.sleep(POLL_S)
 
 
 def _lines(path: Path) -> list[str]:

@@ -5,7 +5,8 @@
 3. Ray on every node, at an address that is written down; then the command on the head node.
 4. Wait: the command's exit code is the job's. A Ray step that ends before it is a failure, and ends everything.
 5. SIGUSR1, which SLURM sends before the time limit, or SIGTERM: the command writes a checkpoint, the job is queued
-   again, and its next attempt continues from there.
+   again, and its next attempt continues from there. Queueing comes before everything that takes time: SLURM refuses
+   it after the time limit, and ends what is left of the attempt by itself.
 
 This runs on the batch host, which need not have slimrl's dependencies where a container has them: standard library
 alone, Python 3.9 or newer.
@@ -21,9 +22,9 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from slimrl.launch.attempt import AttemptFolder, Step, open_attempt, start_step
+from slimrl.launch.attempt import AttemptFolder, Preempted, Step, open_attempt, start_alone, start_step, wait_for
 from slimrl.launch.meeting import Meeting
-from slimrl.launch.options import add_options, container_options, node_python, train_command
+from slimrl.launch.options import add_options, check_rest, container_options, node_python, train_command
 from slimrl.launch.ports import port_block
 from slimrl.launch.reports import LaunchError, Selection, read_reports, select_nodes
 from slimrl.launch.slurm import PREEMPTED, Allocation, requeue, this_allocation
@@ -33,10 +34,6 @@ NOTICE_S = 10.0
 """How long a step of Ray's may take to end after the command that needed it."""
 REQUEUE_TIMEOUT_S = 120.0
 """How long SLURM may take to end a job that it has queued again."""
-
-
-class Preempted(Exception):
-    """A signal came while nothing was running that could be saved."""
 
 
 class Job:
@@ -50,50 +47,65 @@ class Job:
             signal.signal(number, self._note)
 
     def run(self) -> int:
-        """The command's exit code, PREEMPTED where the job is to be queued again.
+        """The command's exit code, PREEMPTED where the job has been queued again.
 
         Raises:
-            LaunchError: nodes are bad, or a step died.
+            LaunchError: nodes are bad, a step died, or the job cannot be queued again.
         """
         try:
             selection = self._preflight()
             meeting = self._meeting().meet(selection)
-            self._stop_if_preempted()
         except Preempted:
+            say(f"{self._signal}: nothing runs yet")
+            self._queue_again()
             return PREEMPTED
         self._folder.write_plan(meeting.plan())
         nodes = meeting.nodes
         say(f"{len(nodes)} nodes, head {nodes[0]} at {meeting.ray_address}; logs: {self._folder.path}")
         ray = self._start("ray", nodes, "slimrl.launch.ray_node")
-        command = train_command(self._options, self._allocation.attempt)
+        command = train_command(self._options, self._allocation.job_id)
         driver = self._start("driver", nodes[:1], "slimrl.launch.driver", "--", *command)
         try:
-            return self._watch(ray, driver)
+            try:
+                code = self._watch(ray, driver)
+            finally:
+                self._folder.say("end")
+            if code == PREEMPTED:
+                self._queue_again()
+            return code
         finally:
-            self._folder.say("end")
             driver.end()
             ray.end()
 
+    def await_end(self) -> None:
+        """Of a job that is queued again: SLURM sends SIGTERM. Where it is slow to, the attempt must not be complete."""
+        deadline = time.monotonic() + REQUEUE_TIMEOUT_S
+        while self._signal is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
     def _preflight(self) -> Selection:
         nodes, options = self._allocation.nodes, self._options
-        step = start_step(
-            self._folder,
-            "preflight",
-            nodes,
-            [
-                *(node_python(options), "-m", "slimrl.launch.preflight", f"--folder={self._folder.path}"),
-                *(f"--gpus={options.gpus_per_node}", f"--min-free-gib={options.min_free_gib}"),
-                f"--first-port={port_block(self._allocation.job_id).first}",
-            ],
-            container=self._container,
-            gpus=options.gpus_per_node,
-            stop_together=False,
-        )
-        in_time = step.wait(options.preflight_timeout_s, self._is_preempted)
-        self._stop_if_preempted()
+        command = [
+            *(node_python(options), "-m", "slimrl.launch.preflight", f"--folder={self._folder.path}"),
+            *(f"--gpus={options.gpus_per_node}", f"--min-free-gib={options.min_free_gib}"),
+            f"--first-port={port_block(self._allocation.job_id).first}",
+        ]
+        steps = {
+            node: start_alone(
+                self._folder, "preflight", node, command, container=self._container, gpus=options.gpus_per_node
+            )
+            for node in nodes
+        }
+        in_time = wait_for(list(steps.values()), options.preflight_timeout_s, self._is_preempted)
+        if self._is_preempted():
+            raise Preempted
         reports = read_reports(self._folder.path / "preflight")
-        why = "sent no report" if in_time else f"sent no report within {options.preflight_timeout_s:.0f} s"
-        selection = select_nodes(nodes, reports, needed=len(nodes) - options.spares, unreported=why)
+        unreported = {}
+        for node, step in steps.items():
+            within = "" if step in in_time else f" within {options.preflight_timeout_s:.0f} s"
+            words = step.last_words(node)
+            unreported[node] = f"sent no report{within}{': ' if words else ''}{words}"
+        selection = select_nodes(nodes, reports, needed=len(nodes) - options.spares, unreported=unreported)
         for node, reason in selection.bad.items():
             say(f"preflight: left out {node}: {reason}")
         self._reports = reports
@@ -143,16 +155,16 @@ class Job:
         if ray.code is not None:
             say(f"failed: {ray.failure()}")
 
+    def _queue_again(self) -> None:
+        self._signal = None
+        requeue(self._allocation.job_id)
+        say("queued again")
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name
 
     def _is_preempted(self) -> bool:
         return self._signal is not None
-
-    def _stop_if_preempted(self) -> None:
-        if self._is_preempted():
-            say(f"{self._signal}: nothing runs yet")
-            raise Preempted
 
 
 def main() -> None:
@@ -164,14 +176,13 @@ def main() -> None:
         allocation = this_allocation()
         if options.spares >= len(allocation.nodes):
             raise LaunchError(f"--spares {options.spares} of {len(allocation.nodes)} nodes leaves none")
+        check_rest(options)
         folder = open_attempt(options.log_dir, allocation.job_id, allocation.attempt)
         say(f"job {allocation.job_id}, attempt {allocation.attempt}, nodes {', '.join(allocation.nodes)}")
-        code = Job(options, allocation, folder).run()
+        job = Job(options, allocation, folder)
+        code = job.run()
         if code == PREEMPTED:
-            say("queued again")
-            requeue(allocation.job_id)
-            # SLURM ends this script; where it is slow to, the attempt must not count as complete.
-            time.sleep(REQUEUE_TIMEOUT_S)
+            job.await_end()
     except LaunchError as error:
         say(f"failed: {error}")
         code = 1

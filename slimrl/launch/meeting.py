@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slimrl.launch.attempt import AttemptFolder, start_step
+from slimrl.launch.attempt import AttemptFolder, Preempted, start_step
 from slimrl.launch.options import node_python
+from slimrl.launch.pairs import Pair, split_nodes
 from slimrl.launch.ports import PortBlock, port_block
 from slimrl.launch.reports import LaunchError, NodeReport, Selection, read_reports
 from slimrl.launch.slurm import Allocation
@@ -46,28 +47,23 @@ class Meeting:
 
         Raises:
             LaunchError: the all-reduce fails, and the nodes without the bad ones are too few.
+            Preempted: `stop` turned true.
         """
         good = [node for node in self._allocation.nodes if node not in selection.bad]
         needed = len(selection.used)
         while True:
-            nodes = good[:needed]
-            self.met = self._round([nodes])
-            if self._stop() or len(self.met) == needed:
-                self.nodes = nodes
+            self.nodes = good[:needed]
+            self.met = self._round([self.nodes])
+            if len(self.met) == needed:
                 return self
-            bad = self._bad_nodes(nodes)
-            if not bad:
-                silent = [node for node in nodes if node not in self.met]
-                raise LaunchError(
-                    f"the all-reduce failed, but no node fails beside each of its neighbours. Without an answer were "
-                    f"{', '.join(silent)}. Logs: {self._folder.path}/allreduce_*.log"
-                )
-            print(f"all-reduce: left out {', '.join(bad)}: no sum with either neighbour", flush=True)
+            bad = self._bad_nodes(good)
+            for node, why in bad.items():
+                print(f"all-reduce: left out {node}: {why}", flush=True)
             good = [node for node in good if node not in bad]
             if len(good) < needed:
                 raise LaunchError(
-                    f"all-reduce: {', '.join(bad)} cannot reach others; {len(good)} good nodes are left, "
-                    f"{needed} needed. Logs: {self._folder.path}/allreduce_*.log"
+                    f"all-reduce: {', '.join(bad)} did not come through; {len(good)} good nodes are left, "
+                    f"{needed} needed. {self._logs}"
                 )
 
     @property
@@ -99,7 +95,7 @@ class Meeting:
                 "cores": options.cores_per_node or self._reports[node].cores,
             }
         return {
-            "name": f"{allocation.job_id}-{allocation.attempt}",
+            "job_id": allocation.job_id,
             "head_address": self._address(self.nodes[0]),
             "ray_address": self.ray_address,
             "first_port": self._ports.first,
@@ -112,24 +108,34 @@ class Meeting:
     def _address(self, node: str) -> str:
         return next(iter(self.met[node].addresses))
 
-    def _bad_nodes(self, nodes: Sequence[str]) -> list[str]:
-        """Those that fail in two pairings, with another neighbour in each; of two nodes, those that fail alone."""
-        if len(nodes) == 1:
-            return list(nodes)
-        if len(nodes) == 2:
-            met = self._round([[node] for node in nodes])
-            return [node for node in nodes if node not in met]
-        failed = []
-        for first in (0, 1):
-            # The second pairing goes round, so that with an odd number everyone is in at least one pair.
-            turned = [*nodes[first:], *nodes[:first]]
-            pairs = [turned[i : i + 2] for i in range(0, len(turned), 2)]
-            met = self._round(pairs)
-            failed.append({node for node in nodes if node not in met})
-        return [node for node in nodes if node in failed[0] and node in failed[1]]
+    def _bad_nodes(self, good: Sequence[str]) -> dict[str, str]:
+        """Of all nodes that may be used, those that do not come through, and why that is said of them.
+
+        Raises:
+            LaunchError: it cannot be said of any node.
+        """
+        if len(self.nodes) == 1:
+            return {self.nodes[0]: "no sum even by itself"}
+        proven, bad = split_nodes(good, self._run_pairs)
+        if bad:
+            return {node: f"no sum beside {helper}, which comes through beside others" for node, helper in bad.items()}
+        what = "every node comes through beside another" if proven else "no two nodes come through beside each other"
+        silent = [node for node in self.nodes if node not in self.met]
+        raise LaunchError(
+            f"the all-reduce of {len(self.nodes)} nodes failed, but {what}, so none is known to be bad. Without an "
+            f"answer were {', '.join(silent)}. {self._logs}"
+        )
+
+    def _run_pairs(self, pairs: Sequence[Pair]) -> set[Pair]:
+        met = self._round(pairs)
+        return {pair for pair in pairs if met.keys() >= set(pair)}
+
+    @property
+    def _logs(self) -> str:
+        return f"Logs: {self._folder.path}/allreduce_*.log"
 
     def _round(self, groups: Sequence[Sequence[str]]) -> dict[str, NodeReport]:
-        """Reports of the nodes that came through in their group."""
+        """Reports of the nodes that came through in their group; raises Preempted where `stop` turned true."""
         name = f"allreduce_{self._rounds}"
         self._rounds += 1
         folder = self._folder.path / name
@@ -150,6 +156,9 @@ class Meeting:
             stop_together=False,
         )
         step.wait(options.meeting_timeout_s + START_S, self._stop)
+        if self._stop():
+            # What they answered, or did not, says nothing of the nodes.
+            raise Preempted
         return read_reports(folder)
 
     def _group(self, nodes: Sequence[str], index: int) -> dict[str, Any]:

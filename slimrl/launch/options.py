@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from slimrl.launch.reports import LaunchError
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """To the parser of slimrl.launch.job."""
@@ -19,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--venv", type=Path, default=Path(".venv"), help="virtual environment, seen by all nodes")
     where.add_argument("--container", help="image for pyxis/enroot, with slimrl's dependencies for its python3")
-    add("--container-mounts", default="", help="more of SRC:DST,...; the working directory is mounted in any case")
+    add("--container-mounts", default="", help="SRC:DST,... beside the working and log folders")
     add("--log-dir", type=Path, default=Path("runs/slurm"), help="on the shared file system")
     add("--min-free-gib", type=float, default=8.0, help="memory that a node must have free")
     add("--object-store-gib", type=float, default=16.0, help="shared memory of Ray on each node")
@@ -27,11 +29,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--meeting-timeout-s", type=float, default=180.0, help="of the all-reduce")
     add("--grace-s", type=float, default=240.0, help="from the signal to the requeue, less than sbatch --signal says")
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("--resume", action="store_true", help="the first attempt too continues a run")
-    start.add_argument("--overwrite", action="store_true", help="the first attempt removes a run of this name")
+    start.add_argument("--resume", action="store_true", help="continue a run that another job began")
+    start.add_argument("--overwrite", action="store_true", help="remove a run that another job began")
     add("--sft", action="store_true", help="slimrl sft instead of slimrl train")
     add("--command", action="store_true", help="what follows is no recipe but a whole command")
     add("rest", nargs=argparse.REMAINDER, metavar="RECIPE [KEY=VALUE]...")
+
+
+def check_rest(options: argparse.Namespace) -> None:
+    """Refuse before anything starts what the head node would refuse after everything has.
+
+    Raises:
+        LaunchError: nothing to run is given, or the recipe is not there.
+    """
+    if not options.rest:
+        raise LaunchError("no command is given" if options.command else "no recipe is given")
+    if not options.command and not Path(options.rest[0]).is_file():
+        raise LaunchError(f"recipe {options.rest[0]}: no such file in {Path.cwd()}. It comes after the job's options.")
 
 
 def node_python(options: argparse.Namespace) -> str:
@@ -43,9 +57,13 @@ def container_options(options: argparse.Namespace) -> list[str]:
     """Options of srun for pyxis; none without a container."""
     if not options.container:
         return []
-    here = str(Path.cwd())
+    here = Path.cwd()
     # Ray and the command meet in its temporary folder, each in a container of its own.
-    mounts = ",".join(filter(None, [f"{here}:{here}", "/tmp:/tmp", options.container_mounts]))
+    folders = [here, Path("/tmp")]
+    log_dir = options.log_dir.absolute()
+    if here not in (log_dir, *log_dir.parents):
+        folders.append(log_dir)
+    mounts = ",".join([*(f"{folder}:{folder}" for folder in folders), *filter(None, [options.container_mounts])])
     return [
         f"--container-image={options.container}",
         f"--container-mounts={mounts}",
@@ -54,11 +72,13 @@ def container_options(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def train_command(options: argparse.Namespace, attempt: int) -> list[str]:
-    """What runs on the head node: `slimrl train` of the recipe, which a later attempt continues."""
+def train_command(options: argparse.Namespace, job_id: int) -> list[str]:
+    """What runs on the head node: in all attempts of a job the same."""
     if options.command:
         return list(options.rest)
-    command = [node_python(options), "-m", "slimrl.cli", "sft" if options.sft else "train", *options.rest]
-    if attempt:
-        return [*command, "--resume-or-start"]
-    return [*command, *(["--resume"] if options.resume else []), *(["--overwrite"] if options.overwrite else [])]
+    return [
+        *(node_python(options), "-m", "slimrl.cli", "sft" if options.sft else "train", *options.rest),
+        f"--job={job_id}",
+        *(["--resume"] if options.resume else []),
+        *(["--overwrite"] if options.overwrite else []),
+    ]

@@ -35,14 +35,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="of the attempt, on the shared file system")
     parser.add_argument("--gpus", type=int, required=True, help="that the node must have; 0 for none")
     parser.add_argument("--min-free-gib", type=float, required=True)
-    parser.add_argument("--first-port", type=int, required=True)
+    parser.add_argument("--first-port", type=int, help="of the job's block; none without a cluster")
     arguments = parser.parse_args()
     report = inspect_node(
         node_name(),
         canary=arguments.folder / "canary",
         gpus=arguments.gpus,
         min_free_gib=arguments.min_free_gib,
-        ports=PortBlock(arguments.first_port),
+        ports=None if arguments.first_port is None else PortBlock(arguments.first_port),
     )
     write_report(arguments.folder / "preflight", report)
     for problem in report.problems:
@@ -55,13 +55,13 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def inspect_node(node: str, *, canary: Path, gpus: int, min_free_gib: float, ports: PortBlock) -> NodeReport:
+def inspect_node(node: str, *, canary: Path, gpus: int, min_free_gib: float, ports: PortBlock | None) -> NodeReport:
     """Run all checks of one node."""
     free_gib = psutil.virtual_memory().available / 2**30
     problems = canary_problems(canary)
     if free_gib < min_free_gib:
         problems.append(f"{free_gib:.1f} GiB of memory are free, {min_free_gib:g} needed")
-    problems += port_problems(ports)
+    problems += [] if ports is None else port_problems(ports)
     versions = package_versions()
     found = 0
     if gpus:
@@ -147,13 +147,18 @@ def judge_gpus(text: str, expected: int) -> tuple[int, str, list[str]]:
     """GPUs found, the driver's version, and the problems, of what query_gpus returned."""
     lines = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
     problems = [] if len(lines) == expected else [f"{len(lines)} GPUs, {expected} expected"]
-    for index, used_mib, errors, _ in lines:
+    driver = "absent"
+    for line in lines:
+        if len(line) != len(_QUERY):
+            problems.append(f"nvidia-smi says of a GPU: {', '.join(line)[:300]}")
+            continue
+        index, used_mib, errors, driver = line
         if used_mib.isdigit() and int(used_mib) > MAX_USED_MIB:
             problems.append(f"GPU {index}: {used_mib} MiB are in use by another program")
         # Cards without ECC answer [N/A].
         if errors.isdigit() and int(errors):
             problems.append(f"GPU {index}: {errors} uncorrected memory errors")
-    return len(lines), lines[0][3] if lines else "absent", problems
+    return len(lines), driver, problems
 
 
 def compute_problems(gpus: int) -> list[str]:
@@ -166,7 +171,8 @@ def compute_problems(gpus: int) -> list[str]:
         try:
             ones = torch.ones(size, size, device=f"cuda:{index}", dtype=torch.bfloat16)
             right = bool(((ones @ ones).float() == size).all())
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
+            # A build of torch without CUDA asserts that it has it.
             problems.append(f"GPU {index}: {str(error).splitlines()[0]}")
             continue
         if not right:

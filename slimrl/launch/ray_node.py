@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -34,8 +35,9 @@ def main() -> None:
     arguments = parser.parse_args()
     plan = json.loads(arguments.plan.read_text())
     node = node_name()
-    temp_dir = Path(tempfile.mkdtemp(prefix=f"slimrl-ray-{plan['name']}-{node}-", dir=TEMP))
-    (temp_dir / "tmp").mkdir()
+    # Until the control takes it over: an end that leaves no folder.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    temp_dir = make_temp_dir(plan["job_id"])
     try:
         if plan["nodes"][node]["rank"]:
             _await_head(plan["head_address"], PortBlock(plan["first_port"]).port("gcs"))
@@ -46,6 +48,17 @@ def main() -> None:
     # `ray start --block` has no reason to end before it is told to.
     print(f"{node}: Ray's processes have ended with {code}" if code else f"{node}: ended", file=sys.stderr)
     sys.exit(1 if code else 0)
+
+
+def make_temp_dir(job_id: int) -> Path:
+    """A new folder of this node for Ray, with `tmp` for its actors.
+
+    Ray puts sockets at `session_<date>_<time>_<pid>/sockets/plasma_store` below it, 64 bytes at most, so it has no
+    more in its name than the job: nodes may have long names.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"slimrl-ray-{job_id}-", dir=TEMP))
+    (folder / "tmp").mkdir()
+    return folder
 
 
 def ray_command(plan: dict[str, Any], node: str, temp_dir: Path) -> list[str]:

@@ -57,14 +57,14 @@ def read_reports(folder: Path) -> dict[str, NodeReport]:
 
 
 def select_nodes(
-    nodes: Sequence[str], reports: Mapping[str, NodeReport], *, needed: int, unreported: str = "sent no report"
+    nodes: Sequence[str], reports: Mapping[str, NodeReport], *, needed: int, unreported: Mapping[str, str]
 ) -> Selection:
     """The nodes to go on with.
 
     Args:
         nodes: of the allocation, in its order.
         needed: how many the run takes.
-        unreported: what is said of a node without a report.
+        unreported: what is said of each node, should it have no report.
 
     Raises:
         LaunchError: too few are good; it names every bad one.
@@ -72,7 +72,7 @@ def select_nodes(
     bad = {}
     for node in nodes:
         if node not in reports:
-            bad[node] = unreported
+            bad[node] = unreported[node]
         elif reports[node].problems:
             bad[node] = "; ".join(reports[node].problems)
     bad |= _odd_versions([reports[node] for node in nodes if node not in bad])

@@ -19,6 +19,9 @@ PREEMPTED = 75
 
 CONTROL_TIMEOUT_S = 60.0
 
+_NAME = re.compile(r"[\w.-]*(?:\[[\d,-]+\][\w.-]*)+|[\w.-]+")
+"""A word that can be a node's name, or several in SLURM's short form, such as gpu-[001-003,007]."""
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -66,7 +69,7 @@ def requeue(job_id: int) -> None:
 
 def srun_command(
     nodes: Sequence[str],
-    log: Path,
+    log: Path | None,
     command: Sequence[str],
     *,
     container: Sequence[str],
@@ -76,7 +79,7 @@ def srun_command(
     """One process of `command` on each node, with all of its cores and memory, beside other steps of the job.
 
     Args:
-        log: one file per node, with %N in its name.
+        log: one file per node, with %N in its name; None for srun's own output.
         container: options of pyxis, or none.
         gpus: of each node; steps share them.
         stop_together: one that fails ends the others.
@@ -93,11 +96,35 @@ def srun_command(
         "--mem=0",
         f"--kill-on-bad-exit={int(stop_together)}",
         "--wait=0",
-        f"--output={log}",
+        *([f"--output={log}"] if log else []),
         *([f"--gpus-per-node={gpus}"] if gpus else []),
         *container,
         *command,
     ]
+
+
+def named_nodes(text: str, nodes: Sequence[str]) -> list[str]:
+    """Those of the nodes that a message of srun names, by whole words and within brackets."""
+    words = {word.rstrip(".") for word in _NAME.findall(text)}
+    return [node for node in nodes if any(_names(word, node) for word in words)]
+
+
+def _names(word: str, node: str) -> bool:
+    # Text and the insides of brackets take turns.
+    parts = re.split(r"\[([\d,-]+)\]", word)
+    pattern = "".join(r"(\d+)" if index % 2 else re.escape(part) for index, part in enumerate(parts))
+    found = re.fullmatch(pattern, node)
+    return found is not None and all(map(_holds, parts[1::2], found.groups()))
+
+
+def _holds(ranges: str, number: str) -> bool:
+    """Whether `08-10,12` stands for this number: for 08, 09, 10 and 12, not for 8."""
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        last = last or first
+        if first.isdigit() and last.isdigit() and int(first) <= int(number) <= int(last):
+            return number == f"{int(number):0{len(first)}d}"
+    return False
 
 
 def _hosts(nodes: Sequence[str], nodelist: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`slimrl launch slurm`: the job script of a recipe, checked, written and submitted."""
 
+import re
 import shlex
 import subprocess
 import time
@@ -10,10 +11,10 @@ from pathlib import Path
 from slimrl.config.load import Command
 from slimrl.config.problems import Problem
 from slimrl.config.schema import Recipe
+from slimrl.launch.mounts import unmounted_paths
 from slimrl.launch.reports import LaunchError
 from slimrl.models.planned_recipe import read_planned
-from slimrl.runtime.errors import StageError
-from slimrl.runtime.placement import Node, place
+from slimrl.runtime.placement import place_on_fewest
 
 SIGNAL_S = 300
 """How long before its time limit a job is asked for a checkpoint."""
@@ -35,8 +36,15 @@ class SlurmJob:
     time: str | None = None
     """Limit in a form that SLURM takes, such as 1-12:00:00."""
     container: str | None = None
+    container_mounts: str | None = None
     venv: Path | None = None
     log_dir: Path = Path("runs/slurm")
+    cores_per_node: int | None = None
+    """This and what follows: None for what slimrl/launch/options.py has."""
+    min_free_gib: float | None = None
+    object_store_gib: float | None = None
+    preflight_timeout_s: float | None = None
+    meeting_timeout_s: float | None = None
     signal_s: int = SIGNAL_S
     sft: bool = False
     resume: bool = False
@@ -49,19 +57,8 @@ def nodes_needed(recipe: Recipe, gpus_per_node: int, *, sft: bool) -> int:
     Raises:
         ValueError: an engine does not fit on any node.
     """
-    num_ranks, num_engines = recipe.trainer.num_ranks, 0 if sft else recipe.rollout.num_engines
-    # More nodes than processes are of no use.
-    for count in range(1, num_ranks + num_engines + 1):
-        nodes = [Node(node_id=str(i), name=str(i), address=str(i), slots=gpus_per_node) for i in range(count)]
-        try:
-            place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines)
-        except StageError:
-            continue
-        return count
-    raise ValueError(
-        f"no number of nodes with {gpus_per_node} GPUs is enough: rollout.engine_tensor = "
-        f"{recipe.rollout.engine_tensor}, and each engine is on one node."
-    )
+    num_engines = 0 if sft else recipe.rollout.num_engines
+    return place_on_fewest(recipe, gpus_per_node, num_ranks=recipe.trainer.num_ranks, num_engines=num_engines)[1]
 
 
 def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: bool) -> tuple[Problem, ...]:
@@ -82,6 +79,8 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
         raise ValueError(f"--nodes {job.nodes} --spares {job.spares}: at least one node, and no less than 0 spares.")
     if job.container and job.venv:
         raise ValueError("--container and --venv exclude each other.")
+    if job.container_mounts and not job.container:
+        raise ValueError("--container-mounts needs --container.")
     if job.resume and job.overwrite:
         raise ValueError("--resume and --overwrite exclude each other.")
     if job.signal_s <= MARGIN_S:
@@ -92,10 +91,13 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
             raise ValueError(
                 f"{path}: needs {needed} nodes of {job.gpus_per_node} GPUs; --nodes {job.nodes} is too few."
             )
+    warnings = []
     model = loaded.recipe.model.path
-    if Path(model).exists():
-        return planned.notes
-    return (*planned.notes, loaded.problem("model.path", f"{model}: {planned.model}.", warning=True))
+    if not Path(model).exists():
+        warnings.append(("model.path", f"{model}: {planned.model}."))
+    if job.container:
+        warnings += unmounted_paths(loaded.recipe, job.log_dir, job.container_mounts or "")
+    return (*planned.notes, *(loaded.problem(*warning, warning=True) for warning in warnings))
 
 
 def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
@@ -120,6 +122,12 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
         "--grace-s": job.signal_s - MARGIN_S,
         "--venv": job.venv,
         "--container": job.container,
+        "--container-mounts": job.container_mounts,
+        "--cores-per-node": job.cores_per_node,
+        "--min-free-gib": job.min_free_gib,
+        "--object-store-gib": job.object_store_gib,
+        "--preflight-timeout-s": job.preflight_timeout_s,
+        "--meeting-timeout-s": job.meeting_timeout_s,
     }
     arguments = [text for name, value in options.items() if value is not None for text in (name, str(value))]
     flags = {"--sft": job.sft, "--resume": job.resume, "--overwrite": job.overwrite}
@@ -128,7 +136,7 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None),
+            *(f"#SBATCH --{name}={quote(str(value))}" for name, value in directives.items() if value is not None),
             "#SBATCH --exclusive",
             "#SBATCH --requeue",
             "set -euo pipefail",
@@ -137,6 +145,19 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
             "",
         ]
     )
+
+
+def quote(value: str) -> str:
+    """As sbatch reads it from a #SBATCH line: spaces and # end a value, within double quotes and after \\ they do not.
+
+    Raises:
+        ValueError: it has more than one line.
+    """
+    if "\n" in value:
+        raise ValueError(f"{value!r}: more than one line, which a job script cannot hold.")
+    if re.fullmatch(r"[\w@%+=:,./-]*", value):
+        return value
+    return '"' + re.sub(r'(["\\#])', r"\\\1", value) + '"'
 
 
 def submit(script: str, name: str, log_dir: Path) -> tuple[Path, str]:

@@ -58,6 +58,19 @@ class RunFolder:
         return self.path / "requeue"
 
     @property
+    def jobs(self) -> Path:
+        """Ids of the queued jobs whose attempts have opened this run, one a line."""
+        return self.path / "jobs"
+
+    def is_of_job(self, job: str) -> bool:
+        return self.jobs.is_file() and job in self.jobs.read_text().split()
+
+    def note_job(self, job: str) -> None:
+        if not self.is_of_job(job):
+            with self.jobs.open("a") as file:
+                file.write(f"{job}\n")
+
+    @property
     def ended_early(self) -> Path:
         """Present where a run ended before anything came of it; another one may take its place."""
         return self.path / "ended_early"

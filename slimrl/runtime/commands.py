@@ -35,12 +35,18 @@ BEFORE_STEP_0 = -1
 
 
 def train(
-    path: Path, overrides: Sequence[str], *, resume: bool | None, overwrite: bool, ray_address: str | None
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    resume: bool | None,
+    overwrite: bool,
+    job: str | None,
+    ray_address: str | None,
 ) -> None:
     """`slimrl train`: rollout and training until the recipe's number of steps.
 
     Args:
-        resume: see `open_run`.
+        resume: see `open_run`, also for `job`.
         ray_address: see `started`, here and in the other commands.
 
     Raises:
@@ -51,7 +57,7 @@ def train(
         loaded, task = prepare(path, overrides, "train", progress, read, ray_address=ray_address)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite)
+        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job)
         checkpoint, state = _resume_point(folder, recipe, progress)
         prompts = _sampler(task.train, recipe, state)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
@@ -124,13 +130,21 @@ def train_on_file(
             progress.say(f"model: {folder.export}")
 
 
-def sft(path: Path, overrides: Sequence[str], *, resume: bool | None, overwrite: bool, ray_address: str | None) -> None:
+def sft(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    resume: bool | None,
+    overwrite: bool,
+    job: str | None,
+    ray_address: str | None,
+) -> None:
     """`slimrl sft`: supervised training on conversations; raises as `train`."""
     with Progress(0) as progress:
         loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite)
+        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job)
         checkpoint, state = _resume_point(folder, recipe, progress)
         sampler = _sampler(examples, recipe, state)
         with (

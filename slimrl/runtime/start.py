@@ -97,7 +97,12 @@ def prepare(
 
 
 def open_run(
-    loaded: LoadedRecipe, progress: Progress, *, resume: bool | None = False, overwrite: bool = False
+    loaded: LoadedRecipe,
+    progress: Progress,
+    *,
+    resume: bool | None = False,
+    overwrite: bool = False,
+    job: str | None = None,
 ) -> RunFolder:
     """The run's folder with what it is made of; the driver's log goes there from here on.
 
@@ -105,12 +110,16 @@ def open_run(
 
     Args:
         resume: continue an existing run; None to do so if it has a checkpoint, and else to put what is there aside.
+        job: id of a job of which this is an attempt. A run that an earlier attempt opened is taken up as with None;
+            `resume` and `overwrite` are about runs of others.
 
     Raises:
         ValueError: see `open_run_folder`.
     """
     recipe = loaded.recipe
     earlier = RunFolder(Path(recipe.run.dir) / recipe.run.name)
+    if job is not None and earlier.is_of_job(job):
+        resume, overwrite = None, False
     if resume is None:
         resume = earlier.has_checkpoint
         if not resume and (aside := set_aside(earlier)):
@@ -121,6 +130,8 @@ def open_run(
     folder = open_run_folder(
         Path(recipe.run.dir), recipe.run.name, dump_resolved(recipe), resume=resume, overwrite=overwrite
     )
+    if job is not None:
+        folder.note_job(job)
     for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(recipe)):
         progress.say(f"another setting than the run started with: {change}")
     folder.requeue.unlink(missing_ok=True)

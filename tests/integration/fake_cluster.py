@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,18 +20,40 @@ NO_GPU = (
 """Options of a job on nodes like this machine."""
 
 
-class FakeJob:
-    """`sbatch -N NODES SCRIPT ARGUMENTS` under way; every process that it starts is known, and ended by `close`."""
+def sbatch_command(state: Path, nodes: int, script: Path, *arguments: str) -> list[str]:
+    """Stays until the job has ended."""
+    return ["sbatch", "--wait", "-N", str(nodes), str(script), *NO_GPU, "--log-dir", str(state / "logs"), *arguments]
 
-    def __init__(self, state: Path, nodes: int, script: Path, *arguments: str, faults: dict[str, dict[str, str]]):
+
+class FakeJob:
+    """A job under way, whose logs are in `state / "logs"`; all of its processes are known, and ended by `close`."""
+
+    def __init__(
+        self,
+        state: Path,
+        command: Sequence[str],
+        *,
+        faults: dict[str, dict[str, str]] | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        """Submit it.
+
+        Args:
+            state: a new folder, for the fake commands.
+            command: sbatch, or what calls it.
+            faults: environment that only the tasks of a node have.
+            names: of the nodes, where they are not node0, node1, ...
+        """
         state.mkdir()
         # Its ports and the names of its folders follow from it.
         self.job_id = random.SystemRandom().randrange(10**6)
-        for node, environment in faults.items():
+        for node, environment in (faults or {}).items():
             (state / f"{node}.env").write_text(json.dumps(environment))
+        if names:
+            (state / "names").write_text("\n".join(names))
         self.state, self.logs = state, state / "logs"
         here = Path(__file__).parent
-        environment = {
+        self._environment = {
             **os.environ,
             "PATH": f"{here / 'fake_slurm'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(here),
@@ -42,9 +64,9 @@ class FakeJob:
         }
         self._output = (state / "job.log").open("w")
         self.process = subprocess.Popen(
-            ["sbatch", "-N", str(nodes), str(script), *NO_GPU, "--log-dir", str(self.logs), *arguments],
+            command,
             cwd=ROOT,
-            env=environment,
+            env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -53,13 +75,22 @@ class FakeJob:
 
     @property
     def output(self) -> str:
-        """What the job's log holds."""
-        return (self.state / "job.log").read_text()
+        """What the submission and the job have printed."""
+        logs = [self.state / "job.log", self.logs / f"{self.job_id}.log"]
+        return "".join(log.read_text() for log in logs if log.exists())
 
     def everything(self) -> str:
         """All logs, for the message of a test that fails."""
         logs = sorted(self.logs.rglob("*.log"))
         return "\n".join([self.output, *(f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)])
+
+    def adopt(self) -> None:
+        """Know the processes of a job that its submission has left behind."""
+        self._family.add(psutil.Process(int((self.state / "controller.pid").read_text())))
+
+    def cancel(self) -> None:
+        """As its user does."""
+        subprocess.run(["scancel", str(self.job_id)], env=self._environment, timeout=30, check=True)
 
     def wait(self, timeout_s: float) -> int:
         """The job's exit code."""
@@ -78,12 +109,12 @@ class FakeJob:
         os.kill(int((self.state / "batch.pid").read_text()), number)
 
     def kill_node(self, node: str) -> None:
-        """Every process of its steps at once, as when the power fails."""
+        """Every process of its running steps at once, as when the power fails."""
         for file in self.state.glob(f"*.{node}.pid"):
             try:
                 task = psutil.Process(int(file.read_text()))
                 processes = [task, *task.children(recursive=True)]
-            except psutil.NoSuchProcess:
+            except (FileNotFoundError, psutil.NoSuchProcess):
                 continue
             for process in processes:
                 try:

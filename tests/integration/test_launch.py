@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cli_runs import RECIPES, make_workspace, num_logged_steps
-from fake_cluster import ROOT, FakeJob
+from fake_cluster import NO_GPU, ROOT, FakeJob, sbatch_command
 
 from slimrl.launch.ports import port_block
 from slimrl.observability.metrics import read_metrics
@@ -26,6 +26,8 @@ SAY_NODES = (
     "import os, ray; a = os.environ['SLIMRL_RAY_ADDRESS']; ray.init(a, log_to_driver=False); "
     "n = sorted(x['NodeName'] for x in ray.nodes() if x['Alive']); print('RAY', a.split(':')[1], *n)"
 )
+
+LONG_NAME = "node2-" + "x" * 54
 
 SAVE_ONCE = """
 import pathlib, signal, sys, time
@@ -48,8 +50,9 @@ time.sleep(200)
 def start(tmp_path: Path) -> Iterator:
     jobs = []
 
-    def start_job(nodes: int, script: Path, *arguments: str, faults: dict[str, dict[str, str]] | None = None):
-        jobs.append(FakeJob(tmp_path / f"job_{len(jobs)}", nodes, script, *arguments, faults=faults or {}))
+    def start_job(nodes: int, script: Path, *arguments: str, **about_nodes):
+        state = tmp_path / f"job_{len(jobs)}"
+        jobs.append(FakeJob(state, sbatch_command(state, nodes, script, *arguments), **about_nodes))
         return jobs[-1]
 
     yield start_job
@@ -108,14 +111,43 @@ def test_a_bad_node_is_named_and_a_spare_takes_its_place(start, tmp_path: Path):
     assert "node1: safetensors is 0.0.1, on most nodes " in refused.output
     assert not list(refused.logs.glob("*/attempt_000/ray*"))
 
-    job = start(3, RAY, "--spares", "1", sys.executable, "-c", SAY_NODES, faults=faults)
+    names = ["node0", "node1", LONG_NAME]
+    job = start(3, RAY, "--spares", "1", sys.executable, "-c", SAY_NODES, faults=faults, names=names)
     assert job.wait(120) == 0, job.everything()
     assert "left out node1: safetensors is 0.0.1" in job.output
     latest = job.logs / str(job.job_id) / "latest"
     said = (latest / "driver.node0.log").read_text()
-    assert f"RAY {port_block(job.job_id).port('gcs')} node0 node2" in said, job.everything()
+    assert f"RAY {port_block(job.job_id).port('gcs')} node0 {LONG_NAME}" in said, job.everything()
     assert latest.readlink() == Path("attempt_000")
     assert job.temp_dirs() == []
+    assert not job.left(), job.left(0)
+
+
+def test_what_cannot_run_is_refused_before_the_first_step(start):
+    job = start(2, TRAIN, "recipes/no_such.yaml")
+    assert job.wait(30) == 1, job.everything()
+    assert "failed: recipe recipes/no_such.yaml: no such file in " in job.output
+    assert not list(job.logs.glob("*/attempt_000"))
+
+
+def test_a_node_without_a_report_is_named_with_the_last_that_it_printed(start):
+    job = start(2, RAY, "true", faults={"node1": {"PYTHONHOME": "/nowhere"}})
+    assert job.wait(60) == 1, job.everything()
+    assert re.search(r"node1: sent no report: .*; srun: error: node1: task 0: Exited with exit code 1", job.output)
+
+
+def test_a_job_that_is_signalled_in_the_preflight_is_queued_again_and_a_cancelled_one_is_not(start, tmp_path: Path):
+    slow = tmp_path / "slow" / "sitecustomize.py"
+    slow.parent.mkdir()
+    slow.write_text("import time; time.sleep(60)")
+    job = start(1, RAY, "true", faults={"node0": {"PYTHONPATH": str(slow.parent)}})
+    job.wait_until(lambda: list(job.state.glob("*.node0.pid")), 30)
+    job.signal(signal.SIGUSR1)
+    job.wait_until(lambda: "attempt 1, nodes node0" in job.output, 60)
+    assert job.output.index("SIGUSR1: nothing runs yet") < job.output.index("queued again")
+    job.cancel()
+    assert job.wait(60) == 1, job.everything()
+    assert "failed: the job is CANCELLED, so it is not queued again" in job.output
     assert not job.left(), job.left(0)
 
 
@@ -137,6 +169,47 @@ def test_a_signal_before_the_time_limit_saves_and_queues_the_job_again(start, tm
     assert not job.left(), job.left(0)
 
 
+@pytest.mark.full
+def test_a_job_that_gets_sigterm_and_saves_nothing_within_the_grace_is_queued_again(start, tmp_path: Path):
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
+    deaf = SAVE_ONCE.replace("save)", "lambda *_: saved.write_text('never'))")
+    job = start(1, RAY, "--grace-s", "3", sys.executable, "-c", deaf, str(saved), str(ready))
+    job.wait_until(ready.exists, 100)
+    job.signal(signal.SIGTERM)
+    # The second attempt ends at once, since the file is there.
+    assert job.wait(120) == 0, job.everything()
+    assert "SIGTERM: a checkpoint is asked for" in job.output
+    assert job.output.index("no new checkpoint within 3 s") < job.output.index("queued again")
+    assert "attempt 1, nodes node0" in job.output
+    assert not job.left(), job.left(0)
+    assert job.temp_dirs() == []
+
+
+@pytest.mark.full
+def test_a_submitted_recipe_runs_as_given_and_a_cancelled_job_is_not_queued_again(tmp_path: Path):
+    workspace = make_workspace(tmp_path / "my work")
+    tools = "agent.tools=[slimrl.agent.calculator:calculator]"
+    settings = workspace.overrides("run.name=it is cancelled", tools)
+    state, folder = tmp_path / "job", workspace.run_folder("it is cancelled")
+    asked = [*("--nodes", "1", "--cores-per-node", "2", "--log-dir", str(state / "logs")), *NO_GPU]
+    submission = [sys.executable, "-m", "slimrl.cli", "launch", "slurm", str(RECIPES / "gspo_calculator.yaml")]
+    job = FakeJob(state, [*submission, *settings, *asked])
+    try:
+        assert job.wait(60) == 0, job.everything()
+        job.adopt()
+        assert f"Submitted batch job {job.job_id}" in job.output
+        job.wait_until(folder.config.exists, 150)
+        assert folder.jobs.read_text() == f"{job.job_id}\n"
+        job.cancel()
+        job.wait_until(lambda: not job.left(0), 60)
+        assert "queued again" not in job.output.replace("is not queued again", ""), job.everything()
+        assert (state / "state").read_text() == "CANCELLED"
+        assert not (state / "logs" / str(job.job_id) / "attempt_001").exists()
+        assert job.temp_dirs() == []
+    finally:
+        job.close()
+
+
 def test_a_node_that_dies_ends_the_job_at_once_and_is_named(start, tmp_path: Path):
     ready = tmp_path / "ready"
     job = start(2, RAY, sys.executable, "-c", SAVE_ONCE, str(tmp_path / "saved"), str(ready))
@@ -147,7 +220,8 @@ def test_a_node_that_dies_ends_the_job_at_once_and_is_named(start, tmp_path: Pat
     assert "srun: error: node1: task 1: Killed" in job.output
     assert "queued again" not in job.output
     assert not job.left(), job.left(0)
-    assert [folder.name.split("-")[4] for folder in job.temp_dirs()] == ["node1"]
+    # The dead node could not remove its own.
+    assert len(job.temp_dirs()) == 1
 
 
 @pytest.mark.full

@@ -67,7 +67,8 @@ def test_blocks_of_ports_are_below_what_slimrl_and_the_kernel_hand_out_and_diffe
 def test_bad_nodes_are_named_and_spares_take_their_place():
     nodes = ["a", "b", "c", "d", "e"]
     reports = {r.node: r for r in [report("b", "GPU 3 is lost"), report("c"), report("d", torch="2.12.0"), report("e")]}
-    selection = select_nodes(nodes, reports, needed=2)
+    silent = dict.fromkeys(nodes, "sent no report")
+    selection = select_nodes(nodes, reports, needed=2, unreported=silent)
     assert selection.used == ["c", "e"]
     assert selection.bad == {
         "a": "sent no report",
@@ -75,7 +76,7 @@ def test_bad_nodes_are_named_and_spares_take_their_place():
         "d": "torch is 2.12.0, on most nodes 2.13.0",
     }
     with pytest.raises(LaunchError, match=r"2 of 5 nodes are good, 3 needed \(2 spare\).\n  a: .*\n  b: GPU 3 is lost"):
-        select_nodes(nodes, reports, needed=3)
+        select_nodes(nodes, reports, needed=3, unreported=silent)
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path):
@@ -135,12 +136,12 @@ def test_ray_starts_at_the_plans_address_with_the_ports_of_its_block():
     assert "RAY_ADDRESS" not in environment
 
 
-def test_a_later_attempt_resumes_and_the_first_does_what_was_asked():
-    assert train_command(options("--overwrite", "r.yaml", "a=1"), 0)[-3:] == ["r.yaml", "a=1", "--overwrite"]
-    assert train_command(options("--overwrite", "r.yaml", "a=1"), 2)[-3:] == ["r.yaml", "a=1", "--resume-or-start"]
-    assert train_command(options("--sft", "r.yaml"), 0)[1:] == ["-m", "slimrl.cli", "sft", "r.yaml"]
-    assert train_command(options("--command", "python", "-c", "1"), 1) == ["python", "-c", "1"]
-    assert train_command(options("--container", "i.sqsh", "r.yaml"), 0)[0] == "python3"
+def test_the_command_is_told_its_job_and_what_to_do_with_a_run_of_another():
+    overwrite = ["r.yaml", "a=1", "--job=77", "--overwrite"]
+    assert train_command(options("--overwrite", "r.yaml", "a=1"), 77)[-4:] == overwrite
+    assert train_command(options("--sft", "r.yaml"), 77)[1:] == ["-m", "slimrl.cli", "sft", "r.yaml", "--job=77"]
+    assert train_command(options("--command", "python", "-c", "1"), 77) == ["python", "-c", "1"]
+    assert train_command(options("--container", "i.sqsh", "r.yaml"), 77)[0] == "python3"
 
 
 def test_steps_run_in_the_container_with_one_task_on_each_node():
@@ -165,7 +166,10 @@ def test_as_many_nodes_are_needed_as_places_for_ranks_and_engines_make():
 
 
 class MeetingWithBadNodes(Meeting):
-    """Groups come through that have no bad node; every node has one address, and two share one machine's."""
+    """Groups come through that have no bad node, or no other: what is bad is its network.
+
+    Every node has one address, and two share one machine's.
+    """
 
     def __init__(self, tmp_path: Path, nodes: list[str], bad: set[str]) -> None:
         allocation = Allocation(77, 0, nodes, {node: node for node in nodes})
@@ -175,18 +179,33 @@ class MeetingWithBadNodes(Meeting):
         self._bad = bad
 
     def _round(self, groups):
-        good = [node for group in groups if not self._bad & set(group) for node in group]
+        good = [node for group in groups if len(group) == 1 or not self._bad & set(group) for node in group]
         return {node: NodeReport(node, addresses={f"10.0.0.{node[1]}": "ib0"}) for node in good}
 
 
-def test_a_node_that_no_neighbour_reaches_is_found_in_pairs_and_a_spare_takes_its_place(tmp_path: Path):
-    for count in (4, 5, 8):
-        nodes = [f"n{index}" for index in range(count)]
-        met = MeetingWithBadNodes(tmp_path, nodes, {"n1"}).meet(Selection(nodes[:-1], {}))
-        assert met.nodes == [node for node in nodes if node != "n1"]
+@pytest.mark.parametrize(
+    ("count", "bad"),
+    [
+        *((count, {f"n{index}"}) for count in (3, 4, 6, 9) for index in range(count)),
+        (10, {"n1", "n3"}),
+        (5, {"n0", "n4"}),
+    ],
+    ids=lambda value: "-".join(sorted(value)) if isinstance(value, set) else value,
+)
+def test_nodes_that_no_other_reaches_are_left_out_and_spares_take_their_places(
+    tmp_path: Path, count: int, bad: set[str]
+):
+    nodes = [f"n{index}" for index in range(count)]
+    met = MeetingWithBadNodes(tmp_path, nodes, bad).meet(Selection(nodes[: count - len(bad)], {}))
+    assert met.nodes == [node for node in nodes if node not in bad]
+
+
+def test_where_good_nodes_are_too_few_or_no_node_can_be_blamed_the_job_ends(tmp_path: Path):
     nodes = ["n0", "n1", "n2", "n3"]
-    with pytest.raises(LaunchError, match="all-reduce: n2 cannot reach others; 3 good nodes are left, 4 needed"):
+    with pytest.raises(LaunchError, match="all-reduce: n2 did not come through; 3 good nodes are left, 4 needed"):
         MeetingWithBadNodes(tmp_path, nodes, {"n2"}).meet(Selection(nodes, {}))
+    with pytest.raises(LaunchError, match="of 2 nodes failed, but no two nodes come through beside each other"):
+        MeetingWithBadNodes(tmp_path, nodes[:2], {"n1"}).meet(Selection(nodes[:2], {}))
 
 
 def test_a_job_that_its_user_cancelled_is_not_queued_again(monkeypatch):

@@ -1,13 +1,17 @@
-"""sbatch, srun and scontrol for one machine: nodes are names, a task on a node is a process with that name.
+"""sbatch, srun, scontrol and scancel for one machine: nodes are names, a task on a node is a process with that name.
 
-Under FAKE_SLURM lies what a test looks at and changes: `state`, `batch.pid`, `NODE.env` (JSON laid over the
-environment of every task there), `STEP.NODE.pid` of running tasks. `sbatch` is always as with --wait: it stays, plays
-the controller, starts the script anew after `scontrol requeue`, and returns the exit code of its last attempt.
+Under FAKE_SLURM lies what a test looks at and changes: `state`, `controller.pid`, `batch.pid`, `names` (one a line,
+else node0, node1, ...), `NODE.env` (JSON laid over the environment of every task there), `PID.NODE.pid` of running
+tasks. `sbatch --wait` plays the controller: it starts the script, starts it anew after `scontrol requeue`, and returns
+the exit code of its last attempt. Without --wait that stays behind in the background, and writes where the script says.
+
+A job that is queued again or cancelled gets SIGTERM, batch script and tasks at once, and SIGKILL after KILL_WAIT_S.
 """
 
 import argparse
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,10 +19,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 STATE = Path(os.environ["FAKE_SLURM"])
 JOB_ID = os.environ["FAKE_SLURM_JOB_ID"]
 POLL_S = 0.1
 KILL_AFTER_S = 40.0
+KILL_WAIT_S = 30.0
 
 
 def sbatch(arguments: list[str]) -> int:
@@ -28,9 +35,24 @@ def sbatch(arguments: list[str]) -> int:
     lines = [line.split(None, 1)[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("-N", "--nodes", type=int)
+    parser.add_argument("--output")
     parser.add_argument("--wait", action="store_true")
-    known, _ = parser.parse_known_args([*lines, *options])
-    nodes = [f"node{index}" for index in range(known.nodes)]
+    known, _ = parser.parse_known_args([*(word for line in lines for word in shlex.split(line)), *options])
+    if known.wait:
+        return control(script, rest, known.nodes)
+    with open(known.output.replace("%j", JOB_ID), "ab") as log:
+        command = [sys.executable, __file__, "sbatch", "--wait", *arguments]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    print(f"Submitted batch job {JOB_ID}")
+    return 0
+
+
+def control(script: Path, arguments: list[str], num_nodes: int) -> int:
+    """Run a job until an attempt of it is the last."""
+    (STATE / "controller.pid").write_text(str(os.getpid()))
+    names = STATE / "names"
+    nodes = names.read_text().split() if names.exists() else [f"node{index}" for index in range(num_nodes)]
+    assert len(nodes) == num_nodes
     print(f"Submitted batch job {JOB_ID}", flush=True)
     for attempt in range(5):
         environment = {
@@ -41,17 +63,60 @@ def sbatch(arguments: list[str]) -> int:
             **({"SLURM_RESTART_COUNT": str(attempt)} if attempt else {}),
         }
         (STATE / "state").write_text("RUNNING")
-        process = subprocess.Popen(["bash", str(script), *rest], env=environment, start_new_session=True)
+        process = subprocess.Popen(["bash", str(script), *arguments], env=environment, start_new_session=True)
         (STATE / "batch.pid").write_text(str(process.pid))
-        while process.poll() is None and (STATE / "state").read_text() == "RUNNING":
+        while process.poll() is None and state() == "RUNNING":
             time.sleep(POLL_S)
-        if (STATE / "state").read_text() != "REQUEUED":
-            process.wait()
+        if state() == "RUNNING":
             (STATE / "state").write_text("COMPLETED" if process.returncode == 0 else "FAILED")
             return process.returncode
-        process.kill()
-        process.wait()
+        end_attempt(process)
+        if state() != "REQUEUED":
+            return process.returncode
     raise AssertionError("queued again without end")
+
+
+def state() -> str:
+    return (STATE / "state").read_text()
+
+
+def end_attempt(batch: subprocess.Popen[bytes]) -> None:
+    """Every process of it, as when all are in one control group."""
+    told = []
+    for file in (STATE / "batch.pid", *STATE.glob("*.*.pid")):
+        try:
+            told.append(psutil.Process(int(file.read_text())))
+        except (FileNotFoundError, psutil.NoSuchProcess):
+            continue
+    everything = [process for root in told for process in (root, *descendants(root))]
+    send(told, signal.SIGTERM)
+    deadline = time.monotonic() + KILL_WAIT_S
+    while batch.poll() is None or any(lives(process) for process in everything):
+        if time.monotonic() > deadline:
+            send(everything, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def send(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
 
 
 def scontrol(arguments: list[str]) -> int:
@@ -63,7 +128,7 @@ def scontrol(arguments: list[str]) -> int:
             for node in nodes.split(","):
                 print(f"NodeName={node} Arch=x86_64 NodeAddr=10.0.0.1 NodeHostName={own_address()} State=ALLOCATED")
         case ["show", "job", job]:
-            print(f"JobId={job} JobName=slimrl JobState={(STATE / 'state').read_text()} Reason=None")
+            print(f"JobId={job} JobName=slimrl JobState={state()} Reason=None")
         case ["requeue", _]:
             (STATE / "state").write_text("REQUEUED")
         case _:
@@ -72,11 +137,17 @@ def scontrol(arguments: list[str]) -> int:
     return 0
 
 
+def scancel(arguments: list[str]) -> int:
+    assert arguments == [JOB_ID]
+    (STATE / "state").write_text("CANCELLED")
+    return 0
+
+
 def srun(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in ("nodelist", "output", "kill-on-bad-exit", "nodes", "ntasks", "ntasks-per-node", "cpu-bind", "mem"):
+    for name in ("nodelist", "kill-on-bad-exit", "nodes", "ntasks", "ntasks-per-node", "cpu-bind", "mem"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("wait", "gpus-per-node"):
+    for name in ("output", "wait", "gpus-per-node"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -93,6 +164,8 @@ def srun(arguments: list[str]) -> int:
             if node in ended or task.poll() is None:
                 continue
             ended[node] = task.returncode
+            # Nobody may take a later process of that number for it.
+            pid_file(node, task).unlink()
             if task.returncode:
                 what = "Killed" if task.returncode < 0 else f"Exited with exit code {task.returncode}"
                 print(f"srun: error: {node}: task {nodes.index(node)}: {what}", file=sys.stderr, flush=True)
@@ -119,11 +192,18 @@ def start_task(node: str, rank: int, options: argparse.Namespace) -> subprocess.
         "SLURM_NODEID": str(rank),
         **(json.loads(extra.read_text()) if extra.exists() else {}),
     }
-    with open(options.output.replace("%N", node), "wb") as log:
-        task = subprocess.Popen(options.command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    step = Path(options.output).name.split(".")[0]
-    (STATE / f"{step}.{node}.pid").write_text(str(task.pid))
+    where = {"env": environment, "start_new_session": True}
+    if options.output:
+        with open(options.output.replace("%N", node), "wb") as log:
+            task = subprocess.Popen(options.command, stdout=log, stderr=log, **where)
+    else:
+        task = subprocess.Popen(options.command, **where)
+    pid_file(node, task).write_text(str(task.pid))
     return task
+
+
+def pid_file(node: str, task: subprocess.Popen[bytes]) -> Path:
+    return STATE / f"{task.pid}.{node}.pid"
 
 
 def own_address() -> str:
@@ -137,4 +217,4 @@ def own_address() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit({"sbatch": sbatch, "scontrol": scontrol, "srun": srun}[sys.argv[1]](sys.argv[2:]))
+    sys.exit({"sbatch": sbatch, "scontrol": scontrol, "scancel": scancel, "srun": srun}[sys.argv[1]](sys.argv[2:]))

@@ -1,0 +1,217 @@
+"""What a job does in which order, and what it says of nodes and steps that fail."""
+
+import argparse
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.config.load import load_recipe
+from slimrl.launch import job as job_module
+from slimrl.launch import ray_node
+from slimrl.launch.attempt import AttemptFolder, Preempted, Step
+from slimrl.launch.job import Job
+from slimrl.launch.options import add_options, check_rest, container_options
+from slimrl.launch.preflight import compute_problems, judge_gpus
+from slimrl.launch.reports import LaunchError, Selection
+from slimrl.launch.slurm import PREEMPTED, Allocation, named_nodes
+from slimrl.observability.progress import Progress
+from slimrl.runtime import start
+
+ROOT = Path(__file__).parents[2]
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return parser.parse_args(arguments)
+
+
+class WatchedJob(Job):
+    """Its steps are stand-ins: the driver ends with `driver_code`, or never; what happens is noted in `events`."""
+
+    def __init__(self, folder: Path, driver_code: int | None, *arguments: str) -> None:
+        folder.mkdir()
+        self.events: list[str] = []
+        self.driver_code = driver_code
+        self.signal_in_preflight = False
+        super().__init__(options(*arguments, "r.yaml"), Allocation(7, 0, ["a"], {"a": "a"}), AttemptFolder(folder))
+
+    def _preflight(self) -> Selection:
+        if self.signal_in_preflight:
+            self._note(signal.SIGUSR1, None)
+            raise Preempted
+        return Selection(["a"], {})
+
+    def _meeting(self):
+        met = SimpleNamespace(nodes=["a"], plan=dict, ray_address="a:1")
+        return SimpleNamespace(meet=lambda selection: met)
+
+    def _start(self, name, nodes, module, *arguments):
+        end = lambda: self.events.append(f"{name} is waited for")  # noqa: E731
+        return SimpleNamespace(code=self.driver_code if name == "driver" else None, end=end)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(job_module, "POLL_S", 0.01)
+
+    def make(driver_code: int | None, *arguments: str) -> WatchedJob:
+        job = WatchedJob(tmp_path / "attempt", driver_code, *arguments)
+
+        def requeue(job_id: int) -> None:
+            assert job_id == 7
+            said = job._folder.control.read_text().strip() if job._folder.control.exists() else "nothing"
+            job.events.append(f"queued again after {said}")
+            # As SLURM does.
+            job._note(signal.SIGTERM, None)
+
+        monkeypatch.setattr(job_module, "requeue", requeue)
+        return job
+
+    return make
+
+
+def test_where_the_grace_is_over_the_job_is_queued_again_before_anything_is_waited_for(watched):
+    job = watched(None, "--grace-s", "0.05")
+    job._note(signal.SIGUSR1, None)
+    assert job.run() == PREEMPTED
+    assert job.events == ["queued again after end", "driver is waited for", "ray is waited for"]
+    assert job._folder.control.read_text() == "end\n"
+    # SIGTERM came meanwhile; without it this would take minutes.
+    job.await_end()
+
+
+def test_where_the_checkpoint_is_whole_the_job_is_queued_again_before_rays_end(watched):
+    job = watched(PREEMPTED)
+    assert job.run() == PREEMPTED
+    assert job.events == ["queued again after end", "driver is waited for", "ray is waited for"]
+
+
+def test_a_signal_before_anything_runs_queues_the_job_again(watched):
+    job = watched(0)
+    job.signal_in_preflight = True
+    assert job.run() == PREEMPTED
+    assert job.events == ["queued again after nothing"]
+    job.await_end()
+
+
+def test_a_command_that_fails_is_not_queued_again(watched, monkeypatch):
+    monkeypatch.setattr(WatchedJob, "_explain", lambda self, ray, driver: None)
+    job = watched(3)
+    assert job.run() == 3
+    assert job.events == ["driver is waited for", "ray is waited for"]
+
+
+def test_what_cannot_run_is_refused_before_the_first_step(tmp_path: Path):
+    with pytest.raises(LaunchError, match="no recipe is given"):
+        check_rest(options("--spares", "1"))
+    with pytest.raises(LaunchError, match=r"recipe recipes/gpso\.yaml: no such file in "):
+        check_rest(options("--spares", "1", "recipes/gpso.yaml", "--resume"))
+    with pytest.raises(LaunchError, match="no command is given"):
+        check_rest(options("--command"))
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("steps: 1\n")
+    check_rest(options(str(recipe), "a.b=1"))
+    check_rest(options("--command", "echo"))
+
+
+def test_a_container_sees_logs_that_lie_elsewhere(tmp_path: Path):
+    here = Path.cwd()
+    base = f"--container-mounts={here}:{here},/tmp:/tmp"
+    assert container_options(options("--container", "i", "r.yaml"))[1] == base
+    elsewhere = options("--container", "i", "--log-dir", "/scratch/logs", "--container-mounts", "/m:/m", "r.yaml")
+    assert container_options(elsewhere)[1] == f"{base},/scratch/logs:/scratch/logs,/m:/m"
+    assert container_options(options("--log-dir", "/scratch/logs", "r.yaml")) == []
+
+
+def test_rays_sockets_fit_whatever_a_node_is_called():
+    folder = ray_node.make_temp_dir(9_999_999_999)
+    try:
+        # The largest process id of Linux.
+        socket = folder / "session_2026-11-21_13-49-29_123456_4194304" / "sockets" / "plasma_store"
+        assert len(str(socket).encode()) <= 107
+        assert (folder / "tmp").is_dir()
+    finally:
+        (folder / "tmp").rmdir()
+        folder.rmdir()
+
+
+def test_srun_names_nodes_by_whole_words_and_in_brackets():
+    nodes = [*(f"node{index}" for index in range(1, 21)), "gpu-001", "gpu-010", "x1y07", "login.a"]
+
+    def named(text: str) -> list[str]:
+        return named_nodes(text, nodes)
+
+    assert named("srun: error: node12: task 3: Killed") == ["node12"]
+    assert named("srun: error: node[12-13]: tasks 0-1: Exited with exit code 1") == ["node12", "node13"]
+    assert named("srun: error: node[1,9-10],gpu-[001-009]: tasks 0-3: Killed") == [
+        "node1",
+        "node9",
+        "node10",
+        "gpu-001",
+    ]
+    assert named("Node failure on gpu-010.") == ["gpu-010"]
+    assert named("x[1-2]y[06-07]: tasks 0-3") == ["x1y07"]
+    assert named("gpu-[1-10] node[01-02] node anode1 node1x") == []
+    assert named("login.a: node[1-99999999999]x node[2-") == ["login.a"]
+
+
+def test_a_failed_step_shows_the_log_of_the_node_that_srun_names(tmp_path: Path):
+    nodes = ["node1", "node12", "node13"]
+    for node in nodes:
+        (tmp_path / f"ray.{node}.log").write_text(f"last of {node}\n")
+    (tmp_path / "ray.srun.log").write_text("srun: error: node[12-13]: tasks 1-2: Killed\n")
+    process = subprocess.Popen(["false"])
+    process.wait()
+    said = Step("ray", nodes, process, AttemptFolder(tmp_path)).failure()
+    assert said.startswith("ray ended with code 1\n  srun: error: node[12-13]: tasks 1-2: Killed\n")
+    assert "last of node12" in said
+    assert "last of node13" in said
+    assert "last of node1\n" not in said
+
+
+def test_of_a_node_without_a_report_the_last_that_it_printed_is_told(tmp_path: Path):
+    lines = ["Traceback", "ModuleNotFoundError: No module named 'psutil'", "", "srun: error: a: task 0: Exited"]
+    (tmp_path / "preflight.a.log").write_text("\n".join(lines))
+    step = Step("preflight", ["a"], None, AttemptFolder(tmp_path))
+    assert step.last_words("a") == "ModuleNotFoundError: No module named 'psutil'; srun: error: a: task 0: Exited"
+    assert step.last_words("b") == ""
+
+
+def test_a_build_of_torch_without_cuda_and_an_odd_answer_of_nvidia_smi_are_problems_of_the_node():
+    import torch
+
+    if torch.version.cuda is None:
+        assert compute_problems(2) == [f"GPU {index}: Torch not compiled with CUDA enabled" for index in range(2)]
+    found, driver, problems = judge_gpus("0, 4, 0, 580.65\nUnable to determine the device handle\n", 2)
+    assert (found, driver) == (2, "580.65")
+    assert problems == ["nvidia-smi says of a GPU: Unable to determine the device handle"]
+
+
+def test_later_attempts_of_a_job_continue_its_own_run_and_treat_others_as_the_first_did(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(start, "collect_provenance", lambda *about: {})
+    monkeypatch.setattr(start, "log_to_file", lambda path: None)
+    recipe = ROOT / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
+    loaded = load_recipe(recipe, [f"run.dir={tmp_path}", "run.name=demo"])
+    progress = Progress(0)
+    foreign = start.open_run(loaded, progress)
+    (foreign.checkpoints / "step_000009").mkdir()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="demo exists"):
+            start.open_run(loaded, progress, job="7")
+    # An attempt that was ended before it came this far has left the other's run as it was; the next removes it.
+    mine = start.open_run(loaded, progress, overwrite=True, job="7")
+    assert not any(mine.checkpoints.iterdir())
+    (mine.checkpoints / "step_000002").mkdir()
+    start.open_run(loaded, progress, resume=True, job="8")
+    again = start.open_run(loaded, progress, overwrite=True, job="7")
+    assert [path.name for path in again.checkpoints.iterdir()] == ["step_000002"]
+    assert again.jobs.read_text() == "7\n8\n"
+    (mine.checkpoints / "step_000002").rmdir()
+    anew = start.open_run(loaded, progress, job="7")
+    assert anew.jobs.read_text() == "7\n"
+    assert (tmp_path / "demo.attempt_000" / "jobs").is_file()
