@@ -315,6 +315,7 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(help="Trainer ranks and engines fill one node after the other.")] = 8,
     gpu_memory_gib: Annotated[float, typer.Option(help="Of one GPU.")] = 80.0,
     reserve_gib: Annotated[float, typer.Option(help="Of it, not for tensors: CUDA contexts, communication.")] = 4.0,
+    host_memory_gib: Annotated[float, typer.Option(help="Of a node, for what trainer ranks keep there.")] = 1800.0,
     peak_tflops: Annotated[float, typer.Option(help="Of one GPU, dense bf16.")] = 989.0,
     mfu: Annotated[float, typer.Option(help="Share of the peak that is reached while computing.")] = 0.4,
     expert_load: Annotated[float, typer.Option(help="Tokens of the busiest expert-parallel rank over the mean.")] = 1.0,
@@ -328,7 +329,10 @@ def plan(
     top: Annotated[int, typer.Option(help="With --suggest: layouts to show.")] = 8,
     to_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Parameters, memory, time and resync of a recipe on a cluster that need not be there; by default of H100."""
+    """Parameters, memory, time and resync of a recipe on a cluster that need not be there; by default of H100.
+
+    It ends with exit code 1 where nothing fits.
+    """
     with _exit_codes():
         from slimrl.observability.logs import quiet_megatron
 
@@ -340,12 +344,13 @@ def plan(
             gpus_per_node=gpus_per_node,
             gpu_memory_gib=gpu_memory_gib,
             reserve_gib=reserve_gib,
+            host_memory_gib=host_memory_gib,
             peak_tflops=peak_tflops,
             mfu=mfu,
             expert_load=expert_load,
             links=Machine(nvlink_gb_per_s=nvlink_gb_per_s, network_gb_per_s=network_gb_per_s),
         )
-        run(
+        fits = run(
             recipe,
             overrides or [],
             hardware,
@@ -355,6 +360,8 @@ def plan(
             top=top,
             to_json=to_json,
         )
+        if not fits:
+            raise typer.Exit(1)
 
 
 @resync_app.command("estimate")

@@ -18,6 +18,7 @@ from slimrl.config.problems import Problem, Violation
 from slimrl.config.rollout_rules import (
     colocation_violations,
     colocation_warnings,
+    kept_memory_warnings,
     rollout_violations,
     transport_warnings,
 )
@@ -79,6 +80,8 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     if trains(command):
         violations += layout_violations(recipe)
         violations += megatron_violations(recipe)
+    if command == "train":
+        warnings += kept_memory_warnings(recipe)
     if command in ("train", "train --trajectories"):
         violations += batch_violations(recipe)
         warnings += [*recipe_warnings(recipe), *batch_warnings(recipe)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from slimrl.config.devices import shares_devices
 from slimrl.config.divisors import divisors_text
 from slimrl.config.problems import Violation
 from slimrl.config.schema import Recipe, TransportName
@@ -52,6 +53,17 @@ def rollout_violations(recipe: Recipe) -> Iterator[Violation]:
         yield (
             "rollout.colocated",
             "collective needs devices of the engines' own. Use resync.transport ipc, or colocated false.",
+        )
+
+
+def kept_memory_warnings(recipe: Recipe) -> Iterator[Violation]:
+    """GPUs on which trainer and engines both keep everything; a recipe for CPUs sets no share of a GPU's memory."""
+    if shares_devices(recipe) and not recipe.rollout.colocated and "mem_fraction_static" in recipe.rollout.sglang:
+        yield (
+            "rollout.colocated",
+            f"with resync.transport {recipe.resync.transport.value} engines are on the trainer's GPUs, and with false "
+            "both keep all of their memory. Set true, or resync.transport collective for engines with GPUs of their "
+            "own.",
         )
 
 

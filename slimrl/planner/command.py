@@ -19,8 +19,9 @@ def run(
     gpus: int | None,
     top: int,
     to_json: bool,
-) -> None:
-    """
+) -> bool:
+    """Whether it fits; with suggestions, whether one of them does.
+
     Args:
         suggestions_wanted: rank layouts, of `gpus` trainer ranks or of as many as the recipe has, instead of planning.
         top: layouts to show.
@@ -44,11 +45,12 @@ def run(
             print(json.dumps(as_json(plan), indent=2))
         else:
             print_plan(plan)
-        return
+        return plan.layout.fits
     suggestions, tried, ranks = suggest(planned, hardware, gpus=gpus, count=top, mean_tokens=mean_tokens)
+    fits = any(suggestion.plan.fits for suggestion in suggestions)
     if not to_json:
         print_suggestions(suggestions, tried, ranks)
-        return
+        return fits
     rows = [
         {
             "settings": suggestion.settings,
@@ -61,3 +63,4 @@ def run(
         for suggestion in suggestions
     ]
     print(json.dumps({"gpus": ranks, "legal_layouts": tried, "suggestions": rows}, indent=2))
+    return fits

@@ -2,12 +2,13 @@
 
 SGLang's `mem_fraction_static` is the share of a GPU's free memory that weights and the pool of keys and values take
 together; the rest is left to activations and CUDA graphs. Where the recipe does not set it, SGLang's own rule decides
-(sglang 0.5, srt/arg_groups/memory_hook.py), without its terms for multimodal models, speculative decoding and
-data-parallel attention.
+(sglang 0.5.23, srt/arg_groups/memory_hook.py), without its terms for multimodal models, speculative decoding,
+data-parallel attention, DeepEP and graph sizes of one's own.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from slimrl.config.schema import Precision, Recipe
 from slimrl.data.protocols import TensorPart
@@ -52,7 +53,7 @@ def plan_engine(
         reserve_bytes: of the GPU, not free when the engine starts.
     """
     rollout = recipe.rollout
-    fraction = rollout.sglang.get("mem_fraction_static") or static_fraction(recipe, gpu_bytes)
+    fraction = rollout.sglang.get("mem_fraction_static") or static_fraction(recipe, shape, gpu_bytes)
     weights = engine_weight_bytes(recipe, shape, parts, replicated)
     pool = max(0, round((gpu_bytes - reserve_bytes) * float(fraction)) - weights)
     per_token = kv_bytes_per_token(shape, rollout.engine_tensor, _kv_width(recipe))
@@ -96,24 +97,39 @@ def engine_weight_bytes(recipe: Recipe, shape: Shape, parts: Iterable[TensorPart
     return round(total)
 
 
-def static_fraction(recipe: Recipe, gpu_bytes: int) -> float:
+def static_fraction(recipe: Recipe, shape: Shape, gpu_bytes: int) -> float:
     """What SGLang takes where `mem_fraction_static` is not set."""
     sglang, ranks = recipe.rollout.sglang, recipe.rollout.engine_tensor
     gib = gpu_bytes / GIB
     small = 2048 if gib < _SMALL_GIB else 16384
     default = next((tokens for below, tokens in _PREFILL_TOKENS if _SMALL_GIB <= gib < below), small)
     prefill = int(sglang.get("chunked_prefill_size") or default)
-    reserved = 512 + max(prefill, 2048) * 1.5 + ranks / 8 * 1024 + _graph_batch(gib, ranks) * 2
+    reserved = 512 + max(prefill, 2048) * 1.5 + ranks / 8 * 1024 + _graph_mib(sglang, shape, gib, prefill, ranks)
     if gib > 60:
         reserved = max(reserved, 10 * 1024)
     return round(max(0.0, (gpu_bytes / MIB - reserved) / (gpu_bytes / MIB)), 3)
 
 
-def _graph_batch(gib: float, ranks: int) -> int:
-    """Largest batch of a CUDA graph for decoding."""
+def _graph_mib(sglang: dict[str, Any], shape: Shape, gib: float, prefill: int, ranks: int) -> float:
+    """Reserved for CUDA graphs: 2 MiB a sequence of the largest batch for decoding; for prefilling 8 MiB a graph, or
+    1.5 GiB with latent attention."""
+    if sglang.get("disable_cuda_graph"):
+        return 0.0
     few = ((20, 8), (35, 48), (60, 32), (160, 256))
     many = ((20, 8), (60, 160), (160, 512))
-    return next((batch for below, batch in (few if ranks < 4 else many) if gib < below), 512)
+    batch = next((batch for below, batch in (few if ranks < 4 else many) if gib < below), 512)
+    batch = min(batch, int(sglang.get("max_running_requests") or batch))
+    decoding = 0 if sglang.get("disable_decode_cuda_graph") else 2 * batch
+    if sglang.get("disable_prefill_cuda_graph"):
+        return decoding
+    largest = min(prefill, int(sglang.get("max_total_tokens") or prefill))
+    return decoding + (1.5 * 1024 if shape.kv_latent else 8 * _prefill_graphs(largest))
+
+
+def _prefill_graphs(largest: int) -> int:
+    """How many there are: token counts of up to `largest`, in steps that grow."""
+    steps = ((4, 4, 32), (48, 16, 256), (288, 32, 512), (576, 64, 1024), (1280, 256, 4096), (4608, 512, largest))
+    return sum(len(range(first, min(last, largest) + 1, step)) for first, step, last in steps)
 
 
 def _kv_width(recipe: Recipe) -> float:

@@ -74,9 +74,3 @@ def with_engines(known: Facts, recipe: Recipe, buckets: Sequence[PlannedBucket],
         reserve_bytes=round(hardware.reserve_gib * GIB),
     )
     return replace(known, slot_bytes=stage + NUM_SLOTS * sent, engine=engine)
-
-
-def devices(recipe: Recipe, *, sft: bool) -> int:
-    """GPUs of trainer and engines together."""
-    engines = 0 if sft or recipe.rollout.colocated else recipe.rollout.num_engines * recipe.rollout.engine_tensor
-    return recipe.trainer.num_ranks + engines

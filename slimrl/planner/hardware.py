@@ -11,6 +11,8 @@ class Hardware:
     gpu_memory_gib: float = 80.0
     reserve_gib: float = 4.0
     """Of each GPU, for CUDA contexts, communication buffers and what the allocator cannot use; assumed."""
+    host_memory_gib: float = 1800.0
+    """Of a node, for what trainer ranks keep there: of a DGX H100's 2 TB (data sheet) without some for processes."""
     peak_tflops: float = 989.0
     """Dense bf16 of an H100 SXM (data sheet)."""
     mfu: float = 0.4

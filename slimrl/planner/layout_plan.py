@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from slimrl.config.rollout_rules import ONE_NODE_ENGINES
 from slimrl.config.schema import Recipe
-from slimrl.planner.communication import Communication, update_communication
+from slimrl.planner.communication import Communication, logprob_communication, update_communication
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts
 from slimrl.planner.hardware import Hardware
-from slimrl.planner.memory import StageMemory, engine_gpu_bytes, stage_memory
+from slimrl.planner.memory import StageMemory, engine_gpu_bytes, host_bytes_per_node, stage_memory
 from slimrl.planner.parameters import Stage
 from slimrl.planner.schedule import Batch, update_batch
 from slimrl.planner.work import Work, step_work
@@ -28,6 +28,8 @@ class LayoutPlan:
     work: Work
     communication: Communication
     """Of one update"""
+    logprobs: Communication | None
+    """Of the log-probs of as many tokens; None with `slimrl sft`, which needs none"""
     updates: int
     """Of one step"""
     problems: list[str]
@@ -48,10 +50,14 @@ class LayoutPlan:
         return max(self.memory[self.worst].total, self.engine_gpu or 0)
 
     @property
+    def communication_s(self) -> float:
+        """Of all updates and log-probs of a step"""
+        return self.updates * (self.communication.total_s + (self.logprobs.total_s if self.logprobs else 0.0))
+
+    @property
     def training_s(self) -> float:
-        """Log-probs and updates of a step, with all communication beside the computation; log-probs send a third."""
-        passes = self.updates + (self.updates / 3 if self.work.logprob_flops else 0)
-        return self.work.training_s + self.work.logprob_s + passes * self.communication.total_s
+        """Log-probs and updates of a step, with all communication beside the computation."""
+        return self.work.training_s + self.work.logprob_s + self.communication_s
 
     @property
     def step_s(self) -> float:
@@ -96,6 +102,7 @@ def plan_layout(
         batch=batch,
         work=work,
         communication=update_communication(facts.shape, recipe.trainer, stages, layers, batch, hardware),
+        logprobs=None if sft else logprob_communication(facts.shape, recipe.trainer, layers, batch, hardware),
         updates=1 if sft else recipe.trainer.updates_per_rollout,
         engine_gpu=engine_gpu,
         problems=_problems(facts, recipe, memory, engine_gpu, hardware),
@@ -114,6 +121,9 @@ def _problems(
         for name, nbytes in held.items()
         if nbytes > limit
     ]
+    host = host_bytes_per_node(recipe, memory, hardware)
+    if host > hardware.host_memory_gib * GIB:
+        problems.append(f"the host of a node: {host / GIB:,.0f} GiB of {hardware.host_memory_gib:,g}")
     if facts.engine is None:
         return problems
     rollout = recipe.rollout

@@ -1,11 +1,13 @@
 """Bytes on a GPU of each pipeline stage, by part and by what is done at the time.
 
 Who holds memory when is what the run does (slimrl/runtime/hand_over.py): with `rollout.colocated` trainer and engines
-give theirs away in turns, otherwise a GPU belongs to one of them and keeps everything.
+give theirs away in turns. Otherwise each keeps everything, on GPUs of its own, or with `ipc` on the same ones.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slimrl.config.devices import shares_devices
 from slimrl.config.schema import Recipe
 from slimrl.planner.activations import logits_bytes, stage_activations
 from slimrl.planner.engine import GIB
@@ -15,11 +17,16 @@ from slimrl.planner.model_state import state_bytes
 from slimrl.planner.parameters import Stage
 from slimrl.planner.schedule import Batch
 
+TRAINER_BUILT = ("weights", "gradients", "optimizer", "reserve")
+ENGINES_STARTED = ("engine_weights", "kv_cache", "reserve")
 TRAIN = ("weights", "gradients", "optimizer", "activations", "logits", "resync", "reserve")
 EXCHANGE = ("weights", "engine_weights", "resync", "reserve")
 SAVE = ("weights", "optimizer", "engine_weights", "resync", "reserve")
 ROLLOUT = ("engine_weights", "kv_cache", "resync", "reserve")
-"""Parts that a colocated GPU holds at a time; a GPU that the trainer has to itself holds those of TRAIN."""
+TOGETHER = (*TRAIN, "engine_weights", "kv_cache")
+"""Parts that a GPU holds at a time. A colocated one starts with the first two, one after the other, and goes on with
+the next four; one that the trainer has to itself holds those of TRAIN, one on which both keep everything those of
+TOGETHER."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +47,14 @@ class StageMemory:
 
 def engine_gpu_bytes(facts: Facts, recipe: Recipe, hardware: Hardware) -> int | None:
     """Held on a GPU that an engine has to itself, slots of a receiver included; None where there is no such GPU."""
-    if facts.engine is None or recipe.rollout.colocated:
+    if facts.engine is None or shares_devices(recipe):
         return None
     return facts.engine.weights + facts.engine.kv_cache + facts.slot_bytes + round(hardware.reserve_gib * GIB)
+
+
+def host_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
+    """What trainer ranks of one node keep in its host's memory, were all of the stage that keeps most there."""
+    return min(hardware.gpus_per_node, recipe.trainer.num_ranks) * max(stage.host for stage in memory)
 
 
 def stage_memory(
@@ -51,7 +63,7 @@ def stage_memory(
     """Of a rank of pipeline stage `index` that also sends, which the busiest rank does."""
     trainer = recipe.trainer
     state = state_bytes(stage, trainer)
-    shared = facts.engine if recipe.rollout.colocated else None
+    shared = facts.engine if shares_devices(recipe) else None
     last = index == trainer.parallel.pipeline - 1
     parts = {
         "weights": state.weights,
@@ -71,11 +83,28 @@ def stage_memory(
         "kv_cache": shared.kv_cache if shared else 0,
         "reserve": round(hardware.reserve_gib * GIB),
     }
-    phases: dict[str, tuple[str, ...]] = {"train": TRAIN}
-    if shared:
-        phases |= {"exchange": EXCHANGE, "save": SAVE, "rollout": ROLLOUT}
+    handed_over = shared is not None and recipe.rollout.colocated
     return StageMemory(
         parts=parts,
-        host=state.host + (state.weights + state.optimizer if shared else 0),
-        phases={name: sum(parts[part] for part in held) for name, held in phases.items()},
+        host=state.host + (state.weights + state.optimizer if handed_over else 0),
+        phases=_phases(parts, shared=shared is not None, handed_over=handed_over),
     )
+
+
+def _phases(parts: dict[str, int], *, shared: bool, handed_over: bool) -> dict[str, int]:
+    """Bytes held at a time, by what is done."""
+
+    def total(held: tuple[str, ...]) -> int:
+        return sum(parts[part] for part in held)
+
+    if not shared:
+        return {"train": total(TRAIN)}
+    if not handed_over:
+        return {"together": total(TOGETHER)}
+    return {
+        "start": max(total(TRAINER_BUILT), total(ENGINES_STARTED)),
+        "train": total(TRAIN),
+        "exchange": total(EXCHANGE),
+        "save": total(SAVE),
+        "rollout": total(ROLLOUT),
+    }

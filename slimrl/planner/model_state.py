@@ -47,9 +47,8 @@ def shares(parallel: ParallelConfig, num_ranks: int) -> tuple[int, int]:
 def state_bytes(stage: Stage, trainer: TrainerConfig) -> StateBytes:
     """Of a rank of the stage; of its optimizer the largest share that a rank has."""
     distributed, bf16 = trainer.optimizer.distributed, trainer.precision is Precision.bf16
-    ddp = ddp_config(trainer)
-    gradient_bytes = 4 if ddp.grad_reduce_in_fp32 or not bf16 else 2
-    main, moments, scratch = _optimizer_bytes(trainer, gradient_bytes)
+    ddp, gradient = ddp_config(trainer), gradient_bytes(trainer)
+    main, moments, scratch = _optimizer_bytes(trainer, gradient)
     elements = owned = 0
     for chunk in stage:
         for sizes, ranks in zip((chunk.dense, chunk.experts), shares(trainer.parallel, trainer.num_ranks), strict=True):
@@ -64,7 +63,7 @@ def state_bytes(stage: Stage, trainer: TrainerConfig) -> StateBytes:
     held = owned * (main + moments)
     return StateBytes(
         weights=elements * (2 if bf16 else 4),
-        gradients=elements * gradient_bytes,
+        gradients=elements * gradient,
         optimizer=round(held * (1 - on_host)) + owned * scratch,
         host=round((held + owned * OFFLOADED_GRADIENT_BYTES) * on_host),
     )
@@ -82,7 +81,12 @@ def _padded(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _optimizer_bytes(trainer: TrainerConfig, gradient_bytes: int) -> tuple[int, int, int]:
+def gradient_bytes(trainer: TrainerConfig) -> int:
+    """Of one element, as it is kept and as it is reduced."""
+    return 4 if ddp_config(trainer).grad_reduce_in_fp32 or trainer.precision is not Precision.bf16 else 2
+
+
+def _optimizer_bytes(trainer: TrainerConfig, gradient: int) -> tuple[int, int, int]:
     """Bytes per parameter of the main weight, of both moments, and of a gradient's copy that the update needs.
 
     Without `use_precision_aware_optimizer` the dtype fields are float32. The main weight of a float32 model is the
@@ -91,7 +95,7 @@ def _optimizer_bytes(trainer: TrainerConfig, gradient_bytes: int) -> tuple[int, 
     fields = trainer.megatron
     bf16 = trainer.precision is Precision.bf16
     if not fields.get("use_precision_aware_optimizer"):
-        return (4 if bf16 else 0), 8, (4 if gradient_bytes < 4 else 0)
+        return (4 if bf16 else 0), 8, (4 if gradient < 4 else 0)
     moments = _dtype_bytes(fields.get("exp_avg_dtype")) + _dtype_bytes(fields.get("exp_avg_sq_dtype"))
     return (_dtype_bytes(fields.get("main_params_dtype")) if bf16 else 0), moments, 0
 

@@ -10,16 +10,18 @@ import gc
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from slimrl.config.devices import shares_devices
 from slimrl.config.schema import Recipe, TransportName
 from slimrl.planner.engine import GIB
-from slimrl.planner.facts import Facts, devices, model_facts, with_engines
+from slimrl.planner.facts import Facts, model_facts, with_engines
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.layout_plan import LayoutPlan, plan_layout
+from slimrl.planner.memory import host_bytes_per_node
 from slimrl.planner.parameters import built_stages, layout_fields, stage_total
 from slimrl.planner.recipe import Planned
 from slimrl.resync.estimate.estimate import ESTIMATED, Estimate, estimate
 from slimrl.resync.plan import ResyncPlan, plan_resync
-from slimrl.runtime.resync_estimate import place
+from slimrl.runtime.resync_estimate import Cluster, planned_cluster
 from slimrl.trainer.build import transformer_config
 from slimrl.trainer.source_layout import layers_of_stages, source_layout
 
@@ -29,6 +31,7 @@ class Plan:
     planned: Planned
     hardware: Hardware
     facts: Facts
+    cluster: Cluster
     layout: LayoutPlan
     resync: Estimate | None
     """None with `slimrl sft`"""
@@ -57,10 +60,17 @@ def make_plan(planned: Planned, hardware: Hardware, *, mean_tokens: int | None =
 
 def _make_plan(planned: Planned, hardware: Hardware, mean_tokens: int | None) -> Plan:
     recipe, known, resync = planned.recipe, model_facts(planned), None
+    cluster = planned_cluster(recipe, hardware.gpus_per_node, with_engines=not planned.sft)
     if not planned.sft:
-        version = plan_version(planned, known, hardware)
+        version = plan_version(recipe, known, cluster)
         known = with_engines(known, recipe, version.buckets, hardware)
-        resync = estimate_version(planned, known, version, hardware)
+        resync = estimate(
+            version,
+            cluster.engines,
+            hardware.links,
+            transport=_transport(recipe),
+            replicated=known.replicated,
+        )
     uneven = replace(recipe.trainer, megatron=layout_fields(recipe.trainer.megatron))
     layers = layers_of_stages(transformer_config(uneven, known.model))
     stages = built_stages(recipe.trainer, known.model)
@@ -69,16 +79,15 @@ def _make_plan(planned: Planned, hardware: Hardware, mean_tokens: int | None) ->
         planned=planned,
         hardware=hardware,
         facts=known,
+        cluster=cluster,
         layout=layout,
         resync=resync,
         notes=_notes(planned, mean_tokens),
     )
 
 
-def plan_version(planned: Planned, known: Facts, hardware: Hardware) -> ResyncPlan:
+def plan_version(recipe: Recipe, known: Facts, cluster: Cluster) -> ResyncPlan:
     """The resync of one version; `delta` is planned as a whole version through the disk."""
-    recipe = planned.recipe
-    cluster = place(recipe, hardware.gpus_per_node)
     return plan_resync(
         source_layout(known.hf_config, recipe.trainer),
         cluster.nodes,
@@ -87,13 +96,6 @@ def plan_version(planned: Planned, known: Facts, hardware: Hardware) -> ResyncPl
         bucket_bytes=recipe.resync.bucket_bytes,
         transform=known.transform,
     )
-
-
-def estimate_version(planned: Planned, known: Facts, version: ResyncPlan, hardware: Hardware) -> Estimate:
-    """Bytes and seconds of that."""
-    recipe = planned.recipe
-    engines = place(recipe, hardware.gpus_per_node).engines
-    return estimate(version, engines, hardware.links, transport=_transport(recipe), replicated=known.replicated)
 
 
 def _transport(recipe: Recipe) -> TransportName:
@@ -110,7 +112,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.planned.model,
         "world_size": plan.planned.recipe.trainer.num_ranks,
-        "gpus": devices(plan.planned.recipe, sft=plan.planned.sft),
+        "gpus": plan.cluster.gpus,
+        "nodes": plan.cluster.num_nodes,
         "layout": asdict(plan.planned.recipe.trainer.parallel),
         "parameters": {
             "total": known.parameters.total,
@@ -125,6 +128,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "total": layout.most_bytes / GIB,
             "limit": plan.hardware.gpu_memory_gib,
             "host": worst.host / GIB,
+            "host_of_node": host_bytes_per_node(plan.planned.recipe, layout.memory, plan.hardware) / GIB,
             "stage": layout.worst,
             "phases": {name: nbytes / GIB for name, nbytes in worst.phases.items()},
             "engine_gpu": None if layout.engine_gpu is None else layout.engine_gpu / GIB,
@@ -137,6 +141,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "pipeline_bubble": layout.work.bubble,
         "work": asdict(layout.work),
         "communication": asdict(layout.communication),
+        "logprob_communication": asdict(layout.logprobs) if layout.logprobs else None,
         "step_seconds": layout.step_s,
         "resync": None
         if plan.resync is None
@@ -154,6 +159,11 @@ def _notes(planned: Planned, mean_tokens: int | None) -> list[str]:
         notes.append(f"all sequences have the longest length, {longest:,} tokens; --mean-tokens tells another")
     if recipe.trainer.megatron.get("fp8"):
         notes.append("FP8 training is planned with the memory and the peak of bf16, an upper bound of both")
+    if not planned.sft and shares_devices(recipe) and not recipe.rollout.colocated:
+        notes.append(
+            "resync.transport ipc puts engines on the trainer's GPUs, where with rollout.colocated: false both keep "
+            "all of their memory"
+        )
     if not planned.sft and recipe.resync.transport not in ESTIMATED:
         notes.append("the resync is a whole version through the disk; a delta is smaller by what did not change")
     return notes

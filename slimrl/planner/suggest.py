@@ -12,6 +12,7 @@ from math import log
 from typing import Any
 
 from slimrl.config.check import check_recipe
+from slimrl.config.devices import shares_devices
 from slimrl.config.model_rules import UNEVEN_PIPELINE_FIELDS
 from slimrl.config.schema import ParallelConfig, Recipe
 from slimrl.planner.engine import GIB
@@ -60,19 +61,19 @@ def suggest(
     """The best layouts, how many legal ones there are, and of how many trainer ranks.
 
     Args:
-        gpus: trainer ranks, None for as many as the recipe has; engines on GPUs of their own come on top, colocated
-            ones fill these.
+        gpus: trainer ranks, None for as many as the recipe has; engines on GPUs of their own come on top, those that
+            share the trainer's fill these.
         count: most suggestions.
 
     Raises:
-        ValueError: there is no legal layout, or colocated engines do not fill so many ranks.
+        ValueError: there is no legal layout, or engines that share the ranks' GPUs do not fill so many.
     """
     gpus = planned.recipe.trainer.num_ranks if gpus is None else gpus
     if gpus < 1 or count < 1:
         raise ValueError(f"--gpus {gpus} --top {count}: must be at least 1")
     rollout = planned.recipe.rollout
-    if not planned.sft and rollout.colocated and gpus % rollout.engine_tensor:
-        raise ValueError(f"--gpus {gpus}: colocated engines of {rollout.engine_tensor} GPUs do not fill them")
+    if not planned.sft and shares_devices(planned.recipe) and gpus % rollout.engine_tensor:
+        raise ValueError(f"--gpus {gpus}: engines of {rollout.engine_tensor} GPUs do not fill those of the trainer")
     known = model_facts(planned)
     if not planned.sft:
         known = with_engines(known, planned.recipe, buckets_of(known, planned.recipe), hardware)
@@ -163,7 +164,7 @@ def _with_layout(
         max_tokens_per_rank=-(-budget // parallel.context),
         megatron={**megatron, **recompute},
     )
-    if rollout.colocated and not planned.sft:
+    if shares_devices(recipe) and not planned.sft:
         rollout = replace(rollout, num_engines=gpus // rollout.engine_tensor)
     return replace(recipe, trainer=trainer, rollout=rollout)
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from slimrl.config.devices import shares_devices
 from slimrl.planner.engine import GIB
-from slimrl.planner.facts import devices
+from slimrl.planner.memory import host_bytes_per_node
 from slimrl.planner.model_state import shares
 from slimrl.planner.parameters import stage_total
 from slimrl.planner.plan import Plan
@@ -76,10 +77,11 @@ def _print_world(console: Console, plan: Plan) -> None:
     recipe, sft = plan.planned.recipe, plan.planned.sft
     trainer, parallel, rollout = recipe.trainer, recipe.trainer.parallel, recipe.rollout
     dense, experts = shares(parallel, trainer.num_ranks)
-    gpus = devices(recipe, sft=sft)
+    cluster = plan.cluster
     console.print(f"model: {plan.planned.model}")
     console.print(
-        f"world: {trainer.num_ranks} trainer ranks, {gpus} GPUs, {-(-gpus // plan.hardware.gpus_per_node)} nodes"
+        f"world: {trainer.num_ranks} trainer ranks, {cluster.gpus} GPUs, {cluster.num_nodes} "
+        f"{'node' if cluster.num_nodes == 1 else 'nodes'}"
     )
     console.print(
         f"groups: tensor {parallel.tensor}, context {parallel.context}, data {dense // parallel.context}, "
@@ -87,7 +89,7 @@ def _print_world(console: Console, plan: Plan) -> None:
         f"{parallel.expert_tensor}, expert data {experts}; optimizer states over {dense} and {experts} ranks"
     )
     if not sft:
-        where = "on the trainer's GPUs" if rollout.colocated else "on GPUs of their own"
+        where = "on the trainer's GPUs" if shares_devices(recipe) else "on GPUs of their own"
         console.print(
             f"engines: {rollout.num_engines} of {rollout.engine_tensor} GPUs, experts in {rollout.engine_expert} "
             f"parts, {where}"
@@ -126,6 +128,9 @@ def _memory(plan: Plan) -> Table:
                 "in the host's memory: an offloaded optimizer, what a trainer gives away",
             )
         )
+        on_node = host_bytes_per_node(plan.planned.recipe, layout.memory, plan.hardware)
+        limit = f"of a node's {plan.hardware.host_memory_gib:,g}, --host-memory-gib"
+        rows.append(("= host of a node", f"{on_node / GIB:,.2f}", limit))
     return _table(f"memory of a GPU of stage {layout.worst}", ("part", "GiB", "from"), rows)
 
 
@@ -157,7 +162,7 @@ def _time(plan: Plan) -> Table:
         ("update", f"{batch.tokens:,} tokens, {batch.micro_batches} micro-batches a rank, {layout.updates} a step"),
         ("pipeline bubble", f"{work.bubble:.1%}"),
         ("training", f"{work.training_s:,.1f} s {at}, {work.training_flops / peta:,.0f} PFLOP a step"),
-        ("communication", f"{layout.communication.total_s * layout.updates:,.1f} s, if nothing of it is hidden"),
+        ("communication", f"{layout.communication_s:,.1f} s, if nothing of it is hidden"),
     ]
     if not plan.planned.sft:
         rows += [

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from slimrl.config.devices import shares_devices
 from slimrl.config.rollout_rules import ONE_NODE_ENGINES
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema import Recipe
 from slimrl.runtime.errors import StageError
 
 
@@ -60,11 +61,6 @@ class Placement:
         return Counter((*self.ranks, *(slot for slots in self.engines for slot in slots)))
 
 
-def shares_devices(recipe: Recipe) -> bool:
-    """Whether engines are on the slots of trainer ranks."""
-    return recipe.rollout.colocated or recipe.resync.transport is TransportName.ipc
-
-
 def most_slots(recipe: Recipe, *, num_ranks: int, num_engines: int) -> int:
     """As many as the run could use if it shared none."""
     return num_ranks + num_engines * recipe.rollout.engine_tensor
@@ -87,6 +83,34 @@ def place(recipe: Recipe, nodes: Sequence[Node], *, num_ranks: int, num_engines:
     if ranks is None or engines is None:
         raise StageError(_refusal(recipe, nodes, num_ranks, num_engines, shared=shared, unit=unit))
     return Placement(ranks=ranks, engines=engines)
+
+
+def place_on_fewest(recipe: Recipe, slots_per_node: int, *, num_ranks: int, num_engines: int) -> tuple[Placement, int]:
+    """Where a run goes on a cluster of as few alike nodes as are enough, and how many nodes these are.
+
+    Raises:
+        ValueError: no number of such nodes is enough.
+    """
+    shared = num_ranks > 0 and shares_devices(recipe)
+    taken = num_ranks if shared else most_slots(recipe, num_ranks=num_ranks, num_engines=num_engines)
+    fewest = -(-taken // slots_per_node)
+    # More nodes than processes are of no use.
+    for count in range(max(1, fewest), num_ranks + num_engines + 1):
+        names = (f"node{index}" for index in range(count))
+        nodes = [Node(node_id=name, name=name, address=name, slots=slots_per_node) for name in names]
+        try:
+            return place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines), count
+        except StageError:
+            continue
+    size = recipe.rollout.engine_tensor
+    if size > slots_per_node or not shared:
+        reason = f"rollout.engine_tensor = {size}, and each engine is on one node. {ONE_NODE_ENGINES}"
+    else:
+        reason = (
+            f"rollout.num_engines = {num_engines} with rollout.engine_tensor = {size} do not fit on those that have "
+            f"the {num_ranks} trainer ranks, whose GPUs they share."
+        )
+    raise ValueError(f"no number of nodes with {slots_per_node} GPUs is enough: {reason}")
 
 
 def _place_ranks(recipe: Recipe, nodes: Sequence[Node], num_ranks: int) -> tuple[Slot, ...] | None:

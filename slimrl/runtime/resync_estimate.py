@@ -22,7 +22,7 @@ from slimrl.resync.estimate.estimate import ESTIMATED, NOT_ESTIMATED, Estimate, 
 from slimrl.resync.estimate.machine import Machine
 from slimrl.resync.plan import plan_resync
 from slimrl.resync.transform import quantize_transform
-from slimrl.runtime.placement import shares_devices
+from slimrl.runtime.placement import place_on_fewest
 from slimrl.trainer.source_layout import source_layout
 
 
@@ -31,10 +31,9 @@ class Cluster:
     nodes: tuple[str, ...]
     """Of each trainer rank"""
     engines: tuple[EnginePlace, ...]
-
-    @property
-    def all_nodes(self) -> set[str]:
-        return {*self.nodes, *(node for engine in self.engines for node in engine.nodes)}
+    gpus: int
+    """Of trainer and engines together"""
+    num_nodes: int
 
 
 def estimate_resync(
@@ -60,7 +59,7 @@ def estimate_resync(
         hf_config = {**hf_config, "quantization_config": BlockFp8().as_config()}
     weight_map = family_of(hf_config).weight_map(hf_config)
     transform = quantize_transform(hf_config, weight_map, fp8_engines=True)
-    cluster = place(recipe, gpus_per_node)
+    cluster = planned_cluster(recipe, gpus_per_node)
     transport = recipe.resync.transport
     tensors = source_layout(hf_config, recipe.trainer)
     if reason := too_small([tensor.spec for tensor in tensors], recipe.resync.bucket_bytes, transform):
@@ -80,7 +79,7 @@ def estimate_resync(
         "trainer_ranks": recipe.trainer.num_ranks,
         "engines": recipe.rollout.num_engines,
         "ranks_per_engine": recipe.rollout.engine_tensor,
-        "nodes": len(cluster.all_nodes),
+        "nodes": cluster.num_nodes,
         "gpus_per_node": gpus_per_node,
         "bucket_bytes": recipe.resync.bucket_bytes,
         "block_fp8": BlockFp8.of_config(hf_config) is not None,
@@ -91,22 +90,33 @@ def estimate_resync(
         _print(facts, result)
 
 
-def place(recipe: Recipe, gpus_per_node: int) -> Cluster:
-    """Trainer ranks fill one node after the other. Engines share their GPUs where a run has it so, or come behind."""
-    ranks, size = recipe.trainer.num_ranks, recipe.rollout.engine_tensor
-    first = 0 if shares_devices(recipe) else -(-ranks // gpus_per_node) * gpus_per_node
-    engines = []
-    for index in range(recipe.rollout.num_engines):
-        gpus = range(first + index * size, first + (index + 1) * size)
-        engines.append(
-            EnginePlace(
-                name=f"engine-{index}",
-                nodes=tuple(dict.fromkeys(f"node{gpu // gpus_per_node}" for gpu in gpus)),
-                num_ranks=size,
-                expert=recipe.rollout.engine_expert,
-            )
+def planned_cluster(recipe: Recipe, gpus_per_node: int, *, with_engines: bool = True) -> Cluster:
+    """The nodes of a run that has as few as are enough, and what goes where on them.
+
+    Raises:
+        ValueError: see `place_on_fewest`.
+    """
+    placement, num_nodes = place_on_fewest(
+        recipe,
+        gpus_per_node,
+        num_ranks=recipe.trainer.num_ranks,
+        num_engines=recipe.rollout.num_engines if with_engines else 0,
+    )
+    engines = tuple(
+        EnginePlace(
+            name=f"engine-{index}",
+            nodes=(slots[0].node.name,),
+            num_ranks=len(slots),
+            expert=recipe.rollout.engine_expert,
         )
-    return Cluster(nodes=tuple(f"node{rank // gpus_per_node}" for rank in range(ranks)), engines=tuple(engines))
+        for index, slots in enumerate(placement.engines)
+    )
+    return Cluster(
+        nodes=tuple(slot.node.name for slot in placement.ranks),
+        engines=engines,
+        gpus=len(placement.slots),
+        num_nodes=num_nodes,
+    )
 
 
 def replicated_names(weight_map: WeightMap) -> frozenset[str]:

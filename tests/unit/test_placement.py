@@ -4,7 +4,7 @@ import pytest
 
 from slimrl.config.schema import ParallelConfig, Recipe, TransportName
 from slimrl.runtime.errors import StageError
-from slimrl.runtime.placement import Node, Placement, most_slots, place
+from slimrl.runtime.placement import Node, Placement, most_slots, place, place_on_fewest
 
 
 def cluster(*slots: int) -> list[Node]:
@@ -75,6 +75,39 @@ def test_a_cluster_that_has_what_the_run_could_use_at_most_is_always_enough():
         made = recipe(colocated=colocated, engine_tensor=3)
         slots = most_slots(made, num_ranks=2, num_engines=2)
         assert len(place(made, cluster(slots), num_ranks=2, num_engines=2).engines) == 2
+
+
+@pytest.mark.parametrize(
+    ("made", "num_ranks", "num_engines", "engines"),
+    [
+        # Beside the ranks, on the node that they leave half empty.
+        (recipe(colocated=False, engine_tensor=4), 4, 1, [("node0", 4)]),
+        # An engine of six has a node to itself, whatever its neighbours leave.
+        (recipe(colocated=False, engine_tensor=6), 8, 4, [(f"node{number}", 0) for number in (1, 2, 3, 4)]),
+        (recipe(engine_tensor=4), 16, 4, [("node0", 0), ("node0", 4), ("node1", 0), ("node1", 4)]),
+    ],
+)
+def test_a_planned_cluster_has_as_few_nodes_as_the_run_needs(made, num_ranks, num_engines, engines):
+    placement, count = place_on_fewest(made, 8, num_ranks=num_ranks, num_engines=num_engines)
+    assert [(slots[0].node.name, slots[0].number) for slots in placement.engines] == engines
+    nodes = cluster(*[8] * count)
+    assert shown(place(made, nodes, num_ranks=num_ranks, num_engines=num_engines))[0] == "".join(
+        "abcdefgh"[int(slot.node.name.removeprefix("node"))] for slot in placement.ranks
+    )
+    with pytest.raises(StageError):
+        place(made, nodes[:-1], num_ranks=num_ranks, num_engines=num_engines)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (recipe(colocated=False, engine_tensor=16), r"rollout.engine_tensor = 16, and each engine is on one node"),
+        (recipe(engine_tensor=4), r"rollout.num_engines = 3 with rollout.engine_tensor = 4 do not fit on those that"),
+    ],
+)
+def test_engines_for_which_no_number_of_nodes_is_enough_are_refused(made, message):
+    with pytest.raises(ValueError, match=message):
+        place_on_fewest(made, 8, num_ranks=8, num_engines=3)
 
 
 @pytest.mark.parametrize(

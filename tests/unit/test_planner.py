@@ -12,7 +12,7 @@ from slimrl.data.protocols import TensorPart, num_rows
 from slimrl.models.family import UNSUPPORTED, family_of
 from slimrl.models.hf_config import published_config, published_names, published_size
 from slimrl.planner.activations import kept, layer_bytes, logits_bytes, stage_activations
-from slimrl.planner.engine import GIB, engine_weight_bytes, kv_bytes_per_token, static_fraction
+from slimrl.planner.engine import engine_weight_bytes, kv_bytes_per_token
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.model_state import buffer_elements, state_bytes
 from slimrl.planner.parameters import ChunkParameters, ModelParameters, model_parameters
@@ -160,12 +160,6 @@ def test_a_pipeline_whose_last_stage_would_be_empty_is_not_suggested():
     assert divided_layers(4, 5) is None
 
 
-def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves():
-    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang={}, engine_tensor=8))
-    # 512 MiB, 1.5 MiB for each of 8192 tokens, 1 GiB for 8 ranks, 2 MiB for each of 512 sequences in a graph.
-    assert static_fraction(recipe, 80 * GIB) == pytest.approx(1 - (512 + 12288 + 1024 + 1024) / 81920, abs=1e-3)
-
-
 def test_a_pipeline_waits_for_as_many_micro_batches_as_it_has_stages_but_one():
     plain = ParallelConfig(pipeline=4)
     assert bubble_fraction(ParallelConfig(), 7) == 0
@@ -292,6 +286,7 @@ def test_a_token_costs_two_operations_a_parameter_and_attention_over_half_of_its
         ({"mfu": 1.5}, "--mfu 1.5: must be at most 1"),
         ({"gpus_per_node": 0}, "--gpus-per-node 0: must be above 0"),
         ({"reserve_gib": 80.0}, "--reserve-gib 80.0: must be at least 0 and below"),
+        ({"host_memory_gib": 0.0}, "--host-memory-gib 0.0: must be above 0"),
         ({"expert_load": 0.5}, "--expert-load 0.5: must be at least 1"),
     ],
 )

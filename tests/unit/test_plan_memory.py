@@ -1,0 +1,110 @@
+"""What a planned GPU and a planned host hold at a time, against sums by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.config.schema import Precision, Recipe, TransportName
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import published_config
+from slimrl.planner.engine import GIB, static_fraction
+from slimrl.planner.hardware import Hardware
+from slimrl.planner.memory import engine_gpu_bytes, host_bytes_per_node, stage_memory
+from slimrl.planner.parameters import ChunkParameters
+from slimrl.planner.schedule import Batch
+from slimrl.planner.shape import Shape
+
+HARDWARE = Hardware(reserve_gib=4)
+RESERVE = 4 * GIB
+PARAMETERS = 8 * 10**8
+STAGE = (ChunkParameters(dense=(PARAMETERS,), experts=()),)
+ENGINE_WEIGHTS, KV_CACHE, SLOTS = 3 * GIB, 50 * GIB, 2 * GIB
+
+
+def shape_of(name: str) -> Shape:
+    config = published_config(name)
+    return Shape.of(family_of(config).megatron_config(config))
+
+
+def made(*, colocated: bool, transport: TransportName) -> tuple[SimpleNamespace, Recipe]:
+    """Facts of a model of one layer and its recipe, on 8 ranks."""
+    recipe = Recipe()
+    recipe.trainer.num_ranks = 8
+    recipe.trainer.precision = Precision.bf16
+    recipe.trainer.max_tokens_per_rank = 1000
+    recipe.rollout.colocated, recipe.resync.transport = colocated, transport
+    engine = SimpleNamespace(weights=ENGINE_WEIGHTS, kv_cache=KV_CACHE)
+    return SimpleNamespace(shape=shape_of("Qwen3-8B"), slot_bytes=SLOTS, engine=engine), recipe
+
+
+def memory_of(*, colocated: bool, transport: TransportName):
+    facts, recipe = made(colocated=colocated, transport=transport)
+    batch = Batch(tokens=8000, trajectory_tokens=1000, micro_batches=1)
+    return stage_memory(facts, recipe, STAGE, [0], 0, batch, HARDWARE)
+
+
+WEIGHTS, GRADIENTS, OPTIMIZER = 2 * PARAMETERS, 4 * PARAMETERS, 12 * PARAMETERS // 8
+
+
+def test_a_colocated_gpu_starts_with_the_trainer_alone_and_then_with_the_engine_alone():
+    found = memory_of(colocated=True, transport=TransportName.ipc)
+    assert found.phases["start"] == ENGINE_WEIGHTS + KV_CACHE + RESERVE
+    assert found.phases["start"] > WEIGHTS + GRADIENTS + OPTIMIZER + RESERVE
+    work = found.parts["activations"] + found.parts["logits"]
+    assert found.phases["train"] == WEIGHTS + GRADIENTS + OPTIMIZER + work + SLOTS + RESERVE
+    assert found.phases["exchange"] == WEIGHTS + ENGINE_WEIGHTS + SLOTS + RESERVE
+    assert found.phases["save"] == WEIGHTS + OPTIMIZER + ENGINE_WEIGHTS + SLOTS + RESERVE
+    assert found.phases["rollout"] == ENGINE_WEIGHTS + KV_CACHE + SLOTS + RESERVE
+    # No two of these are held at once.
+    assert found.total == max(found.phases["train"], found.phases["rollout"])
+    assert found.host == WEIGHTS + OPTIMIZER
+
+
+def test_a_gpu_that_engines_reach_over_ipc_without_a_hand_over_holds_everything_at_once():
+    found = memory_of(colocated=False, transport=TransportName.ipc)
+    assert found.phases == {"together": sum(found.parts.values())}
+    assert found.parts["kv_cache"] == KV_CACHE
+    assert found.host == 0
+    facts, recipe = made(colocated=False, transport=TransportName.ipc)
+    assert engine_gpu_bytes(facts, recipe, HARDWARE) is None
+
+
+def test_engines_with_gpus_of_their_own_leave_the_trainers_to_it():
+    found = memory_of(colocated=False, transport=TransportName.collective)
+    assert list(found.phases) == ["train"]
+    assert found.total == sum(found.parts.values())
+    assert found.parts["engine_weights"] == found.parts["kv_cache"] == 0
+    facts, recipe = made(colocated=False, transport=TransportName.collective)
+    assert engine_gpu_bytes(facts, recipe, HARDWARE) == ENGINE_WEIGHTS + KV_CACHE + SLOTS + RESERVE
+
+
+def test_the_host_of_a_node_keeps_what_its_ranks_give_away():
+    _, recipe = made(colocated=True, transport=TransportName.ipc)
+    memory = [SimpleNamespace(host=10), SimpleNamespace(host=30)]
+    assert host_bytes_per_node(recipe, memory, HARDWARE) == 8 * 30
+    assert host_bytes_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 4 * 30
+    recipe.trainer.num_ranks = 2
+    assert host_bytes_per_node(recipe, memory, HARDWARE) == 2 * 30
+
+
+CAPTURED = [n for n in range(4, 8193) if n % (4 if n <= 32 else 16 if n <= 256 else 32 if n <= 512 else 64) == 0]
+CAPTURED = [n for n in CAPTURED if n != 36 and (n <= 1024 or n % 256 == 0) and (n <= 4096 or n % 512 == 0)]
+"""Token counts of SGLang's graphs for prefilling up to 8192 tokens: steps of 4, 16, 32, 64, 256 and 512."""
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "graphs_mib"),
+    [
+        ("Qwen3-30B-A3B", {}, 2 * 512 + 8 * len(CAPTURED)),
+        ("Qwen3-30B-A3B", {"max_running_requests": 64}, 2 * 64 + 8 * len(CAPTURED)),
+        ("Qwen3-30B-A3B", {"max_total_tokens": 100}, 2 * 512 + 8 * (8 + 4)),
+        ("Qwen3-30B-A3B", {"disable_prefill_cuda_graph": True}, 2 * 512),
+        ("DeepSeek-V3", {}, 2 * 512 + 1536),
+        ("DeepSeek-V3", {"disable_cuda_graph": True}, 0),
+    ],
+)
+def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, graphs_mib):
+    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang=settings, engine_tensor=8))
+    # 512 MiB, 1.5 MiB for each of 8192 tokens, 1 GiB for 8 ranks, and graphs.
+    reserved = 512 + 12288 + 1024 + graphs_mib
+    assert static_fraction(recipe, shape_of(name), 80 * GIB) == pytest.approx(1 - reserved / 81920, abs=5e-4)
