@@ -88,7 +88,10 @@ def test_speeds_can_be_given():
     [
         (["model.path=models/nothing"], "model.path: models/nothing: no such folder, and 'nothing' is none of"),
         (["trainer.parallel.expert=3"], "trainer.parallel.expert: 3 does not divide the model's 128 experts"),
-        (["rollout.num_engines=2", "rollout.colocated=false"], "resync.transport: ipc, but engine-1 is on node1"),
+        (
+            ["rollout.num_engines=2", "rollout.colocated=false"],
+            "rollout.num_engines = 2 with rollout.engine_tensor = 8 do not fit on those that have the 8 trainer ranks",
+        ),
         (["resync.transport=delta"], "command line: resync.transport: delta sends what an update changes"),
         (["resync.bucket_bytes=100"], "command line: resync.bucket_bytes: 100 bytes are too few: one row of model."),
         (["--hop-us", "nan"], "hop_us nan: must be a finite number"),

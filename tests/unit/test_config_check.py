@@ -256,6 +256,9 @@ def test_states_of_the_precision_aware_optimizer_have_their_dtypes_by_name(folde
          "the others generate. 4 engines would fit."),
         ("rollout.colocated=true", "rollout.colocated", "without rollout.sglang.mem_fraction_static SGLang takes what "
          "suits an engine alone on a GPU. Set it, to 0.85 or less."),
+        ("rollout.sglang.mem_fraction_static=0.5", "rollout.colocated", "with resync.transport ipc engines are on the "
+         "trainer's GPUs, and with false both keep all of their memory. Set true, or resync.transport collective for "
+         "engines with GPUs of their own."),
         ("resync.dir=versions", "resync.dir", "has no effect with resync.transport ipc, only with disk and delta."),
         ("resync.transport=disk resync.local_dir=copies", "resync.local_dir",
          "has no effect with resync.transport disk, only with delta."),
