@@ -1,10 +1,13 @@
 """Packing: every token exactly once, budgets kept, ranks balanced."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from slimrl.config.alignment import sequence_alignment, tile_tokens
 from slimrl.data.packing import PackedSequence, balanced_partition, first_fit_decreasing, is_split, pack
+from slimrl.data.training import Layout
 
 
 def sequence(length: int, trajectory: int, rng: np.random.Generator) -> PackedSequence:
@@ -87,6 +90,17 @@ def test_every_rank_has_equal_pieces_and_whole_tiles_of_each_micro_batch(megatro
             assert not sequence or length // context // tensor % tile == 0
     smaller = (d for d in range(1, alignment) if d % (tensor * (2 * context if context > 1 else 1)) == 0)
     assert all(d // context // (tensor if sequence else 1) % tile for d in smaller)
+
+
+def test_a_layout_aligns_by_its_sizes_and_tiles_and_is_the_same_layout_with_others():
+    sizes = dict.fromkeys(("world_size", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "data"), 1)
+    places = dict.fromkeys(("rank", "tensor_rank", "pipeline_rank", "context_rank", "data_rank"), 0)
+    plain = Layout(**sizes, **places, tensor=2, context=2, sequence=True)
+    tiled = replace(plain, tile=16)
+    assert (plain.alignment, tiled.alignment) == (8, 64)
+    assert replace(tiled, sequence=False).alignment == 32
+    # A checkpoint's random-number states carry over between them.
+    assert plain.sizes() == tiled.sizes()
 
 
 def test_segments_of_one_trajectory_count_together():
