@@ -10,6 +10,7 @@ having failed beside another that may be. Standard library alone, see slurm.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 PAIRINGS = 3
@@ -26,7 +27,7 @@ def split_nodes(nodes: Sequence[str], run: Try) -> tuple[list[str], dict[str, st
     Both are empty where no pair came through: then it cannot be said who is bad.
     """
     proven: set[str] = set()
-    for _, pairs in zip(range(PAIRINGS), pairings(nodes), strict=False):
+    for pairs in itertools.islice(pairings(nodes), PAIRINGS):
         proven = {node for pair in run(pairs) for node in pair}
         if proven:
             break
@@ -34,7 +35,7 @@ def split_nodes(nodes: Sequence[str], run: Try) -> tuple[list[str], dict[str, st
     suspects = [node for node in nodes if node not in proven]
     while proven and suspects:
         helpers = [node for node in nodes if node in proven]
-        pairs = list(zip(helpers, suspects, strict=False))
+        pairs = [(helper, suspects[index]) for index, helper in enumerate(helpers[: len(suspects)])]
         came = run(pairs)
         for pair in pairs:
             helper, suspect = pair
@@ -49,9 +50,8 @@ def split_nodes(nodes: Sequence[str], run: Try) -> tuple[list[str], dict[str, st
 def pairings(nodes: Sequence[str]) -> Iterator[list[Pair]]:
     """Rounds in which each node meets each other once; one rests in each round of an odd number."""
     ring: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
-    half = len(ring) // 2
     for _ in range(len(ring) - 1):
-        facing = zip(ring[:half], reversed(ring[half:]), strict=True)
+        facing = [(ring[index], ring[-1 - index]) for index in range(len(ring) // 2)]
         yield [(one, other) for one, other in facing if one is not None and other is not None]
         # One stays where it is, the others go round.
         ring = [ring[0], ring[-1], *ring[1:-1]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimrl.config.load import Command
-from slimrl.config.problems import Problem
+from slimrl.config.problems import Problem, Violation
 from slimrl.config.schema import Recipe
 from slimrl.launch.mounts import unmounted_paths
 from slimrl.launch.reports import LaunchError
@@ -91,7 +91,7 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
             raise ValueError(
                 f"{path}: needs {needed} nodes of {job.gpus_per_node} GPUs; --nodes {job.nodes} is too few."
             )
-    warnings = []
+    warnings: list[Violation] = []
     model = loaded.recipe.model.path
     if not Path(model).exists():
         warnings.append(("model.path", f"{model}: {planned.model}."))

@@ -241,6 +241,8 @@ def test_what_runs_on_the_batch_host_needs_the_standard_library_alone():
         seen.add(module)
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(), feature_version=(3, 9))
         for node in ast.walk(tree):
+            # zip(strict=...) came with Python 3.10.
+            assert not (isinstance(node, ast.keyword) and node.arg == "strict"), f"{module}: strict="
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
