@@ -3,13 +3,27 @@
 #
 #     launch/local.sh [--sft] RECIPE [KEY=VALUE]... [--resume | --overwrite | --resume-or-start]
 #
-# --sft: `slimrl sft` instead.
+# --sft: `slimrl sft` instead. Paths are relative to the working directory.
+# SLIMRL_PYTHON: the Python that has slimrl; by default that of .venv in the checkout.
 # SLIMRL_GPUS: GPUs that must be there and well; by default as many as nvidia-smi lists, or none without it.
+# SLIMRL_MIN_FREE_GIB: memory that must be free; by default 2.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-python=${SLIMRL_PYTHON:-.venv/bin/python}
+
+case ${1:-} in
+"" | -h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+esac
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${SLIMRL_PYTHON:-$root/.venv/bin/python}
+if [ ! -x "$(command -v "$python")" ]; then
+    echo "$python: no such program. \`make setup\` in $root makes it; SLIMRL_PYTHON names another." >&2
+    exit 2
+fi
 command=train
-if [ "${1:-}" = --sft ]; then
+if [ "$1" = --sft ]; then
     command=sft
     shift
 fi

@@ -115,6 +115,32 @@ def test_the_ray_job_has_the_gpus_of_its_recipe():
     assert sum(count for count, _ in pods) == nodes_needed(recipe, gpus.pop(), sft=False)
 
 
+def test_the_entrypoint_of_the_ray_job_runs_whole_in_the_ray_job(tmp_path: Path):
+    entrypoint = yaml.safe_load((ROOT / "launch" / "kuberay" / "rayjob.yaml").read_text())["spec"]["entrypoint"]
+    command = entrypoint.strip().replace("/shared/slimrl", str(ROOT))
+    submitted = tmp_path / "submitted"
+    take = f'while [ "$1" != -- ]; do shift; done; shift; printf \'%s\\n\' "$@" >{submitted}'
+    for name, text in {"ray": take, "python3": 'echo "$PWD" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "RAY_ADDRESS": "head:8265"}
+    # As KubeRay has it in the pod that submits, which a shell reads.
+    line = f"if true ; then ray job submit --address http://head:8265 --no-wait -- {command} ; fi"
+    said = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=30, check=True)
+    assert (said.stdout, said.stderr) == ("", "")
+    # As Ray's job server has it on the head node, from the words that were submitted.
+    job = shlex.join(submitted.read_text().splitlines())
+    env["RAY_ADDRESS"] = "10.0.0.1:6379"
+    said = subprocess.run(job, shell=True, env=env, cwd="/", capture_output=True, text=True, timeout=30, check=True)
+    recipe = "recipes/qwen3_moe/qwen3_30b_a3b_gspo_disaggregated.yaml"
+    arguments = f"{recipe} run.dir=/shared/runs --resume-or-start --ray-address 10.0.0.1:6379"
+    assert said.stdout == f"{ROOT} -m slimrl.cli train {arguments}\n"
+    without = {"PATH": env["PATH"]}
+    refused = subprocess.run(job, shell=True, env=without, capture_output=True, text=True, timeout=30, check=False)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "RAY_ADDRESS: not set" in refused.stderr
+
+
 def local_run(folder: Path, *arguments: str, nvidia_smi: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """launch/local.sh with a Python that prints what it is started with."""
     for name, text in {"python": 'echo "$@"', "nvidia-smi": nvidia_smi}.items():
@@ -122,7 +148,9 @@ def local_run(folder: Path, *arguments: str, nvidia_smi: str, **environment: str
         (folder / name).chmod(0o755)
     env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLIMRL_PYTHON": str(folder / "python"), **environment}
     script = ROOT / "launch" / "local.sh"
-    return subprocess.run([script, *arguments], env=env, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        [script, *arguments], env=env, cwd=folder, capture_output=True, text=True, timeout=30, check=False
+    )
 
 
 def test_a_local_run_has_the_gpus_that_nvidia_smi_lists_and_checks_no_ports(tmp_path: Path):
@@ -142,3 +170,22 @@ def test_a_local_run_without_an_answer_of_nvidia_smi_ends_with_what_it_says(tmp_
     assert broken.stderr.startswith("nvidia-smi fails: cannot talk to the driver")
     without = local_run(tmp_path, "r.yaml", nvidia_smi="exit 9", SLIMRL_GPUS="0")
     assert " --gpus 0 " in without.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]], ids=" ".join)
+def test_a_local_run_without_a_recipe_says_how_it_is_used(tmp_path: Path, arguments: list[str]):
+    said = local_run(tmp_path, *arguments, nvidia_smi="exit 9")
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "launch/local.sh [--sft] RECIPE [KEY=VALUE]..." in said.stdout
+    assert {"SLIMRL_PYTHON:", "SLIMRL_GPUS:", "SLIMRL_MIN_FREE_GIB:"} <= set(said.stdout.split())
+    assert "set -euo" not in said.stdout
+
+
+def test_a_local_run_stays_in_the_working_directory_and_says_where_python_is_missing(tmp_path: Path):
+    here = local_run(tmp_path, "mine.yaml", nvidia_smi="exit 9", SLIMRL_GPUS="0", SLIMRL_PYTHON=str(tmp_path / "where"))
+    assert here.returncode == 2
+    assert here.stderr.startswith(f"{tmp_path / 'where'}: no such program. `make setup` in {ROOT} makes it")
+    (tmp_path / "where").write_text("#!/bin/bash\npwd\n")
+    (tmp_path / "where").chmod(0o755)
+    here = local_run(tmp_path, "mine.yaml", nvidia_smi="exit 9", SLIMRL_GPUS="0", SLIMRL_PYTHON=str(tmp_path / "where"))
+    assert here.stdout.splitlines() == [str(tmp_path)] * 2
