@@ -86,7 +86,9 @@ class FakeJob:
 
     def adopt(self) -> None:
         """Know the processes of a job that its submission has left behind."""
-        self._family.add(psutil.Process(int((self.state / "controller.pid").read_text())))
+        file = self.state / "controller.pid"
+        self.wait_until(lambda: file.exists() and bool(file.read_text()), 30)
+        self._family.add(psutil.Process(int(file.read_text())))
 
     def cancel(self) -> None:
         """As its user does."""

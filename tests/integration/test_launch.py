@@ -189,8 +189,8 @@ def test_a_job_that_gets_sigterm_and_saves_nothing_within_the_grace_is_queued_ag
 def test_a_submitted_recipe_runs_as_given_and_a_cancelled_job_is_not_queued_again(tmp_path: Path):
     workspace = make_workspace(tmp_path / "my work")
     tools = "agent.tools=[slimrl.agent.calculator:calculator]"
-    settings = workspace.overrides("run.name=it is cancelled", tools)
-    state, folder = tmp_path / "job", workspace.run_folder("it is cancelled")
+    settings = workspace.overrides("run.name=cancelled", tools)
+    state, folder = tmp_path / "job", workspace.run_folder("cancelled")
     asked = [*("--nodes", "1", "--cores-per-node", "2", "--log-dir", str(state / "logs")), *NO_GPU]
     submission = [sys.executable, "-m", "slimrl.cli", "launch", "slurm", str(RECIPES / "gspo_calculator.yaml")]
     job = FakeJob(state, [*submission, *settings, *asked])
