@@ -41,7 +41,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             "rollout.max_trajectory_tokens",
             "resync.bucket_bytes",
             "resync.sampled_versions",
-            "resync.sampled_tensors",
+            "resync.sampled_bytes",
             "resync.keep",
             "resync.full_every",
             "sft.batch_conversations",

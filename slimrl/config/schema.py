@@ -293,9 +293,9 @@ class ResyncConfig:
     verify: VerifyMode = VerifyMode.sampled
     """Compare fingerprints of the engines' loaded tensors with the trainer's after each resync."""
     sampled_versions: int = 50
-    """Resyncs in which `sampled` compares every tensor at least once; the sample moves on each time."""
-    sampled_tensors: int = 32
-    """Fewest tensors that `sampled` compares per resync, for models of so few that it costs nothing."""
+    """Resyncs in which `sampled` compares every tensor once: each time another share of them."""
+    sampled_bytes: int = 16 * 1024**2
+    """Least share of the model that is worth a sample; one of less than twice this is compared whole each time."""
     timeout_s: float = 300.0
     """Deadline of one resync."""
     pause: PauseMode = PauseMode.retract

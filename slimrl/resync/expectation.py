@@ -10,7 +10,6 @@ Hashes of all ranks are added once, at the end of the version.
 """
 
 from collections.abc import Sequence
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from slimrl.config.schema import ResyncConfig, VerifyMode
 from slimrl.data.protocols import Region, SourceTensor, TensorPart, TensorSpec, WeightSource, num_rows
 from slimrl.models.fingerprint import add_hashes, as_hex, partial_hash
+from slimrl.models.safetensors_file import spec_bytes
 from slimrl.resync.buckets import Transform
 from slimrl.resync.ranks import Ranks
 
@@ -35,7 +35,7 @@ class Expectation:
         self._transform = transform
         sent = {tensor.spec.name: self._sent_names(tensor.spec) for tensor in tensors}
         every_name = [name for names in sent.values() for name in names]
-        due = verified_names(every_name, config, version)
+        due = verified_names(every_name, sum(spec_bytes(tensor.spec) for tensor in tensors), config, version)
         self._tensors = [tensor for tensor in tensors if not due.isdisjoint(sent[tensor.spec.name])]
         self._changed = {tensor.spec.name for tensor in self._tensors if transform and transform.changes(tensor.spec)}
         self.names = [name for name in every_name if name in due]
@@ -90,19 +90,21 @@ class Expectation:
         return [tensor.spec.name for tensor in self._tensors if tensor.spec.name in self._changed]
 
 
-def verified_names(names: Sequence[str], config: ResyncConfig, version: int) -> frozenset[str]:
-    """Tensors to compare at a version: with `sampled` the next of a ring, as many as `sampled_versions` call for.
+def verified_names(names: Sequence[str], nbytes: int, config: ResyncConfig, version: int) -> frozenset[str]:
+    """Tensors to compare at a version: with `sampled` every nth, beginning with another one at each version.
 
-    Each tensor is compared at least once in any `sampled_versions` consecutive versions, or in fewer where these take
-    less than `sampled_tensors` each.
+    n is `sampled_versions`, or less where shares of the model would be below `sampled_bytes`. So each tensor is
+    compared once in any n consecutive versions, and every rank has its part of the hashing, whatever it holds.
+
+    Args:
+        nbytes: of all the tensors.
     """
     if config.verify is VerifyMode.off:
         return frozenset()
-    size = min(max(config.sampled_tensors, ceil(len(names) / config.sampled_versions)), len(names))
-    if config.verify is VerifyMode.full or size == len(names):
+    if config.verify is VerifyMode.full:
         return frozenset(names)
-    start = version * size
-    return frozenset(names[(start + i) % len(names)] for i in range(size))
+    shares = max(1, min(config.sampled_versions, nbytes // config.sampled_bytes))
+    return frozenset(names[version % shares :: shares])
 
 
 def _gathered(name: str) -> str:

@@ -134,7 +134,7 @@ def test_a_version_that_starts_again_expects_what_it_would_have_at_once():
 def test_samples_of_consecutive_versions_cover_every_sent_tensor():
     source = Source(random_weights())
     transform = Quantize(FP8, {"a.weight", "large.weight"})
-    config = ResyncConfig(verify=VerifyMode.sampled, sampled_tensors=2)
+    config = ResyncConfig(verify=VerifyMode.sampled, sampled_versions=3, sampled_bytes=1)
     seen: list[str] = []
     for version in range(7, 10):
         expectation = Expectation(source.layout(), transform, config, version)
