@@ -42,9 +42,9 @@ class FileBuffer:
             # Reserves the memory now; without it a full /dev/shm is a SIGBUS in the middle of a write.
             os.posix_fallocate(descriptor, 0, nbytes)
             mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except OSError:
+        except OSError as error:
             self.close()
-            raise
+            raise OSError(error.errno, error.strerror, str(SHARED_MEMORY_DIR)) from error
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def segment(self) -> str:

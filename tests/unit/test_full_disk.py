@@ -165,7 +165,7 @@ def test_full_shared_memory_is_an_error_that_leaves_nothing_behind(disk, monkeyp
     first = FileBuffer(3 * PAGE_BYTES, "first")
     with pytest.raises(OSError, match="No space left") as caught:
         FileBuffer(2 * PAGE_BYTES, "second")
-    assert caught.value.errno == errno.ENOSPC
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(folder))
     assert [path.name for path in folder.iterdir()] == [first.segment()]
     first.close()
     del first  # Its mapping keeps the memory.
