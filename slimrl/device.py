@@ -26,6 +26,15 @@ def collective_backend() -> str:
     return "nccl" if device_type() == "cuda" else "gloo"
 
 
+def broadcasts_in_place() -> bool:
+    """Whether weights are broadcast from where they lie to where they belong, a tensor at a time, or packed.
+
+    On a CPU a copy takes as long as the broadcast. A GPU copies a hundred times faster than its network sends, and
+    large messages suit that better.
+    """
+    return device_type() == "cpu"
+
+
 def computes_block_fp8() -> bool:
     """Whether engines here compute with weights in block FP8 as they are; elsewhere they get them dequantised.
 

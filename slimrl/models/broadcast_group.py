@@ -5,6 +5,10 @@ engine alone.
 """
 
 import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimrl.data.protocols import GroupSpec
+
+STREAMS = {"gloo": 2, "nccl": 1}
+"""Process groups side by side, by backend. One of gloo has one connection and one thread, which waits between tensors
+for the other end."""
 
 
 class GroupError(Exception):
@@ -38,34 +46,61 @@ class BroadcastGroup:
                     spec.address, spec.port, spec.world_size, is_master=False, timeout=self._timeout,
                     wait_for_workers=False,
                 )  # fmt: skip
-            keys = dist.PrefixStore(spec.name, store)
-            self._group: Any = _make(keys, rank, spec, self._timeout)
+            self._groups: list[Any] = [
+                _make(dist.PrefixStore(f"{spec.name}/{stream}", store), rank, spec, self._timeout)
+                for stream in range(STREAMS[spec.backend])
+            ]
         except (RuntimeError, dist.DistError) as error:
             raise GroupError(f"joining group {spec.name}: {_first_line(error)}") from error
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Send as rank 0, receive as another; returns when `tensor` may be written, or read, again.
+    def broadcast(self, *tensors: Tensor) -> None:
+        """Send as rank 0, receive as another; returns when the tensors may be written, or read, again.
+
+        Every member gives as many tensors of the same sizes, contiguous, which travel in turn over the streams.
 
         Raises:
-            GroupError
+            GroupError: not all went through within the deadline. Nothing reads or writes the tensors any more.
         """
-        if self._group is None:
+        groups = list(self._groups)
+        if not groups:
             raise GroupError("broadcast: the group was left")
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        under_way: deque[Any] = deque()
         try:
-            self._group.broadcast([tensor], options).wait(self._timeout)
+            for number, tensor in enumerate(tensors):
+                if len(under_way) == len(groups):
+                    self._finish_first(under_way)
+                options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+                under_way.append(groups[number % len(groups)].broadcast([tensor], options))
+            while under_way:
+                self._finish_first(under_way)
         except (RuntimeError, dist.DistError) as error:
+            self._wait_for_ends(under_way)
             raise GroupError(f"broadcast: {_first_line(error)}") from error
-        if tensor.is_cuda:
+        finally:
+            # An error keeps this frame alive, and what is in it would keep the connections open after `drop`.
+            groups.clear()
+            under_way.clear()
+        if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
 
     def drop(self) -> None:
         """Leave, without waiting for what may be under way."""
         # The destructor waits until a broadcast that broke off is out of time; a thread of its own can afford that.
-        last_reference = [self._group]
-        self._group = None
-        threading.Thread(target=last_reference.clear, name="drop-group", daemon=True).start()
+        last_references, self._groups = self._groups, []
+        threading.Thread(target=last_references.clear, name="drop-group", daemon=True).start()
+
+    def _finish_first(self, under_way: deque[Any]) -> None:
+        under_way[0].wait(self._timeout)
+        under_way.popleft()
+
+    def _wait_for_ends(self, under_way: Iterable[Any]) -> None:
+        for work in under_way:
+            # That it fails, as the first did, says nothing new.
+            with suppress(RuntimeError, dist.DistError):
+                work.wait(self._timeout)
 
 
 def serve_store(address: str, world_size: int, timeout_s: float) -> Any:

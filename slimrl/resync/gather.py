@@ -1,7 +1,8 @@
 """One bucket out of the trainer's ranks into the shared memory of each node that needs it.
 
 1. Each rank writes the pieces that it owns for its node straight to their final place: one copy from the live weight,
-   converted to the tensor's dtype on the way.
+   converted to the tensor's dtype on the way. Where the transport sends in place, a sender leaves its large tensors
+   where they lie.
 2. Leaders pass on what nodes of senders lack (exchange.py); nothing, where all ranks are on one node.
 
 Several stages take turns, so that one is filled while another is sent.
@@ -14,7 +15,7 @@ from slimrl.data.protocols import WeightSource
 from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.models.shared_segment import open_shared
 from slimrl.resync.exchange import Exchange, Message, messages, part_view
-from slimrl.resync.plan import ResyncPlan
+from slimrl.resync.plan import Block, ResyncPlan
 from slimrl.resync.ranks import Ranks
 from slimrl.resync.shared_buffer import shared_buffer
 
@@ -24,6 +25,7 @@ class Gatherer:
 
     Args:
         num_stages: buckets that a node holds at a time.
+        in_place_bytes: a sender leaves whole tensors of as many bytes where they lie; None for none.
         run_id: part of the shared memory's name.
         timeout_s: deadline of an exchange between leaders.
 
@@ -38,12 +40,14 @@ class Gatherer:
         ranks: Ranks,
         *,
         num_stages: int,
+        in_place_bytes: int | None,
         run_id: str,
         timeout_s: float,
     ) -> None:
         self._source, self._ranks = source, ranks
         node = ranks.nodes[ranks.rank]
         leader = plan.leaders[node]
+        self._in_place_bytes = in_place_bytes if plan.sender(ranks.rank) else None
         self._writes = [plan.writes(bucket, ranks.rank) for bucket in plan.buckets]
         nbytes = max((bucket.gathered.nbytes for bucket in plan.buckets), default=0)
         self.buffers = allocate(ranks, num_stages if leader == ranks.rank else 0, nbytes, run_id)
@@ -58,18 +62,25 @@ class Gatherer:
             self._exchange = Exchange(plan.leaders, ranks.rank, timeout_s)
             self._messages = [messages(plan.transfers(bucket)) for bucket in plan.buckets]
 
-    def gather(self, number: int, stage: int) -> None:
+    def gather(self, number: int, stage: int) -> dict[int, Tensor]:
         """Write this rank's share of bucket `number` into a stage, and pass on what other nodes lack.
 
         The bucket is whole when all ranks have returned.
+
+        Returns:
+            Bytes of the tensors that are left where they lie, by offset in the bucket.
 
         Raises:
             RankError: another rank died or is late.
         """
         flat = self._stages[stage]
+        live: dict[int, Tensor] = {}
         for block in self._writes[number]:
             rows, *columns = block.source or (slice(0, 1),)
             groups = self._source.groups(block.part.spec.name)
+            if self._stays(block, groups):
+                live[block.part.offset] = groups.view(-1).view(torch.uint8)
+                continue
             target = part_view(flat, block.part)[block.target]
             copy_rows(target if target.ndim else target[None], groups[:, :, *columns], rows.start)
         if flat.is_cuda:
@@ -80,6 +91,7 @@ class Gatherer:
             self._ranks.meet_on_node()
             if self.buffers:
                 self._exchange.run(flat, self._messages[number])
+        return live
 
     def close(self) -> None:
         for buffer in self.buffers:
@@ -88,6 +100,19 @@ class Gatherer:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+
+    def _stays(self, block: Block, groups: Tensor) -> bool:
+        """Whether the live weight is a large tensor of the bucket, byte for byte."""
+        part = block.part
+        return (
+            self._in_place_bytes is not None
+            and part.is_whole
+            and part.nbytes >= self._in_place_bytes
+            and part.shape == tuple(edge.stop - edge.start for edge in block.target)
+            and groups.is_contiguous()
+            and groups.dtype == getattr(torch, part.spec.dtype)
+            and groups.nbytes == part.nbytes
+        )
 
 
 def allocate(ranks: Ranks, count: int, nbytes: int, run_id: str) -> list[SharedBuffer]:

@@ -6,7 +6,7 @@ is sent, and that bucket k - 1 has arrived, whereupon its slot is filled with bu
 bucket k is on its way before bucket k - 1 has arrived, so that the engines need not wait for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from slimrl.resync.shared_buffer import clean_stale_segments
 Progress = Callable[[int, int], None]
 """Called with (buckets sent, buckets in all)."""
 
-Send = Callable[[BucketSpec, SharedBuffer], None]
+Send = Callable[[BucketSpec, SharedBuffer, Mapping[int, Tensor]], None]
 
 Record = Callable[[TensorPart, Tensor, list[Tensor]], None]
 """Called with a part of a tensor, its values, and what the transform made of them."""
@@ -39,6 +39,9 @@ NUM_SLOTS = 2
 class Pipeline:
     """This rank's part, with the memory for it. Made by all ranks together.
 
+    Args:
+        in_place_bytes: of tensors that the transport takes from where they lie; see Transport.
+
     Raises:
         OSError: on all ranks; no shared memory is left, that of killed runs included, which is freed first.
     """
@@ -50,6 +53,7 @@ class Pipeline:
         ranks: Ranks,
         transform: Transform | None,
         *,
+        in_place_bytes: int | None,
         run_id: str,
         timeout_s: float,
     ) -> None:
@@ -57,7 +61,10 @@ class Pipeline:
         self._plan, self._ranks, self._transform = plan, ranks, transform
         self._timeout_s = timeout_s
         num_stages = 1 if transform else NUM_SLOTS
-        self._gatherer = Gatherer(plan, source, ranks, num_stages=num_stages, run_id=run_id, timeout_s=timeout_s)
+        self._gatherer = Gatherer(
+            plan, source, ranks, num_stages=num_stages, in_place_bytes=None if transform else in_place_bytes,
+            run_id=run_id, timeout_s=timeout_s,
+        )  # fmt: skip
         self._slots = self._gatherer.buffers if plan.sender(ranks.rank) else []
         if transform is not None:
             nbytes = max((bucket.sent.nbytes for bucket in plan.buckets), default=0)
@@ -100,11 +107,11 @@ class Pipeline:
         try:
             for number, bucket in enumerate(self._plan.buckets):
                 slot = number % NUM_SLOTS
-                problem = self._fill(number, slot, clock, record)
+                live, problem = self._fill(number, slot, clock, record)
                 with clock("agree"):
                     settle(self._place(number), problem)
                 if send is not None:
-                    call = partial(send_clock.run, partial(send, bucket.sent, self._slots[slot]))
+                    call = partial(send_clock.run, partial(send, bucket.sent, self._slots[slot], live))
                     sending.append(Sending(call, after=None if overlapping else next(iter(sending), None)))
                 if number:
                     self._arrive(number - 1, sending, settle, clock, on_progress)
@@ -122,14 +129,20 @@ class Pipeline:
         self._slots = []
         self._gatherer.close()
 
-    def _fill(self, number: int, slot: int, clock: Clock, record: Record | None) -> ValueError | None:
-        """Bring this rank's share of a bucket into a slot; what the transform raised, so that the others hear of it."""
+    def _fill(
+        self, number: int, slot: int, clock: Clock, record: Record | None
+    ) -> tuple[dict[int, Tensor], ValueError | None]:
+        """Bring this rank's share of a bucket into a slot.
+
+        Returns:
+            What is left where it lies, and what the transform raised, so that the others hear of it.
+        """
         with clock("gather"):
-            self._gatherer.gather(number, 0 if self._transform else slot)
+            live = self._gatherer.gather(number, 0 if self._transform else slot)
         if self._transform is None:
-            return None
+            return live, None
         self._ranks.meet_on_node()
-        return self._fill_slot(self._plan.buckets[number], slot, clock, record)
+        return live, self._fill_slot(self._plan.buckets[number], slot, clock, record)
 
     def _arrive(
         self, number: int, sending: list[Sending], settle: Settle, clock: Clock, on_progress: Progress | None

@@ -145,8 +145,9 @@ class ResyncSession:
         """Steps 1 to 3, again and again without engines that fail."""
         if self._pipeline is None:
             self._pipeline = Pipeline(
-                self._plan, self._source, self._ranks, self._transform, run_id=self._run_id, timeout_s=self._deadline_s
-            )
+                self._plan, self._source, self._ranks, self._transform, run_id=self._run_id,
+                in_place_bytes=self._transport.in_place_bytes, timeout_s=self._deadline_s,
+            )  # fmt: skip
         settled = partial(settle, self._ranks, fleet, version)
 
         def together(place: str, action: Callable[[], None]) -> None:

@@ -80,9 +80,11 @@ def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[boo
     problem = ""
     try:
         if _OPEN in value:
-            receivers.open_version(GroupSpec(**value[_OPEN]), value["first_rank"])
+            receivers.open_version(GroupSpec(**value[_OPEN]), value["first_rank"], _places(model, ranks))
         elif _RECEIVED in value:
-            load_bucket(model, receivers.bucket(value[_RECEIVED], value["number"]), value["parts"])
+            buffer = receivers.bucket(value[_RECEIVED], value["number"])
+            placed = receivers.placed(value["number"])
+            load_bucket(model, buffer, [part for part in value["parts"] if part[0] not in placed])
         else:
             load_bucket(model, _mapped(model, value[_KEY]), value["parts"])
     except (OSError, ValueError, RuntimeError, KeyError, AssertionError, GroupError) as error:
@@ -100,10 +102,15 @@ def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[boo
 
 def around_destroy_group(original: Callable[..., tuple[bool, str]], updater: Any, group_name: str) -> tuple[bool, str]:
     """Hook of WeightUpdater.destroy_weights_update_group: leaves the group of a trainer's broadcasts."""
+    from slimrl.models.broadcast_group import GroupError
+
     receivers: EngineReceivers | None = vars(updater.get_model()).pop(_RECEIVERS, None)
     if receivers is None:
         return original(updater, group_name)
-    receivers.close()
+    try:
+        receivers.close()
+    except GroupError as error:
+        return False, str(error)
     return True, "Success"
 
 
@@ -123,6 +130,17 @@ def around_end_update(original: Callable[..., None], updater: Any, *, run_post_l
     original(updater, run_post_load=run_post_load or model.pop(_SPLIT, False))
     used = model.pop(_USED, set())
     model[_MAPPED] = {segment: mapping for segment, mapping in model.get(_MAPPED, {}).items() if segment in used}
+
+
+def _places(model: Any, ranks: "EngineRanks") -> "dict[str, Tensor]":
+    """Where this rank can receive tensors without a buffer, by name; nowhere if other ranks read its buffer."""
+    from slimrl import device
+
+    if not device.broadcasts_in_place() or ranks.per_node > 1:
+        return {}
+    from slimrl.rollout.expert_places import expert_places
+
+    return expert_places(model)
 
 
 def load_bucket(model: Any, buffer: "Tensor", parts: list[list[Any]]) -> None:

@@ -2,9 +2,10 @@
 
 1. The trainer opens a version with a message to all ranks of the engine. The first rank of the engine on each node is a
    receiver: its thread joins the broadcast group, unless it is in it already, and waits for buckets.
-2. Each bucket is a broadcast of its length, then one of its bytes, into one of two buffers in turn; the length 0 ends
-   the version. The buffers have the size of the largest bucket, are kept as long as the group, and are memory that the
-   node's other processes can map.
+2. Each bucket is a broadcast of two lengths, its own and that of a table, then of the table, then of each piece in it.
+   Pieces go into one of two buffers in turn, at their place in the bucket; but where the engine has one rank per node,
+   an expert that it holds whole goes straight into its parameter. The length 0 ends the version. The buffers have the
+   size of the largest bucket, are kept as long as the group, and are memory that the node's other processes can map.
 3. When a bucket is out, the trainer tells all ranks to load it: out of the receiver's buffer, each what it holds. It
    sends the bucket after the next one only when they have, so no buffer is overwritten before.
 
@@ -12,6 +13,7 @@ Only the thread waits for the network. The engine's own thread answers in time, 
 """
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from slimrl import device
 from slimrl.data.protocols import GroupSpec
 from slimrl.models.broadcast_group import BroadcastGroup, GroupError
+from slimrl.models.broadcast_pieces import Piece, decode_pieces
 from slimrl.models.shared_buffer import CudaBuffer, FileBuffer, SharedBuffer
 from slimrl.models.shared_segment import open_shared
 
@@ -36,13 +39,19 @@ class BucketReceiver:
         self._spec, self._rank = spec, rank
         self._group: BroadcastGroup | None = None
         self._buffers: dict[int, tuple[SharedBuffer, str]] = {}
+        self._places: Mapping[str, Tensor] = {}
+        self._placed: list[frozenset[str]] = [frozenset()] * NUM_BUFFERS
+        self._placing = self._closed = False
         self._changed = threading.Condition()
         self._received = 0
         self._error: str | None = None
         self._thread: threading.Thread | None = None
 
-    def open_version(self) -> None:
+    def open_version(self, places: Mapping[str, Tensor]) -> None:
         """Start to receive.
+
+        Args:
+            places: where tensors of these names are wanted, if they come whole and fit.
 
         Raises:
             GroupError: the version before has not ended, or has ended badly.
@@ -51,7 +60,7 @@ class BucketReceiver:
             self._thread.join(WAIT_SHARE * self._spec.timeout_s)
             if self._thread.is_alive() or self._error is not None:
                 raise GroupError(self._error or "the version before has not ended")
-        self._received = 0
+        self._received, self._places = 0, places
         self._thread = threading.Thread(
             target=self._run, args=(device.compute_device(),), name="receive-buckets", daemon=True
         )
@@ -71,17 +80,29 @@ class BucketReceiver:
         buffer, segment = self._buffers[number % NUM_BUFFERS]
         return buffer.tensor, segment
 
+    def placed(self, number: int) -> frozenset[str]:
+        """Tensors of bucket `number`, which has come, that lie in their places and not in its memory."""
+        return self._placed[number % NUM_BUFFERS]
+
     def drop_name(self, number: int) -> None:
         """Processes that are to map the buffer of a bucket have done so; now it ends with the last of them."""
         if number % NUM_BUFFERS in self._buffers:
             self._buffers[number % NUM_BUFFERS][0].close()
 
     def close(self) -> None:
-        """Leave the group; the thread ends when its broadcast does."""
+        """Leave the group; the thread ends when its broadcast does.
+
+        Raises:
+            GroupError: it still may write to the engine's parameters.
+        """
         for number in range(NUM_BUFFERS):
             self.drop_name(number)
         if self._group is not None:
             self._group.drop()
+        with self._changed:
+            self._closed = True
+            if not self._changed.wait_for(lambda: not self._placing, WAIT_SHARE * self._spec.timeout_s):
+                raise GroupError(f"group {self._spec.name} still receives")
 
     def _run(self, compute_device: torch.device) -> None:
         if compute_device.type == "cuda":
@@ -89,22 +110,48 @@ class BucketReceiver:
         try:
             if self._group is None:
                 self._group = BroadcastGroup(self._spec, self._rank)
-            self._receive(self._group, torch.zeros(1, dtype=torch.int64, device=compute_device))
+            self._receive(self._group, torch.zeros(2, dtype=torch.int64, device=compute_device))
         except (GroupError, OSError) as error:
             with self._changed:
                 self._error = str(error)
                 self._changed.notify_all()
 
-    def _receive(self, group: BroadcastGroup, length: Tensor) -> None:
+    def _receive(self, group: BroadcastGroup, lengths: Tensor) -> None:
         while True:
-            group.broadcast(length)
-            nbytes = int(length)
+            group.broadcast(lengths)
+            nbytes, table_nbytes = lengths.tolist()
             if nbytes == 0:
                 return
-            group.broadcast(self._buffer(self._received % NUM_BUFFERS)[:nbytes])
+            table = lengths.new_empty(table_nbytes, dtype=torch.uint8)
+            group.broadcast(table)
+            slot = self._received % NUM_BUFFERS
+            flat, pieces = self._buffer(slot), decode_pieces(table.tolist())
+            placed = {piece.name: place for piece in pieces if (place := self._place(piece)) is not None}
+            self._set_placing(bool(placed))
+            try:
+                group.broadcast(
+                    *(placed.get(piece.name, flat[piece.offset : piece.offset + piece.nbytes]) for piece in pieces)
+                )
+            finally:
+                self._set_placing(False)
             with self._changed:
+                self._placed[slot] = frozenset(placed)
                 self._received += 1
                 self._changed.notify_all()
+
+    def _place(self, piece: Piece) -> Tensor | None:
+        """Bytes of a parameter that take the piece as it is; None where it goes through a buffer."""
+        place = self._places.get(piece.name)
+        if place is None or (tuple(place.shape), place.dtype) != (piece.shape, getattr(torch, piece.dtype)):
+            return None
+        return place.view(-1).view(torch.uint8)
+
+    def _set_placing(self, placing: bool) -> None:
+        with self._changed:
+            if placing and self._closed:
+                raise GroupError("the group was left")
+            self._placing = placing
+            self._changed.notify_all()
 
     def _buffer(self, index: int) -> Tensor:
         """uint8 [bucket_bytes of the group]"""
@@ -128,14 +175,15 @@ class EngineReceivers:
         """Of the group that this engine is in."""
         self._mapped: dict[str, Tensor] = {}
 
-    def open_version(self, spec: GroupSpec, first_rank: int) -> None:
+    def open_version(self, spec: GroupSpec, first_rank: int, places: Mapping[str, Tensor] | None = None) -> None:
         """Take part in a version that comes through this group; a rank of each node joins it.
 
         Args:
             first_rank: of this engine's receivers within the group.
+            places: where this rank wants tensors of these names, if it is a receiver.
 
         Raises:
-            GroupError: see BucketReceiver.open_version.
+            GroupError: see BucketReceiver.open_version and close.
         """
         if self.group_name != spec.name:
             self.close()
@@ -144,7 +192,7 @@ class EngineReceivers:
             if index == 0:
                 self._receiver = BucketReceiver(spec, first_rank + node)
         if self._receiver is not None:
-            self._receiver.open_version()
+            self._receiver.open_version(places or {})
 
     def bucket(self, group_name: str, number: int) -> Tensor:
         """The memory that holds bucket `number`; every rank of the engine asks for it at the same time.
@@ -170,6 +218,10 @@ class EngineReceivers:
         if segment not in self._mapped:
             self._mapped[segment] = open_shared(segment)
         return self._mapped[segment]
+
+    def placed(self, number: int) -> frozenset[str]:
+        """Tensors of bucket `number` that this rank need not load, since they lie in their places."""
+        return frozenset() if self._receiver is None else self._receiver.placed(number)
 
     def all_loaded(self, number: int) -> None:
         """Every rank of the engine has loaded this bucket, or failed to."""

@@ -36,16 +36,18 @@ class KillingTransport(CollectiveTransport):
         super().__init__(*args, **kwargs)
         self.pid_to_kill = None
         self.group_names = []
+        # Experts of the toy are among these.
+        self.in_place_bytes = 4000
 
     def begin(self, version):
         super().begin(version)
         self.group_names.append(self._spec.name)
 
-    def send(self, bucket, buffer):
+    def send(self, bucket, buffer, live):
         if self._sent == 2 and self.pid_to_kill is not None:
             threading.Thread(target=os.kill, args=(self.pid_to_kill, signal.SIGKILL)).start()
             self.pid_to_kill = None
-        super().send(bucket, buffer)
+        super().send(bucket, buffer, live)
 
 
 def broadcast_versions(rank, world_size, port, paths, engines):

@@ -43,11 +43,11 @@ TIMEOUT_S = 60.0
 class SpoilingTransport(IpcTransport):
     """Flips one bit of one expert after the bucket was packed."""
 
-    def send(self, bucket, buffer):
+    def send(self, bucket, buffer, live):
         for part in bucket.parts:
             if part.spec.name == SPOILED:
                 buffer.tensor[part.offset + 4 * 77] ^= 1
-        super().send(bucket, buffer)
+        super().send(bucket, buffer, live)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from slimrl.config.schema import (
     VerifyMode,
 )
 from slimrl.resync.session import ResyncSession
+from slimrl.resync.transports import collective
 from slimrl.rollout.control import SglangControl
 from slimrl.rollout.server import EngineServer
 
@@ -42,6 +43,8 @@ def send_all(rank, world_size, port, checkpoints, expected, engines, folder):
         SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks)
         for index, (url, num_ranks) in enumerate(engines)
     ]
+    # Of this process alone; experts of the toy are among tensors of this size.
+    collective.IN_PLACE_BYTES = 10_000
     wrong, version = [], 0
     for name, parallel in MOE_LAYOUTS_OF_4.items():
         sender.use_layout(parallel)

@@ -4,6 +4,7 @@ import base64
 import os
 import pickle
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import torch
 from slimrl import device
 from slimrl.data.protocols import BucketSpec, GroupSpec, TensorPart, TensorSpec
 from slimrl.models.broadcast_group import BroadcastGroup, GroupError, serve_store
+from slimrl.models.broadcast_pieces import cut_pieces, encode_pieces
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.rollout.bucket_loader import open_payload, received_payload, update
+from slimrl.rollout.bucket_receiver import EngineReceivers
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the receivers here take host memory")
 
 RANKS, PER_NODE = 4, 2
-BUCKET_BYTES = 64
+BUCKET_BYTES = 160
 
 
 class Model:
@@ -45,6 +48,15 @@ class ThreadRank:
         answers = list(self._values)
         self._barrier.wait(20)
         return answers
+
+
+class OnlyRank:
+    """Implements EngineRanks for an engine of one rank."""
+
+    rank, per_node = 0, 1
+
+    def exchange(self, value):
+        return [value]
 
 
 class Engine:
@@ -77,8 +89,21 @@ def group_of(num_receivers, timeout_s=10.0, name="slimrl-test"):
 
 
 def send(group, values):
-    group.broadcast(torch.tensor([values.nbytes]))
-    group.broadcast(values.view(torch.uint8))
+    send_bucket(group, bucket_of(values), values.view(torch.uint8))
+
+
+def send_bucket(group, bucket, flat):
+    """As the trainer does; tensors of 8 bytes are large."""
+    pieces = announce(group, bucket)
+    group.broadcast(*flat.split([piece.nbytes for piece in pieces]))
+
+
+def announce(group, bucket):
+    pieces = cut_pieces(bucket, 8)
+    table = torch.frombuffer(encode_pieces(pieces), dtype=torch.uint8)
+    group.broadcast(torch.tensor([bucket.nbytes, len(table)]))
+    group.broadcast(table)
+    return pieces
 
 
 def own_segments():
@@ -100,7 +125,7 @@ def test_one_rank_of_each_node_receives_and_all_load():
             assert told == [(True, "Success")] * RANKS
             assert all(torch.equal(model.loaded["w"], values) for model in engine.models)
             assert own_segments() == set()
-        group.broadcast(torch.zeros(1, dtype=torch.int64))
+        group.broadcast(torch.zeros(2, dtype=torch.int64))
     group.drop()
 
 
@@ -116,7 +141,7 @@ def test_an_engine_maps_two_buffers_per_node_and_rank_however_many_buckets_of_wh
             values = torch.randn(2 * (number + 1))
             send(group, values)
             assert engine.tell(received_payload(spec.name, number, bucket_of(values)))[0] == (True, "Success")
-        group.broadcast(torch.zeros(1, dtype=torch.int64))
+        group.broadcast(torch.zeros(2, dtype=torch.int64))
     # The ranks are threads of one process here, so the receiver's own mappings are counted with its neighbour's.
     assert len(mappings() - before) == 2 * RANKS
     group.drop()
@@ -140,6 +165,111 @@ def test_a_bucket_that_came_while_another_was_loaded_is_found_by_all_ranks():
         told = engine.tell(received_payload(spec.name, number, bucket_of(values)))
         assert told == [(True, "Success")] * RANKS
         assert all(torch.equal(model.loaded["w"], values) for model in engine.models)
+    group.drop()
+
+
+def test_large_tensors_go_straight_to_where_they_are_wanted_if_they_fit():
+    wanted = {
+        "fits": torch.zeros(3, 2),
+        "other shape": torch.zeros(2, 3),
+        "other dtype": torch.zeros(3, 2, dtype=torch.int32),
+        "in rows": torch.zeros(3, 2),
+        "small": torch.zeros(1),
+    }
+    specs = [TensorSpec(name=name, shape=(3, 2), dtype="float32") for name in ("unknown", *wanted)]
+    specs[-1] = TensorSpec(name="small", shape=(1,), dtype="float32")
+    parts, offset = [], 0
+    for spec in specs:
+        stop = 2 if spec.name == "in rows" else spec.shape[0]
+        nbytes = 4 * stop * (1 if spec.name == "small" else 2)
+        parts.append(TensorPart(spec=spec, start=0, stop=stop, offset=offset, nbytes=nbytes))
+        offset += nbytes
+    bucket, flat = BucketSpec(parts=tuple(parts), nbytes=offset), torch.randn(offset // 4).view(torch.uint8)
+    receivers = EngineReceivers(OnlyRank())
+    spec, store = group_of(1)
+    receivers.open_version(spec, 1, wanted)
+    group = BroadcastGroup(spec, 0, store)
+    send_bucket(group, bucket, flat)
+    buffer = receivers.bucket(spec.name, 0)
+    assert receivers.placed(0) == {"fits"}
+    for part in parts:
+        came, sent = (each[part.offset : part.offset + part.nbytes] for each in (buffer, flat))
+        if part.spec.name == "fits":
+            came = wanted["fits"].view(-1).view(torch.uint8)
+        assert torch.equal(came, sent), part
+    assert all(not wanted[name].any() for name in wanted if name != "fits")
+    group.drop()
+    receivers.close()
+
+
+def test_an_engine_does_not_leave_a_group_that_may_still_write_to_its_parameters():
+    values, wanted = torch.randn(4), torch.zeros(4)
+    receivers = EngineReceivers(OnlyRank())
+    spec, store = group_of(1, timeout_s=1.0)
+    receivers.open_version(spec, 1, {"w": wanted})
+    group = BroadcastGroup(spec, 0, store)
+    announce(group, bucket_of(values))
+    # The receiver's thread now waits for the values; a moment passes until it does.
+    time.sleep(0.2)
+    with pytest.raises(GroupError, match="still receives"):
+        receivers.close()
+    # That wait has outlasted half of the broadcast's deadline, which ends the broadcast.
+    time.sleep(0.5)
+    receivers.close()
+    group.drop()
+
+
+def test_a_receiver_can_leave_as_soon_as_the_trainer_drops_a_group_that_another_member_left():
+    wanted = {f"w{number}": torch.zeros(2) for number in range(3)}
+    parts = [
+        TensorPart(spec=TensorSpec(name=name, shape=(2,), dtype="float32"), start=0, stop=2, offset=8 * i, nbytes=8)
+        for i, name in enumerate(wanted)
+    ]
+    bucket = BucketSpec(parts=tuple(parts), nbytes=24)
+    receivers = EngineReceivers(OnlyRank())
+    spec, store = group_of(2)
+    receivers.open_version(spec, 1, wanted)
+
+    def join_and_leave():
+        member = BroadcastGroup(spec, 2)
+        member.broadcast(torch.zeros(2, dtype=torch.int64))
+        member.broadcast(torch.frombuffer(encode_pieces(cut_pieces(bucket, 8)), dtype=torch.uint8))
+        member.drop()
+
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(join_and_leave)
+        group = BroadcastGroup(spec, 0, store)
+        announce(group, bucket)
+        left.result(10)
+    time.sleep(0.2)
+    # The error is kept, as a resync keeps it until all ranks know of it.
+    with pytest.raises(GroupError) as kept:
+        group.broadcast(*torch.randn(6).view(torch.uint8).split(8))
+    group.drop()
+    start = time.monotonic()
+    receivers.close()
+    assert time.monotonic() - start < 3
+    assert kept.value is not None
+
+
+def test_a_group_carries_any_number_of_tensors_in_order():
+    spec, store = group_of(1)
+    tensors = [torch.full((number,), number) for number in range(1, 8)]
+    received = [torch.zeros_like(tensor) for tensor in tensors]
+
+    def receive():
+        member = BroadcastGroup(spec, 1)
+        member.broadcast(*received)
+        member.drop()
+        with pytest.raises(GroupError, match="the group was left"):
+            member.broadcast(*received)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(receive)
+        group = BroadcastGroup(spec, 0, store)
+        group.broadcast(*tensors)
+        done.result(10)
+    assert all(map(torch.equal, received, tensors))
     group.drop()
 
 

@@ -145,7 +145,7 @@ def test_a_version_that_is_not_newer_is_refused():
 
 def test_a_full_disk_names_itself_and_engines_stay_paused():
     class Full(IpcTransport):
-        def send(self, bucket, buffer):
+        def send(self, bucket, buffer, live):
             raise OSError(28, "No space left on device")
 
     engine = Engine("engine 0")

@@ -78,9 +78,9 @@ def test_a_received_bucket_is_loaded_while_the_next_is_broadcast():
             loading.clear()
 
     class Watched(CollectiveTransport):
-        def _broadcast(self, tensor):
+        def _broadcast(self, *tensors):
             overlapped.append(loading.is_set())
-            super()._broadcast(tensor)
+            super()._broadcast(*tensors)
 
     engine = Slow("engine 0")
     transport = Watched("127.0.0.1", "slimrl-overlap", 20.0, bucket_bytes=160)
@@ -90,6 +90,28 @@ def test_a_received_bucket_is_loaded_while_the_next_is_broadcast():
     assert report.buckets > 2
     assert report.mismatching == ()
     assert any(overlapped)
+
+
+def test_large_tensors_are_broadcast_from_where_they_lie_and_the_others_packed():
+    sent = []
+
+    class Watched(CollectiveTransport):
+        def _broadcast(self, *tensors):
+            sent.extend(tensor.data_ptr() for tensor in tensors)
+            super()._broadcast(*tensors)
+
+    source, engine = Source(weights()), Engine("engine 0")
+    source.weights["turned"] = torch.randn(6, 5).T
+    transport = Watched("127.0.0.1", "slimrl-in-place", 20.0, bucket_bytes=160)
+    transport.in_place_bytes = 66
+    resync = session(source, [engine], config(), transport=transport)
+    report = resync.run(1)
+    resync.close()
+    assert report.mismatching == ()
+    assert all(torch.equal(engine.loaded[name], tensor) for name, tensor in source.weights.items())
+    live = {name for name, tensor in source.weights.items() if tensor.data_ptr() in sent}
+    assert live == {name for name, t in source.weights.items() if t.nbytes >= 66 and t.is_contiguous()}
+    assert 0 < len(live) < len(source.weights) - 1
 
 
 def test_an_engine_is_told_in_order_and_served_again_last():

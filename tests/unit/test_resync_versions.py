@@ -69,7 +69,7 @@ def test_a_bfloat16_version_says_so_where_biases_of_its_routers_are_float32_and_
         nbytes = spec_bytes(spec)
         part = TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=0, nbytes=nbytes)
         buffer = SimpleNamespace(tensor=torch.zeros(nbytes, dtype=torch.uint8))
-        transport.send(BucketSpec(parts=(part,), nbytes=nbytes), buffer)
+        transport.send(BucketSpec(parts=(part,), nbytes=nbytes), buffer, {})
     transport.end(1)
     written = json.loads((tmp_path / "versions" / "v000001" / "config.json").read_text())
     assert written == hf_config | {"dtype": "bfloat16"}
@@ -147,7 +147,7 @@ def test_a_version_that_breaks_off_is_followed_by_a_whole_one(tmp_path, model_di
     engine, weights = CopyEngine(), random_weights(0)
     send(transport, [engine], 1, weights)
     transport.begin(2)
-    transport.send(buckets()[0], SimpleNamespace(tensor=torch.zeros(4096, dtype=torch.uint8)))
+    transport.send(buckets()[0], SimpleNamespace(tensor=torch.zeros(4096, dtype=torch.uint8)), {})
     send(transport, [engine], 2, weights)
     assert is_whole(tmp_path, 2)
     assert_equal(engine.weights, weights)

@@ -90,7 +90,7 @@ def send(transport: DiskTransport, engines: list[CopyEngine], version: int, weig
             value = weights[part.spec.name]
             rows = value[part.start : part.stop] if value.ndim else value
             tensor[part.offset : part.offset + part.nbytes] = rows.reshape(-1).view(torch.uint8)
-        transport.send(bucket, SimpleNamespace(tensor=tensor))
+        transport.send(bucket, SimpleNamespace(tensor=tensor), {})
         tensor.zero_()
     transport.end(version)
 

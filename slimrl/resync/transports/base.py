@@ -1,8 +1,10 @@
 """What a transport offers to a resync session."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from torch import Tensor
 
 from slimrl.data.protocols import BucketSpec, EngineControl
 from slimrl.models.shared_buffer import SharedBuffer
@@ -28,6 +30,8 @@ class Transport(Protocol):
 
     overlapping: bool
     """Whether `send` may be called for a bucket before the call for the one before it has returned."""
+    in_place_bytes: int | None
+    """`send` takes whole tensors of as many bytes from where they lie in the trainer; None where it takes none."""
 
     @property
     def written(self) -> Written | None:
@@ -43,8 +47,11 @@ class Transport(Protocol):
 
     def begin(self, version: int) -> None: ...
 
-    def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: Mapping[int, Tensor]) -> None:
         """Have every engine take the bucket that lies at the buffer's start; the buffer is free again on return.
+
+        Args:
+            live: bytes of tensors that are not in the buffer, by offset in the bucket; of `in_place_bytes` or more.
 
         Called from a thread of its own, for one bucket at a time, or two where the transport is overlapping.
         """

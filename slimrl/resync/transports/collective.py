@@ -4,13 +4,15 @@ A group of the sender and one receiver per engine and node is made once, and mad
 engines change or a version broke off. Every byte goes to each receiver once; its neighbours on the node read the
 receiver's memory (slimrl/rollout/bucket_receiver.py).
 
+A bucket is broadcast in pieces (slimrl/models/broadcast_pieces.py). On a CPU large tensors are pieces of their own, so
+that they can go from the live weight to where they belong without a copy at either end.
 A send returns when the bucket is out. The engines load it while the next one is broadcast; before the one after the
 next they must have loaded it, since it takes the same memory in the receiver.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,9 +23,13 @@ import torch
 from slimrl import device
 from slimrl.data.protocols import BucketSpec, EngineControl, EngineError, GroupSpec
 from slimrl.models.broadcast_group import BroadcastGroup, GroupError, serve_store
+from slimrl.models.broadcast_pieces import cut_pieces, encode_pieces
 from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.resync.fan_out import fan_out
 from slimrl.resync.sending import Sending
+
+IN_PLACE_BYTES = 500_000
+"""Where broadcasts are from place to place: of the smallest tensor that is worth one of its own."""
 
 LEAVE_TIMEOUT_S = 5.0
 """How long `close` waits for the engines to leave the group."""
@@ -53,6 +59,7 @@ class CollectiveTransport:
         self._in_version = False
         self._sent = 0
         self._loads: deque[Sending] = deque()
+        self.in_place_bytes = IN_PLACE_BYTES if device.broadcasts_in_place() else None
 
     def connect(self, engines: Sequence[EngineControl]) -> None:
         same = list(map(id, engines)) == list(map(id, self._engines))
@@ -69,12 +76,17 @@ class CollectiveTransport:
         else:
             self._open_receivers(deadline)
 
-    def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: Mapping[int, torch.Tensor]) -> None:
         assert self._group is not None
         assert self._spec is not None
         self._finish_loads(RECEIVER_BUFFERS - 1)
-        self._broadcast(torch.tensor([bucket.nbytes], device=buffer.tensor.device))
-        self._broadcast(buffer.tensor[: bucket.nbytes])
+        on = buffer.tensor.device
+        pieces = cut_pieces(bucket, self.in_place_bytes)
+        table = torch.frombuffer(encode_pieces(pieces), dtype=torch.uint8).to(on)
+        self._broadcast(torch.tensor([bucket.nbytes, table.numel()], device=on))
+        self._broadcast(table)
+        packed = buffer.tensor[: bucket.nbytes].split([piece.nbytes for piece in pieces])
+        self._broadcast(*(live.get(piece.offset, place) for piece, place in zip(pieces, packed, strict=True)))
         calls = {
             engine.name: partial(engine.load_received, self._spec.name, self._sent, bucket) for engine in self._engines
         }
@@ -82,7 +94,7 @@ class CollectiveTransport:
         self._loads.append(Sending(partial(fan_out, calls, "load_received", self._timeout_s)))
 
     def end(self, version: int) -> None:
-        self._broadcast(torch.zeros(1, dtype=torch.int64, device=device.compute_device()))
+        self._broadcast(torch.zeros(2, dtype=torch.int64, device=device.compute_device()))
         self._finish_loads(0)
         fan_out({engine.name: engine.end_update for engine in self._engines}, "end_update", self._timeout_s)
         self._in_version = False
@@ -126,10 +138,10 @@ class CollectiveTransport:
         }
         fan_out(calls, "open_receivers", max(0.0, deadline - time.monotonic()))
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def _broadcast(self, *tensors: torch.Tensor) -> None:
         assert self._group is not None
         try:
-            self._group.broadcast(tensor)
+            self._group.broadcast(*tensors)
         except GroupError as error:
             # An engine that refused a bucket says why; the broadcast only notices.
             self._finish_loads(0)

@@ -4,7 +4,7 @@ import errno
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ class DiskTransport:
     """
 
     overlapping = False
+    in_place_bytes: int | None = None
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class DiskTransport:
             self._partial = self._directory.begin(version)
             self._writer = self._open_writer(self._partial, VersionRef(version=version, id=secrets.token_hex(8)))
 
-    def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: Mapping[int, Tensor]) -> None:
         assert self._writer is not None, "no version begun"
         # Who waits for a send may give up before it ends, and its files must stay open until then.
         with self._writing, self._removed_if_broken():

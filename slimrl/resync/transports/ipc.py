@@ -1,7 +1,9 @@
 """Transport to engines on the sender's node: they map the sender's buffers and load from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+
+from torch import Tensor
 
 from slimrl.data.protocols import BucketSpec, EngineControl
 from slimrl.models.shared_buffer import SharedBuffer
@@ -16,6 +18,7 @@ class IpcTransport:
     """
 
     overlapping = True
+    in_place_bytes: int | None = None
     written = None
 
     def __init__(self, timeout_s: float) -> None:
@@ -28,7 +31,7 @@ class IpcTransport:
     def begin(self, version: int) -> None:
         fan_out({engine.name: engine.begin_update for engine in self._engines}, "begin_update", self._timeout_s)
 
-    def send(self, bucket: BucketSpec, buffer: SharedBuffer) -> None:
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: Mapping[int, Tensor]) -> None:
         """Returns once every engine has answered, which it does when it has copied the bucket."""
         segment = buffer.segment()
         calls = {engine.name: partial(engine.load_shared_bucket, segment, bucket) for engine in self._engines}
