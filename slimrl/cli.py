@@ -319,6 +319,7 @@ def plan(
     peak_tflops: Annotated[float, typer.Option(help="Of one GPU, dense bf16.")] = 989.0,
     mfu: Annotated[float, typer.Option(help="Share of the peak that is reached while computing.")] = 0.4,
     expert_load: Annotated[float, typer.Option(help="Tokens of the busiest expert-parallel rank over the mean.")] = 1.0,
+    memory_gb_per_s: Annotated[float, typer.Option(help="Of a GPU's memory, read.")] = Machine.memory_gb_per_s,
     nvlink_gb_per_s: Annotated[float, typer.Option(help="Of a GPU, each way.")] = Machine.nvlink_gb_per_s,
     network_gb_per_s: Annotated[float, typer.Option(help="Of a GPU's adapter, each way.")] = Machine.network_gb_per_s,
     mean_tokens: Annotated[
@@ -348,7 +349,9 @@ def plan(
             peak_tflops=peak_tflops,
             mfu=mfu,
             expert_load=expert_load,
-            links=Machine(nvlink_gb_per_s=nvlink_gb_per_s, network_gb_per_s=network_gb_per_s),
+            links=Machine(
+                memory_gb_per_s=memory_gb_per_s, nvlink_gb_per_s=nvlink_gb_per_s, network_gb_per_s=network_gb_per_s
+            ),
         )
         fits = run(
             recipe,

@@ -34,6 +34,9 @@ def run(
     if gpus is not None and not suggestions_wanted:
         raise ValueError("--gpus goes with --suggest.")
     planned = read(path, overrides)
+    longest = planned.longest_tokens
+    if mean_tokens is not None and mean_tokens > longest:
+        raise ValueError(f"--mean-tokens {mean_tokens}: the recipe allows at most {longest:,}")
     # What needs torch and Megatron comes after what is refused without them.
     from slimrl.planner.plan import as_json, make_plan
     from slimrl.planner.suggest import suggest
@@ -56,7 +59,7 @@ def run(
             "settings": suggestion.settings,
             "layout": asdict(suggestion.plan.recipe.trainer.parallel),
             "memory_gib": suggestion.memory_gib,
-            "step_seconds": suggestion.plan.step_s,
+            "step_seconds_without_resync": suggestion.plan.step_s,
             "fits": suggestion.plan.fits,
             "reason": suggestion.reason,
         }

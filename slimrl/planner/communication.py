@@ -18,13 +18,11 @@ With full recompute the forward pass of a stage sends once more. Log-probs are a
 from dataclasses import dataclass, replace
 
 from slimrl.config.schema import Precision, TrainerConfig
-from slimrl.planner.hardware import Hardware
+from slimrl.planner.hardware import GB, Hardware
 from slimrl.planner.model_state import gradient_bytes, shares
 from slimrl.planner.parameters import Stage
 from slimrl.planner.schedule import Batch
 from slimrl.planner.shape import Shape
-
-GB = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)

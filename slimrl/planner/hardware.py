@@ -4,6 +4,9 @@ from dataclasses import asdict, dataclass, field
 
 from slimrl.resync.estimate.machine import Machine
 
+GB = 10**9
+TERA = 10**12
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
@@ -19,6 +22,8 @@ class Hardware:
     """Share of the peak that a stage reaches while it computes; assumed."""
     expert_load: float = 1.0
     """Tokens of the busiest expert-parallel rank, over the mean."""
+    host_adam_gparams_per_s: float = 0.4
+    """Parameters, in 1e9, that one thread of the host's processors updates with Adam; measured on one of a server."""
     links: Machine = field(default_factory=Machine)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.memory import StageMemory, engine_gpu_bytes, host_bytes_per_node, stage_memory
+from slimrl.planner.model_state import host_update_s
 from slimrl.planner.parameters import Stage
 from slimrl.planner.schedule import Batch, update_batch
 from slimrl.planner.work import Work, step_work
@@ -30,6 +31,8 @@ class LayoutPlan:
     """Of one update"""
     logprobs: Communication | None
     """Of the log-probs of as many tokens; None with `slimrl sft`, which needs none"""
+    host_update_s: float
+    """Of one update, with an optimizer on the host; else 0"""
     updates: int
     """Of one step"""
     problems: list[str]
@@ -57,7 +60,7 @@ class LayoutPlan:
     @property
     def training_s(self) -> float:
         """Log-probs and updates of a step, with all communication beside the computation."""
-        return self.work.training_s + self.work.logprob_s + self.communication_s
+        return self.work.training_s + self.work.logprob_s + self.communication_s + self.updates * self.host_update_s
 
     @property
     def step_s(self) -> float:
@@ -91,8 +94,7 @@ def plan_layout(
         facts.parameters,
         batch,
         hardware,
-        sft=sft,
-        engine_weight_bytes=facts.engine.weights if facts.engine else 0,
+        engine=facts.engine,
     )
     return LayoutPlan(
         recipe=recipe,
@@ -103,6 +105,7 @@ def plan_layout(
         work=work,
         communication=update_communication(facts.shape, recipe.trainer, stages, layers, batch, hardware),
         logprobs=None if sft else logprob_communication(facts.shape, recipe.trainer, layers, batch, hardware),
+        host_update_s=max(host_update_s(stage, recipe.trainer, hardware) for stage in stages),
         updates=1 if sft else recipe.trainer.updates_per_rollout,
         engine_gpu=engine_gpu,
         problems=_problems(facts, recipe, memory, engine_gpu, hardware),

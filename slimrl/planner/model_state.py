@@ -13,6 +13,7 @@ from math import lcm
 from typing import Any
 
 from slimrl.config.schema import ParallelConfig, Precision, TrainerConfig
+from slimrl.planner.hardware import GB, Hardware
 from slimrl.planner.parameters import Stage
 from slimrl.trainer.build import ddp_config
 
@@ -67,6 +68,14 @@ def state_bytes(stage: Stage, trainer: TrainerConfig) -> StateBytes:
         optimizer=round(held * (1 - on_host)) + owned * scratch,
         host=round((held + owned * OFFLOADED_GRADIENT_BYTES) * on_host),
     )
+
+
+def host_update_s(stage: Stage, trainer: TrainerConfig, hardware: Hardware) -> float:
+    """Seconds of an update with Adam of what a rank has on the host; without the way there and back."""
+    held = state_bytes(stage, trainer).host
+    main, moments, _ = _optimizer_bytes(trainer, gradient_bytes(trainer))
+    parameters = held / (main + moments + OFFLOADED_GRADIENT_BYTES)
+    return parameters / (trainer.threads_per_rank * hardware.host_adam_gparams_per_s * GB)
 
 
 def buffer_elements(sizes: Sequence[int], end_alignment: int) -> int:

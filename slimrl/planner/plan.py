@@ -38,6 +38,11 @@ class Plan:
     notes: list[str]
     """What the figures take for granted beyond the formulas"""
 
+    @property
+    def step_s(self) -> float:
+        """All of a step: the shortest rollout that can be, log-probs, updates, and the resync."""
+        return self.layout.step_s + (self.resync.seconds if self.resync else 0.0)
+
 
 def make_plan(planned: Planned, hardware: Hardware, *, mean_tokens: int | None = None) -> Plan:
     """Garbage collection pauses meanwhile: of a large model it would walk through a million planned parts again and
@@ -103,7 +108,10 @@ def _transport(recipe: Recipe) -> TransportName:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Sizes in GiB, times in seconds; memory is that of the stage that needs most, and of an engine's GPU."""
+    """Sizes in GiB, times in seconds; memory is that of the stage that needs most, and of an engine's GPU.
+
+    `work` and `step` are of a whole step, both communications of one of its updates.
+    """
     layout, known = plan.layout, plan.facts
     worst = layout.memory[layout.worst]
     engine = known.engine
@@ -140,9 +148,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "batch": asdict(layout.batch),
         "pipeline_bubble": layout.work.bubble,
         "work": asdict(layout.work),
-        "communication": asdict(layout.communication),
+        "updates": layout.updates,
+        "update_communication": asdict(layout.communication),
         "logprob_communication": asdict(layout.logprobs) if layout.logprobs else None,
-        "step_seconds": layout.step_s,
+        "step": _step_seconds(plan),
+        "step_seconds": plan.step_s,
         "resync": None
         if plan.resync is None
         else {"bytes": plan.resync.sent_bytes, "seconds": plan.resync.seconds, "links": plan.resync.link_bytes},
@@ -151,12 +161,26 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _step_seconds(plan: Plan) -> dict[str, float]:
+    """What a step's time is made of, one after the other."""
+    layout = plan.layout
+    return {
+        "rollout_at_least": layout.work.rollout_at_least_s,
+        "logprobs": layout.work.logprob_s,
+        "training": layout.work.training_s,
+        "communication": layout.communication_s,
+        "host_optimizer": layout.updates * layout.host_update_s,
+        "resync": plan.resync.seconds if plan.resync else 0.0,
+    }
+
+
 def _notes(planned: Planned, mean_tokens: int | None) -> list[str]:
     recipe = planned.recipe
     notes = []
     if mean_tokens is None:
-        longest = recipe.sft.max_tokens if planned.sft else recipe.rollout.max_trajectory_tokens
-        notes.append(f"all sequences have the longest length, {longest:,} tokens; --mean-tokens tells another")
+        notes.append(
+            f"all sequences have the longest length, {planned.longest_tokens:,} tokens; --mean-tokens tells another"
+        )
     if recipe.trainer.megatron.get("fp8"):
         notes.append("FP8 training is planned with the memory and the peak of bf16, an upper bound of both")
     if not planned.sft and shares_devices(recipe) and not recipe.rollout.colocated:

@@ -19,6 +19,11 @@ class Planned:
     sft: bool
     """Whether it is a recipe of `slimrl sft`, which has no engines."""
 
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of a trajectory or conversation, at most."""
+        return self.recipe.sft.max_tokens if self.sft else self.recipe.rollout.max_trajectory_tokens
+
 
 def read(path: Path, overrides: Sequence[str]) -> Planned:
     """Raises ValueError: the recipe breaks a rule, or its model is not known here or not supported."""

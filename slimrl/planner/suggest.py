@@ -6,9 +6,8 @@
 3. The best few are built on the meta device, as `slimrl plan` builds one, and planned again with what was counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import log
 from typing import Any
 
 from slimrl.config.check import check_recipe
@@ -23,6 +22,8 @@ from slimrl.planner.parameters import built_stages
 from slimrl.planner.recipe import Planned
 
 LARGEST_CONTEXT = 16
+ALIKE = 1.05
+"""Layouts whose steps take at most so many times the fastest one's are taken as equally fast."""
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -91,7 +92,7 @@ def suggest(
     ]
     if not found:
         raise ValueError(f"--gpus {gpus}: no legal layout; try a number with more divisors")
-    best = sorted(found, key=_rank)[:count]
+    best = ranked(found)[:count]
     built = [
         plan_layout(
             known,
@@ -104,20 +105,27 @@ def suggest(
         )
         for plan in best
     ]
-    ranked = [
-        Suggestion(settings=_settings(plan.recipe, planned.recipe), plan=plan) for plan in sorted(built, key=_rank)
-    ]
-    return ranked, len(found), gpus
+    suggestions = [Suggestion(settings=_settings(plan.recipe, planned.recipe), plan=plan) for plan in ranked(built)]
+    return suggestions, len(found), gpus
 
 
-def _rank(plan: LayoutPlan) -> tuple[bool, float, int, float]:
-    """Those that fit by time, in steps of 5%, within which the fewest ranks for one copy of the model are simplest; the
-    others by memory."""
-    parallel = plan.recipe.trainer.parallel
-    if not plan.fits:
-        return True, plan.most_bytes, 0, 0.0
-    ranks = parallel.pipeline * max(parallel.tensor * parallel.context, parallel.expert)
-    return False, round(log(plan.step_s, 1.05)), ranks, plan.step_s
+def ranked(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
+    """Those that fit by time, the others behind them by memory.
+
+    Those within 5% of the fastest come first, the one with the fewest ranks for a copy of the model, the simplest,
+    before all.
+    """
+    fast = ALIKE * min((plan.step_s for plan in plans if plan.fits), default=0.0)
+
+    def rank(plan: LayoutPlan) -> tuple[int, float, float]:
+        if not plan.fits:
+            return 2, plan.most_bytes, 0.0
+        if plan.step_s > fast:
+            return 1, plan.step_s, 0.0
+        parallel = plan.recipe.trainer.parallel
+        return 0, parallel.pipeline * max(parallel.tensor * parallel.context, parallel.expert), plan.step_s
+
+    return sorted(plans, key=rank)
 
 
 def legal_layouts(

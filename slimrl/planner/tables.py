@@ -7,13 +7,13 @@ from rich.table import Table
 
 from slimrl.config.devices import shares_devices
 from slimrl.planner.engine import GIB
+from slimrl.planner.hardware import GB
 from slimrl.planner.memory import host_bytes_per_node
 from slimrl.planner.model_state import shares
 from slimrl.planner.parameters import stage_total
 from slimrl.planner.plan import Plan
 from slimrl.planner.suggest import Suggestion
 
-GB = 10**9
 PIPED_COLUMNS = 160
 
 SOURCES = {
@@ -22,7 +22,7 @@ SOURCES = {
     "optimizer": "share of main weights and moments, 12 bytes in bf16 (arXiv:1910.02054)",
     "activations": "tensors kept for the backward pass (arXiv:2205.05198)",
     "logits": "float32 logits, their gradient, one chunk's softmax",
-    "resync": "slots of a sender, 2 x resync.bucket_bytes",
+    "resync": "slots of a sender, 2 x resync.bucket_bytes; quantising, 1 more to gather in",
     "engine_weights": "what a resync sends / engine_tensor",
     "kv_cache": "mem_fraction_static x free memory - engine weights",
     "reserve": "CUDA contexts, communication, fragmentation: --reserve-gib",
@@ -169,9 +169,13 @@ def _time(plan: Plan) -> Table:
             ("log-probs", f"{work.logprob_s:,.1f} s, {work.logprob_flops / peta:,.0f} PFLOP"),
             ("rollout", f"at least {work.rollout_at_least_s:,.1f} s, {work.generation_flops / peta:,.0f} PFLOP"),
         ]
+    if layout.host_update_s:
+        rows.append(("optimizer", f"{layout.updates * layout.host_update_s:,.1f} s on the host"))
     if plan.resync is not None:
         rows.append(("resync", f"{plan.resync.seconds:,.1f} s, {plan.resync.sent_bytes / GB:,.1f} GB"))
         rows.append(("", ", ".join(f"{name} {n / GB:,.0f} GB" for name, n in plan.resync.link_bytes.items())))
+    at_least = "at least " if layout.work.rollout_at_least_s else ""
+    rows.append(("= step", f"{at_least}{plan.step_s:,.1f} s"))
     return _table("time of a step", ("", ""), rows)
 
 

@@ -8,13 +8,12 @@ being the parameters that a token meets, without the embedding. Attention over a
 from dataclasses import dataclass
 
 from slimrl.config.schema import Recipe, TrainerConfig
-from slimrl.planner.hardware import Hardware
+from slimrl.planner.engine import EnginePlan
+from slimrl.planner.generation import rollout_at_least_s
+from slimrl.planner.hardware import TERA, Hardware
 from slimrl.planner.parameters import ModelParameters
 from slimrl.planner.schedule import Batch, bubble_fraction
 from slimrl.planner.shape import Shape
-
-GB = 10**9
-TERA = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,48 +44,32 @@ def step_work(
     batch: Batch,
     hardware: Hardware,
     *,
-    sft: bool,
-    engine_weight_bytes: int,
+    engine: EnginePlan | None,
 ) -> Work:
     """
     Args:
-        engine_weight_bytes: of one engine GPU; 0 with `sft`.
+        engine: None with `slimrl sft`.
     """
     trainer = recipe.trainer
-    updates = 1 if sft else trainer.updates_per_rollout
+    updates = trainer.updates_per_rollout if engine else 1
     forward = forward_flops_per_token(shape, parameters, batch.trajectory_tokens) * batch.tokens * updates
     training = forward * (4 if trainer.megatron.get("recompute_granularity") == "full" else 3)
     bubble = bubble_fraction(trainer.parallel, batch.micro_batches)
     speed = trainer.num_ranks * hardware.peak_tflops * TERA * hardware.mfu * (1 - bubble) * _fill(trainer, batch)
-    logprobs = 0.0 if sft else forward
+    generated = forward if engine else 0.0
     return Work(
         training_flops=training,
-        logprob_flops=logprobs,
-        generation_flops=0.0 if sft else forward,
+        logprob_flops=generated,
+        generation_flops=generated,
         training_s=training / speed,
-        logprob_s=logprobs / speed,
-        rollout_at_least_s=0.0
-        if sft
-        else rollout_at_least_s(recipe, parameters, forward, batch.trajectory_tokens, hardware, engine_weight_bytes),
+        logprob_s=generated / speed,
+        rollout_at_least_s=rollout_at_least_s(
+            recipe, shape, parameters, engine, hardware, flops=generated, length=batch.trajectory_tokens
+        )
+        if engine
+        else 0.0,
         bubble=bubble,
     )
-
-
-def rollout_at_least_s(
-    recipe: Recipe,
-    parameters: ModelParameters,
-    flops: float,
-    length: int,
-    hardware: Hardware,
-    engine_weight_bytes: int,
-) -> float:
-    """No rollout is faster: the engines' peak over all tokens, and reading what one token meets of the weights once
-    for each token of a trajectory of mean length, of which at most `max_turns * max_new_tokens` are sampled."""
-    rollout = recipe.rollout
-    gpus = rollout.num_engines * rollout.engine_tensor
-    sampled = min(length, rollout.max_turns * rollout.sampling.max_new_tokens)
-    read = engine_weight_bytes * parameters.active_without_embedding / parameters.total
-    return max(flops / (gpus * hardware.peak_tflops * TERA), sampled * read / (hardware.links.memory_gb_per_s * GB))
 
 
 def _fill(trainer: TrainerConfig, batch: Batch) -> float:

@@ -1,0 +1,97 @@
+"""Estimated times of a plan: rollouts, an optimizer on the host, and the order of suggestions, against closed forms."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.config.schema import Precision, Recipe
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import published_config
+from slimrl.planner.engine import EnginePlan
+from slimrl.planner.generation import decoding_step_bytes, rollout_at_least_s, running_sequences
+from slimrl.planner.hardware import Hardware
+from slimrl.planner.model_state import host_update_s
+from slimrl.planner.parameters import ChunkParameters, model_parameters
+from slimrl.planner.shape import Shape
+from slimrl.planner.suggest import ranked
+
+ENGINE = EnginePlan(
+    weights=8_000_000_000,
+    kv_cache=40_000_000_000,
+    mem_fraction_static=0.7,
+    kv_bytes_per_token=25_000,
+    kv_tokens=1_600_000,
+    trajectories=160,
+)
+
+
+def model(name: str):
+    config = published_config(name)
+    family = family_of(config)
+    shape = Shape.of(family.megatron_config(config))
+    return shape, model_parameters(family.weight_map(config), topk=shape.topk)
+
+
+def recipe(**rollout) -> Recipe:
+    plain = Recipe()
+    settings = {"num_engines": 2, "engine_tensor": 4, "prompts_per_step": 32, "samples_per_prompt": 8, "max_turns": 1}
+    sampling = replace(plain.rollout.sampling, max_new_tokens=6000)
+    return replace(plain, rollout=replace(plain.rollout, sampling=sampling, **{**settings, **rollout}))
+
+
+def test_a_decoding_step_reads_dense_weights_the_experts_that_a_batch_meets_and_its_cache():
+    shape, parameters = model("Qwen3-30B-A3B")
+    experts = 48 * 128 * 3 * 2048 * 768 / parameters.total
+    for batch, met in ((1, 8 / 128), (2, 1 - (120 / 128) ** 2), (10_000, 1.0)):
+        read = decoding_step_bytes(shape, parameters, ENGINE, sequences=batch, context=3000)
+        assert read == pytest.approx(8e9 * (1 - experts + experts * met) + batch * 3000 * 25_000, rel=1e-6)
+
+
+def test_a_dense_model_is_read_whole_by_every_decoding_step():
+    read = decoding_step_bytes(*model("Qwen3-8B"), ENGINE, sequences=4, context=100)
+    assert read == pytest.approx(8e9 + 4 * 100 * 25_000)
+
+
+@pytest.mark.parametrize(
+    ("most", "length", "running"), [(256, 10_000, 128), (256, 20_000, 80), (100, 10_000, 50), (256, 5_000_000, 1)]
+)
+def test_an_engine_runs_what_it_is_given_what_may_run_and_what_its_cache_holds(most, length, running):
+    assert running_sequences(recipe(max_concurrency=most), ENGINE, length) == running
+
+
+def test_a_rollout_takes_a_decoding_step_for_each_token_of_each_wave():
+    shape, parameters = model("Qwen3-8B")
+    hardware = Hardware()
+    seconds = rollout_at_least_s(
+        recipe(max_concurrency=128), shape, parameters, ENGINE, hardware, flops=1e12, length=8000
+    )
+    # 128 trajectories an engine in two waves of 64, of 2000 tokens of prompt and 6000 sampled ones.
+    assert seconds == pytest.approx(2 * 6000 * (8e9 + 64 * 5000 * 25_000) / 3350e9)
+
+
+def test_a_rollout_of_little_memory_traffic_is_as_long_as_its_operations():
+    shape, parameters = model("Qwen3-8B")
+    seconds = rollout_at_least_s(recipe(), shape, parameters, ENGINE, Hardware(), flops=1e21, length=8000)
+    assert seconds == pytest.approx(1e21 / (8 * 989e12))
+
+
+def test_an_optimizer_on_the_host_takes_its_time_by_parameter_and_thread():
+    megatron = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+    trainer = replace(Recipe().trainer, num_ranks=1, precision=Precision.bf16, threads_per_rank=4, megatron=megatron)
+    stage = (ChunkParameters(dense=(64 * 10**6,), experts=()),)
+    assert host_update_s(stage, trainer, Hardware()) == pytest.approx(64e6 / (4 * 0.4e9), rel=1e-3)
+    assert host_update_s(stage, replace(trainer, megatron={}), Hardware()) == 0
+
+
+def layout(seconds: float, tensor: int, *, fits: bool = True, most_bytes: int = 1):
+    parallel = SimpleNamespace(tensor=tensor, context=1, pipeline=1, expert=1)
+    recipe = SimpleNamespace(trainer=SimpleNamespace(parallel=parallel))
+    return SimpleNamespace(step_s=seconds, fits=fits, most_bytes=most_bytes, recipe=recipe)
+
+
+def test_of_layouts_within_five_percent_of_the_fastest_the_simplest_is_first():
+    plans = [layout(1, 1, fits=False, most_bytes=9), layout(106, 1), layout(104.9, 2), layout(100, 4)]
+    plans += [layout(105.1, 1), layout(1, 1, fits=False, most_bytes=8), layout(103, 2)]
+    order = [(plan.step_s, plan.most_bytes) for plan in ranked(plans)]
+    assert order == [(103, 1), (104.9, 1), (100, 1), (105.1, 1), (106, 1), (1, 8), (1, 9)]
