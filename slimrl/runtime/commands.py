@@ -65,13 +65,17 @@ def train(
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state) as trackers,
             started(
-                recipe, folder, progress, with_engines=True, total_updates=updates, ray_address=ray_address
+                recipe,
+                folder,
+                progress,
+                with_engines=True,
+                total_updates=updates,
+                checkpoint=checkpoint,
+                ray_address=ray_address,
             ) as processes,
         ):
             assert processes.engines is not None
             assert processes.trainers is not None
-            if checkpoint is not None:
-                processes.trainers.load_checkpoint(checkpoint / "trainer")
             with rollout_stage(recipe, task, processes.engines, progress) as stage:
                 train_loop(
                     TrainRun(
@@ -151,12 +155,16 @@ def sft(
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state) as trackers,
             started(
-                recipe, folder, progress, with_engines=False, total_updates=recipe.steps, ray_address=ray_address
+                recipe,
+                folder,
+                progress,
+                with_engines=False,
+                total_updates=recipe.steps,
+                checkpoint=checkpoint,
+                ray_address=ray_address,
             ) as processes,
         ):
             assert processes.trainers is not None
-            if checkpoint is not None:
-                processes.trainers.load_checkpoint(checkpoint / "trainer")
             sft_loop(recipe, sampler, processes.trainers, folder, trackers, progress, state, preemption)
     raise_preempted(folder, state.step, recipe.steps)
 
@@ -226,11 +234,16 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path,
         with (
             logs_of_command(recipe.run.dir, "export") as folder,
             started(
-                recipe, folder, progress, with_engines=False, total_updates=updates, ray_address=ray_address
+                recipe,
+                folder,
+                progress,
+                with_engines=False,
+                total_updates=updates,
+                checkpoint=checkpoint,
+                ray_address=ray_address,
             ) as processes,
         ):
             assert processes.trainers is not None
-            processes.trainers.load_checkpoint(checkpoint / "trainer")
             processes.trainers.export_hf(out)
         progress.say(f"model: {out}")
 

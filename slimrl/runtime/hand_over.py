@@ -5,10 +5,11 @@
 | rollout  | weights, KV cache | nothing                       |
 | train    | nothing           | weights, optimizer, gradients |
 | exchange | weights           | weights                       |
+| replace  | weights           | nothing                       |
 | save     | weights           | weights, optimizer            |
 
 Memory is given away on both sides before either takes any, so that no more is held at once than one row of the table
-says. Both sides start with everything.
+says. A run starts in the first row: the trainer has given everything away before the engines start.
 """
 
 from collections.abc import Collection
@@ -34,6 +35,8 @@ class Stage(Enum):
     train = (frozenset[EngineMemory](), frozenset(MemoryPart))
     exchange = (frozenset({EngineMemory.weights}), frozenset({MemoryPart.weights}))
     """A resync, or an export of the weights"""
+    replace = (frozenset({EngineMemory.weights}), frozenset[MemoryPart]())
+    """Engines that failed in a resync start anew, and take what is free as at the start of the run"""
     save = (frozenset({EngineMemory.weights}), frozenset({MemoryPart.weights, MemoryPart.optimizer}))
 
 
@@ -42,7 +45,7 @@ class HandOver:
 
     def __init__(self, engines: MemoryHolder, trainer: MemoryHolder, *, enabled: bool) -> None:
         self._sides = (engines, trainer)
-        self._held: tuple[frozenset[Enum], frozenset[Enum]] = (frozenset(EngineMemory), frozenset(MemoryPart))
+        self._held: tuple[frozenset[Enum], frozenset[Enum]] = Stage.rollout.value
         self._enabled = enabled
 
     def enter(self, stage: Stage) -> None:

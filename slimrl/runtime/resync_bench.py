@@ -31,6 +31,7 @@ from slimrl.resync.fan_out import fan_out
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.control import SglangControl
 from slimrl.runtime.errors import RunError
+from slimrl.runtime.hand_over import HandOver, Stage
 from slimrl.runtime.memcpy import memcpy_gb_per_s
 from slimrl.runtime.start import logs_of_command, prepare, started
 from slimrl.runtime.trainer_group import TrainerGroup
@@ -148,6 +149,7 @@ def _run(recipe: Recipe, log_dir: str, progress: Progress, folder: Path, family:
     ):
         assert processes.engines is not None
         assert processes.trainers is not None
+        HandOver(processes.engines, processes.trainers, enabled=recipe.rollout.colocated).enter(Stage.exchange)
         copies = [memcpy_gb_per_s()]
         engine_pids = [pid for address in processes.engines.addresses for pid in session_members(address.pids[-1])]
         with MemoryWatch(processes.trainers.pids) as trainer_memory, MemoryWatch(engine_pids) as engine_memory:

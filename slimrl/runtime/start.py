@@ -1,14 +1,13 @@
 """Starting a run, and ending every process that it started whatever happens.
 
 What can be refused is refused by `prepare`, before anything starts. `started` then brings up Ray, the engines and the
-trainer side by side and takes them down again; a signal that asks the driver to end takes the same way out.
+trainer (processes.py) and takes them down again; a signal that asks the driver to end takes the same way out.
 """
 
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -34,27 +33,14 @@ from slimrl.runtime.errors import RunError, StageError
 from slimrl.runtime.folder_check import check_nodes, folder_problems
 from slimrl.runtime.model_check import model_problems
 from slimrl.runtime.placement import most_slots, place
+from slimrl.runtime.processes import Processes, start_processes
 from slimrl.runtime.reservation import Reservation, cluster_nodes
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.task import Task
-from slimrl.runtime.trainer_group import TrainerGroup
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Processes:
-    """The started parts; None for what the command does not need."""
-
-    engines: EngineGroup | None
-    trainers: TrainerGroup | None
-
-    @property
-    def roles(self) -> tuple[tuple[str, int], ...]:
-        """(what it is, process id) of each, engines first."""
-        return tuple(role for part in (self.engines, self.trainers) if part is not None for role in part.roles)
 
 
 def prepare(
@@ -149,12 +135,14 @@ def started(
     *,
     with_engines: bool,
     total_updates: int | None,
+    checkpoint: Path | None = None,
     ray_address: str | None = None,
 ) -> Iterator[Processes]:
-    """Engines that answer and a trainer that has loaded `model.path`.
+    """Engines that answer and a trainer that has loaded its weights; who holds memory is `HandOver`'s to say.
 
     Args:
         total_updates: optimizer updates of the run; None for a command without a trainer.
+        checkpoint: of a run, which the trainer goes on from; None to start from the weights that the recipe names.
         ray_address: HOST:PORT of the cluster to run on; None for one of its own on this machine.
 
     Raises:
@@ -185,7 +173,9 @@ def started(
         processes = Processes(engines=None, trainers=None)
         try:
             with progress.stage("starting processes"):
-                processes = _start(recipe, folder, progress, ends, places, updates=total_updates)
+                processes = start_processes(
+                    recipe, folder, progress, ends, places, total_updates=total_updates, checkpoint=checkpoint
+                )
             log.info("process %d: driver", os.getpid())
             for role, pid in processes.roles:
                 log.info("process %d: %s", pid, role)
@@ -201,29 +191,6 @@ def started(
         finally:
             family.note()
             shown.enter_context(progress.stage("ending processes"))
-
-
-def _start(
-    recipe: Recipe,
-    folder: RunFolder,
-    progress: Progress,
-    ends: ExitStack,
-    places: Reservation,
-    *,
-    updates: int | None,
-) -> Processes:
-    """Engines and trainer side by side, since both spend their start importing; `ends` gets what ends them."""
-    engines = trainers = None
-    if places.placement.engines:
-        engines = EngineGroup(recipe, folder, Path(recipe.model.path), places)
-        ends.callback(engines.stop)
-    if updates is not None:
-        trainers = TrainerGroup(recipe, folder, progress, places, total_updates=updates)
-        ends.callback(trainers.kill)
-        trainers.start()
-    if engines is not None:
-        engines.wait_ready()
-    return Processes(engines=engines, trainers=trainers)
 
 
 def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None:

@@ -49,7 +49,7 @@ class TrainRun:
         self._folder, self._task = folder, task
         self._trainers, self._stage = trainers, stage
         self._memory = HandOver(engines, trainers, enabled=recipe.rollout.colocated)
-        self._weights = WeightSync(recipe, state, trainers, engines, progress)
+        self._weights = WeightSync(recipe, state, trainers, engines, self._memory, progress)
         self._trackers, self._progress = trackers, progress
         self._prompts, self._preemption = prompts, preemption
         self._checkpoints = CheckpointFolder(folder.checkpoints)
@@ -145,7 +145,6 @@ class TrainRun:
         self._progress.say(f"curve: {self._folder.curve}")
 
     def _send_weights(self, step: Step) -> None:
-        self._memory.enter(Stage.exchange)
         self._weights.send(step)
         self._memory.enter(Stage.rollout)
 

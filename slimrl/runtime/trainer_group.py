@@ -55,14 +55,20 @@ class TrainerGroup:
             (f"{name} on {self._nodes[name].name}", pid) for name, pid in zip(self._nodes, self.pids, strict=True)
         )
 
-    def start(self) -> None:
-        """Join the ranks, build the model and load the weights that the recipe names."""
+    def start(self, checkpoint: Path | None = None) -> None:
+        """Join the ranks, build the model and load the weights that the recipe names.
+
+        Args:
+            checkpoint: of a run; its weights and its optimizer's state take their place.
+        """
         timeout_s = self._recipe.trainer.startup_timeout_s
         self.pids = tuple(self._actors.call("pid", timeout_s=timeout_s).values())
         first = self._actors.names[0]
         place = self._actors.call("rendezvous", {first: ()}, timeout_s=timeout_s)[first]
         self._layouts = self._actors.call("start", self._same(*place), timeout_s=timeout_s)
         self._actors.call("load_weights", timeout_s=timeout_s)
+        if checkpoint is not None:
+            self._call("load_checkpoint", (checkpoint / "trainer").absolute())
 
     @property
     def layout(self) -> Layout:
@@ -109,9 +115,6 @@ class TrainerGroup:
 
     def save_checkpoint(self, directory: Path) -> None:
         self._call("save_checkpoint", directory.absolute())
-
-    def load_checkpoint(self, directory: Path) -> None:
-        self._call("load_checkpoint", directory.absolute())
 
     def export_hf(self, directory: Path) -> None:
         self._call("export_hf", directory.absolute())

@@ -1,7 +1,8 @@
 """New weights into all engines of a run, those included that fail on the way.
 
 1. The trainer sends its weights as the next version. The report names the engines that failed and were left out.
-2. Their servers are ended by pid and started anew at the same address, paused, with the weights of the checkpoint.
+2. Their servers are ended by pid and started anew at the same address, paused, with the weights of the checkpoint;
+   a trainer on the same devices gives its memory away meanwhile.
 3. The weights go to all engines again, as the version after; nobody is asked for a token before that.
 A run that has started `rollout.max_replacements` engines anew stops at the next one that fails.
 """
@@ -15,6 +16,7 @@ from slimrl.observability.progress import Progress
 from slimrl.resync.session import ResyncReport
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import RunError
+from slimrl.runtime.hand_over import HandOver, Stage
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step import Step
 from slimrl.runtime.trainer_group import TrainerGroup
@@ -26,10 +28,16 @@ class WeightSync:
     """Keeps count of versions and of replaced engines."""
 
     def __init__(
-        self, recipe: Recipe, state: RunState, trainers: TrainerGroup, engines: EngineGroup, progress: Progress
+        self,
+        recipe: Recipe,
+        state: RunState,
+        trainers: TrainerGroup,
+        engines: EngineGroup,
+        memory: HandOver,
+        progress: Progress,
     ) -> None:
         self._recipe, self._state = recipe, state
-        self._trainers, self._engines, self._progress = trainers, engines, progress
+        self._trainers, self._engines, self._memory, self._progress = trainers, engines, memory, progress
         self._replaced = 0
 
     def connect(self) -> None:
@@ -39,10 +47,13 @@ class WeightSync:
     def send(self, step: Step) -> None:
         """Send the weights as `state.weight_version`, and as later versions until all engines have one.
 
+        Memory is handed to Stage.exchange, and stays so.
+
         Raises:
             RunError: loaded tensors differ from the trainer's, or more engines failed than a run may replace.
         """
         replaced_before = self._replaced
+        self._memory.enter(Stage.exchange)
         report = self._resync()
         while report.failed_engines:
             self._replace(report.failed_engines, report.version)
@@ -76,7 +87,9 @@ class WeightSync:
             )
         log.warning("replacing engines that failed in the resync of version %d: %s", version, causes)
         start = time.monotonic()
+        self._memory.enter(Stage.replace)
         self._engines.replace(list(failed))
+        self._memory.enter(Stage.exchange)
         self._trainers.use_engines(self._engines.addresses)
         self._replaced += len(failed)
         seconds = time.monotonic() - start

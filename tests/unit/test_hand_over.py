@@ -15,12 +15,17 @@ BYTES = {
 }
 
 
-class Memory:
-    """A device that both sides use."""
+ENGINES_ALL = {("engines", part.value) for part in EngineMemory}
+TRAINER_ALL = {("trainer", part.value) for part in MemoryPart}
 
-    def __init__(self) -> None:
-        self.held = set(BYTES)
+
+class Memory:
+    """A device that both sides use, as a run finds it that starts."""
+
+    def __init__(self, held: set[tuple[str, str]]) -> None:
+        self.held = set(held)
         self.most = 0
+        self.count()
 
     def count(self) -> None:
         self.most = max(self.most, sum(BYTES[part] for part in self.held))
@@ -43,12 +48,8 @@ class Side:
 
 
 def hand_over(*, enabled: bool = True) -> tuple[HandOver, Memory]:
-    memory = Memory()
+    memory = Memory(ENGINES_ALL if enabled else set(BYTES))
     return HandOver(Side("engines", memory), Side("trainer", memory), enabled=enabled), memory
-
-
-ENGINES_ALL = {("engines", part.value) for part in EngineMemory}
-TRAINER_ALL = {("trainer", part.value) for part in MemoryPart}
 
 
 def test_each_stage_has_what_it_works_with():
@@ -61,12 +62,14 @@ def test_each_stage_has_what_it_works_with():
     assert memory.held == TRAINER_ALL
     over.enter(Stage.save)
     assert memory.held == {("engines", "weights"), ("trainer", "weights"), ("trainer", "optimizer")}
+    over.enter(Stage.replace)
+    assert memory.held == {("engines", "weights")}
 
 
 def test_no_more_is_held_than_the_largest_stage_needs():
     over, memory = hand_over()
     for _ in range(2):
-        for stage in (Stage.exchange, Stage.rollout, Stage.train, Stage.exchange, Stage.rollout, Stage.save):
+        for stage in (Stage.exchange, Stage.replace, Stage.exchange, Stage.rollout, Stage.train, Stage.save):
             over.enter(stage)
     assert memory.most == sum(BYTES[part] for part in TRAINER_ALL) == 120
 

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.config.schema import Recipe
 from slimrl.resync.report import ResyncReport
 from slimrl.runtime.errors import RunError
+from slimrl.runtime.hand_over import Stage
 from slimrl.runtime.weight_sync import WeightSync
 
 
@@ -21,6 +23,28 @@ def test_a_run_stops_at_a_tensor_that_differs_and_names_it_and_the_engine():
     found = report(mismatching=("engine 1: model.layers.1.mlp.experts.3.down_proj.weight",))
     trainers = SimpleNamespace(resync=lambda version: found)
     state = SimpleNamespace(weight_version=7)
-    sync = WeightSync(None, state, trainers, None, None)
+    memory = SimpleNamespace(enter=lambda stage: None)
+    sync = WeightSync(None, state, trainers, None, memory, None)
     with pytest.raises(RunError, match=r"weight version 7: 1 tensors differ .*engine 1: model\.layers\.1\.mlp.*"):
         sync.send(None)
+
+
+def test_an_engine_starts_anew_while_the_trainer_holds_none_of_the_memory_that_they_share():
+    calls = []
+    reports = iter([report(failed_engines={"engine 1": "was ended by SIGKILL"}), report(version=8)])
+
+    def resync(version):
+        calls.append(f"resync {version}")
+        return next(reports)
+
+    trainers = SimpleNamespace(resync=resync, use_engines=lambda addresses: calls.append("use"))
+    engines = SimpleNamespace(replace=lambda names: calls.append(f"replace {names}"), addresses=[])
+    memory = SimpleNamespace(enter=lambda stage: calls.append(stage))
+    recipe = Recipe()
+    recipe.rollout.num_engines = 2
+    step = SimpleNamespace(record=lambda metrics: None)
+    progress = SimpleNamespace(say=lambda text: None)
+    WeightSync(recipe, SimpleNamespace(weight_version=7), trainers, engines, memory, progress).send(step)
+    assert calls == [
+        Stage.exchange, "resync 7", Stage.replace, "replace ['engine 1']", Stage.exchange, "use", "resync 8",
+    ]  # fmt: skip

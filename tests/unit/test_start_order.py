@@ -1,0 +1,77 @@
+"""In which order the processes of a run start and end, by stand-ins that note what is asked of them."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.config.schema import Recipe
+from slimrl.data.training import MemoryPart
+from slimrl.runtime import processes
+
+CHECKPOINT = Path("checkpoints/step_000002")
+
+
+class Noted:
+    """Of one kind of process; every call goes into a list that all share."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        calls.append(f"make {name}")
+        self._name, self._calls = name, calls
+
+    def __getattr__(self, method: str):
+        def call(*arguments):
+            shown = "".join(f" {sorted(part.value for part in a) if a is MemoryPart else a}" for a in arguments)
+            self._calls.append(f"{self._name}: {method}{shown}")
+
+        return call
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    noted: list[str] = []
+    monkeypatch.setattr(processes, "EngineGroup", lambda *_: Noted("engines", noted))
+    monkeypatch.setattr(processes, "TrainerGroup", lambda *_, total_updates: Noted("trainer", noted))
+    return noted
+
+
+def start(*, colocated: bool, total_updates: int | None, num_engines: int = 1) -> None:
+    recipe = Recipe()
+    recipe.rollout.colocated = colocated
+    places = SimpleNamespace(placement=SimpleNamespace(engines=[()] * num_engines))
+    with ExitStack() as ends:
+        started = processes.start_processes(
+            recipe, None, None, ends, places, total_updates=total_updates, checkpoint=CHECKPOINT
+        )
+        assert (started.engines is None) == (num_engines == 0)
+        assert (started.trainers is None) == (total_updates is None)
+
+
+ENDS = ["trainer: kill", "engines: stop"]
+"""Engines last, for they remove what the trainer leaves in shared memory."""
+
+
+def test_engines_that_share_devices_start_when_the_trainer_holds_nothing(calls: list[str]):
+    start(colocated=True, total_updates=4)
+    assert calls == [
+        "make trainer",
+        f"trainer: start {CHECKPOINT}",
+        "trainer: release_memory ['gradients', 'optimizer', 'weights']",
+        "make engines",
+        "engines: wait_ready",
+        *ENDS,
+    ]
+
+
+def test_engines_with_devices_of_their_own_start_beside_the_trainer_which_keeps_its_memory(calls: list[str]):
+    start(colocated=False, total_updates=4)
+    assert calls == ["make engines", "make trainer", f"trainer: start {CHECKPOINT}", "engines: wait_ready", *ENDS]
+
+
+def test_a_trainer_or_engines_alone_have_the_devices_to_themselves(calls: list[str]):
+    start(colocated=True, total_updates=4, num_engines=0)
+    assert calls == ["make trainer", f"trainer: start {CHECKPOINT}", "trainer: kill"]
+    calls.clear()
+    start(colocated=True, total_updates=None)
+    assert calls == ["make engines", "engines: wait_ready", "engines: stop"]
