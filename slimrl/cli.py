@@ -66,6 +66,13 @@ Job = Annotated[
         "--resume and --overwrite are about runs of others.",
     ),
 ]
+CheckpointLog = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Gets a line with the step that the run goes on from, `none` for a new one, then one for each checkpoint.",
+    ),
+]
 RayAddress = Annotated[
     str | None,
     typer.Option(
@@ -89,7 +96,10 @@ def _import_from_here(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Reinforcement learning for Mixture-of-Experts language models. Exit codes: 0 done, 2 input refused, 1 failed."""
+    """Reinforcement learning for Mixture-of-Experts language models.
+
+    Exit codes: 0 done, 2 input refused, 1 failed, 75 stopped at SIGUSR1, with a checkpoint, to be queued again.
+    """
     # Import paths of a recipe may name modules that lie beside it.
     sys.path.insert(0, os.getcwd())
     # Until a run has a log file nothing is logged; without a handler errors would go to stderr, tracebacks and all.
@@ -131,6 +141,7 @@ def train(
     resume_or_start: ResumeOrStart = False,
     overwrite: Overwrite = False,
     job: Job = None,
+    checkpoint_log: CheckpointLog = None,
     ray_address: RayAddress = None,
     trajectories: Annotated[
         Path | None, typer.Option(help="Train on this trajectory file instead of rolling out; needs --steps.")
@@ -145,7 +156,15 @@ def train(
 
         if trajectories is None or steps is None:
             how = _resume(resume, resume_or_start, overwrite)
-            commands.train(recipe, overrides or [], resume=how, overwrite=overwrite, job=job, ray_address=ray_address)
+            commands.train(
+                recipe,
+                overrides or [],
+                resume=how,
+                overwrite=overwrite,
+                job=job,
+                checkpoint_log=checkpoint_log,
+                ray_address=ray_address,
+            )
             return
         if resume or resume_or_start:
             raise ValueError("--resume does not go with --trajectories.")
@@ -174,6 +193,7 @@ def sft(
     resume_or_start: ResumeOrStart = False,
     overwrite: Overwrite = False,
     job: Job = None,
+    checkpoint_log: CheckpointLog = None,
     ray_address: RayAddress = None,
 ) -> None:
     """Train on conversations (supervised)."""
@@ -181,7 +201,15 @@ def sft(
         from slimrl.runtime import commands
 
         how = _resume(resume, resume_or_start, overwrite)
-        commands.sft(recipe, overrides or [], resume=how, overwrite=overwrite, job=job, ray_address=ray_address)
+        commands.sft(
+            recipe,
+            overrides or [],
+            resume=how,
+            overwrite=overwrite,
+            job=job,
+            checkpoint_log=checkpoint_log,
+            ray_address=ray_address,
+        )
 
 
 @app.command("eval")
@@ -251,20 +279,21 @@ def config_show(
     recipe: Recipe,
     overrides: Overrides = None,
     command: Annotated[
-        str, typer.Option(help="The command whose settings are needed: train, sft, eval, rollout.")
-    ] = "train",
+        str | None, typer.Option(help="train, sft, eval or rollout; without it what the recipe is made for.")
+    ] = None,
 ) -> None:
     """Print every setting with its value and where that came from."""
     with _exit_codes():
-        from slimrl.config.load import load_recipe
+        from slimrl.config.load import intended_command, load_recipe
         from slimrl.config.show import show
 
-        if command not in COMMANDS_WITH_RECIPES:
+        if command not in (None, *COMMANDS_WITH_RECIPES):
             raise ValueError(f"--command {command}: {', '.join(COMMANDS_WITH_RECIPES)}")
         table = Table(box=None, header_style="bold")
         for title in ("key", "value", "from"):
             table.add_column(title, overflow="fold")
-        for row in show(load_recipe(recipe, overrides or [], command)):  # type: ignore[arg-type]
+        meant = command or intended_command(recipe, overrides or [])
+        for row in show(load_recipe(recipe, overrides or [], meant)):  # type: ignore[arg-type]
             table.add_row(*row)
         # Into a file or a pipe each setting goes whole, on one line.
         console = Console()
@@ -471,16 +500,21 @@ def launch_slurm(
     preflight_timeout_s: Annotated[float | None, typer.Option(help="For a node to check itself.")] = None,
     meeting_timeout_s: Annotated[float | None, typer.Option(help="For the all-reduce of the nodes.")] = None,
     signal_s: Annotated[int, typer.Option(help="Seconds before the time limit at which a checkpoint is made.")] = 300,
-    sft: Annotated[bool, typer.Option("--sft", help="slimrl sft instead of slimrl train.")] = False,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="A further option of sbatch, such as --qos=high; may be given repeatedly."),
+    ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the job script; nothing is written, and files need not be here.")
     ] = False,
 ) -> None:
-    """Check a recipe, write its SLURM job script, and submit it."""
+    """Check a recipe, write the script of a SLURM job that trains it as it is meant (train or sft), and submit it."""
     with _exit_codes():
-        from slimrl.launch.submit import SlurmJob, check_job, job_script, submit
+        from slimrl.config.load import intended_command
+        from slimrl.launch.job_check import check_job
+        from slimrl.launch.submit import SlurmJob, job_script, submit
 
         job = SlurmJob(
             nodes=nodes,
@@ -499,7 +533,8 @@ def launch_slurm(
             preflight_timeout_s=preflight_timeout_s,
             meeting_timeout_s=meeting_timeout_s,
             signal_s=signal_s,
-            sft=sft,
+            sbatch=tuple(sbatch or ()),
+            sft=intended_command(recipe, overrides or []) == "sft",
             resume=resume,
             overwrite=overwrite,
         )

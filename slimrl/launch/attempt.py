@@ -5,6 +5,8 @@
         canary, control, plan.json      what the nodes read
         token                           what Ray's processes know each other by, for this user's eyes alone
         preflight/, allreduce_0/        what they report
+        checkpoints                     step of the run's checkpoint that the command went on from, then of each that it
+                                        wrote, one a line
         STEP.NODE.log, STEP.srun.log    what they and srun print; of the preflight, which has an srun for each node,
                                         both are in preflight.NODE.log
 
@@ -58,6 +60,15 @@ class AttemptFolder:
     def plan(self) -> Path:
         return self.path / "plan.json"
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def gained_checkpoint(self) -> bool:
+        """Whether the next attempt goes on from another checkpoint than this one."""
+        return len(_lines(self.checkpoints)) > 1
+
     def log(self, step: str, node: str) -> Path:
         return self.path / f"{step}.{node}.log"
 
@@ -69,9 +80,14 @@ class AttemptFolder:
         self.plan.write_text(json.dumps(plan, indent=2) + "\n")
 
 
+def attempt_folder(log_dir: Path, job_id: int, attempt: int) -> AttemptFolder:
+    """Of any attempt of a job."""
+    return AttemptFolder(log_dir.absolute() / str(job_id) / f"attempt_{attempt:03d}")
+
+
 def open_attempt(log_dir: Path, job_id: int, attempt: int) -> AttemptFolder:
     """A new folder with canary and control file; `latest` points to it."""
-    folder = AttemptFolder(log_dir.absolute() / str(job_id) / f"attempt_{attempt:03d}")
+    folder = attempt_folder(log_dir, job_id, attempt)
     folder.path.mkdir(parents=True)
     folder.canary.write_text(f"{job_id} {attempt} {time.time_ns()}\n")
     folder.say("run")

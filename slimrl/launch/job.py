@@ -6,7 +6,8 @@
 4. Wait: the command's exit code is the job's. A Ray step that ends before it is a failure, and ends everything.
 5. SIGUSR1, which SLURM sends before the time limit, or SIGTERM: the command writes a checkpoint, the job is queued
    again, and its next attempt continues from there. Queueing comes before everything that takes time: SLURM refuses
-   it after the time limit, and ends what is left of the attempt by itself.
+   it after the time limit, and ends what is left of the attempt by itself. After two attempts in a row without a new
+   checkpoint the job ends instead.
 
 This runs on the batch host, which need not have slimrl's dependencies where a container has them: standard library
 alone, Python 3.9 or newer.
@@ -22,7 +23,16 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from slimrl.launch.attempt import AttemptFolder, Preempted, Step, open_attempt, start_alone, start_step, wait_for
+from slimrl.launch.attempt import (
+    AttemptFolder,
+    Preempted,
+    Step,
+    attempt_folder,
+    open_attempt,
+    start_alone,
+    start_step,
+    wait_for,
+)
 from slimrl.launch.meeting import Meeting
 from slimrl.launch.options import add_options, check_rest, container_options, node_python, train_command
 from slimrl.launch.ports import port_block
@@ -63,7 +73,7 @@ class Job:
         nodes = meeting.nodes
         say(f"{len(nodes)} nodes, head {nodes[0]} at {meeting.ray_address}; logs: {self._folder.path}")
         ray = self._start("ray", nodes, "slimrl.launch.ray_node")
-        command = train_command(self._options, self._allocation.job_id)
+        command = train_command(self._options, self._allocation.job_id, self._folder.checkpoints)
         driver = self._start("driver", nodes[:1], "slimrl.launch.driver", "--", *command)
         try:
             try:
@@ -156,6 +166,16 @@ class Job:
             say(f"failed: {ray.failure()}")
 
     def _queue_again(self) -> None:
+        """Unless this and the attempt before have brought the run no further; of other commands that is not known."""
+        number = self._allocation.attempt
+        if number and not self._options.command:
+            before = attempt_folder(self._options.log_dir, self._allocation.job_id, number - 1)
+            if not (self._folder.gained_checkpoint or before.gained_checkpoint):
+                raise LaunchError(
+                    f"attempts {number - 1} and {number} made no new checkpoint, so the job is not queued again. The "
+                    "start, a step and its checkpoint have to fit between the job's begin and its time limit, a step "
+                    "and a checkpoint between the signal and the limit."
+                )
         self._signal = None
         requeue(self._allocation.job_id)
         say("queued again")

@@ -72,13 +72,13 @@ def container_options(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def train_command(options: argparse.Namespace, job_id: int) -> list[str]:
-    """What runs on the head node: in all attempts of a job the same."""
+def train_command(options: argparse.Namespace, job_id: int, checkpoint_log: Path) -> list[str]:
+    """What runs on the head node: in all attempts of a job the same, but for the file that it notes checkpoints in."""
     if options.command:
         return list(options.rest)
     return [
         *(node_python(options), "-m", "slimrl.cli", "sft" if options.sft else "train", *options.rest),
-        f"--job={job_id}",
+        *(f"--job={job_id}", f"--checkpoint-log={checkpoint_log}"),
         *(["--resume"] if options.resume else []),
         *(["--overwrite"] if options.overwrite else []),
     ]

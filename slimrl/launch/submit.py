@@ -1,4 +1,4 @@
-"""`slimrl launch slurm`: the job script of a recipe, checked, written and submitted."""
+"""`slimrl launch slurm`: the job script of a recipe that job_check.py has let pass, written and submitted."""
 
 import re
 import shlex
@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slimrl.config.load import Command
-from slimrl.config.problems import Problem, Violation
 from slimrl.config.schema import Recipe
-from slimrl.launch.mounts import unmounted_paths
 from slimrl.launch.reports import LaunchError
-from slimrl.models.planned_recipe import read_planned
 from slimrl.runtime.placement import place_on_fewest
 
 SIGNAL_S = 300
@@ -21,6 +17,9 @@ SIGNAL_S = 300
 
 MARGIN_S = 60
 """Of that, what is kept for the requeue itself."""
+
+FLAGS = ("--exclusive", "--requeue")
+"""Options of sbatch that every job has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,8 @@ class SlurmJob:
     object_store_gib: float | None = None
     preflight_timeout_s: float | None = None
     meeting_timeout_s: float | None = None
+    sbatch: tuple[str, ...] = ()
+    """Further options of sbatch, each `--NAME` or `--NAME=VALUE`."""
     signal_s: int = SIGNAL_S
     sft: bool = False
     resume: bool = False
@@ -61,60 +62,9 @@ def nodes_needed(recipe: Recipe, gpus_per_node: int, *, sft: bool) -> int:
     return place_on_fewest(recipe, gpus_per_node, num_ranks=recipe.trainer.num_ranks, num_engines=num_engines)[1]
 
 
-def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: bool) -> tuple[Problem, ...]:
-    """Warnings of a recipe and of its job.
-
-    Args:
-        files: refuse what a start would not find on this machine, instead of warning of it; an unknown model that is
-            not here is left out of the rules.
-
-    Raises:
-        RecipeError: the recipe is refused.
-        ValueError: the nodes are too few for it, or the job's settings contradict each other.
-    """
-    command: Command = "sft" if job.sft else "train"
-    planned = read_planned(path, overrides, command, files=files, model_needed=False)
-    loaded = planned.loaded
-    if job.nodes < 1 or job.spares < 0:
-        raise ValueError(f"--nodes {job.nodes} --spares {job.spares}: at least one node, and no less than 0 spares.")
-    if job.container and job.venv:
-        raise ValueError("--container and --venv exclude each other.")
-    if job.container_mounts and not job.container:
-        raise ValueError("--container-mounts needs --container.")
-    if job.resume and job.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other.")
-    if job.signal_s <= MARGIN_S:
-        raise ValueError(f"--signal-s {job.signal_s}: more than the {MARGIN_S} s that the requeue may take.")
-    if job.gpus_per_node:
-        needed = nodes_needed(loaded.recipe, job.gpus_per_node, sft=job.sft)
-        if needed > job.nodes:
-            raise ValueError(
-                f"{path}: needs {needed} nodes of {job.gpus_per_node} GPUs; --nodes {job.nodes} is too few."
-            )
-    warnings: list[Violation] = []
-    model = loaded.recipe.model.path
-    if not Path(model).exists():
-        warnings.append(("model.path", f"{model}: {planned.model}."))
-    if job.container:
-        warnings += unmounted_paths(loaded.recipe, job.log_dir, job.container_mounts or "")
-    return (*planned.notes, *(loaded.problem(*warning, warning=True) for warning in warnings))
-
-
 def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
     """The batch script of a job that `check_job` has let pass."""
-    directives = {
-        "job-name": f"slimrl-{path.stem}",
-        "nodes": job.nodes + job.spares,
-        "ntasks-per-node": 1,
-        "gpus-per-node": job.gpus_per_node or None,
-        "partition": job.partition,
-        "account": job.account,
-        "time": job.time,
-        "signal": f"B:USR1@{job.signal_s}",
-        "mem": 0,
-        "open-mode": "append",
-        "output": job.log_dir / "%j.log",
-    }
+    lines = [f"--{name}={value}" for name, value in _directives(path, job).items() if value is not None]
     options: dict[str, object] = {
         "--spares": job.spares,
         "--gpus-per-node": job.gpus_per_node,
@@ -136,15 +86,52 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH --{name}={quote(str(value))}" for name, value in directives.items() if value is not None),
-            "#SBATCH --exclusive",
-            "#SBATCH --requeue",
+            *(f"#SBATCH {_quoted(line)}" for line in (*lines, *FLAGS, *job.sbatch)),
             "set -euo pipefail",
             'cd "${SLIMRL_ROOT:-$SLURM_SUBMIT_DIR}"',
             f'exec "${{SLIMRL_HOST_PYTHON:-python3}}" -m slimrl.launch.job {shlex.join(arguments)}',
             "",
         ]
     )
+
+
+def _directives(path: Path, job: SlurmJob) -> dict[str, object]:
+    """Options of sbatch that have a value, None where it is left to SLURM."""
+    return {
+        "job-name": f"slimrl-{path.stem}",
+        "nodes": job.nodes + job.spares,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus_per_node or None,
+        "partition": job.partition,
+        "account": job.account,
+        "time": job.time,
+        "signal": f"B:USR1@{job.signal_s}",
+        "mem": 0,
+        "open-mode": "append",
+        "output": job.log_dir / "%j.log",
+    }
+
+
+def check_sbatch(path: Path, job: SlurmJob) -> None:
+    """Refuse options of sbatch that are not written in full, and those that the script has already.
+
+    Raises:
+        ValueError: it is so.
+    """
+    own = {*_directives(path, job), *(flag.removeprefix("--") for flag in FLAGS)}
+    for option in job.sbatch:
+        found = re.fullmatch(r"--([a-z][a-z0-9-]*)(?:=.+)?", option)
+        if found is None:
+            raise ValueError(f"--sbatch {option!r}: write it in full, --NAME or --NAME=VALUE.")
+        if found.group(1) in own:
+            raise ValueError(
+                f"--sbatch {option!r}: the job script sets --{found.group(1)} itself; see slimrl launch slurm --help."
+            )
+
+
+def _quoted(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return name + equals + quote(value)
 
 
 def quote(value: str) -> str:

@@ -11,6 +11,8 @@ class RunFolder:
     """Paths inside `runs/<name>/`."""
 
     path: Path
+    checkpoint_log: Path | None = None
+    """A file outside of it for whoever waits for checkpoints; see `note_checkpoint`."""
 
     @property
     def config(self) -> Path:
@@ -80,6 +82,12 @@ class RunFolder:
         """Whether a resumed run would continue from somewhere; a folder of that name is complete."""
         return any(self.checkpoints.glob("step_*"))
 
+    def note_checkpoint(self, step: int | None) -> None:
+        """Add a line to `checkpoint_log`: the step that a run goes on from, None for a new one; then each one saved."""
+        if self.checkpoint_log is not None:
+            with self.checkpoint_log.open("a") as file:
+                file.write(f"{'none' if step is None else step}\n")
+
     def note_early_end(self) -> None:
         """Mark a run that ends without metrics and without a checkpoint; other folders stay as they are."""
         begun = self.metrics.is_file() and self.metrics.stat().st_size > 0
@@ -133,29 +141,43 @@ def open_run_folder(
         overwrite: remove an existing run first.
 
     Raises:
-        ValueError: the run exists and neither flag is given; `resume` and there is none; both flags; the folder exists
-            and is not a run's.
+        ValueError: see `check_run_folder`.
     """
     run = RunFolder(folder / name)
-    if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other.")
-    if resume and not run.config.is_file():
-        raise ValueError(f"{run.path}: there is no run to resume. Start it without --resume.")
+    check_run_folder(run, resume=resume, overwrite=overwrite)
     if overwrite and run.path.exists():
-        if any(run.path.iterdir()):
-            _check_is_run(run)
         shutil.rmtree(run.path)
     if not resume:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             run.path.mkdir()
         except FileExistsError as error:
-            _check_is_run(run)
+            # Another start has made it since.
             raise ValueError(_refusal(run)) from error
     (run.path / "config.resumed.yaml" if resume else run.config).write_text(config_yaml)
     for path in (run.logs, run.checkpoints):
         path.mkdir(exist_ok=True)
     return run
+
+
+def check_run_folder(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
+    """Refuse what `open_run_folder` does; nothing is changed.
+
+    Raises:
+        ValueError: the run exists and neither flag is given; `resume` and there is none; both flags; the folder exists
+            and is not a run's.
+    """
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other.")
+    if resume:
+        if not run.config.is_file():
+            raise ValueError(f"{run.path}: there is no run to resume. Start it without --resume.")
+    elif overwrite:
+        if run.path.exists() and any(run.path.iterdir()):
+            _check_is_run(run)
+    elif run.path.exists():
+        _check_is_run(run)
+        raise ValueError(_refusal(run))
 
 
 def _refusal(run: RunFolder) -> str:

@@ -12,8 +12,6 @@ from slimrl.config.schema import Recipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import read_trajectories, write_trajectories
-from slimrl.models.architecture import architecture_of, check_architecture
-from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
@@ -23,7 +21,8 @@ from slimrl.runtime.loop import train as train_loop
 from slimrl.runtime.preemption import preemption_by_signal, raise_preempted
 from slimrl.runtime.sft import read_examples, sft_loop
 from slimrl.runtime.start import logs_of_command, open_run, prepare, rollout_stage, started
-from slimrl.runtime.state import CheckpointFolder, RunState
+from slimrl.runtime.start_check import check_checkpoint_model, resume_point
+from slimrl.runtime.state import RunState
 from slimrl.runtime.step import Step
 from slimrl.runtime.task import load_task
 from slimrl.runtime.train_run import TrainRun
@@ -41,12 +40,13 @@ def train(
     resume: bool | None,
     overwrite: bool,
     job: str | None,
+    checkpoint_log: Path | None,
     ray_address: str | None,
 ) -> None:
     """`slimrl train`: rollout and training until the recipe's number of steps.
 
     Args:
-        resume: see `open_run`, also for `job`.
+        resume: see `open_run`, also for `job` and `checkpoint_log`.
         ray_address: see `started`, here and in the other commands.
 
     Raises:
@@ -57,7 +57,7 @@ def train(
         loaded, task = prepare(path, overrides, "train", progress, read, ray_address=ray_address)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job)
+        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
         checkpoint, state = _resume_point(folder, recipe, progress)
         prompts = _sampler(task.train, recipe, state)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
@@ -141,6 +141,7 @@ def sft(
     resume: bool | None,
     overwrite: bool,
     job: str | None,
+    checkpoint_log: Path | None,
     ray_address: str | None,
 ) -> None:
     """`slimrl sft`: supervised training on conversations; raises as `train`."""
@@ -148,7 +149,7 @@ def sft(
         loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job)
+        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
         checkpoint, state = _resume_point(folder, recipe, progress)
         sampler = _sampler(examples, recipe, state)
         with (
@@ -229,7 +230,7 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path,
     with Progress(1) as progress:
         loaded, _ = prepare(path, overrides, "export", progress, lambda _: None)
         recipe = loaded.recipe
-        _check_checkpoint(checkpoint, recipe)
+        check_checkpoint_model(checkpoint, recipe)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
             logs_of_command(recipe.run.dir, "export") as folder,
@@ -252,24 +253,15 @@ def _resume_point(folder: RunFolder, recipe: Recipe, progress: Progress) -> tupl
     """The newest checkpoint; the start for a new run, and for one that was ended before its first checkpoint.
 
     Raises:
-        ValueError: the checkpoint is of another model, or of a run that is complete.
+        ValueError: see `resume_point`.
     """
-    found = CheckpointFolder(folder.checkpoints).latest()
+    found = resume_point(folder, recipe)
+    folder.note_checkpoint(None if found is None else found[1].step)
     if found is None:
         return None, RunState()
     checkpoint, state = found
-    _check_checkpoint(checkpoint, recipe)
-    if state.step >= recipe.steps and folder.export.is_dir():
-        raise ValueError(
-            f"{folder.path} is complete: step {state.step} of {recipe.steps}, model in {folder.export}. "
-            "Give a larger `steps` to continue it."
-        )
     progress.say(f"continuing after step {state.step} of {recipe.steps}, from {checkpoint}")
     return found
-
-
-def _check_checkpoint(checkpoint: Path, recipe: Recipe) -> None:
-    check_architecture(checkpoint / "trainer", architecture_of(read_hf_config(Path(recipe.model.path))))
 
 
 def _sampler(items: Sequence[T], recipe: Recipe, state: RunState) -> Sampler[T]:

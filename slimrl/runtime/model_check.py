@@ -21,8 +21,12 @@ from slimrl.resync.buckets import too_small
 from slimrl.runtime.engine_format import engine_transform
 
 
-def model_problems(loaded: LoadedRecipe) -> list[Problem]:
-    """Everything wrong with the checkpoint, and with the settings that must agree with it."""
+def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Problem]:
+    """Everything wrong with the checkpoint, and with the settings that must agree with it.
+
+    Args:
+        devices: the run is to start on this machine, or on ones like it; else what depends on that is left out.
+    """
     path = Path(loaded.recipe.model.path)
     problems: list[Problem] = []
 
@@ -38,7 +42,7 @@ def model_problems(loaded: LoadedRecipe) -> list[Problem]:
         return problems
     hf_config = read_hf_config(path)
     if loaded.command in ("train", "resync bench"):
-        problems += _resync_problems(loaded, hf_config)
+        problems += _resync_problems(loaded, hf_config, devices)
     if trains(loaded.command):
         megatron = loaded.recipe.model.megatron
         if megatron:
@@ -47,12 +51,12 @@ def model_problems(loaded: LoadedRecipe) -> list[Problem]:
                 lambda: check_architecture(weights_folder(Path(megatron)), architecture_of(hf_config)),
             )
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
-        if not device.has_transformer_engine():
+        if devices and not device.has_transformer_engine():
             problems += [loaded.problem(key, NEEDS_TRANSFORMER_ENGINE) for key in transformer_engine_keys(loaded)]
     return problems
 
 
-def _resync_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
+def _resync_problems(loaded: LoadedRecipe, hf_config: dict[str, Any], devices: bool) -> list[Problem]:
     """Weights that engines cannot be sent, or not in buckets of the recipe's size."""
     recipe = loaded.recipe
     try:
@@ -60,6 +64,9 @@ def _resync_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Pr
         weight_map = family_of(hf_config).weight_map(hf_config)
     except ValueError as error:
         return [loaded.problem("model.path", str(error))]
+    if transform is not None and not devices:
+        # In which precision the engines hold it depends on theirs.
+        return []
     dtype = "bfloat16" if recipe.trainer.precision is Precision.bf16 else "float32"
     reason = too_small(weight_map.specs(dtype), recipe.resync.bucket_bytes, transform)
     return [loaded.problem("resync.bucket_bytes", reason)] if reason else []

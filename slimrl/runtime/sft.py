@@ -90,6 +90,7 @@ def sft_loop(
             partial = checkpoints.begin(state.step)
             trainers.save_checkpoint(partial / "trainer")
             checkpoints.finish(partial, state, recipe.checkpoint.keep)
+            folder.note_checkpoint(state.step)
     if state.step < recipe.steps:
         return
     trainers.export_hf(folder.fresh_export())

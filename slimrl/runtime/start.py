@@ -30,12 +30,12 @@ from slimrl.runtime.cluster import ray_cluster
 from slimrl.runtime.ending import Family, ending_on_signals, what_is_left
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import RunError, StageError
-from slimrl.runtime.folder_check import check_nodes, folder_problems
-from slimrl.runtime.model_check import model_problems
+from slimrl.runtime.folder_check import check_nodes
 from slimrl.runtime.placement import most_slots, place
 from slimrl.runtime.processes import Processes, start_processes
 from slimrl.runtime.reservation import Reservation, cluster_nodes
 from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.runtime.start_check import read_files
 from slimrl.runtime.task import Task
 
 T = TypeVar("T")
@@ -69,17 +69,7 @@ def prepare(
             progress.say(str(problem))
         else:
             problems.append(problem)
-    problems += folder_problems(loaded, shared_only=ray_address is not None)
-    if "model.path" not in {problem.key for problem in problems}:
-        problems += model_problems(loaded)
-    try:
-        result = read(loaded)
-    except RecipeError as error:
-        known = {problem.key for problem in problems}
-        raise RecipeError([*problems, *(p for p in error.problems if p.key not in known)]) from error
-    if problems:
-        raise RecipeError(problems)
-    return loaded, result
+    return loaded, read_files(loaded, problems, read, shared_only=ray_address is not None)
 
 
 def open_run(
@@ -89,6 +79,7 @@ def open_run(
     resume: bool | None = False,
     overwrite: bool = False,
     job: str | None = None,
+    checkpoint_log: Path | None = None,
 ) -> RunFolder:
     """The run's folder with what it is made of; the driver's log goes there from here on.
 
@@ -98,6 +89,7 @@ def open_run(
         resume: continue an existing run; None to do so if it has a checkpoint, and else to put what is there aside.
         job: id of a job of which this is an attempt. A run that an earlier attempt opened is taken up as with None;
             `resume` and `overwrite` are about runs of others.
+        checkpoint_log: as in `RunFolder`.
 
     Raises:
         ValueError: see `open_run_folder`.
@@ -116,6 +108,7 @@ def open_run(
     folder = open_run_folder(
         Path(recipe.run.dir), recipe.run.name, dump_resolved(recipe), resume=resume, overwrite=overwrite
     )
+    folder = RunFolder(folder.path, checkpoint_log)
     if job is not None:
         folder.note_job(job)
     for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(recipe)):

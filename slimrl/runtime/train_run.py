@@ -132,6 +132,7 @@ class TrainRun:
         self._memory.enter(Stage.save)
         self._trainers.save_checkpoint(partial / "trainer")
         self._checkpoints.finish(partial, self.state, self.recipe.checkpoint.keep)
+        self._folder.note_checkpoint(self.state.step)
         self._memory.enter(Stage.rollout)
 
     def finish(self) -> None:

@@ -195,7 +195,7 @@ def test_a_submitted_recipe_runs_as_given_and_a_cancelled_job_is_not_queued_agai
     submission = [sys.executable, "-m", "slimrl.cli", "launch", "slurm", str(RECIPES / "gspo_calculator.yaml")]
     job = FakeJob(state, [*submission, *settings, *asked])
     try:
-        assert job.wait(60) == 0, job.everything()
+        assert job.wait(120) == 0, job.everything()
         job.adopt()
         assert f"Submitted batch job {job.job_id}" in job.output
         job.wait_until(folder.config.exists, 150)
@@ -240,6 +240,8 @@ def test_a_run_on_two_nodes_that_is_preempted_continues_at_the_step_after_its_ch
     found = re.search(r"continuing after step (\d) of 4", second)
     assert found, job.everything()
     assert 1 <= int(found.group(1)) < 4
+    attempts = [job.logs / str(job.job_id) / f"attempt_00{number}" / "checkpoints" for number in (0, 1)]
+    assert [file.read_text().split() for file in attempts] == [["none", found.group(1)], [found.group(1), "4"]]
     assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 3, 4]
     assert folder.export.is_dir()
     assert not job.left(), job.left(0)

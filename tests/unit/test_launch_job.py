@@ -3,6 +3,7 @@
 import argparse
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,14 +12,15 @@ import pytest
 from slimrl.config.load import load_recipe
 from slimrl.launch import job as job_module
 from slimrl.launch import ray_node
-from slimrl.launch.attempt import AttemptFolder, Preempted, Step
+from slimrl.launch.attempt import AttemptFolder, Preempted, Step, attempt_folder
 from slimrl.launch.job import Job
 from slimrl.launch.options import add_options, check_rest, container_options
 from slimrl.launch.preflight import compute_problems, judge_gpus
 from slimrl.launch.reports import LaunchError, Selection
 from slimrl.launch.slurm import PREEMPTED, Allocation, named_nodes
 from slimrl.observability.progress import Progress
-from slimrl.runtime import start
+from slimrl.runtime import commands, start, start_check
+from slimrl.runtime.state import CheckpointFolder, RunState
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +91,57 @@ def test_where_the_checkpoint_is_whole_the_job_is_queued_again_before_rays_end(w
     job = watched(PREEMPTED)
     assert job.run() == PREEMPTED
     assert job.events == ["queued again after end", "driver is waited for", "ray is waited for"]
+
+
+def test_two_attempts_in_a_row_without_a_new_checkpoint_end_the_job(watched, tmp_path: Path):
+    logs = tmp_path / "logs"
+    before = attempt_folder(logs, 7, 0)
+    before.path.mkdir(parents=True)
+    job = watched(PREEMPTED, "--log-dir", str(logs))
+    job._allocation = replace(job._allocation, attempt=1)
+    refused = pytest.raises(
+        LaunchError, match="attempts 0 and 1 made no new checkpoint, so the job is not queued again"
+    )
+    # The attempt before ended before its command, or that made none, or went on from one and made none.
+    for steps in (None, "none\n", "4\n"):
+        if steps is not None:
+            before.checkpoints.write_text(steps)
+        with refused:
+            job.run()
+    assert not any("queued" in event for event in job.events)
+    job._folder.checkpoints.write_text("4\n5\n")
+    assert job.run() == PREEMPTED
+    job._folder.checkpoints.write_text("5\n")
+    before.checkpoints.write_text("4\n5\n")
+    assert job.run() == PREEMPTED
+
+
+def test_what_another_command_saves_is_not_known_so_it_is_queued_again(watched):
+    job = watched(PREEMPTED, "--command")
+    job._allocation = replace(job._allocation, attempt=4)
+    assert job.run() == PREEMPTED
+
+
+def test_a_run_notes_the_checkpoint_that_it_goes_on_from_and_those_that_it_writes(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(start, "collect_provenance", lambda *about: {})
+    monkeypatch.setattr(start, "log_to_file", lambda path: None)
+    loaded = load_recipe(
+        ROOT / "recipes" / "tiny_moe" / "gspo_calculator.yaml", [f"run.dir={tmp_path}", "run.name=demo"]
+    )
+    monkeypatch.setattr(start_check, "check_checkpoint_model", lambda checkpoint, recipe: None)
+    notes = tmp_path / "checkpoints"
+    run = start.open_run(loaded, Progress(0), job="7", checkpoint_log=notes)
+    assert commands._resume_point(run, loaded.recipe, Progress(0))[0] is None
+    saved = CheckpointFolder(run.checkpoints)
+    saved.finish(saved.begin(2), RunState(step=2), keep=1)
+    run.note_checkpoint(2)
+    assert notes.read_text() == "none\n2\n"
+    assert AttemptFolder(tmp_path).gained_checkpoint
+    notes.unlink()
+    run = start.open_run(loaded, Progress(0), job="7", checkpoint_log=notes)
+    commands._resume_point(run, loaded.recipe, Progress(0))
+    assert notes.read_text() == "2\n"
+    assert not AttemptFolder(tmp_path).gained_checkpoint
 
 
 def test_a_signal_before_anything_runs_queues_the_job_again(watched):

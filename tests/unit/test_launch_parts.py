@@ -6,10 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 from slimrl.cli import app
@@ -137,11 +140,14 @@ def test_ray_starts_at_the_plans_address_with_the_ports_of_its_block():
 
 
 def test_the_command_is_told_its_job_and_what_to_do_with_a_run_of_another():
-    overwrite = ["r.yaml", "a=1", "--job=77", "--overwrite"]
-    assert train_command(options("--overwrite", "r.yaml", "a=1"), 77)[-4:] == overwrite
-    assert train_command(options("--sft", "r.yaml"), 77)[1:] == ["-m", "slimrl.cli", "sft", "r.yaml", "--job=77"]
-    assert train_command(options("--command", "python", "-c", "1"), 77) == ["python", "-c", "1"]
-    assert train_command(options("--container", "i.sqsh", "r.yaml"), 77)[0] == "python3"
+    def command(*arguments: str) -> list[str]:
+        return train_command(options(*arguments), 77, Path("/logs/checkpoints"))
+
+    of_job = ["--job=77", "--checkpoint-log=/logs/checkpoints"]
+    assert command("--overwrite", "r.yaml", "a=1")[-5:] == ["r.yaml", "a=1", *of_job, "--overwrite"]
+    assert command("--sft", "r.yaml")[1:] == ["-m", "slimrl.cli", "sft", "r.yaml", *of_job]
+    assert command("--command", "python", "-c", "1") == ["python", "-c", "1"]
+    assert command("--container", "i.sqsh", "r.yaml")[0] == "python3"
 
 
 def test_steps_run_in_the_container_with_one_task_on_each_node():
@@ -287,6 +293,17 @@ def test_versions_of_the_cuda_image_are_those_of_the_tests():
     assert f"megatron-core=={megatron}" in text
 
 
+def test_the_cuda_image_has_what_rays_http_server_needs():
+    wanted = [Requirement(text) for text in requires("ray")]
+    names = {package.name for package in wanted if package.marker and package.marker.evaluate({"extra": "default"})}
+    names -= {package.name for package in wanted if not package.marker}
+    # What SGLang brings, itself or by one of its packages.
+    there = {canonicalize_name(Requirement(text).name) for text in requires("sglang")} | {"grpcio"}
+    text = (ROOT / "docker" / "Dockerfile.cuda").read_text()
+    installed = {canonicalize_name(name) for name in re.findall(r"([\w.-]+)==", text)}
+    assert {canonicalize_name(name) for name in names} <= installed | there
+
+
 def test_the_ray_job_for_kubernetes_has_the_fields_that_kuberay_reads():
     job = yaml.safe_load((ROOT / "launch" / "kuberay" / "rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
@@ -354,17 +371,17 @@ def test_a_machine_without_model_and_data_writes_the_script_but_does_not_submit_
         "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml",
         *("model.path=/cluster/Qwen3-30B-A3B", "data.train=/cluster/train.jsonl"),
     ]
-    dry = launch(*known, "--nodes", "2", "--dry-run")
+    dry = launch(*known, "--nodes", "1", "--dry-run")
     assert dry.exit_code == 0, dry.output
     assert dry.stdout.startswith("#!/bin/bash\n")
     assert "warning" not in dry.stdout
     assert "data.train: warning: /cluster/train.jsonl: no such file." in dry.stderr
     assert "model.path: warning: /cluster/Qwen3-30B-A3B: Qwen3-30B-A3B as published, for" in dry.stderr
     # The rules know the published model.
-    wrong = launch(*known, "trainer.parallel.tensor=3", "--nodes", "2", "--dry-run")
+    wrong = launch(*known, "trainer.parallel.tensor=3", "--nodes", "1", "--dry-run")
     assert (wrong.exit_code, wrong.stdout) == (2, "")
     assert "trainer.parallel.tensor: " in wrong.stderr
-    submitted = launch(*known, "--nodes", "2", "--log-dir", str(tmp_path / "logs"))
+    submitted = launch(*known, "--nodes", "1", "--log-dir", str(tmp_path / "logs"))
     assert submitted.exit_code == 2
     assert "model.path: /cluster/Qwen3-30B-A3B: no such folder." in submitted.stderr
     assert not (tmp_path / "logs").exists()

@@ -1,0 +1,177 @@
+"""What `slimrl launch slurm` refuses before it submits."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from slimrl_tools.toy import ToySize, write_toy
+from typer.testing import CliRunner
+
+from slimrl.cli import app
+from slimrl.config.problems import RecipeError
+from slimrl.launch.job_check import check_job
+from slimrl.launch.submit import SlurmJob, job_script
+from slimrl.launch.time_limit import check_time_limit, time_limit_s
+from slimrl.observability.run_folder import RunFolder, open_run_folder
+
+ROOT = Path(__file__).parents[2]
+TINY = Path("recipes/tiny_moe/gspo_calculator.yaml")
+FAMILY = "recipes/qwen3_moe"
+
+
+def launch(*arguments: str):
+    return CliRunner().invoke(app, ["launch", "slurm", *arguments, "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("30", 1800), ("30:15", 1815), ("4:00:00", 14400), ("100:00:01", 360001)),
+        *(("2-0", 172800), ("1-12:30", 131400), ("1-12:30:10", 131410)),
+        *(("UNLIMITED", float("inf")), ("infinite", float("inf")), ("0", float("inf"))),
+    ],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: float):
+    assert time_limit_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["5x", "", "4h", "1.5", "-5", "1-", "1:2:3:4", "1-2:3:4:5", " 5"])
+def test_a_time_limit_that_slurm_does_not_take_is_refused(text: str):
+    with pytest.raises(ValueError, match=r"not as SLURM takes it\. Use MINUTES"):
+        time_limit_s(text)
+
+
+def test_a_job_that_would_be_signalled_as_it_begins_is_refused():
+    for text in ("5", "6:00"):
+        with pytest.raises(ValueError, match=f"--time {text}: the job would be asked for a checkpoint at once"):
+            check_time_limit(text, 300)
+    check_time_limit("7", 300)
+    check_time_limit("0", 300)
+    refused = launch(f"{FAMILY}/qwen3_30b_a3b_gspo.yaml", "--nodes", "1", "--time", "5x")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("--time 5x: not as SLURM takes it.")
+
+
+def test_a_grace_that_leaves_no_time_to_save_is_told():
+    recipe = f"{FAMILY}/qwen3_30b_a3b_gspo.yaml"
+    told = "checkpoint.grace_s: warning: 240 s for a rollout, and the job waits 240 s for the checkpoint."
+    assert told in launch(recipe, "checkpoint.grace_s=240", "--nodes", "1").stderr
+    assert (
+        "checkpoint.grace_s" not in launch(recipe, "checkpoint.grace_s=240", "--nodes", "1", "--signal-s", "900").stderr
+    )
+
+
+def test_nodes_that_the_run_would_not_use_are_refused_but_as_spares():
+    recipe = f"{FAMILY}/qwen3_30b_a3b_gspo_disaggregated.yaml"
+    refused = launch(recipe, "--nodes", "4")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "needs 2 nodes of 8 GPUs; --nodes 4 leaves some without work; nodes in reserve are --spares." in (
+        refused.stderr
+    )
+    assert "#SBATCH --nodes=4\n" in launch(recipe, "--nodes", "2", "--spares", "2").stdout
+
+
+def test_a_recipe_for_sft_is_launched_and_shown_as_one():
+    recipe = f"{FAMILY}/qwen3_30b_a3b_sft.yaml"
+    written = launch(recipe, "--nodes", "1")
+    assert written.exit_code == 0, written.output
+    assert f" --sft {recipe}\n" in written.stdout
+    shown = CliRunner().invoke(app, ["config", "show", recipe])
+    assert shown.exit_code == 0, shown.output
+    assert "sft.max_tokens" in shown.stdout
+
+
+def test_options_of_sbatch_are_passed_on_but_not_those_that_the_script_sets():
+    job = SlurmJob(nodes=1, sbatch=("--qos=high", "--exclude=gpu-[001-004]", "--comment=two words"))
+    lines = job_script(TINY, [], job).splitlines()
+    assert {"#SBATCH --qos=high", '#SBATCH --exclude="gpu-[001-004]"', '#SBATCH --comment="two words"'} <= set(lines)
+    for option in ("--time=1", "--signal=USR1@60", "--exclusive", "--nodes=3"):
+        refused = launch(f"{FAMILY}/qwen3_30b_a3b_gspo.yaml", "--nodes", "1", "--sbatch", option)
+        assert refused.exit_code == 2
+        assert f"--sbatch '{option}': the job script sets {option.partition('=')[0]} itself" in refused.stderr
+    short = launch(f"{FAMILY}/qwen3_30b_a3b_gspo.yaml", "--nodes", "1", "--sbatch", "-t 5")
+    assert short.exit_code == 2
+    assert "write it in full" in short.stderr
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> list[str]:
+    """Overrides that point the tiny recipe to files that are there."""
+    folder = tmp_path_factory.mktemp("files")
+    write_toy("qwen3_moe", folder / "model", ToySize(layers=1, hidden=32, moe_intermediate=16), 0)
+    data = folder / "data.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "user", "content": "1"}], "label": "1"}) + "\n")
+    return [f"model.path={folder / 'model'}", f"data.train={data}", f"data.eval.heldout={data}"]
+
+
+@pytest.fixture
+def submission(files: list[str], tmp_path: Path, monkeypatch):
+    """Check the job of a real submission from the root of the repository."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("SLIMRL_ROOT", raising=False)
+
+    def check(*overrides: str, **about_job):
+        job = replace(SlurmJob(nodes=1, gpus_per_node=0, venv=Path(sys.prefix)), **about_job)
+        return check_job(TINY, [*files, f"run.dir={tmp_path}", *overrides], job, files=True)
+
+    return check
+
+
+def test_what_the_start_would_refuse_of_the_task_is_refused_at_the_submission(submission):
+    submission()
+    with pytest.raises(RecipeError) as refused:
+        submission("reward.function=slimrl.rewards.math:nope", "agent.tools=[nosuch:f]", "agent.parser=hermess")
+    assert {"reward.function", "agent.tools"} <= {problem.key for problem in refused.value.problems}
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused_at_the_submission(submission, files: list[str], tmp_path: Path):
+    model = Path(files[0].removeprefix("model.path="))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(RecipeError, match=r"model\.path: "):
+        submission(f"model.path={bare}")
+
+
+def test_a_run_folder_that_the_start_would_refuse_is_refused_at_the_submission(submission, tmp_path: Path):
+    with pytest.raises(ValueError, match="there is no run to resume"):
+        submission("run.name=demo", resume=True)
+    run = open_run_folder(tmp_path, "demo", "seed: 1\n")
+    before = sorted(run.path.iterdir())
+    with pytest.raises(ValueError, match="demo exists, without a checkpoint"):
+        submission("run.name=demo")
+    submission("run.name=demo", overwrite=True)
+    submission("run.name=demo", resume=True)
+    # What comes after another job meets another folder.
+    submission("run.name=demo", sbatch=("--dependency=afterok:17",))
+    assert sorted(run.path.iterdir()) == before
+    run.ended_early.touch()
+    submission("run.name=demo")
+    assert not RunFolder(tmp_path / "other").path.exists()
+
+
+def test_a_job_that_would_find_no_python_or_no_slimrl_is_not_submitted(submission, tmp_path: Path, monkeypatch):
+    with pytest.raises(ValueError, match="/nope/bin/python: no such program"):
+        submission(venv=Path("/nope"))
+    monkeypatch.setenv("SLIMRL_ROOT", str(tmp_path))
+    with pytest.raises(ValueError, match=r"SLIMRL_ROOT is .*, where the job would look for the recipe"):
+        submission()
+    monkeypatch.delenv("SLIMRL_ROOT")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / TINY.parent).mkdir(parents=True)
+    (tmp_path / TINY).symlink_to(ROOT / TINY)
+    with pytest.raises(ValueError, match=f"{tmp_path} has no slimrl, and the job starts there"):
+        submission()
+
+
+def test_packages_that_only_the_image_has_are_no_reason_to_refuse(submission, tmp_path: Path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import only_in_the_image\n\ndef score(trajectory):\n    return 0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="cannot be imported: No module named 'only_in_the_image'"):
+        submission("reward.function=mine:score")
+    warnings = submission("reward.function=mine:score", venv=None, container="image.sqsh")
+    assert any("No module named 'only_in_the_image'" in str(warning) for warning in warnings)
+    with pytest.raises(RecipeError, match=r"run\.dir: .* cannot be written"):
+        submission("reward.function=mine:score", "run.dir=/proc/nope", venv=None, container="image.sqsh")
