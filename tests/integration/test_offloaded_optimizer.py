@@ -120,6 +120,7 @@ def resumed(rank, num_ranks, port, folder):
     return whole, *results
 
 
+@pytest.mark.full
 def test_its_checkpoints_continue_to_the_bit_and_are_those_of_the_other_optimizer(tmp_path: Path):
     for whole, same, on_device, from_device in run_ranks(resumed, 2, tmp_path, timeout_s=120):
         assert same[0] == whole[0]

@@ -111,3 +111,31 @@ def test_packed_attention_equals_token_by_token_attention_with_its_gradient(valu
 
 def test_the_page_about_patches_is_current():
     assert (Path(__file__).parents[2] / "docs" / "patches.md").read_text() == patches_page()
+
+
+def test_an_optimizer_on_the_host_starts_from_zero_moments_and_its_state_is_plain_values(tmp_path):
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    megatron_patches.apply()
+    weight = torch.randn(4, 3).bfloat16()
+    before = weight.clone()
+    adam = torch.optim.AdamW
+    optimizer = HybridDeviceOptimizer(
+        [weight],
+        offload_fraction=1.0,
+        cpu_optimizer_cls=adam,
+        gpu_optimizer_cls=adam,
+        param_update_in_fp32=True,
+        pin_cpu_grads=torch.cuda.is_available(),
+        overlap_cpu_optimizer_d2h_h2d=False,
+        lr=1e-2,
+        fused=True,
+    )
+    optimizer.dummy_step()
+    assert torch.equal(weight, before)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    (state,) = torch.load(tmp_path / "state.pt", weights_only=True)["state"].values()
+    assert torch.equal(state["master_param"], before.float())
+    assert not state["exp_avg"].any()
+    assert not state["exp_avg_sq"].any()
+    assert state["step"] == 0
