@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from slimrl.cli import PREEMPTED_EXIT_CODE
 from slimrl.data.trajectory import read_trajectories
 from slimrl.observability.metrics import read_metrics
-from slimrl.observability.run_folder import RunFolder
+from slimrl.observability.run_folder import RunFolder, open_run_folder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
@@ -94,6 +94,9 @@ def preempt(arguments: list[str], folder: RunFolder, *, pause_s: float) -> str:
 
 def test_a_preempted_run_finishes_its_step_and_continues_as_if_it_had_not_been(workspace: Workspace, whole: RunFolder):
     preempted = workspace.run_folder("preempted")
+    # What an earlier start left that was killed in its first step.
+    earlier = open_run_folder(preempted.path.parent, "preempted", "seed: 1\n")
+    earlier.metrics.write_text('{"step": 0}\n')
     arguments = [*deterministic(workspace, "preempted", "checkpoint.every_steps=0"), "--resume-or-start"]
     said = preempt(arguments, preempted, pause_s=0.0)
     step = int(preempted.requeue.read_text())
@@ -101,6 +104,9 @@ def test_a_preempted_run_finishes_its_step_and_continues_as_if_it_had_not_been(w
     assert f"preempted by SIGUSR1 after step {step} of 4" in said
     assert [path.name for path in preempted.checkpoints.iterdir()] == [f"step_{step:06d}"]
     assert not preempted.export.exists()
+    aside = workspace.run_folder("preempted.attempt_000")
+    assert f"was there, which is now {aside.path}" in said
+    assert (aside.config.read_text(), aside.metrics.read_text()) == ("seed: 1\n", '{"step": 0}\n')
     succeed("train", GSPO, *arguments, timeout_s=RUN_S)
     assert not preempted.requeue.exists()
     assert steps_without_times(preempted) == steps_without_times(whole)

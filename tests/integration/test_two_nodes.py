@@ -76,6 +76,7 @@ def exported(folder: RunFolder) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.full
 def test_a_node_that_dies_in_the_middle_is_named_and_the_run_ends(workspace: Workspace, start_nodes: StartNodes):
     nodes = start_nodes(1, 1)
     folder = workspace.run_folder("lost")
@@ -150,7 +151,6 @@ def test_a_cluster_that_is_too_small_is_refused_before_anything_is_started(
     assert nodes.left(*OURS) == []
 
 
-@pytest.mark.full
 def test_nodes_whose_own_folders_cannot_be_written_are_named_before_anything_is_started(
     workspace: Workspace, start_nodes: StartNodes
 ):
