@@ -67,7 +67,7 @@ def start_processes(
         ends.callback(trainers.kill)
         trainers.start(checkpoint)
         if places.placement.engines and in_turn:
-            trainers.release_memory(MemoryPart)
+            trainers.release_memory(list(MemoryPart))
             log.info("the trainer has given its memory away, and the engines start")
             engines = _start_engines(recipe, folder, places, engine_ends)
     if engines is not None:

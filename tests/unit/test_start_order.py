@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema import Recipe
-from slimrl.data.training import MemoryPart
 from slimrl.runtime import processes
 
 CHECKPOINT = Path("checkpoints/step_000002")
@@ -22,7 +21,7 @@ class Noted:
 
     def __getattr__(self, method: str):
         def call(*arguments):
-            shown = "".join(f" {sorted(part.value for part in a) if a is MemoryPart else a}" for a in arguments)
+            shown = "".join(f" {sorted(part.value for part in a) if isinstance(a, list) else a}" for a in arguments)
             self._calls.append(f"{self._name}: {method}{shown}")
 
         return call
