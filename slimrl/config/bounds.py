@@ -1,5 +1,6 @@
-"""The range of each number of a recipe, and the form of its names."""
+"""The range of each number of a recipe, and the form of its names and paths."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,6 +49,10 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             "sft.max_tokens",
             "sft.summary_every_steps",
             "checkpoint.keep",
+            "trainer.megatron.num_layers_in_first_pipeline_stage",
+            "trainer.megatron.num_layers_in_last_pipeline_stage",
+            "trainer.megatron.recompute_num_layers",
+            "rollout.sglang.context_length",
         ],
         (lambda value: value >= 1, _FROM_ONE),
     ),
@@ -86,7 +91,10 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         (lambda value: value >= 0, _FROM_ZERO),
     ),
     "agent.max_result_chars": (lambda value: value >= 16, "must be at least 16"),
-    "rollout.max_failed_fraction": (lambda value: 0 <= value <= 1, _FRACTION),
+    **dict.fromkeys(
+        ["rollout.max_failed_fraction", "trainer.megatron.optimizer_offload_fraction"],
+        (lambda value: 0 <= value <= 1, _FRACTION),
+    ),
     **dict.fromkeys(
         ["trainer.optimizer.beta1", "trainer.optimizer.beta2"],
         (lambda value: 0 <= value < 1, "must be at least 0 and below 1"),
@@ -102,10 +110,14 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Range of each number that has one."""
 
-DIVISORS = ("trainer.parallel.", "trainer.num_ranks", "rollout.engine_")
+DIVISORS = ("trainer.parallel.", "trainer.num_ranks", "trainer.megatron.num_layers_in_", "rollout.engine_")
 """Sizes that the rules below divide by; while one of them is below 1, those rules say nothing sensible."""
 
 MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+PATHS = ("run.dir", "model.path", "model.megatron", "data.train", "resync.dir", "resync.local_dir")
+"""Settings that are a file or a folder, besides the evaluation sets."""
+SHELL_WORDS = re.compile(r"~(?=/|$)|.*?\$\{?(\w+)")
+"""What a shell would replace in a path: a home folder at its start, a variable."""
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -113,14 +125,21 @@ def bound_violations(recipe: Recipe) -> Iterator[Violation]:
     """Numbers outside their range, and names that cannot be a folder, a metric or an import path."""
     values = dict(flatten(recipe))
     for key, (holds, rule) in BOUNDS.items():
-        value = values[key]
+        value = values.get(key)
         if isinstance(value, int | float) and not holds(value):
             yield key, f"{value}: {rule}."
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield key, f"{value}: must be a finite number."
     if not FILE_NAME.fullmatch(recipe.run.name):
         yield "run.name", f"{recipe.run.name!r} is no folder name; use letters, digits, '.', '_' and '-'."
     for name in recipe.data.eval:
         if not FILE_NAME.fullmatch(name):
             yield f"data.eval.{name}", f"{name!r} is no name of a set; use letters, digits, '.', '_' and '-'."
+    for key in (*PATHS, *(f"data.eval.{name}" for name in recipe.data.eval)):
+        if found := SHELL_WORDS.match(values[key]):
+            variable = found.group(1) or "HOME"
+            yield key, f"{values[key]!r} is taken as it is written. Write ${{oc.env:{variable}}}, which is filled in."
     for name in ("reward.function", "reward.group_filters", "agent.tools"):
         paths = values[name] if isinstance(values[name], list) else [values[name]]
         for path in paths:

@@ -13,7 +13,7 @@ from slimrl.config.bounds import DIVISORS, bound_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations
 from slimrl.config.hf_config import read_hf_config
 from slimrl.config.load import LoadedRecipe, is_needed, trains
-from slimrl.config.model_rules import model_violations, model_warnings
+from slimrl.config.model_rules import model_violations, model_warnings, num_experts
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.rollout_rules import (
     colocation_violations,
@@ -29,6 +29,7 @@ from slimrl.config.trainer_rules import (
     layout_violations,
     megatron_violations,
     sft_violations,
+    warmup_warnings,
 )
 
 
@@ -76,10 +77,13 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     if any(key.startswith(DIVISORS) for key, _ in violations):
         return [Problem(key=key, message=message) for key, message in violations]
     warnings: list[Violation] = []
+    experts = 0 if hf_config is None else num_experts(hf_config) or 1
     violations += eval_violations(recipe, command)
     if trains(command):
-        violations += layout_violations(recipe)
+        violations += layout_violations(recipe, experts)
         violations += megatron_violations(recipe)
+    if command in ("train", "sft"):
+        warnings += warmup_warnings(recipe, command)
     if command == "train":
         warnings += kept_memory_warnings(recipe)
     if command in ("train", "train --trajectories"):
@@ -88,7 +92,7 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     if command == "sft":
         violations += sft_violations(recipe)
     elif command != "export":
-        violations += rollout_violations(recipe)
+        violations += rollout_violations(recipe, experts)
         if trains(command):
             violations += colocation_violations(recipe)
             warnings += [*colocation_warnings(recipe), *transport_warnings(recipe)]

@@ -1,11 +1,18 @@
-"""What to use instead of a size that does not divide, for the end of a message."""
+"""What to use instead of a size that does not fit, for the end of a message."""
+
+from collections.abc import Callable
 
 
-def divisors_text(number: int, wrong: int) -> str:
-    """` Use A or B.`: the divisors of `number` on either side of `wrong`."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    nearest = [max(size for size in divisors if size < wrong), *[size for size in divisors if size > wrong][:1]]
-    return f" Use {' or '.join(map(str, nearest))}."
+def fitting_text(wrong: int, fits: Callable[[int], bool], largest: int) -> str:
+    """` Use A or B.`: the nearest sizes on either side of `wrong`, up to `largest`, that fit; empty if none does.
+
+    Args:
+        fits: whether the rules of this setting all hold for a size.
+    """
+    below = next((size for size in range(min(wrong - 1, largest), 0, -1) if fits(size)), None)
+    above = next((size for size in range(wrong + 1, largest + 1) if fits(size)), None)
+    sizes = [str(size) for size in (below, above) if size is not None]
+    return f" Use {' or '.join(sizes)}." if sizes else ""
 
 
 def multiples_text(size: int, wrong: int) -> str:

@@ -3,10 +3,13 @@
 import dataclasses
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from enum import Enum
 from typing import Any, cast, get_type_hints
 
-from slimrl.config.problems import suggestion
 from slimrl.config.schema import Recipe
+
+EXTENDS = "extends"
+"""Key of a file that names the files which it takes over; no setting."""
 
 PASSTHROUGH = ("trainer.megatron", "rollout.sglang")
 FREE_SECTIONS = ("data.eval", *PASSTHROUGH)
@@ -35,15 +38,28 @@ def is_known(key: str) -> bool:
     return key in KEY_TYPES or key.rpartition(".")[0] in FREE_SECTIONS
 
 
-def meant_key(key: str) -> str:
-    """` Did you mean X?`: a key of this name elsewhere, else a sibling with a similar name, else any similar key."""
+def meant_key(key: str) -> str | None:
+    """The key that was meant: one of this name elsewhere, else a sibling with a similar name, else any similar key."""
     parent, _, name = key.rpartition(".")
     if same_name := [other for other in KEY_TYPES if other.rpartition(".")[2] == name]:
-        return f" Did you mean {get_close_matches(key, same_name, n=1, cutoff=0.0)[0]}?"
-    siblings = {other.rpartition(".")[2]: other for other in KEY_TYPES if other.rpartition(".")[0] == parent}
+        return get_close_matches(key, same_name, n=1, cutoff=0.0)[0]
+    known = [*KEY_TYPES, EXTENDS]
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
     if close := get_close_matches(name, siblings, n=1, cutoff=0.6):
-        return f" Did you mean {siblings[close[0]]}?"
-    return suggestion(key, KEY_TYPES)
+        return siblings[close[0]]
+    return next(iter(get_close_matches(key, known, n=1, cutoff=0.6)), None)
+
+
+def keys_with_choice(section: str, value: Any) -> list[str]:
+    """Settings of a section that have this value among their choices."""
+    return [
+        key
+        for key, kind in KEY_TYPES.items()
+        if key.rpartition(".")[0] == section
+        and isinstance(kind, type)
+        and issubclass(kind, Enum)
+        and value in [member.value for member in kind]
+    ]
 
 
 def flatten(recipe: Recipe) -> Iterator[tuple[str, Any]]:

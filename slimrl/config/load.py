@@ -2,7 +2,8 @@
 
 1. Read the file and, depth first, the files that it `extends`; a later value replaces an earlier one.
 2. Lay the overrides `a.b.c=value` over them.
-3. Refuse unknown keys, then resolve `${...}`, convert each value to the type of its field, look for what is missing.
+3. Refuse unknown keys, resolve `${...}`, convert each value to the type of its field, look for what is missing. A value
+   of a wrong type is left out, so that rules meet right ones only.
 4. Raise one RecipeError that lists everything found, or return the recipe and its provenance.
 """
 
@@ -16,7 +17,18 @@ from typing import Any, Literal, cast, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from slimrl.config.keys import KEY_TYPES, PASSTHROUGH, flatten, is_known, is_section, meant_key, nest
+from slimrl.config.interpolation import is_interpolated, resolve_entries, without_openings
+from slimrl.config.keys import (
+    EXTENDS,
+    KEY_TYPES,
+    PASSTHROUGH,
+    flatten,
+    is_known,
+    is_section,
+    keys_with_choice,
+    meant_key,
+    nest,
+)
 from slimrl.config.passthrough import field_problem, passthrough_fields
 from slimrl.config.problems import Problem, RecipeError, suggestion
 from slimrl.config.schema import Recipe
@@ -92,10 +104,12 @@ def read_recipe(
     entries = list(read_file(path, (), "", problems))
     for override in overrides:
         entries += read_override(override, problems)
-    readable = all(problem.key not in ("", "extends") for problem in problems)
     known = {entry.key: entry for entry in entries if _check_key(entry, problems)}
-    values = _resolve(known, problems)
-    _check_passthrough(known, values, problems)
+    readable = all(p.key not in ("", EXTENDS) and (is_known(p.key) or meant_key(p.key) != EXTENDS) for p in problems)
+    _drop_sets(known, entries, problems)
+    values = resolve_entries(known, problems)
+    for key in _check_passthrough(known, values, problems):
+        del values[key]
     config = OmegaConf.structured(Recipe)
     for key, value in values.items():
         _assign(config, known[key], value, problems)
@@ -106,8 +120,9 @@ def read_recipe(
     problems.sort(key=_place)
     if not readable or any(is_known(problem.key) and not _passes_through(problem.key) for problem in problems):
         return None, problems
-    recipe = _build(Recipe, cast(dict[str, Any], OmegaConf.to_container(config)))
-    provenance = {key: known[key].where if key in known else DEFAULT for key, _ in flatten(recipe)}
+    literal = ((key, value) for key, value in values.items() if is_interpolated(value))
+    recipe = _build(Recipe, nest(literal, cast(dict[str, Any], OmegaConf.to_container(config))))
+    provenance = {key: known[key].where if key in values else DEFAULT for key, _ in flatten(recipe)}
     return LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command), problems
 
 
@@ -151,7 +166,8 @@ def is_needed(key: str, command: str) -> bool:
 def _check_key(entry: Entry, problems: list[Problem]) -> bool:
     """Whether the schema has the key; a section given a plain value is a problem too."""
     if not is_known(entry.key):
-        message = "no such key." + meant_key(entry.key)
+        meant = meant_key(entry.key)
+        message = "no such key." + (f" Did you mean {meant}?" if meant else "")
         problems.append(Problem(where=entry.where, key=entry.key, message=message))
         return False
     if is_section(entry.key) and entry.value != {}:
@@ -161,27 +177,19 @@ def _check_key(entry: Entry, problems: list[Problem]) -> bool:
     return not is_section(entry.key)
 
 
-def _resolve(known: dict[str, Entry], problems: list[Problem]) -> dict[str, Any]:
-    """Values with `${...}` replaced; a value that cannot be resolved becomes a problem and is left out."""
-    if not any("${" in str(entry.value) for entry in known.values()):
-        return {key: entry.value for key, entry in known.items()}
-    defaults = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Recipe)))
-    plain = OmegaConf.create(nest(((key, entry.value) for key, entry in known.items()), defaults))
-    values: dict[str, Any] = {}
-    for key, entry in known.items():
-        if "${" not in str(entry.value):
-            values[key] = entry.value
-            continue
-        try:
-            value = OmegaConf.select(plain, key, throw_on_missing=True)
-            values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        except (OmegaConfBaseException, RecursionError) as error:
-            reason = str(error).splitlines()[0].rstrip(".")
-            problems.append(Problem(where=entry.where, key=key, message=f"{entry.value!r}: {reason}."))
-    return values
+def _drop_sets(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:
+    """Take out evaluation sets that are null in the end; such a one must have been given before."""
+    sets = {entry.key: entry for entry in entries if entry.key.startswith("data.eval.") and entry.value is not None}
+    for key in [key for key, entry in known.items() if key.startswith("data.eval.") and entry.value is None]:
+        dropped = known.pop(key)
+        if key not in sets:
+            message = "null leaves out an inherited set, and none has this name." + suggestion(key, sets)
+            problems.append(Problem(where=dropped.where, key=key, message=message))
 
 
-def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems: list[Problem]) -> None:
+def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems: list[Problem]) -> list[str]:
+    """Keys of values that the installed packages do not take; each is a problem."""
+    refused: list[str] = []
     for section in PASSTHROUGH:
         keys = [key for key in values if key.startswith(section + ".")]
         if not keys:
@@ -190,25 +198,45 @@ def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems
             fields = passthrough_fields(section)
         except ValueError as error:
             problems.append(Problem(where=known[keys[0]].where, key=section, message=f"{error}."))
+            refused += keys
             continue
         for key in keys:
             if message := field_problem(section, key.removeprefix(section + "."), values[key], fields):
                 problems.append(Problem(where=known[key].where, key=key, message=message))
+                refused.append(key)
+    return refused
 
 
 def _assign(config: Any, entry: Entry, value: Any, problems: list[Problem]) -> None:
     """Put a value into the structured config, which converts it to its field's type."""
+    annotation, reason = KEY_TYPES.get(entry.key), ""
+    fits = is_interpolated(entry.value) or not _is_other_scalar(annotation, value)
     try:
-        OmegaConf.update(config, entry.key, value, merge=False, force_add=True)
+        if fits:
+            OmegaConf.update(config, entry.key, without_openings(value), merge=False, force_add=True)
     except (OmegaConfBaseException, ValueError) as error:
-        message = _type_message(KEY_TYPES.get(entry.key), value, str(error).splitlines()[0])
+        fits, reason = False, str(error).splitlines()[0]
+    if not fits:
+        message = _type_message(entry.key, annotation, value, reason)
         problems.append(Problem(where=entry.where, key=entry.key, message=message))
 
 
-def _type_message(annotation: Any, value: Any, reason: str) -> str:
+def _is_other_scalar(annotation: Any, value: Any) -> bool:
+    """Whether a recipe gives a word for a number or a boolean, or a boolean for a number.
+
+    OmegaConf would take `yes` for true, "1_000" for 1000 and true for 1. What comes out of `${...}` may be text, as
+    variables of the environment are.
+    """
+    numbers = annotation in (int, float, int | None)
+    return (isinstance(value, str) and (numbers or annotation is bool)) or (isinstance(value, bool) and numbers)
+
+
+def _type_message(key: str, annotation: Any, value: Any, reason: str) -> str:
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         choices = [member.value for member in annotation]
-        return f"{value!r} is not one of {', '.join(choices)}." + suggestion(str(value), choices)
+        others = keys_with_choice(key.rpartition(".")[0], value)
+        meant = f" Did you mean {others[0]}: {value}?" if others else suggestion(str(value), choices)
+        return f"{value!r} is not one of {', '.join(choices)}." + meant
     if annotation is None:
         return f"{reason.rstrip('.')}."
     name = annotation.__name__ if type(annotation) is type else str(annotation)

@@ -6,14 +6,14 @@ import inspect
 import json
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 from omegaconf import MISSING
 
 from slimrl.config import schema
 from slimrl.config.schema import Recipe
 
-HEADER = """# Settings
+HEADER = r"""# Settings
 
 Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/config/schema.py`, where the defaults stand.
 `slimrl config show RECIPE` prints what they become in a recipe, and where each value came from.
@@ -23,8 +23,11 @@ Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/conf
 - Such a value is YAML: `agent.tools=[a:f, b:g]`, `rollout.sampling={temperature: 0.7, top_k: 20}`.
 - `extends: FILE` or `extends: [FILE, ...]` takes over other files, relative to the one that says it.
 - Later files win; sections merge, lists are replaced. A file that comes to extend itself is refused.
-- `${run.name}` stands for another setting.
-- Scalars follow YAML 1.2: `off` is a word, `1e-6` a number.
+- `data.eval.NAME: null` leaves out an evaluation set of a file that is extended.
+- `${run.name}` stands for another setting, `${oc.env:HOME}` for a variable of the environment.
+- `\${` writes `${` itself, as in `'Write \${x} once'`; within double quotes YAML wants `"\\${x}"`.
+- Scalars follow YAML 1.2: `1e-6` is a number; `off`, `yes` and `1_000` are words, which no number or boolean takes.
+- A path is taken as it is written: `~` and `$HOME` are refused, `${oc.env:HOME}` is filled in.
 - `trainer.megatron` and `rollout.sglang` take the fields of the installed versions, checked by name and type.
 """
 
@@ -34,7 +37,7 @@ TABLE_HEAD = "\n| key | type | default | |\n|---|---|---|---|\n"
 def reference_page() -> str:
     """Markdown: one table for each section, in the order of the schema, then the choices."""
     choices: dict[str, type[Enum]] = {}
-    sections = [HEADER, *_section(Recipe, "", choices)]
+    sections = [HEADER, *_section(Recipe(), "", choices)]
     sections.append("\n## Choices\n")
     for name, kind in sorted(choices.items()):
         said = _docstrings(kind)
@@ -44,25 +47,28 @@ def reference_page() -> str:
     return "".join(sections)
 
 
-def _section(cls: type, prefix: str, choices: dict[str, type[Enum]]) -> Iterator[str]:
-    """The table of the settings of one dataclass, then its sections."""
+def _section(defaults: Any, prefix: str, choices: dict[str, type[Enum]]) -> Iterator[str]:
+    """The table of the settings of one dataclass, by an instance with their defaults, then its sections."""
+    cls = type(defaults)
     hints, said = get_type_hints(cls), _docstrings(cls)
     rows, below = [], []
     for field in dataclasses.fields(cls):
         key = f"{prefix}.{field.name}".lstrip(".")
-        kind = hints[field.name]
+        kind, default = hints[field.name], getattr(defaults, field.name)
         if dataclasses.is_dataclass(kind):
-            below.append((cast(type, kind), key))
+            below.append((default, key))
             continue
         if isinstance(kind, type) and issubclass(kind, Enum):
             choices[kind.__name__] = kind
-        rows.append(f"| `{field.name}` | {_type_text(kind)} | {_default_text(field)} | {said.get(field.name, '')} |\n")
+        rows.append(
+            f"| `{field.name}` | {_type_text(kind)} | {_default_text(default)} | {said.get(field.name, '')} |\n"
+        )
     title = f"\n## {prefix}\n" if prefix else "\n## At the top\n"
     doc = _own_docstring(cls)
     if rows:
         yield title + (f"\n{doc}\n" if doc else "") + TABLE_HEAD + "".join(rows)
-    for kind, key in below:
-        yield from _section(kind, key, choices)
+    for inner, key in below:
+        yield from _section(inner, key, choices)
 
 
 def _type_text(kind: Any) -> str:
@@ -72,10 +78,7 @@ def _type_text(kind: Any) -> str:
     return "`" + text.replace("|", "\\|") + "`"
 
 
-def _default_text(field: "dataclasses.Field[Any]") -> str:
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
+def _default_text(value: Any) -> str:
     if value == MISSING:
         return "must be given"
     if isinstance(value, Enum):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slimrl.config.devices import shares_devices
-from slimrl.config.divisors import divisors_text
+from slimrl.config.divisors import fitting_text
 from slimrl.config.problems import Violation
 from slimrl.config.schema import Recipe, TransportName
 
@@ -24,14 +24,19 @@ SGLANG_LAYOUTS = {
 """Fields of ServerArgs that lay weights out as models/engine_layout.py does not describe, and what to do instead."""
 
 
-def rollout_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Engine sizes, deadlines, lengths and the reach of the transport."""
+def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
+    """Engine sizes, deadlines, lengths and the reach of the transport.
+
+    Args:
+        experts: of a layer, 1 for a dense one; 0 where that is not known. What is to be used instead divides them.
+    """
     rollout = recipe.rollout
-    if rollout.engine_tensor % rollout.engine_expert:
+    ranks, parts = rollout.engine_tensor, rollout.engine_expert
+    if ranks % parts:
         yield (
             "rollout.engine_expert",
-            f"{rollout.engine_expert} does not divide rollout.engine_tensor {rollout.engine_tensor}."
-            + divisors_text(rollout.engine_tensor, rollout.engine_expert),
+            f"{parts} does not divide rollout.engine_tensor {ranks}."
+            + fitting_text(parts, lambda n: not (ranks % n or experts % n), ranks),
         )
     for name in ("sampling", "eval_sampling"):
         new = getattr(rollout, name).max_new_tokens

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 from omegaconf import MISSING
 
+from slimrl.config.interpolation import escaped
 from slimrl.config.keys import flatten, nest
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema import Recipe
@@ -17,8 +18,8 @@ def _plain(value: Any) -> Any:
 
 
 def resolved_dict(recipe: Recipe) -> dict[str, Any]:
-    """Every setting as nested plain Python; values that were neither given nor needed are left out."""
-    return nest(((key, _plain(value)) for key, value in flatten(recipe) if value != MISSING), {})
+    """Every setting as nested plain Python, as a recipe writes it; what was neither given nor needed is left out."""
+    return nest(((key, escaped(_plain(value))) for key, value in flatten(recipe) if value != MISSING), {})
 
 
 def dump_resolved(recipe: Recipe) -> str:

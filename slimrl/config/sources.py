@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from slimrl.config.keys import is_section
+from slimrl.config.keys import EXTENDS, is_section
 from slimrl.config.problems import Problem
 from slimrl.config.yaml_source import Entry, YamlSource, display_path
 
@@ -25,13 +25,13 @@ def read_file(path: Path, chain: tuple[Path, ...], referrer: str, problems: list
     resolved = path.resolve()
     if resolved in chain:
         names = " -> ".join(display_path(link) for link in (*chain[chain.index(resolved) :], resolved))
-        problems.append(Problem(where=referrer, key="extends", message=f"{names} is a cycle."))
+        problems.append(Problem(where=referrer, key=EXTENDS, message=f"{names} is a cycle."))
         return
     try:
         source = YamlSource(path.read_text(), shown)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        problems.append(Problem(where=referrer, key="extends" if referrer else "", message=f"{shown}: {reason}."))
+        problems.append(Problem(where=referrer, key=EXTENDS if referrer else "", message=f"{shown}: {reason}."))
         return
     except yaml.YAMLError as error:
         problems.append(_yaml_problem(error, shown))
@@ -50,16 +50,14 @@ def read_file(path: Path, chain: tuple[Path, ...], referrer: str, problems: list
         return
     problems += found
     for entry in entries:
-        if entry.key == "extends":
+        if entry.key == EXTENDS:
             bases = entry.value if isinstance(entry.value, list) else [entry.value]
             for base in bases:
                 if isinstance(base, str):
                     yield from read_file(path.parent / base, (*chain, resolved), entry.where, problems)
                 else:
-                    problems.append(
-                        Problem(where=entry.where, key="extends", message=f"expected a path, got {base!r}.")
-                    )
-    yield from (entry for entry in entries if entry.key != "extends")
+                    problems.append(Problem(where=entry.where, key=EXTENDS, message=f"expected a path, got {base!r}."))
+    yield from (entry for entry in entries if entry.key != EXTENDS)
 
 
 def _yaml_problem(error: yaml.YAMLError, shown: str) -> Problem:

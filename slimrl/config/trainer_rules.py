@@ -1,9 +1,10 @@
 """Rules of the trainer: its layout, its batches, and fields of megatron-core that do not go together."""
 
+import math
 from collections.abc import Iterator
 
 from slimrl.config.alignment import sequence_alignment, tile_tokens
-from slimrl.config.divisors import divisors_text, multiples_text
+from slimrl.config.divisors import fitting_text, multiples_text
 from slimrl.config.passthrough import DTYPES
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema import LrSchedule, Precision, Recipe
@@ -19,22 +20,26 @@ STATE_DTYPES = {
 """Fields of the precision-aware optimizer, and the dtypes that Transformer Engine's Adam has for each."""
 
 
-def layout_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Parallel sizes against the number of ranks and against each other."""
+def layout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
+    """Parallel sizes against the number of ranks and against each other.
+
+    Args:
+        experts: of a layer, 1 for a dense one; 0 where that is not known. What is to be used instead divides them.
+    """
     parallel, ranks = recipe.trainer.parallel, recipe.trainer.num_ranks
     dense = parallel.tensor * parallel.pipeline * parallel.context
+    expert = parallel.expert * parallel.expert_tensor * parallel.pipeline
     if ranks % dense:
         yield (
             "trainer.num_ranks",
             f"{ranks} is not a multiple of tensor {parallel.tensor} x pipeline {parallel.pipeline} x context "
-            f"{parallel.context} = {dense}." + multiples_text(dense, ranks),
+            f"{parallel.context} = {dense}." + multiples_text(math.lcm(dense, expert), ranks),
         )
-    expert = parallel.expert * parallel.expert_tensor * parallel.pipeline
-    if ranks % expert:
+    elif ranks % expert:
         yield (
             "trainer.parallel.expert",
             f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} x pipeline {parallel.pipeline} = "
-            f"{expert} does not divide trainer.num_ranks {ranks}." + _expert_text(recipe),
+            f"{expert} does not divide trainer.num_ranks {ranks}." + _expert_text(recipe, experts),
         )
     if recipe.trainer.megatron.get("moe_token_dispatcher_type") == "allgather" and parallel.expert > 1:
         yield (
@@ -51,10 +56,10 @@ def layout_violations(recipe: Recipe) -> Iterator[Violation]:
             yield "trainer.parallel.virtual_pipeline", f"{parallel.virtual_pipeline}: use 2 or more, or null."
 
 
-def _expert_text(recipe: Recipe) -> str:
+def _expert_text(recipe: Recipe, experts: int) -> str:
     parallel = recipe.trainer.parallel
     left, rest = divmod(recipe.trainer.num_ranks, parallel.expert_tensor * parallel.pipeline)
-    return "" if rest or not left % parallel.expert else divisors_text(left, parallel.expert)
+    return "" if rest else fitting_text(parallel.expert, lambda n: not (left % n or experts % n), left)
 
 
 def megatron_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -155,13 +160,27 @@ def padded_tokens(tokens: int, recipe: Recipe) -> int:
     return -(-tokens // alignment) * alignment
 
 
-def _warmup_violation(recipe: Recipe, updates: int) -> Iterator[Violation]:
-    warmup, schedule = recipe.trainer.optimizer.warmup_steps, recipe.trainer.optimizer.schedule
-    if schedule is not LrSchedule.constant and warmup >= updates:
+def _schedule_violations(recipe: Recipe, updates: int) -> Iterator[Violation]:
+    optimizer = recipe.trainer.optimizer
+    if optimizer.schedule is not LrSchedule.constant and optimizer.warmup_steps >= updates:
         yield (
             "trainer.optimizer.warmup_steps",
-            f"{warmup} updates of warm-up leave none of the {updates} updates of the run for the {schedule.value} "
-            "schedule.",
+            f"{optimizer.warmup_steps} updates of warm-up leave none of the {updates} updates of the run for the "
+            f"{optimizer.schedule.value} schedule.",
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield "trainer.optimizer.min_lr", f"{optimizer.min_lr} is above trainer.optimizer.lr {optimizer.lr}."
+
+
+def warmup_warnings(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """A constant learning rate that the run ends without reaching."""
+    optimizer = recipe.trainer.optimizer
+    updates = recipe.steps * (1 if command == "sft" else recipe.trainer.updates_per_rollout)
+    if optimizer.schedule is LrSchedule.constant and optimizer.warmup_steps > updates:
+        yield (
+            "trainer.optimizer.warmup_steps",
+            f"{optimizer.warmup_steps} updates of warm-up are more than the {updates} of the run, which never comes "
+            "to trainer.optimizer.lr.",
         )
 
 
@@ -192,7 +211,7 @@ def batch_violations(recipe: Recipe) -> Iterator[Violation]:
     if rollout.sampling.temperature == 0:
         yield "rollout.sampling.temperature", "0 is greedy: every sample of a group would be the same. Use 1."
     yield from _budget_violation(recipe, "rollout.max_trajectory_tokens", rollout.max_trajectory_tokens)
-    yield from _warmup_violation(recipe, recipe.steps * updates)
+    yield from _schedule_violations(recipe, recipe.steps * updates)
 
 
 def batch_warnings(recipe: Recipe) -> Iterator[Violation]:
@@ -210,5 +229,5 @@ def batch_warnings(recipe: Recipe) -> Iterator[Violation]:
 
 def sft_violations(recipe: Recipe) -> Iterator[Violation]:
     """The token budget and the schedule of `slimrl sft`."""
-    yield from _warmup_violation(recipe, recipe.steps)
+    yield from _schedule_violations(recipe, recipe.steps)
     yield from _budget_violation(recipe, "sft.max_tokens", recipe.sft.max_tokens)

@@ -164,7 +164,7 @@ def test_a_missing_model_folder_is_named(cli: Cli):
 @pytest.mark.parametrize(
     ("overrides", "texts"),
     [
-        (["trainer.num_ranks=3", "trainer.parallel.expert=3"], ["expert", "8 experts", "2 or 4"]),
+        (["trainer.num_ranks=3", "trainer.parallel.expert=3"], ["expert", "8 experts", "Use 1."]),
         (["trainer.num_ranks=2", "trainer.parallel.expert=4"], ["trainer.parallel.expert", "num_ranks 2"]),
         (["trainer.num_ranks=3", "trainer.parallel.expert=1", "trainer.parallel.pipeline=3"], ["2 layers"]),
     ],

@@ -1,6 +1,8 @@
 """Rules across the settings of a recipe, each by one recipe that breaks it alone."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -68,13 +70,13 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
         ("trainer.num_ranks=2 trainer.parallel.expert=4", "trainer.parallel.expert",
          "expert 4 x expert_tensor 1 x pipeline 1 = 4 does not divide trainer.num_ranks 2. Use 2."),
         ("trainer.num_ranks=12 trainer.parallel.expert=12", "trainer.parallel.expert",
-         "12 does not divide the model's 128 experts. Use 8 or 16."),
+         "12 does not divide the model's 128 experts. Use 4."),
         ("trainer.num_ranks=8 trainer.parallel.tensor=8 trainer.parallel.sequence=true", "trainer.parallel.tensor",
          "8 does not divide the model's 4 key-value heads, which the trainer does not split. Use 4."),
         ("trainer.num_ranks=5 trainer.parallel.expert_tensor=5", "trainer.parallel.expert_tensor",
-         "5 does not divide the model's 768 columns of an expert. Use 4 or 6."),
+         "5 does not divide the model's 768 columns of an expert. Use 1."),
         ("trainer.num_ranks=3 trainer.parallel.pipeline=3", "trainer.parallel.pipeline",
-         "3 does not divide the model's 8 layers. Use 2 or 4, or set "
+         "3 does not divide the model's 8 layers. Use 1, or set "
          "trainer.megatron.num_layers_in_last_pipeline_stage: 2."),
         ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=3",
          "trainer.parallel.virtual_pipeline",
@@ -114,7 +116,7 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
         ("rollout.engine_tensor=2 rollout.engine_expert=4", "rollout.engine_expert",
          "4 does not divide rollout.engine_tensor 2. Use 2."),
         ("rollout.engine_tensor=12 rollout.engine_expert=12", "rollout.engine_expert",
-         "12 does not divide the model's 128 experts. Use 8 or 16."),
+         "12 does not divide the model's 128 experts. Use 4."),
         ("trainer.num_ranks=0", "trainer.num_ranks", "0: must be at least 1."),
         ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "0.0: must be greater than 0 and at most 1."),
         ("rollout.eval_sampling.top_k=0", "rollout.eval_sampling.top_k", "0: must be at least 1, or -1 for off."),
@@ -123,6 +125,22 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
          "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; it is set rightly."),
         ("trainer.megatron.fp8=e4m3 trainer.precision=fp32", "trainer.megatron.fp8",
          "FP8 layers stand beside bf16 ones, not fp32. Set trainer.precision to bf16."),
+        ("trainer.num_ranks=10 trainer.parallel.tensor=4 trainer.parallel.sequence=true trainer.parallel.expert=8",
+         "trainer.num_ranks", "10 is not a multiple of tensor 4 x pipeline 1 x context 1 = 4. Use 8 or 16."),
+        ("trainer.num_ranks=12 trainer.parallel.expert=8", "trainer.parallel.expert",
+         "expert 8 x expert_tensor 1 x pipeline 1 = 8 does not divide trainer.num_ranks 12. Use 4."),
+        ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.megatron.num_layers_in_last_pipeline_stage=-4",
+         "trainer.megatron.num_layers_in_last_pipeline_stage", "-4: must be at least 1."),
+        ("trainer.megatron.num_layers_in_first_pipeline_stage=0",
+         "trainer.megatron.num_layers_in_first_pipeline_stage", "0: must be at least 1."),
+        ("trainer.megatron.optimizer_offload_fraction=1.5", "trainer.megatron.optimizer_offload_fraction",
+         "1.5: must lie between 0 and 1."),
+        ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr", "inf: must be a finite number."),
+        ("trainer.optimizer.min_lr=1e-3", "trainer.optimizer.min_lr", "0.001 is above trainer.optimizer.lr 1e-06."),
+        ("run.dir=$HOME/runs", "run.dir",
+         "'$HOME/runs' is taken as it is written. Write ${oc.env:HOME}, which is filled in."),
+        ("data.eval.a=~/a.jsonl", "data.eval.a",
+         "'~/a.jsonl' is taken as it is written. Write ${oc.env:HOME}, which is filled in."),
         ("trainer.megatron.fp8_recipe=blockwise", "trainer.megatron.fp8_recipe",
          "has no effect without trainer.megatron.fp8. Set that to e4m3 or hybrid."),
         ("trainer.megatron.recompute_granularity=full", "trainer.megatron.recompute_granularity",
@@ -154,7 +172,7 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
          "Set trainer.megatron.num_layers_in_last_pipeline_stage: 2."),
         ("trainer.num_ranks=3 trainer.parallel.pipeline=3 trainer.parallel.virtual_pipeline=2 "
          "trainer.megatron.num_layers_in_last_pipeline_stage=2", "trainer.parallel.virtual_pipeline",
-         "2 does not divide the 3 layers of a stage. Use 1 or 3."),
+         "2 does not divide the 3 layers of a stage. Use null."),
         ("rollout.colocated=true rollout.num_engines=2 trainer.num_ranks=1", "rollout.num_engines",
          "2 engines of 1 ranks do not fit on the 1 devices of the trainer that they share. Use 1, or colocated false."),
         ("rollout.colocated=true rollout.sglang.mem_fraction_static=0.95", "rollout.sglang.mem_fraction_static",
@@ -177,6 +195,34 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
 )  # fmt: skip
 def test_a_broken_rule_is_named_by_key_with_what_to_use_instead(folder, overrides, key, message):
     assert message in [problem.message for problem in problems_of(overrides.split()) if problem.key == key]
+
+
+@pytest.mark.parametrize("key", ["trainer.num_ranks", "trainer.parallel.tensor", "trainer.parallel.expert",
+                                 "trainer.parallel.expert_tensor", "trainer.parallel.pipeline",
+                                 "rollout.engine_tensor", "rollout.engine_expert"])  # fmt: skip
+def test_a_size_that_a_refusal_proposes_is_not_refused(folder, key):
+    layout = "trainer.num_ranks=8 trainer.parallel.tensor=2 trainer.parallel.sequence=true trainer.parallel.expert=4"
+    engine = ["rollout.engine_tensor=4", "rollout.engine_expert=2"]
+    right = load_recipe("recipe.yaml", [*GIVEN, *layout.split(), *engine]).recipe
+
+    def refusals(recipe):
+        return [problem for problem in check_recipe(recipe, MODEL, "train") if not problem.warning]
+
+    def changed(recipe, key, size):
+        section, _, rest = key.partition(".")
+        return replace(recipe, **{section: changed(getattr(recipe, section), rest, size) if rest else size})
+
+    assert refusals(right) == []
+    proposals = 0
+    for size in (3, 5, 6, 7, 9, 10, 12, 24):
+        wrong = changed(right, key, size)
+        for problem in refusals(wrong):
+            found = re.search(r"Use (\d+)(?: or (\d+))?", problem.message)
+            for number in filter(None, found.groups() if found else ()):
+                again = refusals(changed(wrong, problem.key, int(number)))
+                assert problem.key not in [other.key for other in again], (size, problem, number, again)
+                proposals += 1
+    assert proposals
 
 
 def test_expert_parallelism_of_a_dense_model_is_refused(folder):
@@ -205,8 +251,8 @@ def test_shared_experts_and_the_dense_layers_before_them_are_divided_too(folder)
         command="sft",
     )
     assert [(problem.key, problem.message) for problem in problems if not problem.warning] == [
-        ("trainer.parallel.tensor", "8 does not divide the model's 12 columns of the shared experts. Use 6 or 12."),
-        ("trainer.parallel.tensor", "8 does not divide the model's 20 columns of a dense layer. Use 5 or 10."),
+        ("trainer.parallel.tensor", "8 does not divide the model's 12 columns of the shared experts. Use 4."),
+        ("trainer.parallel.tensor", "8 does not divide the model's 20 columns of a dense layer. Use 4."),
     ]
 
 
@@ -259,6 +305,8 @@ def test_states_of_the_precision_aware_optimizer_have_their_dtypes_by_name(folde
         ("rollout.sglang.mem_fraction_static=0.5", "rollout.colocated", "with resync.transport ipc engines are on the "
          "trainer's GPUs, and with false both keep all of their memory. Set true, or resync.transport collective for "
          "engines with GPUs of their own."),
+        ("trainer.optimizer.warmup_steps=4", "trainer.optimizer.warmup_steps",
+         "4 updates of warm-up are more than the 3 of the run, which never comes to trainer.optimizer.lr."),
         ("resync.dir=versions", "resync.dir", "has no effect with resync.transport ipc, only with disk and delta."),
         ("resync.transport=disk resync.local_dir=copies", "resync.local_dir",
          "has no effect with resync.transport disk, only with delta."),

@@ -9,7 +9,8 @@ from subprocess import PIPE
 
 import pytest
 
-from slimrl.config.load import LoadedRecipe, intended_command, load_recipe
+from slimrl.config.check import check_recipe
+from slimrl.config.load import LoadedRecipe, intended_command, load_recipe, read_recipe
 from slimrl.config.passthrough import megatron_fields, package_folder, sglang_fields
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Recipe, VerifyMode
@@ -154,10 +155,77 @@ def test_interpolation_refers_to_other_keys_whatever_their_order(folder):
 
 def test_an_interpolation_that_leads_nowhere_or_to_a_wrong_type_is_named(folder):
     lines = refused(MINIMAL, "rollout.num_engines=${run.name}", "rollout.max_turns=${rollout.turns}")
-    assert (
-        lines[0] == "command line: rollout.max_turns: '${rollout.turns}': Interpolation key 'rollout.turns' not found."
+    assert lines[0] == (
+        "command line: rollout.max_turns: '${rollout.turns}': Interpolation key 'rollout.turns' not found. "
+        r"To write ${ itself, write \${."
     )
     assert lines[1] == "command line: rollout.num_engines: expected int, got 'demo'."
+
+
+def test_what_is_no_interpolation_is_named_with_its_line_and_how_to_escape_it(folder):
+    text = MINIMAL + 'agent:\n  system_prompt: "Write ${x once"\n'
+    assert refused(text, "data.eval.held=${oc.env:SLIMRL_NOT_SET}")[:-1] == [
+        "command line: data.eval.held: '${oc.env:SLIMRL_NOT_SET}': Environment variable 'SLIMRL_NOT_SET' not found. "
+        r"To write ${ itself, write \${.",
+        "recipe.yaml:19: agent.system_prompt: 'Write ${x once': ${ begins a reference, and this is none. "
+        r"To write ${ itself, write \${.",
+    ]
+
+
+@pytest.mark.parametrize("text", ["${x}", "Write ${x once", r"a\${steps}", r"\\${b} ${c", "x${y}z\\", "${"])
+def test_escaped_openings_are_text_which_the_resolved_yaml_keeps(folder, text):
+    written = text.replace("\\", "\\\\") if "\\$" in text else text
+    prompt = written.replace("${", r"\${")
+    loaded = load(MINIMAL, f"agent.system_prompt='{prompt}'", f"rollout.sglang.log_level='{prompt}'", "seed=${steps}")
+    assert loaded.recipe.agent.system_prompt == loaded.recipe.rollout.sglang["log_level"] == text
+    again = load_recipe(write("resolved.yaml", dump_resolved(loaded.recipe)))
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(loaded.recipe)
+    assert again.recipe.seed == 3
+
+
+def test_escaped_text_is_no_number(folder):
+    assert r"seed: expected int, got '${x}'." in refused(MINIMAL, r"seed=\${x}")[0]
+
+
+def test_variables_of_the_environment_are_filled_in_and_become_numbers(folder, monkeypatch):
+    monkeypatch.setenv("SLIMRL_TEST_NUMBER", "12")
+    recipe = load(MINIMAL, "seed=${oc.env:SLIMRL_TEST_NUMBER}", "run.dir=${oc.env:SLIMRL_TEST_NUMBER}/runs").recipe
+    assert (recipe.seed, recipe.run.dir) == (12, "12/runs")
+
+
+def test_integers_of_other_bases_are_those_of_yaml_1_2(folder):
+    assert load(MINIMAL, "seed=0x1F").recipe.seed == 31
+    assert load(MINIMAL, "seed=0o17").recipe.seed == 15
+    assert load(MINIMAL, "seed=017").recipe.seed == 17
+
+
+def test_null_leaves_out_an_evaluation_set_that_is_inherited(folder):
+    write("base.yaml", "data:\n  eval: {one: 1.jsonl, two: 2.jsonl}\n")
+    text = "extends: base.yaml\n" + MINIMAL + "  eval:\n    one: null\n"
+    assert load(text).recipe.data.eval == {"two": "2.jsonl"}
+    assert load(text, "data.eval.one=3.jsonl").recipe.data.eval == {"one": "3.jsonl", "two": "2.jsonl"}
+    assert refused(text, "data.eval.tow=null")[0] == (
+        "command line: data.eval.tow: null leaves out an inherited set, and none has this name. "
+        "Did you mean data.eval.two?"
+    )
+
+
+def test_a_value_of_a_wrong_type_is_not_judged_by_the_rules(folder):
+    text = MINIMAL.replace("512", "2048").replace("256", "2048")
+    settings = ["mem_fraction_static=abc", "context_length=abc", "page_size=1"]
+    loaded, problems = read_recipe(write("recipe.yaml", text), [f"rollout.sglang.{setting}" for setting in settings])
+    assert [problem.key for problem in problems] == [
+        "rollout.sglang.context_length", "rollout.sglang.mem_fraction_static",
+    ]  # fmt: skip
+    assert loaded is not None
+    assert loaded.recipe.rollout.sglang == {"page_size": 1}
+    assert check_recipe(loaded.recipe, None, "train") == []
+
+
+def test_a_misspelt_extends_is_the_one_problem(folder):
+    assert refused("extend: base.yaml\nseed: 1\n") == [
+        "recipe.yaml:1: extend: no such key. Did you mean extends?", "1 problem. Nothing was started.",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -171,6 +239,13 @@ def test_an_interpolation_that_leads_nowhere_or_to_a_wrong_type_is_named(folder)
         ("trainer.num_ranks=2.5", "trainer.num_ranks: expected int, got 2.5."),
         ("trainer.num_ranks=null", "trainer.num_ranks: expected int, got None."),
         ("deterministic=maybe", "deterministic: expected bool, got 'maybe'."),
+        ("deterministic=on", "deterministic: expected bool, got 'on'."),
+        ("deterministic=y", "deterministic: expected bool, got 'y'."),
+        ("seed=1_000", "seed: expected int, got '1_000'."),
+        ("seed=true", "seed: expected int, got True."),
+        ("trainer.optimizer.lr='1'", "trainer.optimizer.lr: expected float, got '1'."),
+        ("algorithm.name=grpo",
+         "algorithm.name: 'grpo' is not one of gspo. Did you mean algorithm.advantage: grpo?"),
         ("agent.tools=a:f", "agent.tools: expected list[str], got 'a:f'."),
         ("trainer.precision=fp23", "trainer.precision: 'fp23' is not one of fp32, bf16. Did you mean fp32?"),
         ("trainer.parallel=4", "trainer.parallel: is a section; expected keys below it, got 4."),

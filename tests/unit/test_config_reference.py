@@ -25,3 +25,10 @@ def test_every_setting_has_a_row_with_what_it_means():
     assert {key.rpartition(".")[2] for key in settings} == named
     assert any(is_section(key) for key in KEY_TYPES)
     assert [row[0] for row in rows if not row[-1].strip(" |")] == []
+
+
+def test_settings_of_one_section_used_twice_have_the_defaults_of_their_place():
+    sections = reference_page().split("\n## ")
+    rows = {section.splitlines()[0]: section for section in sections}
+    assert "| `temperature` | `float` | `1.0` |" in rows["rollout.sampling"]
+    assert "| `temperature` | `float` | `0.0` |" in rows["rollout.eval_sampling"]
