@@ -54,7 +54,8 @@ def test_a_preempted_command_has_an_exit_code_of_its_own(monkeypatch: pytest.Mon
     arguments = ["train", "recipe.yaml", "--resume-or-start", "--job", "7", "--ray-address", "10.0.0.1:6379"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == cli.PREEMPTED_EXIT_CODE == 75
-    assert asked == {"resume": None, "overwrite": False, "job": "7", "ray_address": "10.0.0.1:6379"}
+    said = {"resume": None, "overwrite": False, "job": "7", "checkpoint_log": None, "ray_address": "10.0.0.1:6379"}
+    assert asked == said
 
 
 @pytest.mark.parametrize("address", ["auto", "head", "head:", ":6379", "ray://head:10001"])
