@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from slimrl.observability.terminal import plain_console
 from slimrl.resync.estimate.machine import Machine
 
 PIPED_COLUMNS = 500
@@ -112,7 +112,7 @@ def _exit_codes() -> Iterator[None]:
     from slimrl.launch.reports import LaunchError
     from slimrl.runtime.errors import Interrupted, Preempted, RunError
 
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    errors = plain_console(stderr=True)
     try:
         yield
     except ValueError as error:
@@ -296,8 +296,7 @@ def config_show(
         for row in show(load_recipe(recipe, overrides or [], meant)):  # type: ignore[arg-type]
             table.add_row(*row)
         # Into a file or a pipe each setting goes whole, on one line.
-        console = Console()
-        (console if console.is_terminal else Console(width=PIPED_COLUMNS)).print(table)
+        plain_console(soft_wrap=False, piped_columns=PIPED_COLUMNS).print(table)
 
 
 @config_app.command("check")
@@ -323,7 +322,7 @@ def config_check(
         paths = [Path(argument) for argument in recipes if not OVERRIDE.match(argument)]
         if not paths:
             raise ValueError("no recipe given.")
-        console = Console(soft_wrap=True, highlight=False, markup=False)
+        console = plain_console()
         if not check_recipes(paths, overrides, command=command, files=files, console=console):  # type: ignore[arg-type]
             raise typer.Exit(1)
 

@@ -1,14 +1,14 @@
 """A progress bar with bytes per second, on stderr; without a terminal it is silent until its last line."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from slimrl.observability.terminal import plain_console
 
 Advance = Callable[[int], None]
 """Counts some more bytes as done; from any thread."""
@@ -17,9 +17,9 @@ Advance = Callable[[int], None]
 @contextmanager
 def byte_progress(title: str, total_bytes: int) -> Iterator[Advance]:
     """A bar that runs to `total_bytes`, and a line with the bytes and their rate when the block ends without error."""
-    console = Console(file=sys.stderr)
+    console = plain_console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -38,4 +38,4 @@ def byte_progress(title: str, total_bytes: int) -> Iterator[Advance]:
         yield advance
     seconds = max(time.monotonic() - started, 1e-6)
     rate = decimal(int(done / seconds))
-    console.print(f"{title}: {decimal(done)} in {seconds:.1f} s, {rate}/s", highlight=False, soft_wrap=True)
+    console.print(f"{title}: {decimal(done)} in {seconds:.1f} s, {rate}/s")

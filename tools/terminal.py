@@ -2,14 +2,15 @@
 
 from rich.console import Console
 
+from slimrl.observability.terminal import plain_console
+
 PIPED_COLUMNS = 240
 """Width of what goes into a file or a pipe, where nothing is cut to the terminal's width."""
 
 
 def make_console() -> Console:
     """For standard output; square brackets are printed as they are."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPED_COLUMNS)
+    return plain_console(soft_wrap=False, piped_columns=PIPED_COLUMNS)
 
 
 def shorten(count: float, units: tuple[str, ...]) -> str:

@@ -16,6 +16,8 @@ from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TaskID
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from slimrl.observability.terminal import plain_console
+
 PLAIN_INTERVAL_S = 10.0
 """Without a terminal, a phase says how far it is this often."""
 
@@ -96,7 +98,7 @@ class Progress:
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         """Args: the number of steps that rows count up to; where to print, standard output by default."""
         self.total_steps = total_steps
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or plain_console()
         self._rows = 0
         self._titles: list[str] = []
         self._steps: TaskID | None = None
@@ -104,7 +106,7 @@ class Progress:
         if self._console.is_terminal:
             self.live = RichProgress(
                 SpinnerColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=30),
                 TextColumn("{task.fields[count]}"),
                 TimeElapsedColumn(),
@@ -149,7 +151,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line above the live ones, as it is."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, emoji=False)
 
     def summary(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the row of a step; evaluations stand at its end. A header comes first and every 20 rows."""

@@ -1,11 +1,12 @@
 """A layout of the trainer judged: memory of every stage, time of a step, and whether it fits."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slimrl.config.rollout_rules import ONE_NODE_ENGINES
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import Recipe, RolloutConfig
 from slimrl.planner.communication import Communication, logprob_communication, update_communication
-from slimrl.planner.engine import GIB
+from slimrl.planner.engine import GIB, EnginePlan
 from slimrl.planner.facts import Facts
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.memory import StageMemory, engine_gpu_bytes, host_bytes_per_node, stage_memory
@@ -127,17 +128,21 @@ def _problems(
     host = host_bytes_per_node(recipe, memory, hardware)
     if host > hardware.host_memory_gib * GIB:
         problems.append(f"the host of a node: {host / GIB:,.0f} GiB of {hardware.host_memory_gib:,g}")
-    if facts.engine is None:
-        return problems
-    rollout = recipe.rollout
-    if facts.engine.trajectories == 0:
-        problems.append(
-            f"engines: {facts.engine.kv_tokens:,} tokens of KV cache hold no trajectory of "
-            f"{rollout.max_trajectory_tokens:,}; raise rollout.engine_tensor or rollout.sglang.mem_fraction_static"
+    return problems if facts.engine is None else [*problems, *engine_problems(facts.engine, recipe.rollout, hardware)]
+
+
+def engine_problems(engine: EnginePlan, rollout: RolloutConfig, hardware: Hardware) -> Iterator[str]:
+    """What keeps engines from starting, or from generating the longest trajectory."""
+    if engine.trajectories == 0:
+        # A larger engine is no way out where it fills a node already.
+        larger = rollout.engine_tensor < hardware.gpus_per_node
+        yield (
+            f"engines: {engine.kv_tokens:,} tokens of KV cache hold no trajectory of "
+            f"{rollout.max_trajectory_tokens:,}; raise {'rollout.engine_tensor or ' if larger else ''}"
+            f"rollout.sglang.mem_fraction_static{'' if larger else f'. {ONE_NODE_ENGINES}'}"
         )
     if rollout.engine_tensor > hardware.gpus_per_node:
-        problems.append(
+        yield (
             f"rollout.engine_tensor: {rollout.engine_tensor} GPUs, but an engine runs on one node, which has "
             f"{hardware.gpus_per_node}. {ONE_NODE_ENGINES}"
         )
-    return problems

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slimrl.config.devices import shares_devices
+from slimrl.observability.terminal import plain_console
 from slimrl.planner.engine import GIB
 from slimrl.planner.hardware import GB
 from slimrl.planner.memory import host_bytes_per_node
@@ -31,7 +32,7 @@ SOURCES = {
 
 
 def print_plan(plan: Plan) -> None:
-    console = _console()
+    console = plain_console(piped_columns=PIPED_COLUMNS)
     _print_world(console, plan)
     console.print(_stages(plan))
     console.print(_memory(plan))
@@ -47,7 +48,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_suggestions(suggestions: Sequence[Suggestion], tried: int, gpus: int) -> None:
-    console = _console()
+    console = plain_console(piped_columns=PIPED_COLUMNS)
     rows = []
     for number, suggestion in enumerate(suggestions, 1):
         trainer = suggestion.plan.recipe.trainer
@@ -63,14 +64,6 @@ def print_suggestions(suggestions: Sequence[Suggestion], tried: int, gpus: int) 
 
 
 _SUGGESTED = ("", "TP", "CP", "PP", "EP", "tokens", "recompute", "GiB", "step s", "fits", "why")
-
-
-def _console() -> Console:
-    """Into a file or a pipe a table goes in its full width."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    if console.is_terminal:
-        return console
-    return Console(highlight=False, markup=False, soft_wrap=True, width=PIPED_COLUMNS)
 
 
 def _print_world(console: Console, plan: Plan) -> None:

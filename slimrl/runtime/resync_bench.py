@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from slimrl.config.load import Command, read_recipe
@@ -27,6 +26,7 @@ from slimrl.models.hf_config import config_for_planning, published_names
 from slimrl.models.sized_toy import sized_config, write_sized_toy
 from slimrl.observability.memory import MemoryWatch, session_members
 from slimrl.observability.progress import Progress
+from slimrl.observability.terminal import plain_console
 from slimrl.resync.fan_out import fan_out
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.control import SglangControl
@@ -118,7 +118,7 @@ def bench_resync(
     recipe = first.recipe
     dtype = "bfloat16" if recipe.trainer.precision is Precision.bf16 else "float32"
     with (
-        Progress(0, Console(stderr=True, highlight=False, soft_wrap=True)) as progress,
+        Progress(0, plain_console(stderr=True)) as progress,
         tempfile.TemporaryDirectory(prefix="slimrl-bench-") as folder,
     ):
         family = family or _family_of(Path(recipe.model.path), progress)
@@ -233,7 +233,7 @@ def over_disk(
 
 
 def _print(result: BenchResult) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     gigabytes = result.bytes / GB
     title = f"{result.family}, {gigabytes:.2f} GB in {result.buckets} buckets, {result.transport}"
     table = Table(title=title)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from slimrl.config.load import read_recipe
@@ -17,6 +16,7 @@ from slimrl.models.family import family_of
 from slimrl.models.fp8 import SCALE_SUFFIX, BlockFp8
 from slimrl.models.planned_recipe import read_planned
 from slimrl.models.weight_map import WeightMap
+from slimrl.observability.terminal import plain_console
 from slimrl.resync.buckets import too_small
 from slimrl.resync.estimate.estimate import ESTIMATED, NOT_ESTIMATED, Estimate, as_json, estimate
 from slimrl.resync.estimate.machine import Machine
@@ -126,7 +126,7 @@ def replicated_names(weight_map: WeightMap) -> frozenset[str]:
 
 
 def _print(facts: dict[str, Any], result: Estimate) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = plain_console()
     console.print(f"model: {facts['model']}")
     fp8 = ", block FP8" if facts["block_fp8"] else ""
     console.print(

@@ -17,6 +17,16 @@ def test_the_version_is_that_of_the_package():
     assert (result.exit_code, result.output) == (0, f"slimrl {version('slimrl')}\n")
 
 
+def test_text_of_a_recipe_is_printed_as_it_is(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    recipe = "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml"
+    refused = CliRunner().invoke(app, ["config", "check", recipe, "agent.tools=['[red]a:b:c']"])
+    assert "command line: agent.tools: '[red]a:b:c' is no import path; write module:function." in refused.output
+    shown = CliRunner().invoke(app, ["config", "show", recipe, "agent.system_prompt='[red]a:b:c'"])
+    assert "agent.system_prompt" in shown.output
+    assert "[red]a:b:c" in shown.output
+
+
 def test_a_report_says_where_it_is(tmp_path: Path):
     run = open_run_folder(tmp_path, "demo", "seed: 1\n")
     with MetricsWriter(run.metrics) as writer:

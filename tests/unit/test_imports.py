@@ -25,7 +25,7 @@ MAY_IMPORT = {
         "config", "data", "models", "algorithms", "agent", "rewards", "device", "observability", "rollout", "trainer",
         "resync",
     },
-    "planner": {"config", "data", "models", "trainer", "resync", "runtime"},
+    "planner": {"config", "data", "models", "observability", "trainer", "resync", "runtime"},
     "launch": {"config", "models", "runtime"},
 }  # fmt: skip
 """Part -> the other parts that it may import. cli may import all; slimrl_tools too, except cli and runtime."""

@@ -159,6 +159,17 @@ def test_without_a_terminal_progress_is_plain_lines(monkeypatch):
     assert "\x1b" not in output.getvalue()
 
 
+def test_lines_and_stages_are_said_as_they_are():
+    for terminal in (False, True):
+        output = io.StringIO()
+        with Progress(1, Console(file=output, force_terminal=terminal, width=100)) as progress:
+            progress.say("warning: [red]a:b:c")
+            with progress.stage("reading [red]:b:"):
+                pass
+        assert "warning: [red]a:b:c" in output.getvalue()
+        assert "reading [red]:b:" in output.getvalue()
+
+
 def test_on_a_terminal_a_phase_is_a_live_line_that_goes_away():
     output = io.StringIO()
     with Progress(1, Console(file=output, force_terminal=True, width=100)) as progress:

@@ -9,6 +9,7 @@ from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.planner.engine import GIB, static_fraction
 from slimrl.planner.hardware import Hardware
+from slimrl.planner.layout_plan import engine_problems
 from slimrl.planner.memory import engine_gpu_bytes, host_bytes_per_node, stage_memory
 from slimrl.planner.parameters import ChunkParameters
 from slimrl.planner.schedule import Batch
@@ -108,3 +109,17 @@ def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, gr
     # 512 MiB, 1.5 MiB for each of 8192 tokens, 1 GiB for 8 ranks, and graphs.
     reserved = 512 + 12288 + 1024 + graphs_mib
     assert static_fraction(recipe, shape_of(name), 80 * GIB) == pytest.approx(1 - reserved / 81920, abs=5e-4)
+
+
+def test_engines_that_fill_a_node_are_not_told_to_grow():
+    recipe = Recipe()
+    recipe.rollout.max_trajectory_tokens = 1000
+    engine = SimpleNamespace(trajectories=0, kv_tokens=400)
+    short = "engines: 400 tokens of KV cache hold no trajectory of 1,000; raise "
+    for ranks, instead in (
+        (4, "rollout.engine_tensor or rollout.sglang.mem_fraction_static"),
+        (8, "rollout.sglang.mem_fraction_static. For more speed use more engines"),
+    ):
+        recipe.rollout.engine_tensor = ranks
+        (problem,) = engine_problems(engine, recipe.rollout, HARDWARE)
+        assert problem.startswith(short + instead)
