@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slimrl.config.schema import ParserName
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
@@ -70,15 +72,9 @@ class HermesParser:
         return ToolCall(name=value["name"], arguments=arguments)
 
 
-_PARSERS: dict[str, type[Parser]] = {"hermes": HermesParser}
+_PARSERS: dict[ParserName, type[Parser]] = {ParserName.hermes: HermesParser}
 
 
-def make_parser(name: str) -> Parser:
-    """The parser of that name.
-
-    Raises:
-        ValueError: there is none; it names those there are.
-    """
-    if name not in _PARSERS:
-        raise ValueError(f"no parser {name}; known are {', '.join(_PARSERS)}")
+def make_parser(name: ParserName) -> Parser:
+    """The parser of that name."""
     return _PARSERS[name]()

@@ -6,7 +6,7 @@ seconds and torch. A field that slimrl sets itself is refused with the key to us
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ MEGATRON_SOURCES = {
     "DistributedDataParallelConfig": "core/distributed/distributed_data_parallel_config.py",
 }
 """Classes whose fields `trainer.megatron` takes, and where they stand below the package."""
+
+MEGATRON_ENUMERATIONS = "core/transformer/enums.py"
+"""Whose members a recipe writes by name."""
 
 OWNED = {
     "trainer.megatron": {
@@ -105,6 +108,8 @@ class FieldType:
     """The annotation as the package writes it."""
     unchecked: bool = False
     """The annotation names a type of the package, which its own constructor judges."""
+    words: tuple[Any, ...] = ()
+    """Values that the package's own command line takes, of each element where it takes several; empty for any."""
 
     def accepts(self, value: Any) -> bool:
         if self.unchecked or (value is not None and value in self.choices):
@@ -112,6 +117,11 @@ class FieldType:
         if isinstance(value, bool):
             return bool in self.types
         return type(value) in self.types or (isinstance(value, int) and float in self.types)
+
+    def unknown(self, value: Any) -> list[Any]:
+        """Of a value that is of the right type, what is not among the words."""
+        values = value if isinstance(value, list) else [value]
+        return [item for item in values if self.words and item is not None and item not in self.words]
 
 
 def package_folder(name: str) -> Path:
@@ -147,7 +157,7 @@ def _alternatives(node: ast.expr) -> Iterator[ast.expr]:
         yield node
 
 
-def _field_type(annotation: ast.expr) -> FieldType:
+def _field_type(annotation: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> FieldType:
     types: set[type] = set()
     choices: list[Any] = []
     unchecked = False
@@ -166,15 +176,59 @@ def _field_type(annotation: ast.expr) -> FieldType:
             choices += [ast.literal_eval(part) for part in parts]
         elif label == "torch.dtype":
             choices += DTYPES
+        elif label in constants:
+            choices += constants[label]
         elif label not in ("Callable", "ContextManager"):
             unchecked = True
     text = " | ".join(ast.unparse(member) for member in members)
-    return FieldType(types=frozenset(types), choices=tuple(choices), text=text, unchecked=unchecked)
+    return FieldType(
+        types=frozenset(types),
+        choices=tuple(choices),
+        text=text,
+        unchecked=unchecked,
+        words=_words(annotation, constants),
+    )
 
 
-def _class_fields(node: ast.ClassDef) -> dict[str, FieldType]:
+def _words(annotation: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+    """`choices` of the `Arg(...)` in an Annotated, unless another parser stands before them or they are computed."""
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Arg":
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            if "choices" in given and "type_parser" not in given:
+                return _constant(given["choices"], constants)
+    return ()
+
+
+def _constant(node: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+    """A list as it is written, or by its name; empty for what has to be run."""
+    if isinstance(node, ast.Name):
+        return constants.get(node.id, ())
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else ()
+
+
+def _named_lists(path: Path) -> dict[str, tuple[Any, ...]]:
+    """Lists of constants that a module defines by their names."""
+    assigned = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
+    return {ast.unparse(node.targets[0]): _constant(node.value, {}) for node in assigned}
+
+
+def _enumerations(path: Path) -> dict[str, tuple[str, ...]]:
+    """Names of the members of the enumerations that a module defines."""
     return {
-        statement.target.id: _field_type(statement.annotation)
+        node.name: tuple(ast.unparse(item.targets[0]) for item in node.body if isinstance(item, ast.Assign))
+        for node in _classes(path)
+        if any(ast.unparse(base).rpartition(".")[2] == "Enum" for base in node.bases)
+    }
+
+
+def _class_fields(node: ast.ClassDef, constants: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldType]:
+    return {
+        statement.target.id: _field_type(statement.annotation, constants)
         for statement in node.body
         if isinstance(statement, ast.AnnAssign)
         and isinstance(statement.target, ast.Name)
@@ -194,12 +248,13 @@ def megatron_fields() -> dict[str, FieldType]:
         ValueError: megatron-core is not installed or lacks one of the classes.
     """
     folder = package_folder("megatron")
+    enumerations = _enumerations(folder / MEGATRON_ENUMERATIONS)
     fields: dict[str, FieldType] = {}
     for name, source in MEGATRON_SOURCES.items():
         found = [node for node in _classes(folder / source) if node.name == name]
         if not found:
             raise ValueError(f"megatron-core: {source} holds no class {name}; this version is not supported")
-        fields |= _class_fields(found[0])
+        fields |= _class_fields(found[0], enumerations)
     return fields
 
 
@@ -209,12 +264,14 @@ def sglang_fields() -> dict[str, FieldType]:
     Raises:
         ValueError: sglang is not installed or keeps its arguments elsewhere.
     """
-    sources = sorted((package_folder("sglang") / "srt" / "arg_groups" / "fields").glob("*.py"))
+    folder = package_folder("sglang") / "srt" / "arg_groups"
+    sources = sorted((folder / "fields").glob("*.py"))
+    named = _named_lists(folder / "choices.py") if sources else {}
     fields: dict[str, FieldType] = {}
     for source in sources:
         for node in _classes(source):
             if any(isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "_NS_PATH" for item in node.body):
-                fields |= _class_fields(node)
+                fields |= _class_fields(node, named)
     if not fields:
         raise ValueError("sglang: no argument fields in srt/arg_groups/fields; this version is not supported")
     return fields
@@ -236,10 +293,15 @@ def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldTy
         return "no such field in the installed version." + suggestion(name, fields)
     field = fields[name]
     if field.accepts(value):
-        return None
+        wrong = field.unknown(value)
+        return _not_one_of(wrong[0], field.words) if wrong else None
     if not field.types - {type(None)} and not field.choices:
         return f"is a {field.text}, which a recipe cannot hold."
     if field.choices and not field.types - {type(None)}:
-        known = [str(choice) for choice in field.choices]
-        return f"{value!r} is not one of {', '.join(known)}." + suggestion(str(value), known)
+        return _not_one_of(value, field.choices)
     return f"expected {field.text}, got {value!r}."
+
+
+def _not_one_of(value: Any, choices: Iterable[Any]) -> str:
+    known = [str(choice) for choice in choices]
+    return f"{value!r} is not one of {', '.join(known)}." + suggestion(str(value), known)

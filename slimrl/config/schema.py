@@ -42,6 +42,11 @@ class AdvantageName(str, Enum):
     """r minus the mean of the other rewards of the group."""
 
 
+class ParserName(str, Enum):
+    hermes = "hermes"
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen models write."""
+
+
 class TruncatedRule(str, Enum):
     score = "score"
     """A truncated trajectory is rewarded like any other."""
@@ -268,8 +273,8 @@ class RolloutConfig:
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """Import paths `module:function` of the tools that the model may call; their docstrings make the schema."""
-    parser: str = "hermes"
-    """How tool calls are written: hermes is <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+    parser: ParserName = ParserName.hermes
+    """How tool calls are written."""
     max_result_chars: int = 4000
     """Longest tool result; the middle of a longer one is left out."""
     system_prompt: str | None = None

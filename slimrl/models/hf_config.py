@@ -1,8 +1,10 @@
 """What a Hugging Face config.json says, whichever release of transformers wrote it, and the published ones we ship."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,19 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
             config, words = {**config, "quantization_config": BLOCK_FP8}, f"{words}, in block FP8"
         return config, f"{words}, for {model_path} is not here"
     known = ", ".join(published_names())
-    raise ValueError(f"{model_path}: no such folder, and {model_path.name!r} is none of the published models {known}")
+    near = f"; {meant} is nearest" if (meant := nearest_published(model_path)) else ""
+    raise ValueError(
+        f"{model_path}: no such folder, and {model_path.name!r} is none of the published models {known}{near}"
+    )
+
+
+def nearest_published(model_path: Path) -> str:
+    """The published model that a folder's name probably means; empty if there is none of the same sizes."""
+    names = [*published_names(), *(name + FP8_SUFFIX for name in published_names())]
+    sizes = {name: re.findall(r"\d+", name) for name in (model_path.name, *names)}
+    alike = {name.lower(): name for name in names if sizes[name] == sizes[model_path.name]}
+    close = get_close_matches(model_path.name.lower(), alike, n=1, cutoff=0.8)
+    return alike[close[0]] if close else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.check import check_recipe, file_violations
+from slimrl.config.functions import function_violations
 from slimrl.config.load import Command, LoadedRecipe, read_recipe, trains
 from slimrl.config.problems import Problem, RecipeError, Violation
+from slimrl.config.schema import Precision, ResyncConfig
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import config_for_planning
+from slimrl.models.hf_config import config_for_planning, nearest_published
 
 TRAINING_FIELDS = ("hidden_dropout", "attention_dropout", "moe_router_load_balancing_type")
 """Fields of `trainer.megatron` that a family sets and a recipe may set otherwise; all others are the model itself."""
@@ -57,6 +59,8 @@ def read_planned(
     for key, message in file_violations(loaded.recipe, command):
         if files or key != "model.path":
             (problems if files else notes).append(loaded.problem(key, message, warning=not files))
+    for key, message in function_violations(loaded.recipe, command, modules_needed=files):
+        problems.append(loaded.problem(key, message))
     hf_config, model = None, "not known here, so that nothing was checked against it"
     folder = Path(loaded.recipe.model.path)
     try:
@@ -64,10 +68,14 @@ def read_planned(
     except ValueError as error:
         if folder.exists() or (model_needed and not files):
             problems.append(loaded.problem("model.path", f"{error}."))
+        elif meant := nearest_published(folder):
+            message = f"{folder}: no such folder. Did you mean {folder.parent / meant}?"
+            notes.append(loaded.problem("model.path", message, warning=True))
     for problem in check_recipe(loaded.recipe, hf_config, command):
         (notes if problem.warning else problems).append(replace(problem, where=loaded.where(problem.key)))
     if hf_config is not None:
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
+        problems += [loaded.problem(*violation) for violation in _bucket_violations(loaded, hf_config)]
     if importlib.util.find_spec("transformer_engine") is None:
         absent = f"{NEEDS_TRANSFORMER_ENGINE} It is not here, where the run would be refused."
         notes += [loaded.problem(key, absent, warning=True) for key in transformer_engine_keys(loaded)]
@@ -87,6 +95,20 @@ def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterato
         for name in loaded.recipe.trainer.megatron:
             if name in architecture.transformer and name not in TRAINING_FIELDS:
                 yield f"trainer.megatron.{name}", "is the model's, and comes from the config.json of model.path."
+
+
+def _bucket_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Buckets that do not hold the least that can be sent of any model; a start looks at each of its tensors."""
+    recipe, columns = loaded.recipe, int(hf_config.get("hidden_size") or 0)
+    row = columns * (2 if recipe.trainer.precision is Precision.bf16 else 4)
+    given = recipe.resync.bucket_bytes
+    if loaded.command in ("train", "resync estimate") and given < row:
+        default = ResyncConfig().bucket_bytes
+        yield (
+            "resync.bucket_bytes",
+            f"{given} bytes are too few: one row of model.embed_tokens.weight needs {row}, and others may be wider. "
+            f"{default} is the default.",
+        )
 
 
 def transformer_engine_keys(loaded: LoadedRecipe) -> list[str]:

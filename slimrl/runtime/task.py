@@ -54,7 +54,7 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     """Reads and resolves everything that the recipe's task names.
 
     Raises:
-        RecipeError: all problems at once: import paths, tools, parser, data files with their broken lines.
+        RecipeError: all problems at once: import paths, tools, data files with their broken lines.
     """
     recipe = loaded.recipe
     problems: list[Problem] = []
@@ -69,7 +69,7 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     values: dict[str, Any] = {
         "chat": attempt("model.path", lambda: load_chat_format(Path(recipe.model.path))),
         "tools": attempt("agent.tools", lambda: ToolBox.from_import_paths(recipe.agent.tools)),
-        "parser": attempt("agent.parser", lambda: make_parser(recipe.agent.parser)),
+        "parser": make_parser(recipe.agent.parser),
         "reward": attempt("reward.function", lambda: resolve(recipe.reward.function)),
         "group_filters": attempt("reward.group_filters", lambda: [resolve(f) for f in recipe.reward.group_filters]),
         "train": attempt("data.train", lambda: read_prompts(Path(recipe.data.train))) if train else [],

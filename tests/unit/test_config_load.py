@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -246,6 +247,13 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
         ("trainer.optimizer.lr='1'", "trainer.optimizer.lr: expected float, got '1'."),
         ("algorithm.name=grpo",
          "algorithm.name: 'grpo' is not one of gspo. Did you mean algorithm.advantage: grpo?"),
+        ("agent.parser=hermess", "agent.parser: 'hermess' is not one of hermes. Did you mean hermes?"),
+        ("rollout.sglang.schedule_policy=fcfss",
+         "rollout.sglang.schedule_policy: 'fcfss' is not one of lpm, random, fcfs, dfs-weight, lof, priority, "
+         "routing-key, hrrn, shortest-prefill-first. Did you mean fcfs?"),
+        ("trainer.megatron.attention_backend=flsh",
+         "trainer.megatron.attention_backend: 'flsh' is not one of flash, fused, unfused, local, auto. "
+         "Did you mean flash?"),
         ("agent.tools=a:f", "agent.tools: expected list[str], got 'a:f'."),
         ("trainer.precision=fp23", "trainer.precision: 'fp23' is not one of fp32, bf16. Did you mean fp32?"),
         ("trainer.parallel=4", "trainer.parallel: is a section; expected keys below it, got 4."),
@@ -327,11 +335,13 @@ def test_megatron_fields_are_those_of_the_imported_classes():
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
 
     classes = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     assert set(megatron_fields()) == {
         field.name for cls in classes for field in dataclasses.fields(cls) if not field.name.startswith("_")
     }
+    assert megatron_fields()["attention_backend"].choices == tuple(AttnBackend.__members__)
 
 
 def test_sglang_fields_are_those_of_its_own_list_of_arguments():
@@ -339,6 +349,18 @@ def test_sglang_fields_are_those_of_its_own_list_of_arguments():
     lists = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
     names = {name for name in ast.literal_eval(lists[0]) if not name.startswith("_")}
     assert set(sglang_fields()) == names
+
+
+def test_words_of_sglang_fields_are_the_lists_that_its_source_makes_when_it_runs():
+    lists = runpy.run_path(str(package_folder("sglang") / "srt" / "arg_groups" / "choices.py"))
+    fields = sglang_fields()
+    for name, words in {
+        "attention_backend": "ATTENTION_BACKEND_CHOICES", "quantization": "QUANTIZATION_CHOICES",
+        "moe_runner_backend": "MOE_RUNNER_BACKEND_CHOICES", "grammar_backend": "GRAMMAR_BACKEND_CHOICES",
+    }.items():  # fmt: skip
+        assert fields[name].words == tuple(lists[words])
+    assert fields["log_requests_format"].words == ("text", "json")
+    assert fields["served_model_name"].words == ()
 
 
 def test_the_configuration_imports_quickly_and_without_torch():

@@ -122,7 +122,7 @@ def submission(files: list[str], tmp_path: Path, monkeypatch):
 def test_what_the_start_would_refuse_of_the_task_is_refused_at_the_submission(submission):
     submission()
     with pytest.raises(RecipeError) as refused:
-        submission("reward.function=slimrl.rewards.math:nope", "agent.tools=[nosuch:f]", "agent.parser=hermess")
+        submission("reward.function=slimrl.rewards.math:nope", "agent.tools=[nosuch:f]")
     assert {"reward.function", "agent.tools"} <= {problem.key for problem in refused.value.problems}
 
 

@@ -11,6 +11,7 @@ import pytest
 from slimrl.agent.calculator import MAX_BITS, calculator
 from slimrl.agent.parsers import HermesParser, MalformedCall, ToolCall, make_parser
 from slimrl.agent.tools import ToolBox, ToolBroken, ToolError, make_tool
+from slimrl.config.schema import ParserName
 from slimrl.data.import_path import resolve
 
 
@@ -258,6 +259,6 @@ def test_text_without_calls_has_none_and_missing_arguments_are_no_arguments():
     assert HermesParser().parse('<tool_call>{"name": "f"}</tool_call>').calls == [ToolCall(name="f", arguments={})]
 
 
-def test_an_unknown_parser_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="no parser xml; known are hermes"):
-        make_parser("xml")
+def test_every_parser_that_a_recipe_can_name_is_there():
+    for name in ParserName:
+        assert make_parser(name).close_marker

@@ -1,0 +1,84 @@
+"""Import paths of a recipe, `module:function`, looked up in the source of their modules, of which nothing is run.
+
+What cannot be told so, as in a module without Python source or with names that appear only when it runs, is let be.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from slimrl.config.bounds import MODULE_FUNCTION
+from slimrl.config.load import is_needed
+from slimrl.config.problems import Violation, suggestion
+from slimrl.config.schema import Recipe
+
+
+def function_violations(recipe: Recipe, command: str, *, modules_needed: bool) -> Iterator[Violation]:
+    """Functions that their modules do not define.
+
+    Args:
+        modules_needed: also modules that are not on this machine.
+    """
+    paths = {
+        "agent.tools": recipe.agent.tools,
+        "reward.function": [recipe.reward.function],
+        "reward.group_filters": recipe.reward.group_filters,
+    }
+    for key, given in paths.items():
+        for path in given if is_needed(key, command) else ():
+            if not MODULE_FUNCTION.fullmatch(path):
+                continue
+            module, _, name = path.partition(":")
+            folder_or_file = _find(module)
+            if folder_or_file is None:
+                if modules_needed:
+                    yield key, f"{path}: no module {module}."
+                continue
+            names = _defined_names(folder_or_file)
+            if names is not None and name not in names:
+                public = [other for other in names if not other.startswith("_")]
+                yield key, f"{path}: {module} has no {name}." + suggestion(name, public)
+
+
+def _find(module: str) -> Path | None:
+    """The file of a module, or the folder of a package without one; a file that holds no source stands for itself."""
+    first, *others = module.split(".")
+    spec = importlib.util.find_spec(first)
+    if spec is None:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    found = Path(spec.origin) if spec.has_location and spec.origin else next(iter(folders), Path(first))
+    for name in others:
+        files = (*(f / name / "__init__.py" for f in folders), *(f / f"{name}.py" for f in folders))
+        compiled = (file for f in folders for file in f.glob(f"{name}.*.so"))
+        packages = [f / name for f in folders if (f / name).is_dir()]
+        known = [*(file for file in files if file.is_file()), *compiled, *packages]
+        if not known:
+            return None
+        found, folders = known[0], packages
+    return found
+
+
+def _defined_names(file: Path) -> set[str] | None:
+    """Names at the top of a module; None where its source does not tell them."""
+    if file.suffix != ".py":
+        return None
+    try:
+        names = set(_names(ast.parse(file.read_text()).body))
+    except SyntaxError:
+        return None
+    return None if names & {"*", "__getattr__"} else names
+
+
+def _names(body: Iterable[ast.AST]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                yield node.id
+        else:
+            yield from _names(ast.iter_child_nodes(node))
