@@ -145,12 +145,13 @@ def test_suggestions_are_legal_fit_and_are_planned_as_suggested():
     assert found["legal_layouts"] > 20
     best, *others = found["suggestions"]
     assert best["fits"]
-    # Ranked in steps of 5%.
-    assert all(best["step_seconds"] < 1.05 * other["step_seconds"] for other in others if other["fits"])
+    seconds = [suggestion["step_seconds_without_resync"] for suggestion in (best, *others) if suggestion["fits"]]
+    # Of those within 5% of the fastest the smallest is first.
+    assert seconds[0] <= 1.05 * min(seconds)
     again = plan(QWEN, *best["settings"].split())
     assert again["fits"]
     assert again["memory_gib"]["total"] == pytest.approx(best["memory_gib"], rel=1e-6)
-    assert again["step_seconds"] == pytest.approx(best["step_seconds"], rel=1e-6)
+    assert again["step_seconds"] - again["step"]["resync"] == pytest.approx(seconds[0], rel=1e-6)
 
 
 def test_a_plan_for_people_has_its_tables():

@@ -63,7 +63,8 @@ def test_engines_in_block_fp8_get_half_of_the_bytes():
 
 def test_what_is_printed_is_in_the_json_too():
     recipe = str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo.yaml")
-    found = estimate(recipe, "resync.transport=disk", "--gpus-per-node", "4", "--block-fp8")
+    small = ["rollout.num_engines=2", "rollout.engine_tensor=4", "rollout.engine_expert=4"]
+    found = estimate(recipe, *small, "resync.transport=disk", "--gpus-per-node", "4", "--block-fp8")
     assert found["block_fp8"] is True
     assert found["gpus_per_node"] == 4
     # Colocated engines are on the nodes of the trainer's ranks, whatever the transport.
@@ -92,6 +93,7 @@ def test_speeds_can_be_given():
             ["rollout.num_engines=2", "rollout.colocated=false"],
             "rollout.num_engines = 2 with rollout.engine_tensor = 8 do not fit on those that have the 8 trainer ranks",
         ),
+        (["--gpus-per-node", "4"], "no number of nodes with 4 GPUs is enough: rollout.engine_tensor = 8"),
         (["resync.transport=delta"], "command line: resync.transport: delta sends what an update changes"),
         (["resync.bucket_bytes=100"], "command line: resync.bucket_bytes: 100 bytes are too few: one row of model."),
         (["--hop-us", "nan"], "hop_us nan: must be a finite number"),
