@@ -160,8 +160,7 @@ def test_a_job_that_would_find_no_python_or_no_slimrl_is_not_submitted(submissio
         submission()
     monkeypatch.delenv("SLIMRL_ROOT")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / TINY.parent).mkdir(parents=True)
-    (tmp_path / TINY).symlink_to(ROOT / TINY)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     with pytest.raises(ValueError, match=f"{tmp_path} has no slimrl, and the job starts there"):
         submission()
 
