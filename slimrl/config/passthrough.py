@@ -1,28 +1,13 @@
-"""Fields of the installed megatron-core and SGLang that `trainer.megatron` and `rollout.sglang` may set.
+"""What `trainer.megatron` and `rollout.sglang` may set: fields of the installed megatron-core and SGLang.
 
-The names and types are read from the packages' source by its syntax tree, because importing either takes
-seconds and torch. A field that slimrl sets itself is refused with the key to use instead.
+A field that slimrl sets itself is refused with the key to use instead.
 """
 
-import ast
-import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
+from slimrl.config.package_fields import FieldType, megatron_fields, sglang_fields
 from slimrl.config.problems import suggestion
-
-MEGATRON_SOURCES = {
-    "ModelParallelConfig": "core/model_parallel_config.py",
-    "TransformerConfig": "core/transformer/transformer_config.py",
-    "OptimizerConfig": "core/optimizer/optimizer_config.py",
-    "DistributedDataParallelConfig": "core/distributed/distributed_data_parallel_config.py",
-}
-"""Classes whose fields `trainer.megatron` takes, and where they stand below the package."""
-
-MEGATRON_ENUMERATIONS = "core/transformer/enums.py"
-"""Whose members a recipe writes by name."""
 
 OWNED = {
     "trainer.megatron": {
@@ -66,9 +51,6 @@ OWNED = {
 }
 """Fields that a section does not take, and what sets them: a key of the recipe, the model, or slimrl itself."""
 
-DTYPES = ("float32", "bfloat16", "float16", "uint8")
-"""What a recipe may write where megatron-core takes a torch.dtype; the moments of its optimizer in uint8 are FP8."""
-
 LATENT_ATTENTION = (
     "multi_latent_attention",
     "q_lora_rank",
@@ -92,189 +74,6 @@ how it turns positions, trainer and engines both take from the model's config.js
 
 OF_THE_MODEL = "is the model's: trainer and engines take attention and positions from the config.json of model.path"
 """Why a field of LATENT_ATTENTION is refused."""
-
-_SCALARS = {"bool": bool, "int": int, "float": float, "str": str}
-_CONTAINERS = {"list": list, "List": list, "tuple": list, "Tuple": list, "dict": dict, "Dict": dict}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FieldType:
-    """What YAML may give to a field."""
-
-    types: frozenset[type]
-    """Plain types; `float` takes an int too. Empty where no YAML value fits, as for a callable."""
-    choices: tuple[Any, ...]
-    text: str
-    """The annotation as the package writes it."""
-    unchecked: bool = False
-    """The annotation names a type of the package, which its own constructor judges."""
-    words: tuple[Any, ...] = ()
-    """Values that the package's own command line takes, of each element where it takes several; empty for any."""
-
-    def accepts(self, value: Any) -> bool:
-        if self.unchecked or (value is not None and value in self.choices):
-            return True
-        if isinstance(value, bool):
-            return bool in self.types
-        return type(value) in self.types or (isinstance(value, int) and float in self.types)
-
-    def unknown(self, value: Any) -> list[Any]:
-        """Of a value that is of the right type, what is not among the words."""
-        values = value if isinstance(value, list) else [value]
-        return [item for item in values if self.words and item is not None and item not in self.words]
-
-
-def package_folder(name: str) -> Path:
-    """Folder of an installed package, without importing it.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{name} is not installed, so its settings cannot be checked")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _alternatives(node: ast.expr) -> Iterator[ast.expr]:
-    """Members of a union, of Optional and of Annotated, down to what is none of these."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        yield from _alternatives(node.left)
-        yield from _alternatives(node.right)
-    elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if node.value.id == "Optional":
-            yield ast.Constant(value=None)
-            yield from _alternatives(parts[0])
-        elif node.value.id == "Union":
-            for part in parts:
-                yield from _alternatives(part)
-        elif node.value.id in ("A", "Annotated"):
-            yield from _alternatives(parts[0])
-        else:
-            yield node
-    else:
-        yield node
-
-
-def _field_type(annotation: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> FieldType:
-    types: set[type] = set()
-    choices: list[Any] = []
-    unchecked = False
-    members = list(_alternatives(annotation))
-    for member in members:
-        name = member.value if isinstance(member, ast.Subscript) else member
-        label = ast.unparse(name)
-        if isinstance(member, ast.Constant) and member.value is None:
-            types.add(type(None))
-        elif label in _SCALARS:
-            types.add(_SCALARS[label])
-        elif label in _CONTAINERS:
-            types.add(_CONTAINERS[label])
-        elif label == "Literal" and isinstance(member, ast.Subscript):
-            parts = member.slice.elts if isinstance(member.slice, ast.Tuple) else [member.slice]
-            choices += [ast.literal_eval(part) for part in parts]
-        elif label == "torch.dtype":
-            choices += DTYPES
-        elif label in constants:
-            choices += constants[label]
-        elif label not in ("Callable", "ContextManager"):
-            unchecked = True
-    text = " | ".join(ast.unparse(member) for member in members)
-    return FieldType(
-        types=frozenset(types),
-        choices=tuple(choices),
-        text=text,
-        unchecked=unchecked,
-        words=_words(annotation, constants),
-    )
-
-
-def _words(annotation: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
-    """`choices` of the `Arg(...)` in an Annotated, unless another parser stands before them or they are computed."""
-    for node in ast.walk(annotation):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Arg":
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
-            if "choices" in given and "type_parser" not in given:
-                return _constant(given["choices"], constants)
-    return ()
-
-
-def _constant(node: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
-    """A list as it is written, or by its name; empty for what has to be run."""
-    if isinstance(node, ast.Name):
-        return constants.get(node.id, ())
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else ()
-
-
-def _named_lists(path: Path) -> dict[str, tuple[Any, ...]]:
-    """Lists of constants that a module defines by their names."""
-    assigned = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
-    return {ast.unparse(node.targets[0]): _constant(node.value, {}) for node in assigned}
-
-
-def _enumerations(path: Path) -> dict[str, tuple[str, ...]]:
-    """Names of the members of the enumerations that a module defines."""
-    return {
-        node.name: tuple(ast.unparse(item.targets[0]) for item in node.body if isinstance(item, ast.Assign))
-        for node in _classes(path)
-        if any(ast.unparse(base).rpartition(".")[2] == "Enum" for base in node.bases)
-    }
-
-
-def _class_fields(node: ast.ClassDef, constants: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldType]:
-    return {
-        statement.target.id: _field_type(statement.annotation, constants)
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-        and not statement.target.id.startswith("_")
-        and "ClassVar" not in ast.unparse(statement.annotation)
-    }
-
-
-def _classes(path: Path) -> Iterator[ast.ClassDef]:
-    return (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
-
-
-def megatron_fields() -> dict[str, FieldType]:
-    """Fields of TransformerConfig (inherited ones too), OptimizerConfig and DistributedDataParallelConfig.
-
-    Raises:
-        ValueError: megatron-core is not installed or lacks one of the classes.
-    """
-    folder = package_folder("megatron")
-    enumerations = _enumerations(folder / MEGATRON_ENUMERATIONS)
-    fields: dict[str, FieldType] = {}
-    for name, source in MEGATRON_SOURCES.items():
-        found = [node for node in _classes(folder / source) if node.name == name]
-        if not found:
-            raise ValueError(f"megatron-core: {source} holds no class {name}; this version is not supported")
-        fields |= _class_fields(found[0], enumerations)
-    return fields
-
-
-def sglang_fields() -> dict[str, FieldType]:
-    """Fields of SGLang's ServerArgs, which its namespaces in srt/arg_groups/fields declare.
-
-    Raises:
-        ValueError: sglang is not installed or keeps its arguments elsewhere.
-    """
-    folder = package_folder("sglang") / "srt" / "arg_groups"
-    sources = sorted((folder / "fields").glob("*.py"))
-    named = _named_lists(folder / "choices.py") if sources else {}
-    fields: dict[str, FieldType] = {}
-    for source in sources:
-        for node in _classes(source):
-            if any(isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "_NS_PATH" for item in node.body):
-                fields |= _class_fields(node, named)
-    if not fields:
-        raise ValueError("sglang: no argument fields in srt/arg_groups/fields; this version is not supported")
-    return fields
 
 
 def passthrough_fields(section: str) -> dict[str, FieldType]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from slimrl.config.alignment import sequence_alignment, tile_tokens
 from slimrl.config.divisors import fitting_text, multiples_text
-from slimrl.config.passthrough import DTYPES
+from slimrl.config.package_fields import DTYPES
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema import LrSchedule, Precision, Recipe
 

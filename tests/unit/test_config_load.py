@@ -12,7 +12,7 @@ import pytest
 
 from slimrl.config.check import check_recipe
 from slimrl.config.load import LoadedRecipe, intended_command, load_recipe, read_recipe
-from slimrl.config.passthrough import megatron_fields, package_folder, sglang_fields
+from slimrl.config.package_fields import megatron_fields, package_folder, sglang_fields
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Recipe, VerifyMode
 from slimrl.config.show import dump_resolved, show
