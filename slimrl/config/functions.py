@@ -65,10 +65,14 @@ def _defined_names(file: Path) -> set[str] | None:
     if file.suffix != ".py":
         return None
     try:
-        names = set(_names(ast.parse(file.read_text()).body))
-    except SyntaxError:
+        module = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
         return None
-    return None if names & {"*", "__getattr__"} else names
+    called = {
+        node.func.id for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    names = set(_names(module.body))
+    return None if names & {"*", "__getattr__"} or called & {"globals", "vars", "setattr", "exec"} else names
 
 
 def _names(body: Iterable[ast.AST]) -> Iterator[str]:
