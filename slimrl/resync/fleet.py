@@ -61,7 +61,10 @@ class Fleet:
         self._strikes.update(failures.keys())
         silent = self._silent()
         out = {name: reason for name, reason in failures.items() if self._strikes[name] >= MAX_STRIKES}
-        out |= {name: f"{failures.get(name, error)}; {reason}" for name, reason in silent.items()}
+        out |= {
+            name: f"{failures[name]}; {reason}" if name in failures else f"{reason}; {error}"
+            for name, reason in silent.items()
+        }
         self._take_out(out)
         return bool(failures or silent)
 

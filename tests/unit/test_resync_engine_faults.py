@@ -59,6 +59,16 @@ def test_a_failed_call_counts_beside_one_to_an_engine_that_died():
     assert taking_part.engines == [other]
 
 
+def test_an_engine_that_dies_in_a_broadcast_is_named_before_what_the_group_says_of_it():
+    dying, other = Engine("engine 0"), Engine("engine 1")
+    dying.loading.acquire()
+    taking_part = fleet.Fleet([dying, other], 0.05)
+    assert taking_part.judge(EngineError("broadcast: connection reset"))
+    assert list(taking_part.failed) == ["engine 0"]
+    assert taking_part.failed["engine 0"].startswith("engine 0: probe")
+    assert taking_part.failed["engine 0"].endswith("; broadcast: connection reset")
+
+
 def test_an_engine_that_fails_twice_is_out_and_the_others_get_the_version():
     class Refusing(Engine):
         def load_shared_bucket(self, segment, bucket):
