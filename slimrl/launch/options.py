@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from slimrl.launch.reports import LaunchError
@@ -39,13 +40,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check_rest(options: argparse.Namespace) -> None:
     """Refuse before anything starts what the head node would refuse after everything has.
 
+    A recipe that lies outside of the working directory may be in the container alone, and is left to the head node.
+
     Raises:
         LaunchError: nothing to run is given, or the recipe is not there.
     """
     if not options.rest:
         raise LaunchError("no command is given" if options.command else "no recipe is given")
-    if not options.command and not Path(options.rest[0]).is_file():
-        raise LaunchError(f"recipe {options.rest[0]}: no such file in {Path.cwd()}. It comes after the job's options.")
+    if options.command:
+        return
+    recipe, here = Path(options.rest[0]), Path.cwd()
+    seen_here = not options.container or here in Path(os.path.abspath(recipe)).parents
+    if seen_here and not recipe.is_file():
+        raise LaunchError(f"recipe {recipe}: no such file in {here}. It comes after the job's options.")
 
 
 def node_python(options: argparse.Namespace) -> str:

@@ -21,6 +21,13 @@ MARGIN_S = 60
 FLAGS = ("--exclusive", "--requeue")
 """Options of sbatch that every job has."""
 
+UNDOING = {
+    "no-requeue": "a job that is asked to make room has to be queued again",
+    "array": "each job of the array would be the same run",
+    "wrap": "it takes the place of the job script",
+}
+"""Options of sbatch that no job can have, and why."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
@@ -113,7 +120,9 @@ def _directives(path: Path, job: SlurmJob) -> dict[str, object]:
 
 
 def check_sbatch(path: Path, job: SlurmJob) -> None:
-    """Refuse options of sbatch that are not written in full, and those that the script has already.
+    """Refuse options of sbatch that are not written in full, those that the script has already, and `UNDOING`.
+
+    sbatch takes a long option by any beginning of its name that is clear, so beginnings are refused as well.
 
     Raises:
         ValueError: it is so.
@@ -123,9 +132,12 @@ def check_sbatch(path: Path, job: SlurmJob) -> None:
         found = re.fullmatch(r"--([a-z][a-z0-9-]*)(?:=.+)?", option)
         if found is None:
             raise ValueError(f"--sbatch {option!r}: write it in full, --NAME or --NAME=VALUE.")
-        if found.group(1) in own:
+        begun = sorted(name for name in (*own, *UNDOING) if name.startswith(found.group(1)))
+        if begun and begun[0] in UNDOING:
+            raise ValueError(f"--sbatch {option!r}: --{begun[0]} cannot be given: {UNDOING[begun[0]]}.")
+        if begun:
             raise ValueError(
-                f"--sbatch {option!r}: the job script sets --{found.group(1)} itself; see slimrl launch slurm --help."
+                f"--sbatch {option!r}: the job script sets --{begun[0]} itself; see slimrl launch slurm --help."
             )
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from slimrl.cli import app
 from slimrl.config.problems import RecipeError
 from slimrl.launch.job_check import check_job
-from slimrl.launch.submit import SlurmJob, job_script
+from slimrl.launch.submit import SlurmJob, check_sbatch, job_script
 from slimrl.launch.time_limit import check_time_limit, time_limit_s
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 
@@ -91,6 +91,13 @@ def test_options_of_sbatch_are_passed_on_but_not_those_that_the_script_sets():
         refused = launch(f"{FAMILY}/qwen3_30b_a3b_gspo.yaml", "--nodes", "1", "--sbatch", option)
         assert refused.exit_code == 2
         assert f"--sbatch '{option}': the job script sets {option.partition('=')[0]} itself" in refused.stderr
+    for option, meant in (("--node=3", "--nodes"), ("--sig=USR1", "--signal"), ("--ntasks=4", "--ntasks-per-node")):
+        with pytest.raises(ValueError, match=f"the job script sets {meant} itself"):
+            check_sbatch(TINY, SlurmJob(nodes=1, sbatch=(option,)))
+    for option, meant in (("--no-requeue", "no-requeue"), ("--arr=0-3", "array"), ("--wrap=true", "wrap")):
+        with pytest.raises(ValueError, match=f"--{meant} cannot be given: "):
+            check_sbatch(TINY, SlurmJob(nodes=1, sbatch=(option,)))
+    check_sbatch(TINY, SlurmJob(nodes=1, sbatch=("--time-min=5", "--nodelist=a")))
     short = launch(f"{FAMILY}/qwen3_30b_a3b_gspo.yaml", "--nodes", "1", "--sbatch", "-t 5")
     assert short.exit_code == 2
     assert "write it in full" in short.stderr

@@ -170,6 +170,10 @@ def test_what_cannot_run_is_refused_before_the_first_step(tmp_path: Path):
     recipe.write_text("steps: 1\n")
     check_rest(options(str(recipe), "a.b=1"))
     check_rest(options("--command", "echo"))
+    # In a container there may be more than here, but for the working folder, which is the same in both.
+    check_rest(options("--container", "i", "/in/the/image/r.yaml"))
+    with pytest.raises(LaunchError, match=r"recipe recipes/gpso\.yaml: no such file in "):
+        check_rest(options("--container", "i", "recipes/gpso.yaml"))
 
 
 def test_a_container_sees_logs_that_lie_elsewhere(tmp_path: Path):
