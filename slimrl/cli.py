@@ -38,7 +38,7 @@ def _launch() -> None:
 
 
 PREEMPTED_EXIT_CODE = 75
-"""Of a run that saved a checkpoint at SIGUSR1 and is to be queued again; EX_TEMPFAIL of sysexits.h."""
+"""Of a run that ended at SIGUSR1 and is to be queued again; EX_TEMPFAIL of sysexits.h."""
 
 
 def _check_address(address: str | None) -> str | None:
@@ -98,7 +98,7 @@ def _import_from_here(
 ) -> None:
     """Reinforcement learning for Mixture-of-Experts language models.
 
-    Exit codes: 0 done, 2 input refused, 1 failed, 75 stopped at SIGUSR1, with a checkpoint, to be queued again.
+    Exit codes: 0 done, 2 input refused, 1 failed, 75 stopped at SIGUSR1, to be queued again.
     """
     # Import paths of a recipe may name modules that lie beside it.
     sys.path.insert(0, os.getcwd())
@@ -166,8 +166,14 @@ def train(
                 ray_address=ray_address,
             )
             return
-        if resume or resume_or_start:
-            raise ValueError("--resume does not go with --trajectories.")
+        given = {
+            "--resume": resume,
+            "--resume-or-start": resume_or_start,
+            "--job": job,
+            "--checkpoint-log": checkpoint_log,
+        }
+        if refused := [name for name, value in given.items() if value]:
+            raise ValueError(f"{' and '.join(refused)} cannot go with --trajectories, which saves no checkpoints.")
         commands.train_on_file(
             recipe,
             overrides or [],

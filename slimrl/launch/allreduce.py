@@ -32,7 +32,7 @@ ELEMENTS = 4 * 2**20
 def main() -> None:
     """Join the group of nodes that the plan puts this one in, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plan", type=Path, required=True, help="JSON written by the job, see write_groups there")
+    parser.add_argument("--plan", type=Path, required=True, help="JSON written by the job, see Meeting._group there")
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--timeout-s", type=float, required=True)
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """`python -m slimrl.launch.driver`: waits for all nodes of the Ray cluster, then runs the command that uses it.
 
-The job's word `preempt` becomes SIGUSR1 to that command alone. It answers with exit code 75 when its checkpoint is
-whole; one that had not yet begun to listen has nothing to save, and counts as answered too.
+The job's word `preempt` becomes SIGUSR1 to that command alone. It answers with exit code 75 when what it
+has is saved; one that had not yet begun to listen has nothing to save, and counts as answered too.
 """
 
 import argparse

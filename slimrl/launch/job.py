@@ -152,7 +152,7 @@ class Job:
                 say(f"{self._signal}: a checkpoint is asked for")
                 self._folder.say("preempt")
             if told_s is not None and time.monotonic() - told_s > self._options.grace_s:
-                say(f"no new checkpoint within {self._options.grace_s:.0f} s; the next attempt continues from the last")
+                say(f"no new checkpoint within {self._options.grace_s:.0f} s")
                 return PREEMPTED
             time.sleep(POLL_S)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from slimrl.launch.reports import LaunchError
 
 PREEMPTED = 75
-"""Exit code of `slimrl train` after SIGUSR1: its checkpoint is whole, and it wants to be queued again."""
+"""Exit code of `slimrl train` after SIGUSR1: the steps that it made are saved, and it is to be queued again."""
 
 CONTROL_TIMEOUT_S = 60.0
 

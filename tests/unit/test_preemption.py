@@ -58,6 +58,14 @@ def test_a_preempted_command_has_an_exit_code_of_its_own(monkeypatch: pytest.Mon
     assert asked == said
 
 
+@pytest.mark.parametrize("option", [("--resume-or-start",), ("--job", "7"), ("--checkpoint-log", "log")])
+def test_training_on_a_file_refuses_what_is_about_checkpoints(option: tuple[str, ...]):
+    arguments = ["train", "recipe.yaml", "--trajectories", "t.jsonl", "--steps", "1", *option]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert f"{option[0]} cannot go with --trajectories" in result.output
+
+
 @pytest.mark.parametrize("address", ["auto", "head", "head:", ":6379", "ray://head:10001"])
 def test_an_address_that_is_not_host_and_port_is_refused(address: str):
     result = CliRunner().invoke(cli.app, ["sft", "recipe.yaml"], env={"SLIMRL_RAY_ADDRESS": address})
