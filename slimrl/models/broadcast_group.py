@@ -53,10 +53,13 @@ class BroadcastGroup:
         except (RuntimeError, dist.DistError) as error:
             raise GroupError(f"joining group {spec.name}: {_first_line(error)}") from error
 
-    def broadcast(self, *tensors: Tensor) -> None:
+    def broadcast(self, *tensors: Tensor, deadline: float | None = None) -> None:
         """Send as rank 0, receive as another; returns when the tensors may be written, or read, again.
 
         Every member gives as many tensors of the same sizes, contiguous, which travel in turn over the streams.
+
+        Args:
+            deadline: of `time.monotonic`, at most `spec.timeout_s` from now, which it is if not given.
 
         Raises:
             GroupError: not all went through within the deadline. Nothing reads or writes the tensors any more.
@@ -66,7 +69,8 @@ class BroadcastGroup:
             raise GroupError("broadcast: the group was left")
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        if deadline is None:
+            deadline = time.monotonic() + self._timeout.total_seconds()
         under_way: deque[Any] = deque()
         try:
             for number, tensor in enumerate(tensors):

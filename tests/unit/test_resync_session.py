@@ -78,9 +78,9 @@ def test_a_received_bucket_is_loaded_while_the_next_is_broadcast():
             loading.clear()
 
     class Watched(CollectiveTransport):
-        def _broadcast(self, *tensors):
+        def _broadcast(self, deadline, *tensors):
             overlapped.append(loading.is_set())
-            super()._broadcast(*tensors)
+            super()._broadcast(deadline, *tensors)
 
     engine = Slow("engine 0")
     transport = Watched("127.0.0.1", "slimrl-overlap", 20.0, bucket_bytes=160)
@@ -96,9 +96,9 @@ def test_large_tensors_are_broadcast_from_where_they_lie_and_the_others_packed()
     sent = []
 
     class Watched(CollectiveTransport):
-        def _broadcast(self, *tensors):
+        def _broadcast(self, deadline, *tensors):
             sent.extend(tensor.data_ptr() for tensor in tensors)
-            super()._broadcast(*tensors)
+            super()._broadcast(deadline, *tensors)
 
     source, engine = Source(weights()), Engine("engine 0")
     source.weights["turned"] = torch.randn(6, 5).T
@@ -112,6 +112,39 @@ def test_large_tensors_are_broadcast_from_where_they_lie_and_the_others_packed()
     live = {name for name, tensor in source.weights.items() if tensor.data_ptr() in sent}
     assert live == {name for name, t in source.weights.items() if t.nbytes >= 66 and t.is_contiguous()}
     assert 0 < len(live) < len(source.weights) - 1
+
+
+def test_all_broadcasts_of_a_bucket_and_the_load_before_them_share_one_deadline():
+    """A send reads live weights, so it must not go on when nobody waits for it any more."""
+    timeout_s, waits, deadlines = 20.0, [], []
+
+    class Slow(Engine):
+        def load_received(self, group, number, bucket):
+            time.sleep(0.2)
+            super().load_received(group, number, bucket)
+
+    class Watched(CollectiveTransport):
+        def send(self, bucket, buffer, live):
+            self.begun = time.monotonic()
+            super().send(bucket, buffer, live)
+
+        def _broadcast(self, deadline, *tensors):
+            waits.append(time.monotonic() - self.begun)
+            deadlines.append(deadline - self.begun)
+            super()._broadcast(deadline, *tensors)
+
+    transport = Watched("127.0.0.1", "slimrl-deadline", timeout_s, bucket_bytes=160)
+    resync = session(Source(weights()), [Slow("engine 0")], config(), transport=transport)
+    report = resync.run(1)
+    resync.close()
+    assert report.mismatching == ()
+    sends = [deadlines[3 * bucket : 3 * bucket + 3] for bucket in range(report.buckets)]
+    assert len(deadlines) == 3 * report.buckets + 1
+    assert all(len(set(each)) == 1 for each in sends)
+    # The send that waited longest for a load has no more time than T from its begin.
+    slowest = max(range(report.buckets), key=lambda bucket: waits[3 * bucket])
+    assert waits[3 * slowest] > 0.1
+    assert sends[slowest][0] == pytest.approx(timeout_s, abs=0.1)
 
 
 def test_an_engine_is_told_in_order_and_served_again_last():

@@ -34,6 +34,9 @@ IN_PLACE_BYTES = 500_000
 LEAVE_TIMEOUT_S = 5.0
 """How long `close` waits for the engines to leave the group."""
 
+LOADS_END_S = 1.0
+"""Beyond the deadline of a send: for loads to end, whose own deadlines began just before it."""
+
 RECEIVER_BUFFERS = 2
 """Buckets that a receiver has room for."""
 
@@ -44,7 +47,7 @@ class CollectiveTransport:
     Args:
         address: of the trainer's rank 0 as the engines reach it.
         name: of the run, for people who read logs.
-        timeout_s: deadline of each call.
+        timeout_s: deadline of each call, however many broadcasts it takes.
         bucket_bytes: of the largest bucket that will be sent.
     """
 
@@ -79,14 +82,15 @@ class CollectiveTransport:
     def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: Mapping[int, torch.Tensor]) -> None:
         assert self._group is not None
         assert self._spec is not None
-        self._finish_loads(RECEIVER_BUFFERS - 1)
+        deadline = time.monotonic() + self._timeout_s
+        self._finish_loads(RECEIVER_BUFFERS - 1, deadline)
         on = buffer.tensor.device
         pieces = cut_pieces(bucket, self.in_place_bytes)
         table = torch.frombuffer(encode_pieces(pieces), dtype=torch.uint8).to(on)
-        self._broadcast(torch.tensor([bucket.nbytes, table.numel()], device=on))
-        self._broadcast(table)
         packed = buffer.tensor[: bucket.nbytes].split([piece.nbytes for piece in pieces])
-        self._broadcast(*(live.get(piece.offset, place) for piece, place in zip(pieces, packed, strict=True)))
+        self._broadcast(deadline, torch.tensor([bucket.nbytes, table.numel()], device=on))
+        self._broadcast(deadline, table)
+        self._broadcast(deadline, *(live.get(piece.offset, place) for piece, place in zip(pieces, packed, strict=True)))
         calls = {
             engine.name: partial(engine.load_received, self._spec.name, self._sent, bucket) for engine in self._engines
         }
@@ -94,8 +98,9 @@ class CollectiveTransport:
         self._loads.append(Sending(partial(fan_out, calls, "load_received", self._timeout_s)))
 
     def end(self, version: int) -> None:
-        self._broadcast(torch.zeros(2, dtype=torch.int64, device=device.compute_device()))
-        self._finish_loads(0)
+        deadline = time.monotonic() + self._timeout_s
+        self._broadcast(deadline, torch.zeros(2, dtype=torch.int64, device=device.compute_device()))
+        self._finish_loads(0, deadline)
         fan_out({engine.name: engine.end_update for engine in self._engines}, "end_update", self._timeout_s)
         self._in_version = False
 
@@ -138,30 +143,33 @@ class CollectiveTransport:
         }
         fan_out(calls, "open_receivers", max(0.0, deadline - time.monotonic()))
 
-    def _broadcast(self, *tensors: torch.Tensor) -> None:
+    def _broadcast(self, deadline: float, *tensors: torch.Tensor) -> None:
         assert self._group is not None
         try:
-            self._group.broadcast(*tensors)
+            self._group.broadcast(*tensors, deadline=deadline)
         except GroupError as error:
             # An engine that refused a bucket says why; the broadcast only notices.
-            self._finish_loads(0)
+            self._finish_loads(0, deadline)
             raise EngineError(str(error)) from error
 
-    def _finish_loads(self, under_way: int) -> None:
+    def _finish_loads(self, under_way: int, deadline: float) -> None:
         """Wait until at most so many buckets are still being loaded; raises EnginesFailed."""
         while len(self._loads) > under_way:
-            error = self._loads.popleft().wait(self._timeout_s)
+            error = self._wait_for_load(deadline)
             if error is not None:
-                self._wait_for_loads()
+                self._wait_for_loads(deadline)
                 raise error
 
-    def _wait_for_loads(self) -> None:
+    def _wait_for_loads(self, deadline: float) -> None:
         """Until none is under way, however they end: an engine that loads gives no other sign of life."""
         while self._loads:
-            self._loads.popleft().wait(self._timeout_s)
+            self._wait_for_load(deadline)
+
+    def _wait_for_load(self, deadline: float) -> Exception | None:
+        return self._loads.popleft().wait(max(deadline - time.monotonic(), 0.0) + LOADS_END_S)
 
     def _drop_group(self) -> None:
-        self._wait_for_loads()
+        self._wait_for_loads(time.monotonic() + self._timeout_s)
         if self._group is not None:
             self._group.drop()
         self._group, self._spec, self._in_version = None, None, False
