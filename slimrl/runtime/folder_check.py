@@ -64,8 +64,12 @@ def _folder_violations(loaded: LoadedRecipe, shared_only: bool) -> Iterator[Viol
             yield key, f"{folder} cannot be written: {reason}."
 
 
-def why_not_writable(folder: Path) -> str:
-    """The reason of the system; empty where the folder can be made and a file in it. What this makes is removed."""
+def why_not_writable(folder: Path, *, keep: bool = False) -> str:
+    """The reason of the system; empty where the folder can be made and a file in it. What this makes is removed.
+
+    Args:
+        keep: leave the folders that this makes, of which others that try the same folder may be making use.
+    """
     folder = folder.absolute()
     made: list[Path] = []
     try:
@@ -78,7 +82,7 @@ def why_not_writable(folder: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     finally:
-        for path in reversed(made):
+        for path in () if keep else reversed(made):
             # Another process may have put something there by now.
             with suppress(OSError):
                 path.rmdir()
@@ -86,4 +90,4 @@ def why_not_writable(folder: Path) -> str:
 
 @ray.remote(max_retries=0)
 def _why_not_writable(folder: Path) -> str:
-    return why_not_writable(folder)
+    return why_not_writable(folder, keep=True)
