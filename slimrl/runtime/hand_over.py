@@ -36,7 +36,8 @@ class Stage(Enum):
     exchange = (frozenset({EngineMemory.weights}), frozenset({MemoryPart.weights}))
     """A resync, or an export of the weights"""
     replace = (frozenset({EngineMemory.weights}), frozenset[MemoryPart]())
-    """Engines that failed in a resync start anew, and take what is free as at the start of the run"""
+    """Engines that failed in a resync start anew, with what was free at the start of the run, less the sender's slots
+    (and the stage of a transform), which it keeps."""
     save = (frozenset({EngineMemory.weights}), frozenset({MemoryPart.weights, MemoryPart.optimizer}))
 
 
