@@ -104,13 +104,16 @@ def around_destroy_group(original: Callable[..., tuple[bool, str]], updater: Any
     """Hook of WeightUpdater.destroy_weights_update_group: leaves the group of a trainer's broadcasts."""
     from slimrl.models.broadcast_group import GroupError
 
-    receivers: EngineReceivers | None = vars(updater.get_model()).pop(_RECEIVERS, None)
+    model = vars(updater.get_model())
+    receivers: EngineReceivers | None = model.get(_RECEIVERS)
     if receivers is None:
         return original(updater, group_name)
     try:
         receivers.close()
     except GroupError as error:
+        # It is kept: the next version must not begin before this one's broadcast has ended.
         return False, str(error)
+    del model[_RECEIVERS]
     return True, "Success"
 
 

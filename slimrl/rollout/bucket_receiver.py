@@ -9,7 +9,9 @@
 3. When a bucket is out, the trainer tells all ranks to load it: out of the receiver's buffer, each what it holds. It
    sends the bucket after the next one only when they have, so no buffer is overwritten before.
 
-Only the thread waits for the network. The engine's own thread answers in time, whatever becomes of the group.
+Only the thread waits for the network, with the group's deadline. The engine's own thread waits for this one: for a
+bucket, for the end of the version before, and before it leaves a group until nothing is written to its parameters any
+more; each time for half of that deadline at most, so it answers in time, whatever becomes of the group.
 """
 
 import threading
@@ -112,9 +114,15 @@ class BucketReceiver:
                 self._group = BroadcastGroup(self._spec, self._rank)
             self._receive(self._group, torch.zeros(2, dtype=torch.int64, device=compute_device))
         except (GroupError, OSError) as error:
-            with self._changed:
-                self._error = str(error)
-                self._changed.notify_all()
+            self._fail(str(error))
+        except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+            # A table or a size that this end does not understand; nobody else hears of it.
+            self._fail(f"a bucket could not be received: {type(error).__name__}: {error}")
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            self._error = reason
+            self._changed.notify_all()
 
     def _receive(self, group: BroadcastGroup, lengths: Tensor) -> None:
         while True:

@@ -6,7 +6,9 @@ import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from slimrl.data.protocols import BucketSpec, GroupSpec, TensorPart, TensorSpec
 from slimrl.models.broadcast_group import BroadcastGroup, GroupError, serve_store
 from slimrl.models.broadcast_pieces import cut_pieces, encode_pieces
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
-from slimrl.rollout.bucket_loader import open_payload, received_payload, update
+from slimrl.rollout.bucket_loader import around_destroy_group, open_payload, received_payload, update
 from slimrl.rollout.bucket_receiver import EngineReceivers
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the receivers here take host memory")
@@ -204,19 +206,72 @@ def test_large_tensors_go_straight_to_where_they_are_wanted_if_they_fit():
 
 def test_an_engine_does_not_leave_a_group_that_may_still_write_to_its_parameters():
     values, wanted = torch.randn(4), torch.zeros(4)
-    receivers = EngineReceivers(OnlyRank())
-    spec, store = group_of(1, timeout_s=1.0)
+    receivers, model = EngineReceivers(OnlyRank()), Model()
+    updater = SimpleNamespace(get_model=lambda: model)
+    model.slimrl_receivers = receivers
+    spec, store = group_of(1, timeout_s=4.0)
+
+    def leave():
+        return around_destroy_group(lambda *_: (True, "SGLang's own"), updater, spec.name)
+
     receivers.open_version(spec, 1, {"w": wanted})
     group = BroadcastGroup(spec, 0, store)
     announce(group, bucket_of(values))
-    # The receiver's thread now waits for the values; a moment passes until it does.
-    time.sleep(0.2)
+    wait_until_placing(receivers, True)
+    assert leave() == (False, f"group {spec.name} still receives")
     with pytest.raises(GroupError, match="still receives"):
-        receivers.close()
-    # That wait has outlasted half of the broadcast's deadline, which ends the broadcast.
-    time.sleep(0.5)
-    receivers.close()
+        receivers.open_version(replace(spec, name="slimrl-next"), 1)
+    # Now the broadcast is out of time.
+    wait_until_placing(receivers, False)
+    assert leave() == (True, "Success")
+    assert leave() == (True, "SGLang's own")
     group.drop()
+
+
+def wait_until_placing(receivers, placing):
+    """Until the receiver's thread waits for what goes straight into a parameter, or does so no more."""
+    receiver = receivers._receiver
+    with receiver._changed:
+        assert receiver._changed.wait_for(lambda: receiver._placing is placing, 10)
+
+
+@pytest.mark.parametrize(
+    ("table", "error"),
+    [
+        (b"[[8, 0", "JSONDecodeError"),
+        (b"[[8]]", "ValueError: not enough values"),
+        (b'[["8", 0, "", [], ""]]', "TypeError"),
+        (b'[[8, 0, "w", [2], "float5"]]', "AttributeError: module 'torch' has no attribute 'float5'"),
+    ],
+)
+def test_what_a_receiver_does_not_understand_is_told_at_once(table, error):
+    receivers = EngineReceivers(OnlyRank())
+    spec, store = group_of(1, timeout_s=30.0)
+    receivers.open_version(spec, 1, {"w": torch.zeros(2)})
+    group = BroadcastGroup(spec, 0, store)
+    group.broadcast(torch.tensor([8, len(table)]))
+    group.broadcast(torch.frombuffer(bytearray(table), dtype=torch.uint8))
+    start = time.monotonic()
+    with pytest.raises(GroupError, match=error):
+        receivers.bucket(spec.name, 0)
+    assert time.monotonic() - start < 10
+    group.drop()
+    receivers.close()
+
+
+def test_broadcasts_share_a_deadline_and_none_outlasts_it():
+    spec, store = group_of(1, timeout_s=30.0)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(BroadcastGroup, spec, 1)
+        group = BroadcastGroup(spec, 0, store)
+        member = joined.result(10)
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(GroupError, match="broadcast: "):
+            group.broadcast(torch.zeros(1000), deadline=start + 0.5)
+    assert time.monotonic() - start < 5
+    group.drop()
+    member.drop()
 
 
 def test_a_receiver_can_leave_as_soon_as_the_trainer_drops_a_group_that_another_member_left():
