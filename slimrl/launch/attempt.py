@@ -21,6 +21,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,22 @@ from slimrl.launch.slurm import named_nodes, srun_command
 END_TIMEOUT_S = 60.0
 """How long a step may take to end after it was told to, before its srun is told, and how long srun may take then."""
 
+MOST_UNOPENED = 5
+"""So many attempts in a row that are ended before their command has opened its run end the job."""
+
 POLL_S = 0.2
 TAIL_LINES = 5
 
 
 class Preempted(Exception):
-    """A signal came while nothing was running that could be saved."""
+    """A signal came while nothing was running that could be saved.
+
+    Its steps go on: who catches it ends them, after what is more urgent.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        super().__init__()
+        self.steps = steps
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,11 @@ class AttemptFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def opened_run(self) -> bool:
+        """Whether the command came as far as to say what it goes on from."""
+        return bool(_lines(self.checkpoints))
 
     @property
     def gained_checkpoint(self) -> bool:
@@ -101,6 +117,38 @@ def open_attempt(log_dir: Path, job_id: int, attempt: int) -> AttemptFolder:
     return folder
 
 
+def check_progress(attempts: Sequence[AttemptFolder]) -> int:
+    """Refuse to queue a job again that would go on so for ever.
+
+    An attempt that was ended before it opened the run does not show whether a step fits into one, and is passed over.
+
+    Args:
+        attempts: of the job, the newest first.
+
+    Returns:
+        How many of the newest did not open the run.
+
+    Raises:
+        LaunchError: they are `MOST_UNOPENED`; or the newest opened it, and neither it nor the one before that opened it
+            made a new checkpoint.
+    """
+    unopened = len(list(takewhile(lambda attempt: not attempt.opened_run, attempts)))
+    if unopened >= MOST_UNOPENED:
+        raise LaunchError(
+            f"{unopened} attempts in a row were ended before they opened the run, so the job is not queued again."
+        )
+    if unopened:
+        return unopened
+    newest = list(islice((attempt for attempt in attempts if attempt.opened_run), 2))
+    if len(newest) == 2 and not any(attempt.gained_checkpoint for attempt in newest):
+        raise LaunchError(
+            f"{newest[1].path.name} and {newest[0].path.name} made no new checkpoint, so the job is not queued again. "
+            "The start, a step and its checkpoint have to fit between the job's begin and its time limit, a step and a "
+            "checkpoint between the signal and the limit."
+        )
+    return 0
+
+
 class Step:
     """An srun under way, and the logs of its nodes."""
 
@@ -114,7 +162,7 @@ class Step:
         return self.process.poll()
 
     def wait(self, timeout_s: float, stop: Callable[[], bool]) -> bool:
-        """Whether it ended by itself within the deadline; it is ended where not, and where `stop` turns true."""
+        """Whether it ended by itself within the deadline; see wait_for."""
         return bool(wait_for([self], timeout_s, stop))
 
     def end(self, after_s: float = END_TIMEOUT_S) -> None:
@@ -138,15 +186,31 @@ class Step:
 
 
 def wait_for(steps: Sequence[Step], timeout_s: float, stop: Callable[[], bool]) -> list[Step]:
-    """Those that ended by themselves within the deadline; all others are ended then, or when `stop` turns true."""
+    """Those that ended by themselves within the deadline; all others are ended then.
+
+    Raises:
+        Preempted: `stop` turned true, even where all had ended by then; steps that go on are not waited for.
+    """
     _await_end(steps, timeout_s, stop)
     in_time = [step for step in steps if step.code is not None]
-    for act in (subprocess.Popen.terminate, subprocess.Popen.kill):
+    end_steps(steps, stop)
+    return in_time
+
+
+def end_steps(steps: Sequence[Step], stop: Callable[[], bool] = lambda: False) -> None:
+    """Tell the srun of each, then kill it; raises Preempted as `wait_for`."""
+    for force in (False, True):
+        if stop():
+            raise Preempted(steps)
         late = [step for step in steps if step.code is None]
         for step in late:
-            act(step.process)
-        _await_end(late, END_TIMEOUT_S, lambda: False)
-    return in_time
+            if force:
+                step.process.kill()
+            else:
+                step.process.terminate()
+        _await_end(late, END_TIMEOUT_S, stop)
+    if stop():
+        raise Preempted(steps)
 
 
 def start_step(

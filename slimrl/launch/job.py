@@ -6,8 +6,8 @@
 4. Wait: the command's exit code is the job's. A Ray step that ends before it is a failure, and ends everything.
 5. SIGUSR1, which SLURM sends before the time limit, or SIGTERM: the command writes a checkpoint, the job is queued
    again, and its next attempt continues from there. Queueing comes before everything that takes time: SLURM refuses
-   it after the time limit, and ends what is left of the attempt by itself. After two attempts in a row without a new
-   checkpoint the job ends instead.
+   it after the time limit, and ends what is left of the attempt by itself. After two attempts without a new checkpoint
+   the job ends instead, see check_progress.
 
 This runs on the batch host, which need not have slimrl's dependencies where a container has them: standard library
 alone, Python 3.9 or newer.
@@ -24,10 +24,13 @@ from collections.abc import Sequence
 from types import FrameType
 
 from slimrl.launch.attempt import (
+    MOST_UNOPENED,
     AttemptFolder,
     Preempted,
     Step,
     attempt_folder,
+    check_progress,
+    end_steps,
     open_attempt,
     start_alone,
     start_step,
@@ -65,9 +68,12 @@ class Job:
         try:
             selection = self._preflight()
             meeting = self._meeting().meet(selection)
-        except Preempted:
+        except Preempted as preempted:
             say(f"{self._signal}: nothing runs yet")
-            self._queue_again()
+            try:
+                self._queue_again()
+            finally:
+                end_steps(preempted.steps)
             return PREEMPTED
         self._folder.write_plan(meeting.plan())
         nodes = meeting.nodes
@@ -107,8 +113,6 @@ class Job:
             for node in nodes
         }
         in_time = wait_for(list(steps.values()), options.preflight_timeout_s, self._is_preempted)
-        if self._is_preempted():
-            raise Preempted
         reports = read_reports(self._folder.path / "preflight")
         unreported = {}
         for node, step in steps.items():
@@ -166,16 +170,13 @@ class Job:
             say(f"failed: {ray.failure()}")
 
     def _queue_again(self) -> None:
-        """Unless this and the attempt before have brought the run no further; of other commands that is not known."""
-        number = self._allocation.attempt
-        if number and not self._options.command:
-            before = attempt_folder(self._options.log_dir, self._allocation.job_id, number - 1)
-            if not (self._folder.gained_checkpoint or before.gained_checkpoint):
-                raise LaunchError(
-                    f"attempts {number - 1} and {number} made no new checkpoint, so the job is not queued again. The "
-                    "start, a step and its checkpoint have to fit between the job's begin and its time limit, a step "
-                    "and a checkpoint between the signal and the limit."
-                )
+        """Unless attempts bring the run no further; of other commands than slimrl's that is not known."""
+        if not self._options.command:
+            options, job = self._options, self._allocation
+            earlier = [attempt_folder(options.log_dir, job.job_id, number) for number in range(job.attempt)]
+            unopened = check_progress([self._folder, *reversed(earlier)])
+            if unopened:
+                say(f"attempts in a row that did not come to the run: {unopened}; with {MOST_UNOPENED} the job ends")
         self._signal = None
         requeue(self._allocation.job_id)
         say("queued again")

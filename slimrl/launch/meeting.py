@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slimrl.launch.attempt import AttemptFolder, Preempted, start_step
+from slimrl.launch.attempt import AttemptFolder, start_step
 from slimrl.launch.options import node_python
 from slimrl.launch.pairs import Pair, split_nodes
 from slimrl.launch.ports import PortBlock, port_block
@@ -135,7 +135,11 @@ class Meeting:
         return f"Logs: {self._folder.path}/allreduce_*.log"
 
     def _round(self, groups: Sequence[Sequence[str]]) -> dict[str, NodeReport]:
-        """Reports of the nodes that came through in their group; raises Preempted where `stop` turned true."""
+        """Reports of the nodes that came through in their group.
+
+        Raises:
+            Preempted: `stop` turned true, so what they answered, or did not, says nothing of the nodes.
+        """
         name = f"allreduce_{self._rounds}"
         self._rounds += 1
         folder = self._folder.path / name
@@ -156,9 +160,6 @@ class Meeting:
             stop_together=False,
         )
         step.wait(options.meeting_timeout_s + START_S, self._stop)
-        if self._stop():
-            # What they answered, or did not, says nothing of the nodes.
-            raise Preempted
         return read_reports(folder)
 
     def _group(self, nodes: Sequence[str], index: int) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.load import load_recipe
+from slimrl.launch import attempt, meeting, ray_node
 from slimrl.launch import job as job_module
-from slimrl.launch import ray_node
-from slimrl.launch.attempt import AttemptFolder, Preempted, Step, attempt_folder
+from slimrl.launch.attempt import MOST_UNOPENED, AttemptFolder, Preempted, Step, attempt_folder, wait_for
 from slimrl.launch.job import Job
 from slimrl.launch.options import add_options, check_rest, container_options
 from slimrl.launch.preflight import compute_problems, judge_gpus
@@ -44,7 +44,7 @@ class WatchedJob(Job):
     def _preflight(self) -> Selection:
         if self.signal_in_preflight:
             self._note(signal.SIGUSR1, None)
-            raise Preempted
+            raise Preempted([])
         return Selection(["a"], {})
 
     def _meeting(self):
@@ -93,27 +93,44 @@ def test_where_the_checkpoint_is_whole_the_job_is_queued_again_before_rays_end(w
     assert job.events == ["queued again after end", "driver is waited for", "ray is waited for"]
 
 
-def test_two_attempts_in_a_row_without_a_new_checkpoint_end_the_job(watched, tmp_path: Path):
+def test_two_attempts_without_a_new_checkpoint_end_the_job(watched, tmp_path: Path):
     logs = tmp_path / "logs"
-    before = attempt_folder(logs, 7, 0)
+    before, between = attempt_folder(logs, 7, 0), attempt_folder(logs, 7, 1)
     before.path.mkdir(parents=True)
+    between.path.mkdir()
     job = watched(PREEMPTED, "--log-dir", str(logs))
-    job._allocation = replace(job._allocation, attempt=1)
+    job._allocation = replace(job._allocation, attempt=2)
     refused = pytest.raises(
-        LaunchError, match="attempts 0 and 1 made no new checkpoint, so the job is not queued again"
+        LaunchError, match="attempt_000 and attempt made no new checkpoint, so the job is not queued again"
     )
-    # The attempt before ended before its command, or that made none, or went on from one and made none.
-    for steps in (None, "none\n", "4\n"):
-        if steps is not None:
-            before.checkpoints.write_text(steps)
+    job._folder.checkpoints.write_text("4\n")
+    # The attempt before made none, or went on from one and made none; the one between did not open the run.
+    for steps in ("none\n", "4\n"):
+        before.checkpoints.write_text(steps)
         with refused:
             job.run()
     assert not any("queued" in event for event in job.events)
+    before.checkpoints.unlink()
+    assert job.run() == PREEMPTED
     job._folder.checkpoints.write_text("4\n5\n")
     assert job.run() == PREEMPTED
     job._folder.checkpoints.write_text("5\n")
     before.checkpoints.write_text("4\n5\n")
     assert job.run() == PREEMPTED
+
+
+def test_attempts_that_do_not_open_the_run_are_no_proof_but_do_not_go_on_for_ever(watched, tmp_path: Path, capsys):
+    logs = tmp_path / "logs"
+    first = attempt_folder(logs, 7, 0)
+    first.path.mkdir(parents=True)
+    first.checkpoints.write_text("none\n")
+    job = watched(PREEMPTED, "--log-dir", str(logs))
+    job._allocation = replace(job._allocation, attempt=MOST_UNOPENED - 1)
+    assert job.run() == PREEMPTED
+    assert f"did not come to the run: {MOST_UNOPENED - 1}; with {MOST_UNOPENED} the job ends" in capsys.readouterr().out
+    job._allocation = replace(job._allocation, attempt=MOST_UNOPENED)
+    with pytest.raises(LaunchError, match=f"{MOST_UNOPENED} attempts in a row were ended before they opened the run"):
+        job.run()
 
 
 def test_what_another_command_saves_is_not_known_so_it_is_queued_again(watched):
@@ -150,6 +167,50 @@ def test_a_signal_before_anything_runs_queues_the_job_again(watched):
     assert job.run() == PREEMPTED
     assert job.events == ["queued again after nothing"]
     job.await_end()
+
+
+class HangingProcess:
+    """An srun that does not end before it is killed."""
+
+    def __init__(self, events: list[str], then=lambda: None) -> None:
+        self.events, self.then = events, then
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        self.then()
+        return self.code
+
+    def terminate(self) -> None:
+        self.events.append("srun is told")
+
+    def kill(self) -> None:
+        self.events.append("srun is killed")
+        self.code = -9
+
+
+@pytest.mark.parametrize("stage", ["preflight", "meeting"])
+def test_a_signal_while_a_node_hangs_queues_the_job_again_before_its_srun_is_ended(watched, monkeypatch, stage: str):
+    job = watched(0, "--gpus-per-node", "0")
+    process = HangingProcess(job.events, lambda: job._note(signal.SIGUSR1, None) if not job.events else None)
+    hanging = lambda *arguments, **rest: Step(stage, ["a"], process, job._folder)  # noqa: E731
+    monkeypatch.setattr(attempt, "END_TIMEOUT_S", 0.01)
+    if stage == "preflight":
+        monkeypatch.setattr(job_module, "start_alone", hanging)
+        monkeypatch.setattr(WatchedJob, "_preflight", Job._preflight)
+    else:
+        job._reports = {}
+        monkeypatch.setattr(meeting, "start_step", hanging)
+        monkeypatch.setattr(WatchedJob, "_meeting", Job._meeting)
+    assert job.run() == PREEMPTED
+    assert job.events == ["queued again after nothing", "srun is told", "srun is killed"]
+
+
+def test_a_signal_while_an_srun_is_ended_is_not_left_waiting():
+    events: list[str] = []
+    with pytest.raises(Preempted) as caught:
+        wait_for([Step("preflight", ["a"], HangingProcess(events), AttemptFolder(Path()))], 0.0, lambda: bool(events))
+    assert events == ["srun is told"]
+    assert [step.name for step in caught.value.steps] == ["preflight"]
 
 
 def test_a_command_that_fails_is_not_queued_again(watched, monkeypatch):
