@@ -1,0 +1,5 @@
+"""`python -m slimrl.cli`."""
+
+from slimrl.cli import app
+
+app()

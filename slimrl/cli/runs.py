@@ -1,0 +1,150 @@
+"""`slimrl train`, `sft`, `eval`, `rollout`, `export` and `report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimrl.cli.arguments import CheckpointLog, Job, Overrides, Overwrite, RayAddress, Recipe, Resume, ResumeOrStart
+from slimrl.cli.exit_codes import exit_codes
+
+
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    resume_or_start: ResumeOrStart = False,
+    overwrite: Overwrite = False,
+    job: Job = None,
+    checkpoint_log: CheckpointLog = None,
+    ray_address: RayAddress = None,
+    trajectories: Annotated[
+        Path | None, typer.Option(help="Train on this trajectory file instead of rolling out; needs --steps.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="With --trajectories: how often to train on the file.")] = None,
+) -> None:
+    """Train with reinforcement learning."""
+    with exit_codes():
+        if (trajectories is None) != (steps is None):
+            raise ValueError("--trajectories and --steps go together.")
+        from slimrl.runtime import commands
+
+        if trajectories is None or steps is None:
+            how = _resume(resume, resume_or_start, overwrite)
+            commands.train(
+                recipe,
+                overrides or [],
+                resume=how,
+                overwrite=overwrite,
+                job=job,
+                checkpoint_log=checkpoint_log,
+                ray_address=ray_address,
+            )
+            return
+        given = {
+            "--resume": resume,
+            "--resume-or-start": resume_or_start,
+            "--job": job,
+            "--checkpoint-log": checkpoint_log,
+        }
+        if refused := [name for name, value in given.items() if value]:
+            raise ValueError(f"{' and '.join(refused)} cannot go with --trajectories, which saves no checkpoints.")
+        commands.train_on_file(
+            recipe,
+            overrides or [],
+            trajectories=trajectories,
+            steps=steps,
+            overwrite=overwrite,
+            ray_address=ray_address,
+        )
+
+
+def sft(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    resume_or_start: ResumeOrStart = False,
+    overwrite: Overwrite = False,
+    job: Job = None,
+    checkpoint_log: CheckpointLog = None,
+    ray_address: RayAddress = None,
+) -> None:
+    """Train on conversations (supervised)."""
+    with exit_codes():
+        from slimrl.runtime import commands
+
+        how = _resume(resume, resume_or_start, overwrite)
+        commands.sft(
+            recipe,
+            overrides or [],
+            resume=how,
+            overwrite=overwrite,
+            job=job,
+            checkpoint_log=checkpoint_log,
+            ray_address=ray_address,
+        )
+
+
+def evaluate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    checkpoint: Annotated[Path, typer.Option(help="Hugging Face checkpoint folder, such as RUN/export/hf.")] = ...,  # type: ignore[assignment]
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    ray_address: RayAddress = None,
+) -> None:
+    """Measure a checkpoint on the recipe's evaluation sets."""
+    with exit_codes():
+        from slimrl.runtime import commands
+
+        commands.evaluate(recipe, overrides or [], checkpoint=checkpoint, json_file=json_file, ray_address=ray_address)
+
+
+def rollout(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Trajectory file to write (JSONL).")] = ...,  # type: ignore[assignment]
+    ray_address: RayAddress = None,
+) -> None:
+    """Make one step's trajectories with model.path and write them to a file."""
+    with exit_codes():
+        from slimrl.runtime import commands
+
+        commands.rollout(recipe, overrides or [], out=out, ray_address=ray_address)
+
+
+def export(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint of a run, such as RUN/checkpoints/step_000010.")] = ...,  # type: ignore[assignment]
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = ...,  # type: ignore[assignment]
+    ray_address: RayAddress = None,
+) -> None:
+    """Turn a checkpoint of a run into a Hugging Face checkpoint."""
+    with exit_codes():
+        from slimrl.runtime import commands
+
+        commands.export(recipe, overrides or [], checkpoint=checkpoint, out=out, ray_address=ray_address)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are seeds of one run.")],
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("curve.png"),
+    title: Annotated[str, typer.Option(help="Above the drawing.")] = "",
+) -> None:
+    """Draw the learning curve of one run, or of several seeds."""
+    with exit_codes():
+        from slimrl.observability.report import write_curve
+        from slimrl.observability.run_folder import RunFolder
+
+        missing = [str(run) for run in runs if not RunFolder(run).metrics.is_file()]
+        if missing:
+            raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
+        write_curve([RunFolder(run).metrics for run in runs], out, title)
+        typer.echo(f"curve: {out}")
+
+
+def _resume(resume: bool, resume_or_start: bool, overwrite: bool) -> bool | None:
+    """None for a run that is continued if there is one."""
+    if resume_or_start and (resume or overwrite):
+        raise ValueError("--resume-or-start goes neither with --resume nor with --overwrite.")
+    return None if resume_or_start else resume
