@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated
 
@@ -21,7 +22,7 @@ app.add_typer(resync_app, name="resync")
 launch_app = typer.Typer(no_args_is_help=True, help="Start a run on a cluster.")
 app.add_typer(launch_app, name="launch")
 
-for name, command in {
+COMMANDS: dict[str, Callable[..., None]] = {
     "train": runs.train,
     "sft": runs.sft,
     "eval": runs.evaluate,
@@ -29,7 +30,8 @@ for name, command in {
     "export": runs.export,
     "report": runs.report,
     "plan": plan.plan,
-}.items():
+}
+for name, command in COMMANDS.items():
     app.command(name)(command)
 config_app.command("show")(config.show_settings)
 config_app.command("check")(config.check)
