@@ -1,6 +1,10 @@
 """The folder of a run: what lies where, and that an existing one is never overwritten by accident."""
 
+import errno
+import re
+import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -122,15 +126,22 @@ def set_aside(run: RunFolder) -> Path | None:
         run.path.rmdir()
         return None
     _check_is_run(run)
-    paths = (run.path.with_name(f"{run.path.name}.attempt_{number:03d}") for number in count())
-    aside = next(path for path in paths if not path.exists())
-    return run.path.rename(aside)
+    return run.path.rename(_first_free(run.path.with_name(f"{run.path.name}.attempt")))
 
 
 def open_run_folder(
-    folder: Path, name: str, config_yaml: str, *, resume: bool = False, overwrite: bool = False
+    folder: Path,
+    name: str,
+    config_yaml: str,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    job: str | None = None,
 ) -> RunFolder:
     """Create `folder/name` with its subfolders and config.yaml, or take up the existing one.
+
+    A start that is killed in here leaves an earlier run whole, or a new one, or none, never a part of one: the new
+    folder appears under its name when it is complete, and the earlier one is removed last, under a hidden name.
 
     Args:
         folder: where runs live; made if absent.
@@ -138,26 +149,52 @@ def open_run_folder(
         config_yaml: the resolved recipe, written to config.yaml; a resumed run keeps the one it started with
             and gets this one beside it as config.resumed.yaml.
         resume: continue an existing run.
-        overwrite: remove an existing run first.
+        overwrite: remove an existing run first, which may take minutes.
+        job: id of a queued job that opens it, see `RunFolder.jobs`.
 
     Raises:
         ValueError: see `check_run_folder`.
     """
     run = RunFolder(folder / name)
     check_run_folder(run, resume=resume, overwrite=overwrite)
+    if resume:
+        (run.path / "config.resumed.yaml").write_text(config_yaml)
+        _fill(run, job)
+        return run
+    fresh = RunFolder(folder / f".{name}.new_{secrets.token_hex(4)}")
+    fresh.path.mkdir(parents=True)
+    fresh.config.write_text(config_yaml)
+    _fill(fresh, job)
     if overwrite and run.path.exists():
-        shutil.rmtree(run.path)
-    if not resume:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            run.path.mkdir()
-        except FileExistsError as error:
-            # Another start has made it since.
-            raise ValueError(_refusal(run)) from error
-    (run.path / "config.resumed.yaml" if resume else run.config).write_text(config_yaml)
+        run.path.rename(_first_free(folder / f".{name}.replaced"))
+    try:
+        # Takes the place of an empty folder, and of nothing else.
+        fresh.path.rename(run.path)
+    except OSError as error:
+        shutil.rmtree(fresh.path)
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        # Another start has made it since.
+        raise ValueError(_refusal(run)) from error
+    for replaced in folder.iterdir():
+        if re.fullmatch(rf"\.{re.escape(name)}\.replaced_\d+", replaced.name):
+            # Another start may be removing it too, which then goes on.
+            with suppress(FileNotFoundError):
+                shutil.rmtree(replaced)
+    return run
+
+
+def _fill(run: RunFolder, job: str | None) -> None:
+    if job is not None:
+        run.note_job(job)
     for path in (run.logs, run.checkpoints):
         path.mkdir(exist_ok=True)
-    return run
+
+
+def _first_free(path: Path) -> Path:
+    """`path` with the first number behind its name that gives none that exists."""
+    paths = (path.with_name(f"{path.name}_{number:03d}") for number in count())
+    return next(path for path in paths if not path.exists())
 
 
 def check_run_folder(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
@@ -165,7 +202,7 @@ def check_run_folder(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
 
     Raises:
         ValueError: the run exists and neither flag is given; `resume` and there is none; both flags; the folder exists
-            and is not a run's.
+            and is not a run's, or is to be removed and is a link.
     """
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other.")
@@ -173,6 +210,8 @@ def check_run_folder(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
         if not run.config.is_file():
             raise ValueError(f"{run.path}: there is no run to resume. Start it without --resume.")
     elif overwrite:
+        if run.path.is_symlink():
+            raise ValueError(f"{run.path} is a link, and --overwrite removes folders alone. Remove it yourself.")
         if run.path.exists() and any(run.path.iterdir()):
             _check_is_run(run)
     elif run.path.exists():

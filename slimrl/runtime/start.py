@@ -106,11 +106,9 @@ def open_run(
         progress.say(f"{earlier.path} is started anew; a run that ended before its first step was there")
         overwrite = True
     folder = open_run_folder(
-        Path(recipe.run.dir), recipe.run.name, dump_resolved(recipe), resume=resume, overwrite=overwrite
+        Path(recipe.run.dir), recipe.run.name, dump_resolved(recipe), resume=resume, overwrite=overwrite, job=job
     )
     folder = RunFolder(folder.path, checkpoint_log)
-    if job is not None:
-        folder.note_job(job)
     for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(recipe)):
         progress.say(f"another setting than the run started with: {change}")
     folder.requeue.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.observability import progress as progress_module
+from slimrl.observability import run_folder
 from slimrl.observability.metrics import METRIC_NAMES, MetricsWriter, is_metric, read_metrics
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
@@ -93,6 +95,72 @@ def test_an_existing_run_is_kept_unless_asked_otherwise(tmp_path):
     fresh = open_run_folder(tmp_path, "demo", "seed: 3\n", overwrite=True)
     assert not fresh.metrics.exists()
     assert fresh.config.read_text() == "seed: 3\n"
+
+
+def test_a_start_that_is_killed_while_it_removes_a_run_leaves_a_whole_new_one_of_its_job(tmp_path, monkeypatch):
+    old = open_run_folder(tmp_path, "demo", "seed: 1\n")
+    (old.checkpoints / "step_000001").mkdir()
+    remove = shutil.rmtree
+
+    class Killed(BaseException):
+        """As by a signal."""
+
+    def half_way(path, **how):
+        remove(path / "checkpoints")
+        raise Killed
+
+    with monkeypatch.context() as held:
+        held.setattr(shutil, "rmtree", half_way)
+        with pytest.raises(Killed):
+            open_run_folder(tmp_path, "demo", "seed: 2\n", overwrite=True, job="7")
+    run = RunFolder(tmp_path / "demo")
+    assert run.is_of_job("7")
+    assert run.config.read_text() == "seed: 2\n"
+    assert (run.logs.is_dir(), run.checkpoints.is_dir(), run.has_checkpoint) == (True, True, False)
+    # The next start ends what that one began; what is another run's stays.
+    open_run_folder(tmp_path, "demo.replaced", "seed: 3\n")
+    set_aside(run)
+    open_run_folder(tmp_path, "demo", "seed: 2\n", job="7")
+    assert {path.name for path in tmp_path.iterdir()} == {"demo", "demo.attempt_000", "demo.replaced"}
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_start_that_is_killed_before_its_run_appears_leaves_the_earlier_one_or_none(tmp_path, monkeypatch, renames):
+    open_run_folder(tmp_path, "demo", "seed: 1\n")
+    rename, done = Path.rename, []
+
+    def until_killed(self, target):
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(target)
+        return rename(self, target)
+
+    with monkeypatch.context() as held:
+        held.setattr(Path, "rename", until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            open_run_folder(tmp_path, "demo", "seed: 2\n", overwrite=True, job="7")
+    run = RunFolder(tmp_path / "demo")
+    assert run.path.exists() == (renames == 0)
+    assert not run.is_of_job("7")
+    assert open_run_folder(tmp_path, "demo", "seed: 2\n", overwrite=True, job="7").is_of_job("7")
+    assert not any("replaced" in path.name for path in tmp_path.iterdir())
+
+
+def test_a_run_that_another_start_has_made_meanwhile_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "check_run_folder", lambda run, **flags: None)
+    other = open_run_folder(tmp_path, "demo", "seed: 1\n")
+    with pytest.raises(ValueError, match="demo exists"):
+        open_run_folder(tmp_path, "demo", "seed: 2\n")
+    assert other.config.read_text() == "seed: 1\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+
+
+def test_a_link_in_a_runs_place_is_not_removed(tmp_path):
+    open_run_folder(tmp_path / "scratch", "demo", "seed: 1\n")
+    (tmp_path / "demo").symlink_to(tmp_path / "scratch" / "demo")
+    with pytest.raises(ValueError, match="is a link"):
+        open_run_folder(tmp_path, "demo", "seed: 2\n", overwrite=True)
+    assert (tmp_path / "scratch" / "demo" / "config.yaml").is_file()
 
 
 def test_a_folder_that_is_no_run_is_never_removed_and_no_run_is_never_resumed(tmp_path):
