@@ -204,16 +204,25 @@ def test_large_tensors_go_straight_to_where_they_are_wanted_if_they_fit():
     receivers.close()
 
 
-def test_an_engine_does_not_leave_a_group_that_may_still_write_to_its_parameters():
+def test_an_engine_does_not_leave_a_group_that_may_still_write_to_its_parameters(monkeypatch):
     values, wanted = torch.randn(4), torch.zeros(4)
     receivers, model = EngineReceivers(OnlyRank()), Model()
     updater = SimpleNamespace(get_model=lambda: model)
     model.slimrl_receivers = receivers
     spec, store = group_of(1, timeout_s=4.0)
+    broadcast, ends = BroadcastGroup.broadcast, threading.Event()
+
+    def broadcast_that_nothing_breaks_off(group, *tensors, **deadline):
+        """Of the receiver's thread, while it writes to a parameter."""
+        if threading.current_thread().name == "receive-buckets" and receivers._receiver._placing:
+            assert ends.wait(20)
+            raise GroupError("broadcast: out of time")
+        broadcast(group, *tensors, **deadline)
 
     def leave():
         return around_destroy_group(lambda *_: (True, "SGLang's own"), updater, spec.name)
 
+    monkeypatch.setattr(BroadcastGroup, "broadcast", broadcast_that_nothing_breaks_off)
     receivers.open_version(spec, 1, {"w": wanted})
     group = BroadcastGroup(spec, 0, store)
     announce(group, bucket_of(values))
@@ -221,7 +230,7 @@ def test_an_engine_does_not_leave_a_group_that_may_still_write_to_its_parameters
     assert leave() == (False, f"group {spec.name} still receives")
     with pytest.raises(GroupError, match="still receives"):
         receivers.open_version(replace(spec, name="slimrl-next"), 1)
-    # Now the broadcast is out of time.
+    ends.set()
     wait_until_placing(receivers, False)
     assert leave() == (True, "Success")
     assert leave() == (True, "SGLang's own")

@@ -13,7 +13,7 @@ from slimrl.runtime.weight_sync import WeightSync
 
 
 class Run:
-    """Trainer, engines and terminal at once; each resync fails for the engines that `failures` names next."""
+    """Trainer, engines, memory and terminal at once; each resync fails for the engines that `failures` names next."""
 
     def __init__(self, failures: list[dict[str, str]], limit: int = 3) -> None:
         self.failures = failures
@@ -23,7 +23,7 @@ class Run:
         self.state = RunState(weight_version=6)
         recipe = Recipe()
         recipe.rollout.max_replacements = limit
-        self.sync = WeightSync(recipe, self.state, self, self, self)
+        self.sync = WeightSync(recipe, self.state, self, self, self, self)
 
     def resync(self, version):
         self.calls.append(f"send {version}")
@@ -32,6 +32,9 @@ class Run:
             version=version, bytes=10, buckets=1, seconds=0.1, stage_seconds={}, verified_tensors=1, mismatching=(),
             failed_engines=failed, stale_requests=0, peak_extra_bytes=0,
         )  # fmt: skip
+
+    def enter(self, stage):
+        self.calls.append(f"memory for {stage.name}")
 
     def replace(self, names):
         self.calls.append(f"replace {', '.join(names)}")
@@ -52,7 +55,10 @@ class Run:
 def test_the_weights_go_out_again_when_the_failed_engines_have_been_started_anew():
     run = Run([{"engine 1": "engine 1, pause_generation: gone"}])
     metrics = run.send()
-    assert run.calls == ["send 6", "replace engine 1", "use", "send 7"]
+    assert run.calls == [
+        "memory for exchange", "send 6", "memory for replace", "replace engine 1", "memory for exchange", "use",
+        "send 7",
+    ]  # fmt: skip
     assert (metrics["resync/version"], metrics["resync/replaced_engines"], run.state.weight_version) == (7, 1, 7)
     (line,) = run.said
     assert re.fullmatch(r"replaced after the resync of version 6, in \d+ s: engine 1: .*gone", line)
@@ -72,4 +78,4 @@ def test_a_limit_of_0_replaces_none():
     run = Run([{"engine 1": "gone"}], limit=0)
     with pytest.raises(RunError, match="max_replacements = 0"):
         run.send()
-    assert run.calls == ["send 6"]
+    assert run.calls == ["memory for exchange", "send 6"]
