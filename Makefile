@@ -48,7 +48,7 @@ quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weigh
 	$(BIN)/slimrl eval $(RL) --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/after.json
 	$(BIN)/slimrl eval $(RL) agent.tools=[] --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/without_calculator.json
 
-test: $(STAMP) ## unit tests, then representative integration tests (about 15 minutes on 2 cores)
+test: $(STAMP) ## unit tests, then representative integration tests (17 to 20 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and not gpu" tests/unit tests/integration
 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
