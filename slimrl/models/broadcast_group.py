@@ -22,6 +22,10 @@ STREAMS = {"gloo": 2, "nccl": 1}
 """Process groups side by side, by backend. One of gloo has one connection and one thread, which waits between tensors
 for the other end."""
 
+UNDER_WAY = 8
+"""Broadcasts that may have begun and not ended. Each of gloo's begins with a message there and back, beside which the
+ones before it go on."""
+
 
 class GroupError(Exception):
     """A member did not join, left, or outran the deadline; the group is of no use any more."""
@@ -74,7 +78,7 @@ class BroadcastGroup:
         under_way: deque[Any] = deque()
         try:
             for number, tensor in enumerate(tensors):
-                if len(under_way) == len(groups):
+                if len(under_way) == UNDER_WAY:
                     self._finish_first(under_way)
                 options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
                 under_way.append(groups[number % len(groups)].broadcast([tensor], options))
