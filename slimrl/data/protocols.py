@@ -144,20 +144,22 @@ class EnginePlace:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """A broadcast group of a sender, rank 0, and the engines' receivers."""
+    """Broadcast groups of the engines' receivers with each source, a trainer's rank, which is rank 0 of its group."""
 
     name: str
     """Never used twice."""
     address: str
     port: int
-    """At which the sender's store tells the members of each other."""
+    """At which the store of source 0, the sender, tells the members of each other."""
     world_size: int
+    """A source and the receivers"""
     backend: str
     """nccl or gloo"""
     bucket_bytes: int
     """Of the largest bucket that will come."""
     timeout_s: float
     """Deadline of joining, and of one broadcast."""
+    num_sources: int = 1
 
 
 class WeightSource(Protocol):

@@ -1,15 +1,16 @@
-"""The process group through which a trainer's buckets reach engines: the sender is rank 0, the receivers follow.
+"""The process groups through which a trainer's buckets reach engines: a source is rank 0, the receivers follow.
 
-Both ends make it by this code, as a bare process group beside torch's default one, which spans the trainer or the
-engine alone.
+Both ends make them by this code, as bare process groups beside torch's default one, which spans the trainer or the
+engine alone. Each source has groups of its own, and each receiver is in all of them.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from torch import Tensor
 from slimrl.data.protocols import GroupSpec
 
 STREAMS = {"gloo": 2, "nccl": 1}
-"""Process groups side by side, by backend. One of gloo has one connection and one thread, which waits between tensors
-for the other end."""
+"""Process groups of a source side by side, by backend. One of gloo has one connection and one thread."""
 
 UNDER_WAY = 8
 """Broadcasts that may have begun and not ended. Each of gloo's begins with a message there and back, beside which the
@@ -32,13 +32,15 @@ class GroupError(Exception):
 
 
 class BroadcastGroup:
-    """One member. Used by one thread at a time."""
+    """One member: a source, which sends, or a receiver. Used by one thread at a time."""
 
-    def __init__(self, spec: GroupSpec, rank: int, store: Any = None) -> None:
+    def __init__(self, spec: GroupSpec, rank: int, store: Any = None, *, source: int = 0) -> None:
         """Returns when all members have joined (gloo), or at the first broadcast at the latest (NCCL).
 
         Args:
-            store: rank 0's, which serves the others; None to connect to it.
+            rank: 0 for a source.
+            store: source 0's, which serves the others; None to connect to it.
+            source: which one this is, if it is one.
 
         Raises:
             GroupError: some have not joined within `spec.timeout_s`.
@@ -50,15 +52,18 @@ class BroadcastGroup:
                     spec.address, spec.port, spec.world_size, is_master=False, timeout=self._timeout,
                     wait_for_workers=False,
                 )  # fmt: skip
-            self._groups: list[Any] = [
-                _make(dist.PrefixStore(f"{spec.name}/{stream}", store), rank, spec, self._timeout)
-                for stream in range(STREAMS[spec.backend])
+            self._streams: list[list[Any]] = [
+                [
+                    _make(dist.PrefixStore(f"{spec.name}/{each}/{stream}", store), rank, spec, self._timeout)
+                    for stream in range(STREAMS[spec.backend])
+                ]
+                for each in ([source] if rank == 0 else range(spec.num_sources))
             ]
         except (RuntimeError, dist.DistError) as error:
             raise GroupError(f"joining group {spec.name}: {_first_line(error)}") from error
 
     def broadcast(self, *tensors: Tensor, deadline: float | None = None) -> None:
-        """Send as rank 0, receive as another; returns when the tensors may be written, or read, again.
+        """Send as a source, receive from source 0 as another; returns when the tensors may be written, or read, again.
 
         Every member gives as many tensors of the same sizes, contiguous, which travel in turn over the streams.
 
@@ -68,20 +73,27 @@ class BroadcastGroup:
         Raises:
             GroupError: not all went through within the deadline. Nothing reads or writes the tensors any more.
         """
-        groups = list(self._groups)
-        if not groups:
+        self._run([tensors], deadline)
+
+    def receive(self, shares: Sequence[Sequence[Tensor]]) -> None:
+        """Receive what every source sends, the share of each, at the same time; otherwise as `broadcast`."""
+        self._run(shares, None)
+
+    def _run(self, shares: Sequence[Sequence[Tensor]], deadline: float | None) -> None:
+        if not self._streams:
             raise GroupError("broadcast: the group was left")
+        todo = _by_turns(shares, self._streams)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         if deadline is None:
             deadline = time.monotonic() + self._timeout.total_seconds()
         under_way: deque[Any] = deque()
         try:
-            for number, tensor in enumerate(tensors):
+            for group, tensor in todo:
                 if len(under_way) == UNDER_WAY:
                     self._finish_first(under_way)
                 options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-                under_way.append(groups[number % len(groups)].broadcast([tensor], options))
+                under_way.append(group.broadcast([tensor], options))
             while under_way:
                 self._finish_first(under_way)
         except (RuntimeError, dist.DistError) as error:
@@ -89,15 +101,16 @@ class BroadcastGroup:
             raise GroupError(f"broadcast: {_first_line(error)}") from error
         finally:
             # An error keeps this frame alive, and what is in it would keep the connections open after `drop`.
-            groups.clear()
+            group = None
+            todo.clear()
             under_way.clear()
-        if any(tensor.is_cuda for tensor in tensors):
+        if any(tensor.is_cuda for share in shares for tensor in share):
             torch.cuda.synchronize()
 
     def drop(self) -> None:
         """Leave, without waiting for what may be under way."""
         # The destructor waits until a broadcast that broke off is out of time; a thread of its own can afford that.
-        last_references, self._groups = self._groups, []
+        last_references, self._streams = self._streams, []
         threading.Thread(target=last_references.clear, name="drop-group", daemon=True).start()
 
     def _finish_first(self, under_way: deque[Any]) -> None:
@@ -117,6 +130,15 @@ def serve_store(address: str, world_size: int, timeout_s: float) -> Any:
         address, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
         multi_tenant=True,
     )  # fmt: skip
+
+
+def _by_turns(shares: Sequence[Sequence[Tensor]], streams: Sequence[Sequence[Any]]) -> list[tuple[Any, Tensor]]:
+    """(group, tensor) of all shares, one of each after the other, so that no source waits for another."""
+    placed = [
+        [(groups[number % len(groups)], tensor) for number, tensor in enumerate(share)]
+        for share, groups in zip(shares, streams, strict=False)
+    ]
+    return [each for turn in zip_longest(*placed) for each in turn if each is not None]
 
 
 def _make(keys: Any, rank: int, spec: GroupSpec, timeout: timedelta) -> Any:

@@ -6,7 +6,7 @@ What lies between such tensors in the bucket is a piece without a name. Elsewher
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from slimrl.data.protocols import BucketSpec
@@ -21,20 +21,24 @@ class Piece:
     """Of the tensor that the piece is; empty where it is something else."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    source: int = 0
+    """Which sends it"""
 
 
-def cut_pieces(bucket: BucketSpec, in_place_bytes: int | None) -> list[Piece]:
+def cut_pieces(bucket: BucketSpec, in_place_bytes: int | None, sources: Mapping[int, int]) -> list[Piece]:
     """In the order of the bucket, without gaps.
 
     Args:
         in_place_bytes: whole tensors of as many are pieces of their own; None for none.
+        sources: of those that source 0 does not send, by offset.
     """
     if in_place_bytes is None:
         return [Piece(bucket.nbytes, 0)]
     pieces: list[Piece] = []
     for part in bucket.parts:
         if part.is_whole and part.nbytes >= in_place_bytes:
-            pieces.append(Piece(part.nbytes, part.offset, part.spec.name, part.spec.shape, part.spec.dtype))
+            source = sources.get(part.offset, 0)
+            pieces.append(Piece(part.nbytes, part.offset, part.spec.name, part.spec.shape, part.spec.dtype, source))
         elif pieces and not pieces[-1].name:
             pieces[-1] = Piece(pieces[-1].nbytes + part.nbytes, pieces[-1].offset)
         else:
@@ -53,6 +57,6 @@ def decode_pieces(table: Sequence[int]) -> list[Piece]:
         table: bytes that `encode_pieces` gave.
     """
     return [
-        Piece(nbytes, offset, name, tuple(shape), dtype)
-        for nbytes, offset, name, shape, dtype in json.loads(bytes(table))
+        Piece(nbytes, offset, name, tuple(shape), dtype, source)
+        for nbytes, offset, name, shape, dtype, source in json.loads(bytes(table))
     ]

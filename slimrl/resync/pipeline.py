@@ -1,12 +1,14 @@
 """All buckets of a version: while one is sent and loaded, the next is gathered and transformed.
 
 A sender has two slots that take turns. Without a transform, buckets are gathered straight into them; with one, into a
-stage from which the transform fills the slots. All ranks agree twice over each bucket k: that it is whole, whereupon it
-is sent, and that bucket k - 1 has arrived, whereupon its slot is filled with bucket k + 1. Where the transport allows,
-bucket k is on its way before bucket k - 1 has arrived, so that the engines need not wait for it.
+stage from which the transform fills the slots. Where the transport sends in place, other ranks of the sender's node
+send what they left where it lies (contribution.py).
+All ranks agree twice over each bucket k: that it is whole, whereupon it is sent, and that bucket k - 1 has arrived,
+whereupon its slot is filled with bucket k + 1. Where the transport allows, bucket k is on its way before bucket k - 1
+has arrived, so that the engines need not wait for it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -16,6 +18,7 @@ from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.resync.buckets import PlannedBucket, Transform
 from slimrl.resync.exchange import part_view
 from slimrl.resync.gather import Gatherer, allocate
+from slimrl.resync.live import LiveTensors
 from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock
@@ -25,7 +28,11 @@ from slimrl.resync.shared_buffer import clean_stale_segments
 Progress = Callable[[int, int], None]
 """Called with (buckets sent, buckets in all)."""
 
-Send = Callable[[BucketSpec, SharedBuffer, Mapping[int, Tensor]], None]
+Send = Callable[[BucketSpec, SharedBuffer, LiveTensors], None]
+"""Of a sender; see Transport."""
+
+Contribute = Callable[[LiveTensors], None]
+"""Of another rank; see Contribution."""
 
 Record = Callable[[TensorPart, Tensor, list[Tensor]], None]
 """Called with a part of a tensor, its values, and what the transform made of them."""
@@ -75,6 +82,11 @@ class Pipeline:
                 raise
 
     @property
+    def sources(self) -> list[int]:
+        """Ranks that send something; the sender is the first. More than one only where a transport sends in place."""
+        return self._gatherer.sources
+
+    @property
     def nbytes(self) -> int:
         """Memory that this rank holds."""
         buffers = {id(buffer): buffer for buffer in (*self._gatherer.buffers, *self._slots)}
@@ -88,6 +100,8 @@ class Pipeline:
         on_progress: Progress | None,
         record: Record | None = None,
         *,
+        contribute: Contribute | None = None,
+        arrived: Callable[[], None] | None = None,
         overlapping: bool = False,
     ) -> None:
         """Gather every bucket and, on a sender, send it.
@@ -95,6 +109,8 @@ class Pipeline:
         Args:
             send: None on a rank that sends to no engine, or to none any more.
             record: told what the transform makes of each part, where this rank transforms.
+            contribute: of a rank that is a source beside the sender.
+            arrived: called when all ranks have sent what they have of a bucket, in the order of buckets.
             overlapping: a send may begin before the one before it has ended.
 
         Raises:
@@ -110,13 +126,18 @@ class Pipeline:
                 live, problem = self._fill(number, slot, clock, record)
                 with clock("agree"):
                     settle(self._place(number), problem)
+                call: Callable[[], None] | None = None
                 if send is not None:
-                    call = partial(send_clock.run, partial(send, bucket.sent, self._slots[slot], live))
-                    sending.append(Sending(call, after=None if overlapping else next(iter(sending), None)))
+                    call = partial(send, bucket.sent, self._slots[slot], live)
+                elif contribute is not None:
+                    call = partial(contribute, live)
+                if call is not None:
+                    after = None if overlapping else next(iter(sending), None)
+                    sending.append(Sending(partial(send_clock.run, call), after))
                 if number:
-                    self._arrive(number - 1, sending, settle, clock, on_progress)
+                    self._arrive(number - 1, sending, settle, clock, arrived, on_progress)
             if total:
-                self._arrive(total - 1, sending, settle, clock, on_progress)
+                self._arrive(total - 1, sending, settle, clock, arrived, on_progress)
         except RankError as error:
             raise RankError(f"{self._place(number)}: {error}") from error
         finally:
@@ -131,7 +152,7 @@ class Pipeline:
 
     def _fill(
         self, number: int, slot: int, clock: Clock, record: Record | None
-    ) -> tuple[dict[int, Tensor], ValueError | None]:
+    ) -> tuple[LiveTensors, ValueError | None]:
         """Bring this rank's share of a bucket into a slot.
 
         Returns:
@@ -145,7 +166,13 @@ class Pipeline:
         return live, self._fill_slot(self._plan.buckets[number], slot, clock, record)
 
     def _arrive(
-        self, number: int, sending: list[Sending], settle: Settle, clock: Clock, on_progress: Progress | None
+        self,
+        number: int,
+        sending: list[Sending],
+        settle: Settle,
+        clock: Clock,
+        arrived: Callable[[], None] | None,
+        on_progress: Progress | None,
     ) -> None:
         """Wait until a bucket, the first of those under way, has arrived everywhere."""
         error = None
@@ -158,6 +185,8 @@ class Pipeline:
                         each.wait(self._timeout_s)
         with clock("agree"):
             settle(self._place(number), error)
+        if arrived is not None:
+            arrived()
         if on_progress is not None:
             on_progress(number + 1, len(self._plan.buckets))
 

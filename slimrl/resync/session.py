@@ -20,9 +20,10 @@ from pathlib import Path
 from slimrl.config.schema import PauseMode, ResyncConfig, TransportName
 from slimrl.data.protocols import EngineControl, EngineError, WeightSource
 from slimrl.resync.buckets import Transform
+from slimrl.resync.contribution import Contribution
 from slimrl.resync.expectation import Expectation
 from slimrl.resync.fleet import PROBE_TIMEOUT_S, Fleet
-from slimrl.resync.pipeline import Pipeline, Progress
+from slimrl.resync.pipeline import Pipeline, Progress, Settle
 from slimrl.resync.plan import ResyncPlan, plan_resync
 from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock, ResyncError, ResyncReport
@@ -80,6 +81,7 @@ class ResyncSession:
         )
         self._engines = list(engines)
         self._pipeline: Pipeline | None = None
+        self._contribution = Contribution()
         self._completed = -1
         self._deadline_s = deadline_s
 
@@ -121,6 +123,7 @@ class ResyncSession:
     def close(self) -> None:
         """Release shared memory and the engines; more than once too."""
         self._close_pipeline()
+        self._contribution.leave()
         self._transport.close()
         self._ranks.close()
 
@@ -149,33 +152,48 @@ class ResyncSession:
                 in_place_bytes=self._transport.in_place_bytes, timeout_s=self._deadline_s,
             )  # fmt: skip
         settled = partial(settle, self._ranks, fleet, version)
-
-        def together(place: str, action: Callable[[], None]) -> None:
-            error: Exception | None = None
-            if fleet.engines:
-                try:
-                    action()
-                except (EngineError, OSError) as raised:
-                    error = raised
-            settled(place, error)
-
-        def prepare() -> None:
-            fleet.each("pause", lambda engine: engine.pause(self._config.pause))
-            self._transport.connect(list(fleet.engines))
-            self._transport.begin(version)
-
         record = expectation.record if self._plan.senders[:1] == (self._plan.sender(self._ranks.rank),) else None
         while True:
             try:
-                with clock("pause"):
-                    together("before the first bucket", prepare)
-                send = self._transport.send if fleet.engines else None
-                self._pipeline.run(send, settled, clock, on_progress, record, overlapping=self._transport.overlapping)
-                with clock("activate"):
-                    together("after the last bucket", lambda: self._transport.end(version))
+                with self._contribution.left_if_broken():
+                    contributes = self._prepare(version, fleet, settled, clock, self._pipeline.sources)
+                    self._pipeline.run(
+                        self._transport.send if fleet.engines else None,
+                        settled,
+                        clock,
+                        on_progress,
+                        record,
+                        contribute=self._contribution.send if contributes else None,
+                        arrived=self._transport.arrived if fleet.engines else None,
+                        overlapping=self._transport.overlapping,
+                    )
+                    with clock("activate"):
+                        _together(fleet, settled, "after the last bucket", partial(self._transport.end, version))
                 return
             except StartAgain:
                 continue
+
+    def _prepare(self, version: int, fleet: Fleet, settled: Settle, clock: Clock, sources: list[int]) -> bool:
+        """Step 1, and the engines' side of 2 is open; whether this rank is one of the sources beside the sender."""
+        place, rank = "before the first bucket", self._ranks.rank
+
+        def begin() -> None:
+            fleet.each("pause", lambda engine: engine.pause(self._config.pause))
+            self._transport.connect(list(fleet.engines), len(sources))
+            self._transport.begin(version)
+
+        with clock("pause"):
+            _together(fleet, settled, place, begin)
+            if len(sources) <= 1:
+                return False
+            group, error = self._ranks.gather_objects(self._transport.group)[sources[0]], None
+            if rank in sources[1:]:
+                try:
+                    self._contribution.join(group, sources.index(rank))
+                except EngineError as raised:
+                    error = raised
+            settled(place, error)
+        return rank in sources[1:]
 
     def _activate(
         self, version: int, fleet: Fleet, clock: Clock, expectation: Expectation, start: float
@@ -249,6 +267,17 @@ class ResyncSession:
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
+
+
+def _together(fleet: Fleet, settled: Settle, place: str, action: Callable[[], None]) -> None:
+    """An action of the ranks with engines, and all ranks hear how it went."""
+    error: Exception | None = None
+    if fleet.engines:
+        try:
+            action()
+        except (EngineError, OSError) as raised:
+            error = raised
+    settled(place, error)
 
 
 def make_transport(

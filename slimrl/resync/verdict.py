@@ -9,8 +9,8 @@ from slimrl.resync.report import ResyncError
 
 log = logging.getLogger(__name__)
 
-GO_ON, AGAIN, GIVE_UP = range(3)
-"""Of the verdicts of all ranks the highest counts."""
+GO_ON, ASK, AGAIN, GIVE_UP = range(4)
+"""Of the verdicts of all ranks the highest counts. Ask: a rank that knows no engines met a fault that may be theirs."""
 
 
 class StartAgain(Exception):
@@ -31,7 +31,7 @@ def settle(ranks: Ranks, fleet: Fleet, version: int, place: str, error: Exceptio
     """
     verdict = GO_ON
     if isinstance(error, EngineError):
-        verdict = AGAIN if fleet.judge(error) else GIVE_UP
+        verdict = _judged(fleet, error) if fleet.engines else ASK
     elif isinstance(error, OSError | ValueError):
         verdict = GIVE_UP
     elif error is not None:
@@ -39,10 +39,16 @@ def settle(ranks: Ranks, fleet: Fleet, version: int, place: str, error: Exceptio
     verdict = ranks.agree(verdict)
     if verdict == GO_ON:
         return
-    outcomes = ranks.gather_objects((len(fleet.engines), None if error is None else str(error)))
-    reasons = "; ".join(reason for _, reason in outcomes if reason is not None)
-    if verdict == AGAIN and sum(engines for engines, _ in outcomes):
+    texts = ranks.gather_objects(None if error is None else str(error))
+    reasons = "; ".join(dict.fromkeys(text for text in texts if text is not None))
+    if verdict == ASK:
+        verdict = ranks.agree(_judged(fleet, EngineError(reasons)) if fleet.engines else GO_ON)
+    if verdict == AGAIN and sum(ranks.gather_objects(len(fleet.engines))):
         if ranks.rank == 0:
             log.warning("resync of version %d starts again, since it failed %s: %s", version, place, reasons)
         raise StartAgain
     raise ResyncError(f"resync of version {version} failed {place}: {reasons}") from error
+
+
+def _judged(fleet: Fleet, error: EngineError) -> int:
+    return AGAIN if fleet.judge(error) else GIVE_UP

@@ -2,10 +2,11 @@
 
 1. The trainer opens a version with a message to all ranks of the engine. The first rank of the engine on each node is a
    receiver: its thread joins the broadcast group, unless it is in it already, and waits for buckets.
-2. Each bucket is a broadcast of two lengths, its own and that of a table, then of the table, then of each piece in it.
-   Pieces go into one of two buffers in turn, at their place in the bucket; but where the engine has one rank per node,
-   an expert that it holds whole goes straight into its parameter. The length 0 ends the version. The buffers have the
-   size of the largest bucket, are kept as long as the group, and are memory that the node's other processes can map.
+2. Each bucket is a broadcast of two lengths, its own and that of a table, then of the table, then of each piece in it,
+   which the table's sources send side by side. Pieces go into one of two buffers in turn, at their place in the bucket;
+   but where the engine has one rank per node, an expert that it holds whole goes straight into its parameter. The
+   length 0 ends the version. The buffers have the size of the largest bucket, are kept as long as the group, and are
+   memory that the node's other processes can map.
 3. When a bucket is out, the trainer tells all ranks to load it: out of the receiver's buffer, each what it holds. It
    sends the bucket after the next one only when they have, so no buffer is overwritten before.
 
@@ -115,7 +116,7 @@ class BucketReceiver:
             self._receive(self._group, torch.zeros(2, dtype=torch.int64, device=compute_device))
         except (GroupError, OSError) as error:
             self._fail(str(error))
-        except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+        except (ValueError, AttributeError, TypeError, IndexError, RuntimeError) as error:
             # A table or a size that this end does not understand; nobody else hears of it.
             self._fail(f"a bucket could not be received: {type(error).__name__}: {error}")
 
@@ -135,11 +136,13 @@ class BucketReceiver:
             slot = self._received % NUM_BUFFERS
             flat, pieces = self._buffer(slot), decode_pieces(table.tolist())
             placed = {piece.name: place for piece in pieces if (place := self._place(piece)) is not None}
+            shares: list[list[Tensor]] = [[] for _ in range(self._spec.num_sources)]
+            for piece in pieces:
+                packed = flat[piece.offset : piece.offset + piece.nbytes]
+                shares[piece.source].append(placed.get(piece.name, packed))
             self._set_placing(bool(placed))
             try:
-                group.broadcast(
-                    *(placed.get(piece.name, flat[piece.offset : piece.offset + piece.nbytes]) for piece in pieces)
-                )
+                group.receive(shares)
             finally:
                 self._set_placing(False)
             with self._changed:

@@ -1,9 +1,13 @@
-"""Broadcasts from two trainer ranks to two engines, one of them with two ranks that hold different experts."""
+"""Broadcasts from two trainer ranks to two engines, one of them with two ranks that hold different experts.
+
+Each trainer rank holds half of the experts, and sends those that are large enough itself.
+"""
 
 import os
 import signal
 import threading
 import time
+from collections import Counter
 
 import pytest
 from ranks import run_ranks
@@ -18,6 +22,8 @@ from slimrl.config.schema import (
     TransportName,
     VerifyMode,
 )
+from slimrl.data.protocols import EngineError
+from slimrl.resync.report import ResyncError
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transports.collective import CollectiveTransport
 from slimrl.rollout.control import SglangControl
@@ -41,17 +47,22 @@ class KillingTransport(CollectiveTransport):
 
     def begin(self, version):
         super().begin(version)
-        self.group_names.append(self._spec.name)
+        self.group_names.append(self.group.name)
 
     def send(self, bucket, buffer, live):
-        if self._sent == 2 and self.pid_to_kill is not None:
+        if self._num_sent == 2 and self.pid_to_kill is not None:
             threading.Thread(target=os.kill, args=(self.pid_to_kill, signal.SIGKILL)).start()
             self.pid_to_kill = None
         super().send(bucket, buffer, live)
 
 
 def broadcast_versions(rank, world_size, port, paths, engines):
-    """Two versions to both engines, then one in which engine 0 is killed; rank 0 returns the reports."""
+    """Two versions to both engines, one in which engine 0 is killed, one that breaks off at rank 1, and that again.
+
+    Returns:
+        Reports, names of groups, seconds of the third version, the version that engine 1 serves, and the ranks that
+        send, on rank 0; bytes that rank 1 sent of each version there.
+    """
     sender = WeightSender(rank, world_size, port, paths[0], ParallelConfig(expert=2), timeout_s=90.0)
     controls = [
         SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks)
@@ -62,18 +73,39 @@ def broadcast_versions(rank, world_size, port, paths, engines):
     )
     transport = KillingTransport("127.0.0.1", "slimrl-test", TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
     session = ResyncSession(sender.source, controls, config, rank=rank, run_id="test-collective", transport=transport)
-    reports, seconds = [], 0.0
+    reports, seconds, sent = [], 0.0, []
+    send = session._contribution.send
+
+    def count(live):
+        send(live)
+        sent[-1] += sum(map(len, live.own.values()))
+
+    session._contribution.send = count
     for version, path in enumerate(paths, 1):
         sender.load(path)
+        sent.append(0)
         if version == 3:
             transport.pid_to_kill = engines[0][2]
         start = time.monotonic()
         reports.append(session.run(version))
         seconds = time.monotonic() - start
+    session.use(controls[1:])
+
+    def break_off(live):
+        raise EngineError("broadcast: planted")
+
+    session._contribution.send = break_off
+    start = time.monotonic()
+    with pytest.raises(ResyncError, match="planted"):
+        session.run(4)
+    assert time.monotonic() - start < TIMEOUT_S
+    session._contribution.send = send
+    reports.append(session.run(4))
     versions = controls[1].version() if rank == 0 else None
+    sources = session._pipeline.sources
     session.close()
     sender.close()
-    return reports, transport.group_names, seconds, versions
+    return (reports, transport.group_names, seconds, versions, sources) if rank == 0 else sent
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.full)])
@@ -97,16 +129,21 @@ def test_engines_of_one_and_two_ranks_get_every_version_and_a_killed_one_does_no
         engines = [
             (server.url, num_ranks, server.process.pid) for server, num_ranks in zip(servers, (1, 2), strict=True)
         ]
-        (reports, groups, seconds, version), _ = run_ranks(broadcast_versions, 2, paths, engines, timeout_s=200)
+        first, sent = run_ranks(broadcast_versions, 2, paths, engines, timeout_s=200)
+        reports, groups, seconds, version, sources = first
     finally:
         for server in servers:
             server.stop()
-    assert [report.mismatching for report in reports] == [(), (), ()]
-    assert [list(report.failed_engines) for report in reports] == [[], [], ["engine 0"]]
+    assert [report.mismatching for report in reports] == [(), (), (), ()]
+    assert [list(report.failed_engines) for report in reports] == [[], [], ["engine 0"], []]
     assert reports[0].buckets > 4
     tensors = reports[2].verified_tensors
-    assert [report.verified_tensors for report in reports] == [2 * tensors, 2 * tensors, tensors]
-    assert groups[0] == groups[1] == groups[2] != groups[3]
-    assert version == 3
+    assert [report.verified_tensors for report in reports] == [2 * tensors, 2 * tensors, tensors, tensors]
+    # A new one after each attempt that broke off.
+    assert list(Counter(groups).values()) == [3, 2, 1]
+    assert version == 4
+    # Half of the experts, and most of the bytes are experts'.
+    assert sources == [0, 1]
+    assert sent[0] == sent[1] > reports[0].bytes / 4
     # One deadline of the broadcast that broke off, at most, and the version again.
     assert seconds < 2 * TIMEOUT_S

@@ -229,13 +229,19 @@ def test_a_wrong_base_a_truncated_delta_and_a_full_disk_are_named_and_followed_b
     assert "cut short" in truncated
 
 
-def test_a_dead_rank_and_full_shared_memory_are_named_and_the_engines_take_the_next_version(engines, checkpoints):
-    (error, seconds), _ = run_ranks(lose_a_rank, 2, engines, checkpoints, config(), dying=[1], timeout_s=200)
+@pytest.mark.parametrize(
+    "transport", [TransportName.ipc, pytest.param(TransportName.collective, marks=pytest.mark.full)]
+)
+def test_a_dead_rank_and_full_shared_memory_are_named_and_the_engines_take_the_next_version(
+    engines, checkpoints, transport
+):
+    settings = config(transport)
+    (error, seconds), _ = run_ranks(lose_a_rank, 2, engines, checkpoints, settings, dying=[1], timeout_s=200)
     assert error.startswith("ResyncError: resync of version 2"), error
     assert "bucket" in error
     assert seconds < BOUND_S
     # Paused, since what they have may be of two versions.
     assert not any(answers(engine.url) for engine in engines)
-    errors = run_ranks(send_once, 2, engines, checkpoints, config(), 3, timeout_s=200)
+    errors = run_ranks(send_once, 2, engines, checkpoints, settings, 3, timeout_s=200)
     assert all(serves(engine.url, checkpoints[1]) for engine in engines)
     assert all(error.startswith("ValueError: ") and "version 3" in error for error in errors), errors

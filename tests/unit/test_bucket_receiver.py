@@ -101,7 +101,7 @@ def send_bucket(group, bucket, flat):
 
 
 def announce(group, bucket):
-    pieces = cut_pieces(bucket, 8)
+    pieces = cut_pieces(bucket, 8, {})
     table = torch.frombuffer(encode_pieces(pieces), dtype=torch.uint8)
     group.broadcast(torch.tensor([bucket.nbytes, len(table)]))
     group.broadcast(table)
@@ -249,8 +249,9 @@ def wait_until_placing(receivers, placing):
     [
         (b"[[8, 0", "JSONDecodeError"),
         (b"[[8]]", "ValueError: not enough values"),
-        (b'[["8", 0, "", [], ""]]', "TypeError"),
-        (b'[[8, 0, "w", [2], "float5"]]', "AttributeError: module 'torch' has no attribute 'float5'"),
+        (b'[["8", 0, "", [], "", 0]]', "TypeError"),
+        (b'[[8, 0, "", [], "", 1]]', "IndexError"),
+        (b'[[8, 0, "w", [2], "float5", 0]]', "AttributeError: module 'torch' has no attribute 'float5'"),
     ],
 )
 def test_what_a_receiver_does_not_understand_is_told_at_once(table, error):
@@ -297,7 +298,7 @@ def test_a_receiver_can_leave_as_soon_as_the_trainer_drops_a_group_that_another_
     def join_and_leave():
         member = BroadcastGroup(spec, 2)
         member.broadcast(torch.zeros(2, dtype=torch.int64))
-        member.broadcast(torch.frombuffer(encode_pieces(cut_pieces(bucket, 8)), dtype=torch.uint8))
+        member.broadcast(torch.frombuffer(encode_pieces(cut_pieces(bucket, 8, {})), dtype=torch.uint8))
         member.drop()
 
     with ThreadPoolExecutor(1) as pool:

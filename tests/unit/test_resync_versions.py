@@ -63,7 +63,7 @@ def test_a_bfloat16_version_says_so_where_biases_of_its_routers_are_float32_and_
     assert specs[0].dtype == "float32"
     (model_dir / "config.json").write_text(json.dumps(hf_config))
     transport = DiskTransport(tmp_path / "versions", specs, model_dir, file_bytes=100_000, keep=1, timeout_s=10)
-    transport.connect([])
+    transport.connect([], 1)
     transport.begin(1)
     for spec in specs:
         nbytes = spec_bytes(spec)

@@ -82,7 +82,7 @@ class CopyEngine:
 
 
 def send(transport: DiskTransport, engines: list[CopyEngine], version: int, weights: dict[str, Tensor]) -> None:
-    transport.connect(engines)
+    transport.connect(engines, 1)
     transport.begin(version)
     for bucket in buckets():
         tensor = torch.empty(4096 * 4, dtype=torch.uint8)

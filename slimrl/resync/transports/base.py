@@ -1,13 +1,12 @@
 """What a transport offers to a resync session."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
-from slimrl.data.protocols import BucketSpec, EngineControl
+from slimrl.data.protocols import BucketSpec, EngineControl, GroupSpec
 from slimrl.models.shared_buffer import SharedBuffer
+from slimrl.resync.live import LiveTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,30 +30,39 @@ class Transport(Protocol):
     overlapping: bool
     """Whether `send` may be called for a bucket before the call for the one before it has returned."""
     in_place_bytes: int | None
-    """`send` takes whole tensors of as many bytes from where they lie in the trainer; None where it takes none."""
+    """Whole tensors of as many bytes are sent from where they lie in the trainer; None where it takes none."""
+    group: GroupSpec | None
+    """After `begin`: what other ranks join to send such tensors; None where they cannot."""
 
     @property
     def written(self) -> Written | None:
         """Of the version that ended last; None where nothing is written."""
         ...
 
-    def connect(self, engines: Sequence[EngineControl]) -> None:
+    def connect(self, engines: Sequence[EngineControl], num_sources: int) -> None:
         """Take these engines from now on; joins, or makes anew, what they need where they changed.
 
         Called before every attempt at a version, after one that broke off too.
+
+        Args:
+            num_sources: trainer ranks that send to them, this one included; 1 where nothing is sent in place.
         """
         ...
 
     def begin(self, version: int) -> None: ...
 
-    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: Mapping[int, Tensor]) -> None:
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: LiveTensors) -> None:
         """Have every engine take the bucket that lies at the buffer's start; the buffer is free again on return.
 
         Args:
-            live: bytes of tensors that are not in the buffer, by offset in the bucket; of `in_place_bytes` or more.
+            live: tensors that are not in the buffer, of `in_place_bytes` or more.
 
         Called from a thread of its own, for one bucket at a time, or two where the transport is overlapping.
         """
+        ...
+
+    def arrived(self) -> None:
+        """All sources have sent what they have of the next bucket, in the order of `send`; does not wait."""
         ...
 
     def end(self, version: int) -> None:

@@ -5,14 +5,16 @@ engines change or a version broke off. Every byte goes to each receiver once; it
 receiver's memory (slimrl/rollout/bucket_receiver.py).
 
 A bucket is broadcast in pieces (slimrl/models/broadcast_pieces.py). On a CPU large tensors are pieces of their own, so
-that they can go from the live weight to where they belong without a copy at either end.
-A send returns when the bucket is out. The engines load it while the next one is broadcast; before the one after the
-next they must have loaded it, since it takes the same memory in the receiver.
+that they can go from the live weight to where they belong without a copy at either end; the ranks of the sender's node
+send what they hold themselves (slimrl/resync/contribution.py).
+A send returns when the sender's pieces are out. When those of all sources are, the engines load the bucket while the
+next one is broadcast; before the one after the next they must have loaded it, since it takes the same memory in the
+receiver.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -26,6 +28,7 @@ from slimrl.models.broadcast_group import BroadcastGroup, GroupError, serve_stor
 from slimrl.models.broadcast_pieces import cut_pieces, encode_pieces
 from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.resync.fan_out import fan_out
+from slimrl.resync.live import LiveTensors
 from slimrl.resync.sending import Sending
 
 IN_PLACE_BYTES = 500_000
@@ -57,57 +60,65 @@ class CollectiveTransport:
     def __init__(self, address: str, name: str, timeout_s: float, *, bucket_bytes: int) -> None:
         self._address, self._name, self._timeout_s, self._bucket_bytes = address, name, timeout_s, bucket_bytes
         self._engines: list[EngineControl] = []
-        self._spec: GroupSpec | None = None
-        self._group: BroadcastGroup | None = None
+        self._num_sources = 1
+        self.group: GroupSpec | None = None
+        self._member: BroadcastGroup | None = None
         self._in_version = False
-        self._sent = 0
-        self._loads: deque[Sending] = deque()
+        self._num_sent = 0
+        self._sent: deque[tuple[int, BucketSpec]] = deque()
+        self._loads: deque[tuple[int, Sending]] = deque()
         self.in_place_bytes = IN_PLACE_BYTES if device.broadcasts_in_place() else None
 
-    def connect(self, engines: Sequence[EngineControl]) -> None:
-        same = list(map(id, engines)) == list(map(id, self._engines))
+    def connect(self, engines: Sequence[EngineControl], num_sources: int) -> None:
+        same = list(map(id, engines)) == list(map(id, self._engines)) and num_sources == self._num_sources
         if self._in_version or not same:
             self._drop_group()
-        self._engines = list(engines)
+        self._engines, self._num_sources = list(engines), num_sources
 
     def begin(self, version: int) -> None:
         deadline = time.monotonic() + self._timeout_s
-        self._in_version, self._sent = True, 0
+        self._in_version, self._num_sent = True, 0
+        self._sent.clear()
         fan_out({engine.name: engine.begin_update for engine in self._engines}, "begin_update", self._timeout_s)
-        if self._group is None:
+        if self._member is None:
             self._make_group(deadline)
         else:
             self._open_receivers(deadline)
 
-    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: Mapping[int, torch.Tensor]) -> None:
-        assert self._group is not None
-        assert self._spec is not None
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: LiveTensors) -> None:
         deadline = time.monotonic() + self._timeout_s
-        self._finish_loads(RECEIVER_BUFFERS - 1, deadline)
+        self._finish_loads(self._num_sent - RECEIVER_BUFFERS, deadline)
         on = buffer.tensor.device
-        pieces = cut_pieces(bucket, self.in_place_bytes)
+        pieces = cut_pieces(bucket, self.in_place_bytes, live.sources)
         table = torch.frombuffer(encode_pieces(pieces), dtype=torch.uint8).to(on)
         packed = buffer.tensor[: bucket.nbytes].split([piece.nbytes for piece in pieces])
         self._broadcast(deadline, torch.tensor([bucket.nbytes, table.numel()], device=on))
         self._broadcast(deadline, table)
-        self._broadcast(deadline, *(live.get(piece.offset, place) for piece, place in zip(pieces, packed, strict=True)))
+        own = (each for each in zip(pieces, packed, strict=True) if each[0].source == 0)
+        self._broadcast(deadline, *(live.own.get(piece.offset, place) for piece, place in own))
+        self._sent.append((self._num_sent, bucket))
+        self._num_sent += 1
+
+    def arrived(self) -> None:
+        """Begin to have the bucket loaded."""
+        assert self.group is not None
+        number, bucket = self._sent.popleft()
         calls = {
-            engine.name: partial(engine.load_received, self._spec.name, self._sent, bucket) for engine in self._engines
+            engine.name: partial(engine.load_received, self.group.name, number, bucket) for engine in self._engines
         }
-        self._sent += 1
-        self._loads.append(Sending(partial(fan_out, calls, "load_received", self._timeout_s)))
+        self._loads.append((number, Sending(partial(fan_out, calls, "load_received", self._timeout_s))))
 
     def end(self, version: int) -> None:
         deadline = time.monotonic() + self._timeout_s
         self._broadcast(deadline, torch.zeros(2, dtype=torch.int64, device=device.compute_device()))
-        self._finish_loads(0, deadline)
+        self._finish_loads(self._num_sent, deadline)
         fan_out({engine.name: engine.end_update for engine in self._engines}, "end_update", self._timeout_s)
         self._in_version = False
 
     def close(self) -> None:
-        if self._spec is None:
+        if self.group is None:
             return
-        calls = {engine.name: partial(engine.leave_group, self._spec.name) for engine in self._engines}
+        calls = {engine.name: partial(engine.leave_group, self.group.name) for engine in self._engines}
         self._drop_group()
         try:
             fan_out(calls, "leave_group", LEAVE_TIMEOUT_S)
@@ -119,7 +130,7 @@ class CollectiveTransport:
         """Join with the engines, which do so in threads of their own."""
         *_, world_size = accumulate((len(engine.place.nodes) for engine in self._engines), initial=1)
         store: Any = serve_store(self._address, world_size, self._timeout_s)
-        self._spec = GroupSpec(
+        self.group = GroupSpec(
             name=f"{self._name}-{uuid4().hex[:12]}",
             address=self._address,
             port=store.port,
@@ -127,34 +138,35 @@ class CollectiveTransport:
             backend=device.collective_backend(),
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
+            num_sources=self._num_sources,
         )
         self._open_receivers(deadline)
         try:
-            self._group = BroadcastGroup(self._spec, 0, store)
+            self._member = BroadcastGroup(self.group, 0, store)
         except GroupError as error:
             raise EngineError(str(error)) from error
 
     def _open_receivers(self, deadline: float) -> None:
-        assert self._spec is not None
+        assert self.group is not None
         first_ranks = accumulate((len(engine.place.nodes) for engine in self._engines), initial=1)
         calls: dict[str, Callable[[], None]] = {
-            engine.name: partial(engine.open_receivers, self._spec, first_rank)
+            engine.name: partial(engine.open_receivers, self.group, first_rank)
             for engine, first_rank in zip(self._engines, first_ranks, strict=False)
         }
         fan_out(calls, "open_receivers", max(0.0, deadline - time.monotonic()))
 
     def _broadcast(self, deadline: float, *tensors: torch.Tensor) -> None:
-        assert self._group is not None
+        assert self._member is not None
         try:
-            self._group.broadcast(*tensors, deadline=deadline)
+            self._member.broadcast(*tensors, deadline=deadline)
         except GroupError as error:
             # An engine that refused a bucket says why; the broadcast only notices.
-            self._finish_loads(0, deadline)
+            self._finish_loads(self._num_sent, deadline)
             raise EngineError(str(error)) from error
 
-    def _finish_loads(self, under_way: int, deadline: float) -> None:
-        """Wait until at most so many buckets are still being loaded; raises EnginesFailed."""
-        while len(self._loads) > under_way:
+    def _finish_loads(self, last: int, deadline: float) -> None:
+        """Wait for the loads that have begun of the buckets up to this number; raises EnginesFailed."""
+        while self._loads and self._loads[0][0] <= last:
             error = self._wait_for_load(deadline)
             if error is not None:
                 self._wait_for_loads(deadline)
@@ -166,10 +178,11 @@ class CollectiveTransport:
             self._wait_for_load(deadline)
 
     def _wait_for_load(self, deadline: float) -> Exception | None:
-        return self._loads.popleft().wait(max(deadline - time.monotonic(), 0.0) + LOADS_END_S)
+        _, load = self._loads.popleft()
+        return load.wait(max(deadline - time.monotonic(), 0.0) + LOADS_END_S)
 
     def _drop_group(self) -> None:
         self._wait_for_loads(time.monotonic() + self._timeout_s)
-        if self._group is not None:
-            self._group.drop()
-        self._group, self._spec, self._in_version = None, None, False
+        if self._member is not None:
+            self._member.drop()
+        self._member, self.group, self._in_version = None, None, False

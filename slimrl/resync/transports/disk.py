@@ -4,7 +4,7 @@ import errno
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimrl.data.protocols import BucketSpec, EngineControl, TensorSpec
+from slimrl.data.protocols import BucketSpec, EngineControl, GroupSpec, TensorSpec
 from slimrl.models.shared_buffer import SharedBuffer
 from slimrl.models.versions.directory import VersionDirectory
 from slimrl.models.versions.manifest import Manifest, VersionRef
 from slimrl.resync.fan_out import fan_out
+from slimrl.resync.live import LiveTensors
 from slimrl.resync.transports.base import Written
 from slimrl.resync.version_writer import VersionWriter
 from slimrl.resync.whole_writer import WholeWriter
@@ -39,6 +40,7 @@ class DiskTransport:
 
     overlapping = False
     in_place_bytes: int | None = None
+    group: GroupSpec | None = None
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class DiskTransport:
         self._writing = threading.Lock()
         self._host: Tensor | None = None
 
-    def connect(self, engines: Sequence[EngineControl]) -> None:
+    def connect(self, engines: Sequence[EngineControl], num_sources: int) -> None:
         self._engines = engines
 
     def begin(self, version: int) -> None:
@@ -72,11 +74,14 @@ class DiskTransport:
             self._partial = self._directory.begin(version)
             self._writer = self._open_writer(self._partial, VersionRef(version=version, id=secrets.token_hex(8)))
 
-    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: Mapping[int, Tensor]) -> None:
+    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: LiveTensors) -> None:
         assert self._writer is not None, "no version begun"
         # Who waits for a send may give up before it ends, and its files must stay open until then.
         with self._writing, self._removed_if_broken():
             self._writer.write(bucket, self._on_host(buffer.tensor[: bucket.nbytes]))
+
+    def arrived(self) -> None:
+        """Nothing is left to do before the version is whole."""
 
     def end(self, version: int) -> None:
         """Publish the version, have every engine load it, and remove what is no longer needed."""
