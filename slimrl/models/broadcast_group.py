@@ -20,11 +20,12 @@ from torch import Tensor
 from slimrl.data.protocols import GroupSpec
 
 STREAMS = {"gloo": 2, "nccl": 1}
-"""Process groups of a source side by side, by backend. One of gloo has one connection and one thread."""
+"""Process groups of a source side by side, by backend. One of gloo has one connection to each member and one thread
+that serves all of them, which does not fill a network, or two cores."""
 
 UNDER_WAY = 8
-"""Broadcasts that may have begun and not ended. Each of gloo's begins with a message there and back, beside which the
-ones before it go on."""
+"""Broadcasts of a member that are asked for and have not ended. Each of gloo's begins with a message there and back,
+beside which the ones before it go on."""
 
 
 class GroupError(Exception):
@@ -68,7 +69,7 @@ class BroadcastGroup:
         Every member gives as many tensors of the same sizes, contiguous, which travel in turn over the streams.
 
         Args:
-            deadline: of `time.monotonic`, at most `spec.timeout_s` from now, which it is if not given.
+            deadline: of `time.monotonic`; `spec.timeout_s` from now if not given.
 
         Raises:
             GroupError: not all went through within the deadline. Nothing reads or writes the tensors any more.
@@ -87,17 +88,19 @@ class BroadcastGroup:
         options.rootRank = 0
         if deadline is None:
             deadline = time.monotonic() + self._timeout.total_seconds()
+        # A broadcast ends at its own deadline; to give up waiting sooner would leave it under way.
+        limit = max(self._timeout, timedelta(seconds=deadline - time.monotonic()))
         under_way: deque[Any] = deque()
         try:
             for group, tensor in todo:
                 if len(under_way) == UNDER_WAY:
-                    self._finish_first(under_way)
+                    _finish_first(under_way, limit)
                 options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
                 under_way.append(group.broadcast([tensor], options))
             while under_way:
-                self._finish_first(under_way)
+                _finish_first(under_way, limit)
         except (RuntimeError, dist.DistError) as error:
-            self._wait_for_ends(under_way)
+            _wait_for_ends(under_way, limit)
             raise GroupError(f"broadcast: {_first_line(error)}") from error
         finally:
             # An error keeps this frame alive, and what is in it would keep the connections open after `drop`.
@@ -113,16 +116,6 @@ class BroadcastGroup:
         last_references, self._streams = self._streams, []
         threading.Thread(target=last_references.clear, name="drop-group", daemon=True).start()
 
-    def _finish_first(self, under_way: deque[Any]) -> None:
-        under_way[0].wait(self._timeout)
-        under_way.popleft()
-
-    def _wait_for_ends(self, under_way: Iterable[Any]) -> None:
-        for work in under_way:
-            # That it fails, as the first did, says nothing new.
-            with suppress(RuntimeError, dist.DistError):
-                work.wait(self._timeout)
-
 
 def serve_store(address: str, world_size: int, timeout_s: float) -> Any:
     """The store through which the members find each other, on a free port of `address`; rank 0 keeps it."""
@@ -132,8 +125,20 @@ def serve_store(address: str, world_size: int, timeout_s: float) -> Any:
     )  # fmt: skip
 
 
+def _finish_first(under_way: deque[Any], limit: timedelta) -> None:
+    under_way[0].wait(limit)
+    under_way.popleft()
+
+
+def _wait_for_ends(under_way: Iterable[Any], limit: timedelta) -> None:
+    for work in under_way:
+        # That it fails, as the first did, says nothing new.
+        with suppress(RuntimeError, dist.DistError):
+            work.wait(limit)
+
+
 def _by_turns(shares: Sequence[Sequence[Tensor]], streams: Sequence[Sequence[Any]]) -> list[tuple[Any, Tensor]]:
-    """(group, tensor) of all shares, one of each after the other, so that no source waits for another."""
+    """(group, tensor) of all shares, one of each after the other, so that the sources send side by side."""
     placed = [
         [(groups[number % len(groups)], tensor) for number, tensor in enumerate(share)]
         for share, groups in zip(shares, streams, strict=False)

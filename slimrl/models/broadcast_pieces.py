@@ -30,7 +30,7 @@ def cut_pieces(bucket: BucketSpec, in_place_bytes: int | None, sources: Mapping[
 
     Args:
         in_place_bytes: whole tensors of as many are pieces of their own; None for none.
-        sources: of those that source 0 does not send, by offset.
+        sources: which source sends a tensor, by its offset; 0 where it is not there.
     """
     if in_place_bytes is None:
         return [Piece(bucket.nbytes, 0)]

@@ -11,6 +11,9 @@ from slimrl.data.protocols import EngineError, GroupSpec
 from slimrl.models.broadcast_group import BroadcastGroup, GroupError
 from slimrl.resync.live import LiveTensors
 
+SENDS = 2
+"""Of the sender, which have a deadline each: it may still be at the bucket before."""
+
 
 class Contribution:
     """Of one rank, for the whole run."""
@@ -38,14 +41,16 @@ class Contribution:
         """Returns when this rank's tensors of a bucket are out.
 
         Raises:
-            EngineError: not all engines took them within the group's deadline.
+            EngineError: not all engines took them within two deadlines of the group.
         """
         assert self._group is not None
         assert self._spec is not None
-        deadline = time.monotonic() + self._spec.timeout_s
+        deadline = time.monotonic() + SENDS * self._spec.timeout_s
         try:
             self._group.broadcast(*(live.own[offset] for offset in sorted(live.own)), deadline=deadline)
         except GroupError as error:
+            # The others, who wait for what will not come, notice at once.
+            self.leave()
             raise EngineError(str(error)) from error
 
     @contextmanager

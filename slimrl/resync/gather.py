@@ -61,7 +61,7 @@ class Gatherer:
         self._exchange: Exchange | None = None
         self._messages: list[list[Message]] = []
         self.sources = [sender.rank for sender in plan.senders[:1]]
-        """Ranks that send what they leave in place; the sender is the first."""
+        """The sender, and other ranks that leave something in place, which they send themselves."""
         self._live: list[frozenset[int]] = [frozenset()] * len(plan.buckets)
         self._left: list[dict[int, int]] = [{}] * len(plan.buckets)
         if in_place_bytes is not None:

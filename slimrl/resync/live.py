@@ -1,4 +1,7 @@
-"""Tensors of a bucket that are sent from where they lie in the trainer, and not out of the bucket's memory."""
+"""Tensors of a bucket that are sent from where they lie in the trainer, and not out of the bucket's memory.
+
+The ranks that send are sources: the sender is number 0, and other ranks of its node follow.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LiveTensors:
+    """Those of one bucket, on one rank."""
+
     own: Mapping[int, Tensor]
-    """Bytes of those that this rank sends, by offset in the bucket"""
+    """Bytes of those that lie on this rank, by offset in the bucket"""
     sources: Mapping[int, int]
-    """Which source sends each of them all, by offset in the bucket"""
+    """The source of each, wherever it lies, by offset in the bucket"""

@@ -14,6 +14,7 @@ an engine back. After a fault of the trainer's side, or with no engine left, all
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from slimrl.resync.transports.collective import CollectiveTransport
 from slimrl.resync.transports.delta import DeltaTransport
 from slimrl.resync.transports.disk import DiskTransport
 from slimrl.resync.transports.ipc import IpcTransport
-from slimrl.resync.verdict import StartAgain, settle
+from slimrl.resync.verdict import SourceFailed, StartAgain, settle
 
 
 class ResyncSession:
@@ -151,7 +152,12 @@ class ResyncSession:
                 self._plan, self._source, self._ranks, self._transform, run_id=self._run_id,
                 in_place_bytes=self._transport.in_place_bytes, timeout_s=self._deadline_s,
             )  # fmt: skip
-        settled = partial(settle, self._ranks, fleet, version)
+
+        def settled(place: str, error: Exception | None) -> None:
+            if error is not None:
+                self._transport.finish_calls()
+            settle(self._ranks, fleet, version, place, error)
+
         record = expectation.record if self._plan.senders[:1] == (self._plan.sender(self._ranks.rank),) else None
         while True:
             try:
@@ -170,30 +176,34 @@ class ResyncSession:
                     with clock("activate"):
                         _together(fleet, settled, "after the last bucket", partial(self._transport.end, version))
                 return
+            except SourceFailed as failed:
+                with suppress(StartAgain):
+                    settled(failed.place, EngineError(str(failed)) if fleet.engines else None)
             except StartAgain:
                 continue
 
     def _prepare(self, version: int, fleet: Fleet, settled: Settle, clock: Clock, sources: list[int]) -> bool:
-        """Step 1, and the engines' side of 2 is open; whether this rank is one of the sources beside the sender."""
+        """Step 1, and the group of all sources; whether this rank is one of them beside the sender."""
         place, rank = "before the first bucket", self._ranks.rank
 
         def begin() -> None:
-            fleet.each("pause", lambda engine: engine.pause(self._config.pause))
             self._transport.connect(list(fleet.engines), len(sources))
+            fleet.each("pause", lambda engine: engine.pause(self._config.pause))
             self._transport.begin(version)
 
         with clock("pause"):
             _together(fleet, settled, place, begin)
             if len(sources) <= 1:
                 return False
-            group, error = self._ranks.gather_objects(self._transport.group)[sources[0]], None
-            if rank in sources[1:]:
+            group = self._ranks.gather_objects(self._transport.group if fleet.engines else None)[sources[0]]
+            contributes, error = group is not None and rank in sources[1:], None
+            if contributes:
                 try:
                     self._contribution.join(group, sources.index(rank))
                 except EngineError as raised:
                     error = raised
             settled(place, error)
-        return rank in sources[1:]
+        return contributes
 
     def _activate(
         self, version: int, fleet: Fleet, clock: Clock, expectation: Expectation, start: float

@@ -10,7 +10,15 @@ from slimrl.resync.report import ResyncError
 log = logging.getLogger(__name__)
 
 GO_ON, ASK, AGAIN, GIVE_UP = range(4)
-"""Of the verdicts of all ranks the highest counts. Ask: a rank that knows no engines met a fault that may be theirs."""
+"""Of the verdicts of all ranks the highest counts. Ask: a rank that has no engines met a fault that may be theirs."""
+
+
+class SourceFailed(Exception):
+    """A rank that has no engines could not send to them; one that has must find out whether it was their fault."""
+
+    def __init__(self, place: str, reasons: str) -> None:
+        super().__init__(reasons)
+        self.place = place
 
 
 class StartAgain(Exception):
@@ -26,12 +34,14 @@ def settle(ranks: Ranks, fleet: Fleet, version: int, place: str, error: Exceptio
         error: of this rank; an OSError or a ValueError is the trainer's own fault, or that of its weights.
 
     Raises:
-        StartAgain, ResyncError: on all ranks alike.
+        SourceFailed, StartAgain, ResyncError: on all ranks alike.
         RankError: another rank died or is late.
     """
     verdict = GO_ON
     if isinstance(error, EngineError):
-        verdict = _judged(fleet, error) if fleet.engines else ASK
+        verdict = ASK
+        if fleet.engines:
+            verdict = AGAIN if fleet.judge(error) else GIVE_UP
     elif isinstance(error, OSError | ValueError):
         verdict = GIVE_UP
     elif error is not None:
@@ -39,16 +49,12 @@ def settle(ranks: Ranks, fleet: Fleet, version: int, place: str, error: Exceptio
     verdict = ranks.agree(verdict)
     if verdict == GO_ON:
         return
-    texts = ranks.gather_objects(None if error is None else str(error))
-    reasons = "; ".join(dict.fromkeys(text for text in texts if text is not None))
+    outcomes = ranks.gather_objects((len(fleet.engines), None if error is None else str(error)))
+    reasons = "; ".join(reason for _, reason in outcomes if reason is not None)
     if verdict == ASK:
-        verdict = ranks.agree(_judged(fleet, EngineError(reasons)) if fleet.engines else GO_ON)
-    if verdict == AGAIN and sum(ranks.gather_objects(len(fleet.engines))):
+        raise SourceFailed(place, reasons)
+    if verdict == AGAIN and sum(engines for engines, _ in outcomes):
         if ranks.rank == 0:
             log.warning("resync of version %d starts again, since it failed %s: %s", version, place, reasons)
         raise StartAgain
     raise ResyncError(f"resync of version {version} failed {place}: {reasons}") from error
-
-
-def _judged(fleet: Fleet, error: EngineError) -> int:
-    return AGAIN if fleet.judge(error) else GIVE_UP

@@ -121,6 +121,9 @@ class BucketReceiver:
             self._fail(f"a bucket could not be received: {type(error).__name__}: {error}")
 
     def _fail(self, reason: str) -> None:
+        # Sources that wait for this end to take something notice at once.
+        if self._group is not None:
+            self._group.drop()
         with self._changed:
             self._error = reason
             self._changed.notify_all()

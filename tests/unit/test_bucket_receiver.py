@@ -7,15 +7,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
 
 from slimrl import device
 from slimrl.data.protocols import BucketSpec, GroupSpec, TensorPart, TensorSpec
-from slimrl.models.broadcast_group import BroadcastGroup, GroupError, serve_store
+from slimrl.models.broadcast_group import UNDER_WAY, BroadcastGroup, GroupError, serve_store
 from slimrl.models.broadcast_pieces import cut_pieces, encode_pieces
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.rollout.bucket_loader import around_destroy_group, open_payload, received_payload, update
@@ -100,8 +101,8 @@ def send_bucket(group, bucket, flat):
     group.broadcast(*flat.split([piece.nbytes for piece in pieces]))
 
 
-def announce(group, bucket):
-    pieces = cut_pieces(bucket, 8, {})
+def announce(group, bucket, sources=MappingProxyType({})):
+    pieces = cut_pieces(bucket, 8, sources)
     table = torch.frombuffer(encode_pieces(pieces), dtype=torch.uint8)
     group.broadcast(torch.tensor([bucket.nbytes, len(table)]))
     group.broadcast(table)
@@ -210,19 +211,18 @@ def test_an_engine_does_not_leave_a_group_that_may_still_write_to_its_parameters
     updater = SimpleNamespace(get_model=lambda: model)
     model.slimrl_receivers = receivers
     spec, store = group_of(1, timeout_s=4.0)
-    broadcast, ends = BroadcastGroup.broadcast, threading.Event()
+    ends = threading.Event()
 
-    def broadcast_that_nothing_breaks_off(group, *tensors, **deadline):
-        """Of the receiver's thread, while it writes to a parameter."""
-        if threading.current_thread().name == "receive-buckets" and receivers._receiver._placing:
-            assert ends.wait(20)
-            raise GroupError("broadcast: out of time")
-        broadcast(group, *tensors, **deadline)
+    def receive_that_nothing_breaks_off(group, shares):
+        """While it writes to a parameter."""
+        assert receivers._receiver._placing
+        assert ends.wait(20)
+        raise GroupError("broadcast: out of time")
 
     def leave():
         return around_destroy_group(lambda *_: (True, "SGLang's own"), updater, spec.name)
 
-    monkeypatch.setattr(BroadcastGroup, "broadcast", broadcast_that_nothing_breaks_off)
+    monkeypatch.setattr(BroadcastGroup, "receive", receive_that_nothing_breaks_off)
     receivers.open_version(spec, 1, {"w": wanted})
     group = BroadcastGroup(spec, 0, store)
     announce(group, bucket_of(values))
@@ -319,7 +319,7 @@ def test_a_receiver_can_leave_as_soon_as_the_trainer_drops_a_group_that_another_
 
 def test_a_group_carries_any_number_of_tensors_in_order():
     spec, store = group_of(1)
-    tensors = [torch.full((number,), number) for number in range(1, 8)]
+    tensors = [torch.full((number,), number) for number in range(1, 3 * UNDER_WAY)]
     received = [torch.zeros_like(tensor) for tensor in tensors]
 
     def receive():
@@ -336,6 +336,56 @@ def test_a_group_carries_any_number_of_tensors_in_order():
         done.result(10)
     assert all(map(torch.equal, received, tensors))
     group.drop()
+
+
+def groups_of_sources(spec, store):
+    """Of each source."""
+    with ThreadPoolExecutor(spec.num_sources) as pool:
+        others = [pool.submit(BroadcastGroup, spec, 0, source=source) for source in range(1, spec.num_sources)]
+        first = BroadcastGroup(spec, 0, store)
+        return [first, *(other.result(10) for other in others)]
+
+
+@pytest.mark.parametrize("counts", [(3, 40), (40, 3), (0, 9), (9, 0)])
+def test_several_sources_send_side_by_side_however_much_each_has(counts):
+    spec, store = group_of(1)
+    spec = replace(spec, num_sources=2)
+    shares = [[torch.randn(50) for _ in range(count)] for count in counts]
+    received = [[torch.zeros(50) for _ in share] for share in shares]
+    with ThreadPoolExecutor(3) as pool:
+        member = pool.submit(BroadcastGroup, spec, 1)
+        sources = groups_of_sources(spec, store)
+        done = pool.submit(member.result(10).receive, received)
+        for sent in [pool.submit(group.broadcast, *share) for group, share in zip(sources, shares, strict=True)]:
+            sent.result(10)
+        done.result(10)
+    assert all(map(torch.equal, chain(*received), chain(*shares)))
+    for group in (*sources, member.result()):
+        group.drop()
+
+
+def test_when_a_source_leaves_the_receiver_fails_at_once_and_the_other_source_with_it():
+    spec, store = group_of(1, timeout_s=30.0)
+    spec = replace(spec, num_sources=2)
+    receivers = EngineReceivers(OnlyRank())
+    receivers.open_version(spec, 1)
+    first, second = groups_of_sources(spec, store)
+    values = torch.randn(8)
+    parts = [
+        TensorPart(spec=TensorSpec(name=name, shape=(4,), dtype="float32"), start=0, stop=4, offset=16 * i, nbytes=16)
+        for i, name in enumerate(("w0", "w1"))
+    ]
+    announce(first, BucketSpec(parts=tuple(parts), nbytes=32), {16: 1})
+    first.broadcast(values[:4].view(torch.uint8))
+    start = time.monotonic()
+    second.drop()
+    with pytest.raises(GroupError, match="broadcast: "):
+        receivers.bucket(spec.name, 0)
+    with pytest.raises(GroupError, match="broadcast: "):
+        first.broadcast(torch.zeros(2, dtype=torch.int64))
+    assert time.monotonic() - start < 10
+    first.drop()
+    receivers.close()
 
 
 def test_what_one_rank_cannot_load_is_told_by_all_of_them():

@@ -65,6 +65,10 @@ class Transport(Protocol):
         """All sources have sent what they have of the next bucket, in the order of `send`; does not wait."""
         ...
 
+    def finish_calls(self) -> None:
+        """Returns when no call to an engine is under way any more, however they ended; no `send` is."""
+        ...
+
     def end(self, version: int) -> None:
         """Returns when every engine has the whole version loaded."""
         ...

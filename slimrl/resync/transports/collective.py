@@ -1,12 +1,12 @@
-"""Transport by broadcast (NCCL or gloo) from trainer rank 0 to the engines, on any node.
+"""Transport by broadcast (NCCL or gloo) from trainer rank 0, the sender, to the engines, on any node.
 
-A group of the sender and one receiver per engine and node is made once, and made anew, under another name, when the
-engines change or a version broke off. Every byte goes to each receiver once; its neighbours on the node read the
-receiver's memory (slimrl/rollout/bucket_receiver.py).
+A group with one receiver per engine and node is made once, and made anew, under another name, when the engines change
+or a version broke off. Every byte goes to each receiver once; its neighbours on the node read the receiver's memory
+(slimrl/rollout/bucket_receiver.py).
 
 A bucket is broadcast in pieces (slimrl/models/broadcast_pieces.py). On a CPU large tensors are pieces of their own, so
-that they can go from the live weight to where they belong without a copy at either end; the ranks of the sender's node
-send what they hold themselves (slimrl/resync/contribution.py).
+that they can go from the live weight to where they belong without a copy at either end; other ranks of the sender's
+node send those that they hold themselves (slimrl/resync/contribution.py).
 A send returns when the sender's pieces are out. When those of all sources are, the engines load the bucket while the
 next one is broadcast; before the one after the next they must have loaded it, since it takes the same memory in the
 receiver.
@@ -38,7 +38,7 @@ LEAVE_TIMEOUT_S = 5.0
 """How long `close` waits for the engines to leave the group."""
 
 LOADS_END_S = 1.0
-"""Beyond the deadline of a send: for loads to end, whose own deadlines began just before it."""
+"""Beyond a load's own deadline, for its thread to end."""
 
 RECEIVER_BUFFERS = 2
 """Buckets that a receiver has room for."""
@@ -74,10 +74,12 @@ class CollectiveTransport:
         if self._in_version or not same:
             self._drop_group()
         self._engines, self._num_sources = list(engines), num_sources
+        # From here on other sources leave the group if the version breaks off, wherever it does.
+        self._in_version = True
 
     def begin(self, version: int) -> None:
         deadline = time.monotonic() + self._timeout_s
-        self._in_version, self._num_sent = True, 0
+        self._num_sent = 0
         self._sent.clear()
         fan_out({engine.name: engine.begin_update for engine in self._engines}, "begin_update", self._timeout_s)
         if self._member is None:
@@ -86,6 +88,14 @@ class CollectiveTransport:
             self._open_receivers(deadline)
 
     def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: LiveTensors) -> None:
+        try:
+            self._send(bucket, buffer, live)
+        except EngineError:
+            # Other sources and receivers, which wait for what will not come, notice at once.
+            self._leave()
+            raise
+
+    def _send(self, bucket: BucketSpec, buffer: SharedBuffer, live: LiveTensors) -> None:
         deadline = time.monotonic() + self._timeout_s
         self._finish_loads(self._num_sent - RECEIVER_BUFFERS, deadline)
         on = buffer.tensor.device
@@ -98,9 +108,18 @@ class CollectiveTransport:
         self._broadcast(deadline, *(live.own.get(piece.offset, place) for piece, place in own))
         self._sent.append((self._num_sent, bucket))
         self._num_sent += 1
+        if self._num_sources == 1:
+            self._begin_load()
 
     def arrived(self) -> None:
-        """Begin to have the bucket loaded."""
+        if self._num_sources > 1:
+            self._begin_load()
+
+    def finish_calls(self) -> None:
+        while self._loads:
+            self._wait_for_load(time.monotonic() + self._timeout_s)
+
+    def _begin_load(self) -> None:
         assert self.group is not None
         number, bucket = self._sent.popleft()
         calls = {
@@ -161,7 +180,7 @@ class CollectiveTransport:
             self._member.broadcast(*tensors, deadline=deadline)
         except GroupError as error:
             # An engine that refused a bucket says why; the broadcast only notices.
-            self._finish_loads(self._num_sent, deadline)
+            self._finish_loads(self._num_sent, time.monotonic() + self._timeout_s)
             raise EngineError(str(error)) from error
 
     def _finish_loads(self, last: int, deadline: float) -> None:
@@ -169,20 +188,20 @@ class CollectiveTransport:
         while self._loads and self._loads[0][0] <= last:
             error = self._wait_for_load(deadline)
             if error is not None:
-                self._wait_for_loads(deadline)
+                # However the others end; an engine that loads gives no other sign of life.
+                self.finish_calls()
                 raise error
-
-    def _wait_for_loads(self, deadline: float) -> None:
-        """Until none is under way, however they end: an engine that loads gives no other sign of life."""
-        while self._loads:
-            self._wait_for_load(deadline)
 
     def _wait_for_load(self, deadline: float) -> Exception | None:
         _, load = self._loads.popleft()
         return load.wait(max(deadline - time.monotonic(), 0.0) + LOADS_END_S)
 
     def _drop_group(self) -> None:
-        self._wait_for_loads(time.monotonic() + self._timeout_s)
+        self.finish_calls()
+        self._leave()
+        self.group, self._in_version = None, False
+
+    def _leave(self) -> None:
         if self._member is not None:
             self._member.drop()
-        self._member, self.group, self._in_version = None, None, False
+        self._member = None

@@ -83,6 +83,9 @@ class DiskTransport:
     def arrived(self) -> None:
         """Nothing is left to do before the version is whole."""
 
+    def finish_calls(self) -> None:
+        """None outlasts the method that makes it."""
+
     def end(self, version: int) -> None:
         """Publish the version, have every engine load it, and remove what is no longer needed."""
         assert self._writer is not None, "no version begun"

@@ -40,6 +40,9 @@ class IpcTransport:
     def arrived(self) -> None:
         """Engines have loaded a bucket by then."""
 
+    def finish_calls(self) -> None:
+        """None outlasts the method that makes it."""
+
     def end(self, version: int) -> None:
         fan_out({engine.name: engine.end_update for engine in self._engines}, "end_update", self._timeout_s)
 
