@@ -33,7 +33,7 @@ class GroupError(Exception):
 
 
 class BroadcastGroup:
-    """One member: a source, which sends, or a receiver. Used by one thread at a time."""
+    """One member: a source, which sends, or a receiver. Used by one thread at a time; any other may drop it."""
 
     def __init__(self, spec: GroupSpec, rank: int, store: Any = None, *, source: int = 0) -> None:
         """Returns when all members have joined (gloo), or at the first broadcast at the latest (NCCL).
@@ -44,7 +44,7 @@ class BroadcastGroup:
             source: which one this is, if it is one.
 
         Raises:
-            GroupError: some have not joined within `spec.timeout_s`.
+            GroupError: some have not joined one of the process groups within `spec.timeout_s`.
         """
         self._timeout = timedelta(seconds=spec.timeout_s)
         try:
@@ -72,7 +72,8 @@ class BroadcastGroup:
             deadline: of `time.monotonic`; `spec.timeout_s` from now if not given.
 
         Raises:
-            GroupError: not all went through within the deadline. Nothing reads or writes the tensors any more.
+            GroupError: not all went through within the deadline, which for those that must wait for others begins anew
+                when they begin. Nothing reads or writes the tensors any more.
         """
         self._run([tensors], deadline)
 
@@ -81,9 +82,11 @@ class BroadcastGroup:
         self._run(shares, None)
 
     def _run(self, shares: Sequence[Sequence[Tensor]], deadline: float | None) -> None:
-        if not self._streams:
+        streams = list(self._streams)
+        if not streams:
             raise GroupError("broadcast: the group was left")
-        todo = _by_turns(shares, self._streams)
+        todo = _by_turns(shares, streams)
+        streams.clear()
         options = dist.BroadcastOptions()
         options.rootRank = 0
         if deadline is None:

@@ -28,7 +28,7 @@ class Gatherer:
 
     Args:
         num_stages: buckets that a node holds at a time.
-        in_place_bytes: whole tensors of as many bytes are left where they lie on a sender's node; None for none.
+        in_place_bytes: whole tensors of as many bytes are left where they lie on the sender's node; None for none.
         run_id: part of the shared memory's name.
         timeout_s: deadline of an exchange between leaders.
 
@@ -61,7 +61,7 @@ class Gatherer:
         self._exchange: Exchange | None = None
         self._messages: list[list[Message]] = []
         self.sources = [sender.rank for sender in plan.senders[:1]]
-        """The sender, and other ranks that leave something in place, which they send themselves."""
+        """The first sender, and other ranks of its node that leave something in place, which they send themselves."""
         self._live: list[frozenset[int]] = [frozenset()] * len(plan.buckets)
         self._left: list[dict[int, int]] = [{}] * len(plan.buckets)
         if in_place_bytes is not None:

@@ -83,7 +83,7 @@ class Pipeline:
 
     @property
     def sources(self) -> list[int]:
-        """Ranks that send something; the sender is the first. More than one only where a transport sends in place."""
+        """The first sender, and other ranks that send what they leave in place."""
         return self._gatherer.sources
 
     @property

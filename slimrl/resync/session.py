@@ -154,7 +154,7 @@ class ResyncSession:
             )  # fmt: skip
 
         def settled(place: str, error: Exception | None) -> None:
-            if error is not None:
+            if isinstance(error, EngineError):
                 self._transport.finish_calls()
             settle(self._ranks, fleet, version, place, error)
 
@@ -183,7 +183,7 @@ class ResyncSession:
                 continue
 
     def _prepare(self, version: int, fleet: Fleet, settled: Settle, clock: Clock, sources: list[int]) -> bool:
-        """Step 1, and the group of all sources; whether this rank is one of them beside the sender."""
+        """Until the first bucket can be sent; whether this rank is one of the sources beside the sender."""
         place, rank = "before the first bucket", self._ranks.rank
 
         def begin() -> None:

@@ -20,7 +20,9 @@ class Written:
 
 
 class Transport(Protocol):
-    """Lives on every sender, for the whole run. A version is: connect, begin, sends, end; or it breaks off anywhere.
+    """On every rank for the whole run; senders alone use it, but for `in_place_bytes`, `group` and `finish_calls`.
+
+    A version is: connect, begin, for each bucket send and arrived, end; or it breaks off anywhere.
 
     Each method raises EnginesFailed where it knows which engines failed and the others have finished with the call,
     EngineError where it only knows that one did, OSError for a fault of this side (a full disk), and returns or raises

@@ -91,7 +91,6 @@ class CollectiveTransport:
         try:
             self._send(bucket, buffer, live)
         except EngineError:
-            # Other sources and receivers, which wait for what will not come, notice at once.
             self._leave()
             raise
 
@@ -109,6 +108,7 @@ class CollectiveTransport:
         self._sent.append((self._num_sent, bucket))
         self._num_sent += 1
         if self._num_sources == 1:
+            # Nobody else's part is to be waited for.
             self._begin_load()
 
     def arrived(self) -> None:
@@ -179,6 +179,8 @@ class CollectiveTransport:
         try:
             self._member.broadcast(*tensors, deadline=deadline)
         except GroupError as error:
+            # Other sources and receivers, which wait for what will not come, notice at once.
+            self._leave()
             # An engine that refused a bucket says why; the broadcast only notices.
             self._finish_loads(self._num_sent, time.monotonic() + self._timeout_s)
             raise EngineError(str(error)) from error

@@ -1,0 +1,90 @@
+"""What ranks decide together about a fault that one of them met."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from slimrl.data.protocols import EngineError
+from slimrl.resync.fleet import Fleet
+from slimrl.resync.report import ResyncError
+from slimrl.resync.verdict import SourceFailed, StartAgain, settle
+
+
+class ThreadRanks:
+    """The part of Ranks that a verdict needs, for two ranks that are threads of this process."""
+
+    def __init__(self, rank, barrier, values):
+        self.rank, self._barrier, self._values = rank, barrier, values
+
+    def gather_objects(self, value):
+        self._values[self.rank] = value
+        self._barrier.wait(20)
+        answers = list(self._values)
+        self._barrier.wait(20)
+        return answers
+
+    def agree(self, verdict):
+        return max(self.gather_objects(verdict))
+
+
+class Probed:
+    """The part of EngineControl that a verdict needs."""
+
+    def __init__(self, name, *, lives):
+        self.name, self._lives = name, lives
+
+    def probe(self, timeout_s):
+        if not self._lives:
+            raise EngineError(f"{self.name}: no answer")
+
+
+def settled(fleets, errors):
+    """What each of two ranks raises; None where nothing."""
+    barrier, values = threading.Barrier(2), [None, None]
+
+    def run(rank):
+        try:
+            settle(ThreadRanks(rank, barrier, values), fleets[rank], 7, "at bucket 3", errors[rank])
+        except (SourceFailed, StartAgain, ResyncError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+def fleets(*lives):
+    engines = [Probed(f"engine {number}", lives=each) for number, each in enumerate(lives)]
+    return Fleet(engines, 1.0), Fleet([], 1.0)
+
+
+def test_without_an_error_all_go_on():
+    assert settled(fleets(True), (None, None)) == [None, None]
+
+
+@pytest.mark.parametrize(("lives", "left"), [((True, False), ["engine 0"]), ((True, True), None)])
+def test_a_rank_without_engines_has_one_that_has_some_find_out_whose_fault_it_was(lives, left):
+    both = fleets(*lives)
+    failed = settled(both, (None, EngineError("broadcast: closed by peer")))
+    assert [type(error) for error in failed] == [SourceFailed] * 2
+    assert {(error.place, str(error)) for error in failed} == {("at bucket 3", "broadcast: closed by peer")}
+    assert [engine.name for engine in both[0].engines] == ["engine 0", "engine 1"]
+    found = settled(both, (EngineError(str(failed[0])), None))
+    assert [type(error) for error in found] == [ResyncError if left is None else StartAgain] * 2
+    if left is None:
+        assert "at bucket 3: broadcast: closed by peer" in str(found[1])
+    else:
+        assert [engine.name for engine in both[0].engines] == left
+        assert "engine 1: no answer" in both[0].failed["engine 1"]
+
+
+def test_who_has_engines_and_met_the_fault_too_is_not_asked():
+    found = settled(fleets(True, False), (EngineError("broadcast: closed"), EngineError("broadcast: closed")))
+    assert [type(error) for error in found] == [StartAgain] * 2
+
+
+def test_weights_that_cannot_be_sent_are_nobody_else_s_fault():
+    found = settled(fleets(True, False), (None, ValueError("w: NaN")))
+    assert [type(error) for error in found] == [ResyncError] * 2
+    assert "w: NaN" in str(found[0])
