@@ -4,6 +4,7 @@ import threading
 import time
 
 import torch
+from engine_ranks import OnlyRank
 
 from slimrl.config.schema import ResyncConfig, VerifyMode
 from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceTensor, TensorSpec
@@ -40,15 +41,6 @@ class Source:
 
     def groups(self, name):
         return self.weights[name][None]
-
-
-class OnlyRank:
-    """Implements EngineRanks for an engine of one rank."""
-
-    rank, per_node = 0, 1
-
-    def exchange(self, value):
-        return [value]
 
 
 class Engine:

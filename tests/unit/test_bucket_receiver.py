@@ -13,6 +13,8 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
+from engine_ranks import OnlyRank
+from thread_meeting import Meeting
 
 from slimrl import device
 from slimrl.data.protocols import BucketSpec, GroupSpec, TensorPart, TensorSpec
@@ -42,30 +44,17 @@ class Model:
 class ThreadRank:
     """Implements EngineRanks."""
 
-    def __init__(self, rank, barrier, values):
-        self.rank, self.per_node, self._barrier, self._values = rank, PER_NODE, barrier, values
+    def __init__(self, rank, meeting):
+        self.rank, self.per_node, self._meeting = rank, PER_NODE, meeting
 
     def exchange(self, value):
-        self._values[self.rank] = value
-        self._barrier.wait(20)
-        answers = list(self._values)
-        self._barrier.wait(20)
-        return answers
-
-
-class OnlyRank:
-    """Implements EngineRanks for an engine of one rank."""
-
-    rank, per_node = 0, 1
-
-    def exchange(self, value):
-        return [value]
+        return self._meeting.exchange(self.rank, value)
 
 
 class Engine:
     def __init__(self):
-        barrier, values = threading.Barrier(RANKS), [None] * RANKS
-        self.ranks = [ThreadRank(rank, barrier, values) for rank in range(RANKS)]
+        meeting = Meeting(RANKS)
+        self.ranks = [ThreadRank(rank, meeting) for rank in range(RANKS)]
         self.models = [Model() for _ in self.ranks]
 
     def tell(self, payload):

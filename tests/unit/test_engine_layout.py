@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_ranks import OnlyRank
 
 from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
 from slimrl.models.engine_layout import EngineShape, engine_slices
@@ -207,15 +208,6 @@ class FakeModel:
 
     def load_weights(self, tensors):
         self.loaded = {name: tensor.clone() for name, tensor in tensors}
-
-
-class OnlyRank:
-    """Implements EngineRanks for an engine of one rank."""
-
-    rank, per_node = 0, 1
-
-    def exchange(self, value):
-        return [value]
 
 
 class FakeUpdater:

@@ -1,10 +1,10 @@
 """Which ranks send what from where it lies: those of the sender's node what they hold whole, each tensor once."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from thread_meeting import Meeting
 
 from slimrl import device
 from slimrl.config.schema import TransportName
@@ -33,15 +33,11 @@ class ThreadRanks:
 
     nodes = NODES
 
-    def __init__(self, rank, barrier, values):
-        self.rank, self._barrier, self._values = rank, barrier, values
+    def __init__(self, rank, meeting):
+        self.rank, self._meeting = rank, meeting
 
     def gather_objects(self, value):
-        self._values[self.rank] = value
-        self._barrier.wait(20)
-        answers = list(self._values)
-        self._barrier.wait(20)
-        return answers
+        return self._meeting.exchange(self.rank, value)
 
     def meet_on_node(self):
         """The tests look at what stays where it lies."""
@@ -82,15 +78,15 @@ def test_each_large_tensor_of_the_sender_s_node_has_one_source(monkeypatch, in_p
         tensors.append(SourceTensor(spec=spec, pieces=(SourcePiece(region=region, holders=holders),)))
     engine = EnginePlace(name="engine 0", nodes=("c",))
     plan = plan_resync(tensors, NODES, [engine], transport=TransportName.collective, bucket_bytes=BUCKET_BYTES)
-    barrier, values = threading.Barrier(len(NODES)), [None] * len(NODES)
+    meeting = Meeting(len(NODES))
 
     def gathered(rank):
         gatherer = gather.Gatherer(
-            plan, Held(rank), ThreadRanks(rank, barrier, values), num_stages=2, in_place_bytes=in_place_bytes,
+            plan, Held(rank), ThreadRanks(rank, meeting), num_stages=2, in_place_bytes=in_place_bytes,
             run_id="sources", timeout_s=5,
         )  # fmt: skip
         live = [gatherer.gather(number, number % 2) for number in range(len(plan.buckets))]
-        barrier.wait(20)
+        meeting.wait()
         assert gatherer.sources == sources
         gatherer.close()
         return live

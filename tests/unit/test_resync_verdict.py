@@ -1,9 +1,9 @@
 """What ranks decide together about a fault that one of them met."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from thread_meeting import Meeting
 
 from slimrl.data.protocols import EngineError
 from slimrl.resync.fleet import Fleet
@@ -14,15 +14,11 @@ from slimrl.resync.verdict import SourceFailed, StartAgain, settle
 class ThreadRanks:
     """The part of Ranks that a verdict needs, for two ranks that are threads of this process."""
 
-    def __init__(self, rank, barrier, values):
-        self.rank, self._barrier, self._values = rank, barrier, values
+    def __init__(self, rank, meeting):
+        self.rank, self._meeting = rank, meeting
 
     def gather_objects(self, value):
-        self._values[self.rank] = value
-        self._barrier.wait(20)
-        answers = list(self._values)
-        self._barrier.wait(20)
-        return answers
+        return self._meeting.exchange(self.rank, value)
 
     def agree(self, verdict):
         return max(self.gather_objects(verdict))
@@ -41,11 +37,11 @@ class Probed:
 
 def settled(fleets, errors):
     """What each of two ranks raises; None where nothing."""
-    barrier, values = threading.Barrier(2), [None, None]
+    meeting = Meeting(2)
 
     def run(rank):
         try:
-            settle(ThreadRanks(rank, barrier, values), fleets[rank], 7, "at bucket 3", errors[rank])
+            settle(ThreadRanks(rank, meeting), fleets[rank], 7, "at bucket 3", errors[rank])
         except (SourceFailed, StartAgain, ResyncError) as error:
             return error
         return None
