@@ -17,7 +17,7 @@ SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN)
 RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all lint format bench lock
+.PHONY: help setup quickstart test test-all mutation lint format bench lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ test: $(STAMP) ## unit tests, then representative integration tests (17 to 20 mi
 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/unit tests/integration
+
+mutation: $(STAMP) ## plant the faults of tests/mutation one by one, and print those that no test notices (an hour)
+	$(BIN)/python tests/mutation/run.py --workers 2
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

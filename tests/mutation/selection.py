@@ -1,0 +1,68 @@
+"""Which test files have to notice a fault: unit tests that import its package, then integration tests of the package.
+
+Unit tests are chosen by their imports, those of the fault's own module first. Integration tests drive whole commands,
+so their imports say little: a table has the files of each package, the shortest and closest first.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from faults import Fault
+
+_RUN = ["test_run_quickstart.py", "test_run_engines.py", "test_run_resume.py"]
+INTEGRATION = {
+    "megatron_patches": ["test_trainer.py", "test_layouts.py"],
+    "slimrl.agent": ["test_rollout.py", "test_run_quickstart.py"],
+    "slimrl.algorithms": ["test_trainer.py", "test_run_quickstart.py"],
+    "slimrl.cli": ["test_run_quickstart.py", "test_plan.py"],
+    "slimrl.config": ["test_plan.py", "test_run_quickstart.py"],
+    "slimrl.data": ["test_trainer.py", "test_rollout.py", "test_run_quickstart.py"],
+    "slimrl.device": ["test_trainer.py"],
+    "slimrl.launch": ["test_launch.py"],
+    "slimrl.models": ["test_model_families.py", "test_weights.py", "test_coverage.py", "test_resync.py"],
+    "slimrl.observability": ["test_trackers.py", "test_run_quickstart.py"],
+    "slimrl.planner": ["test_plan.py", "test_plan_ranks.py"],
+    "slimrl.resync": ["test_resync.py", "test_resync_folders.py", "test_resync_faults.py", "test_resync_fp8.py"],
+    "slimrl.rewards": ["test_run_quickstart.py"],
+    "slimrl.rollout": ["test_rollout.py", "test_resync.py", "test_run_engines.py"],
+    "slimrl.runtime": _RUN,
+    "slimrl.trainer": ["test_trainer.py", "test_layouts.py", "test_weights.py", "test_export.py", "test_offload.py"],
+    "slimrl_tools": ["test_convert.py", "test_checkpoint_tools.py"],
+}
+"""Package -> files of tests/integration."""
+
+
+def unit_files(root: Path, fault: Fault) -> list[Path]:
+    """Unit tests that import the fault's package, those that import its module first."""
+    files = {path: _imported(path) for path in sorted((root / "tests" / "unit").glob("test_*.py"))}
+    near = [path for path, names in files.items() if _has(names, fault.module)]
+    far = [path for path, names in files.items() if _has(names, fault.package) and path not in near]
+    return near + far
+
+
+def integration_files(root: Path, fault: Fault) -> list[Path]:
+    return [root / "tests" / "integration" / name for name in INTEGRATION[fault.package]]
+
+
+@cache
+def _imported(path: Path) -> frozenset[str]:
+    """Dotted names that a test file imports, itself or through a helper beside it."""
+    names: set[str] = set()
+    for name in _names(ast.parse(path.read_text())):
+        helper = path.with_name(f"{name.split('.')[0]}.py")
+        names |= _imported(helper) if helper.is_file() else {name}
+    return frozenset(names)
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _has(names: frozenset[str], module: str) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for name in names)

@@ -1,0 +1,88 @@
+"""The script of `make mutation`: its tables still fit the source, and it tells a fault that is noticed from others."""
+
+from pathlib import Path
+
+import faults
+import pytest
+import run
+import selection
+from faults import Fault
+
+ROOT = Path(__file__).parents[2]
+
+SOURCE = '''"""A package."""
+
+
+def half(x):
+    return x / 2
+
+
+class Sum:
+    def of(self, x, y):
+        return x + y
+'''
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A small repository: `half` has a test, `Sum.of` has none."""
+    for folder in ("slimrl/math", "tests/unit", "tests/integration"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "slimrl" / "__init__.py").touch()
+    (tmp_path / "slimrl" / "math" / "__init__.py").touch()
+    (tmp_path / "slimrl" / "math" / "numbers.py").write_text(SOURCE)
+    test = "from slimrl.math.numbers import half\n\n\ndef test_half():\n    assert half(6) == 3\n"
+    (tmp_path / "tests" / "unit" / "test_numbers.py").write_text(test)
+    return tmp_path
+
+
+def fault(**changes: str) -> Fault:
+    fields = {"what": "w", "module": "slimrl.math.numbers", "where": "half", "old": "x / 2", "new": "x / 3"}
+    return Fault(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("table", run.TABLES, ids=lambda path: path.stem)
+def test_the_old_text_of_each_fault_stands_once_in_its_definition(table):
+    for one in faults.read_table(table):
+        faults.planted(ROOT, one)
+        assert selection.unit_files(ROOT, one), f"no unit test imports {one.package}"
+
+
+def test_each_package_has_integration_tests_that_exist():
+    packages = {f"slimrl.{path.stem}" for path in (ROOT / "slimrl").iterdir() if path.stem.strip("_").islower()}
+    packages -= {"slimrl.__init__", "slimrl.__pycache__"}
+    assert set(selection.INTEGRATION) == packages | {"slimrl_tools", "megatron_patches"}
+    for package, names in selection.INTEGRATION.items():
+        assert names, package
+        for name in names:
+            assert (ROOT / "tests" / "integration" / name).is_file(), f"{package}: {name}"
+
+
+def test_a_fault_is_planted_in_the_named_definition_alone(copy):
+    path, text = faults.planted(copy, fault(where="Sum.of", old="x + y", new="x - y"))
+    assert path == copy / "slimrl" / "math" / "numbers.py"
+    assert text == SOURCE.replace("x + y", "x - y")
+
+
+def test_a_definition_is_found_in_the_module_to_which_it_moved(copy):
+    (copy / "slimrl" / "math" / "numbers.py").rename(copy / "slimrl" / "moved.py")
+    assert faults.planted(copy, fault())[0] == copy / "slimrl" / "moved.py"
+
+
+@pytest.mark.parametrize("changes", [{"old": "x / 4"}, {"where": "third"}, {"where": "", "old": "x"}])
+def test_an_old_text_that_is_not_there_or_stands_twice_is_refused(copy, changes):
+    with pytest.raises(ValueError, match=r"its old text stands (0|[2-9]) times"):
+        faults.planted(copy, fault(**changes))
+
+
+def test_the_script_tells_the_faults_that_tests_notice_from_others(copy):
+    noticed = run.judge(copy, fault(), unit_only=True)
+    assert noticed.noticed_by == "tests/unit/test_numbers.py::test_half"
+    assert run.judge(copy, fault(where="Sum.of", old="x + y", new="x - y"), unit_only=True).noticed_by is None
+    assert (copy / "slimrl" / "math" / "numbers.py").read_text() == SOURCE
+
+
+def test_a_test_that_fails_without_the_fault_too_shows_nothing(copy):
+    (copy / "tests" / "unit" / "test_numbers.py").write_text("import slimrl.math\n\n\ndef test():\n    assert False\n")
+    with pytest.raises(SystemExit, match="fails without a fault too"):
+        run.judge(copy, fault(), unit_only=True)
