@@ -106,10 +106,16 @@ class ToolBox:
 
 
 async def _await(call: Callable[[], Awaitable[Any]]) -> Any:
-    return await call()
+    try:
+        return await call()
+    except SystemExit as error:
+        # A task that ends by it ends the event loop, and the run with it.
+        raise RuntimeError(repr(error)) from error
 
 
 def _answer(name: str, done: "asyncio.Future[Any]") -> str:
+    if done.cancelled():
+        raise ToolBroken(f"tool {name}: it cancelled itself")
     error = done.exception()
     match error:
         case None:

@@ -3,6 +3,7 @@
 import asyncio
 import operator
 import random
+import sys
 import time
 from fractions import Fraction
 
@@ -122,6 +123,45 @@ async def test_hanging_tools_do_not_hold_up_others():
 async def test_an_error_that_the_tool_did_not_foresee_is_not_the_models():
     with pytest.raises(ToolBroken, match="tool broken: KeyError"):
         await TOOLS.call("broken", {}, 5)
+
+
+async def leave_later() -> str:
+    """Leave."""
+    await asyncio.sleep(0)
+    sys.exit(3)
+
+
+async def cancel_itself() -> str:
+    """Cancel."""
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [(leave_later, "SystemExit"), (cancel_itself, "cancelled itself")],
+)
+async def test_a_tool_that_ends_by_no_ordinary_exception_is_named_at_once(function, problem):
+    start = time.monotonic()
+    with pytest.raises(ToolBroken, match=f"tool {function.__name__}: .*{problem}"):
+        await ToolBox([make_tool(function)]).call(function.__name__, {}, 5)
+    assert time.monotonic() - start < 2
+
+
+async def test_an_asynchronous_tool_that_is_late_is_cancelled():
+    ended_by = asyncio.get_running_loop().create_future()
+
+    async def wait_long() -> str:
+        """Wait."""
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as error:
+            ended_by.set_result(type(error))
+            raise
+        return ""
+
+    with pytest.raises(ToolError, match="no answer within"):
+        await ToolBox([make_tool(wait_long)]).call("wait_long", {}, 0.05)
+    assert await asyncio.wait_for(ended_by, 5) is asyncio.CancelledError
 
 
 @pytest.mark.parametrize(
