@@ -170,4 +170,4 @@ def read_trajectories(path: Path) -> list[Trajectory]:
         except ValueError as error:
             raise ValueError(f"not a trajectory: {error}") from error
 
-    return read_jsonl(path, parse)
+    return read_jsonl(path, parse, finite=False)
