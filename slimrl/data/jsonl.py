@@ -47,7 +47,7 @@ def read_jsonl(path: Path, parse: Callable[[dict[str, Any], int], T], *, finite:
             except ValueError as error:
                 broken.append(f"{path}:{number}: {error}")
     if broken:
-        raise ValueError(_summary(broken))
+        raise ValueError(summary(broken))
     if not values:
         raise ValueError(f"{path}: the file has no lines")
     return values
@@ -115,7 +115,8 @@ def _refuse_surrogates(value: dict[str, Any]) -> None:
         ) from error
 
 
-def _summary(broken: list[str]) -> str:
+def summary(broken: list[str]) -> str:
+    """The first of these problems of lines, and how many there are."""
     lines = broken[:MAX_SHOWN]
     if len(broken) > MAX_SHOWN:
         lines.append(f"and {len(broken) - MAX_SHOWN} more broken lines")

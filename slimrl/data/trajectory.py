@@ -35,6 +35,8 @@ class Prompt:
     messages: list[dict[str, Any]]
     label: Any
     metadata: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """`file:line`, for errors."""
 
 
 @dataclass(kw_only=True, eq=False)
