@@ -17,7 +17,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from slimrl.data.import_path import resolve
-from slimrl.data.threads import in_thread
+from slimrl.data.threads import in_thread, reportable
 
 
 class ToolError(Exception):
@@ -110,7 +110,7 @@ async def _await(call: Callable[[], Awaitable[Any]]) -> Any:
         return await call()
     except SystemExit as error:
         # A task that ends by it ends the event loop, and the run with it.
-        raise RuntimeError(repr(error)) from error
+        raise reportable(error) from error
 
 
 def _answer(name: str, done: "asyncio.Future[Any]") -> str:

@@ -125,6 +125,16 @@ async def test_an_error_that_the_tool_did_not_foresee_is_not_the_models():
         await TOOLS.call("broken", {}, 5)
 
 
+def leave() -> str:
+    """Leave."""
+    sys.exit(3)
+
+
+def run_out() -> str:
+    """Run out."""
+    return next(iter(()))
+
+
 async def leave_later() -> str:
     """Leave."""
     await asyncio.sleep(0)
@@ -138,7 +148,12 @@ async def cancel_itself() -> str:
 
 @pytest.mark.parametrize(
     ("function", "problem"),
-    [(leave_later, "SystemExit"), (cancel_itself, "cancelled itself")],
+    [
+        (leave, "SystemExit"),
+        (run_out, "StopIteration"),
+        (leave_later, "SystemExit"),
+        (cancel_itself, "cancelled itself"),
+    ],
 )
 async def test_a_tool_that_ends_by_no_ordinary_exception_is_named_at_once(function, problem):
     start = time.monotonic()
