@@ -42,14 +42,19 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     """A tool of a function.
 
     Raises:
-        ValueError: its annotations or its docstring do not say enough for a schema.
+        ValueError: it is no function, or its annotations or its docstring do not say enough for a schema.
     """
+    if not inspect.isroutine(function):
+        raise ValueError(f"{function!r}: a tool is a function")
     try:
         schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+        checked = pydantic.validate_call(function)
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error}") from error
+    except pydantic.PydanticUserError as error:
+        raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error.message}") from error
     schema["function"].pop("return", None)  # not part of the schema that models are trained with
-    return Tool(name=schema["function"]["name"], function=pydantic.validate_call(function), schema=schema)
+    return Tool(name=schema["function"]["name"], function=checked, schema=schema)
 
 
 class ToolBox:

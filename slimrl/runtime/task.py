@@ -71,7 +71,7 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     values: dict[str, Any] = {
         "chat": attempt("model.path", lambda: load_chat_format(Path(recipe.model.path))),
         "tools": attempt("agent.tools", lambda: ToolBox.from_import_paths(recipe.agent.tools)),
-        "parser": make_parser(recipe.agent.parser),
+        "parser": attempt("agent.parser", lambda: make_parser(recipe.agent.parser)),
         "reward": attempt("reward.function", lambda: resolve(recipe.reward.function)),
         "group_filters": attempt("reward.group_filters", lambda: [resolve(f) for f in recipe.reward.group_filters]),
         "train": attempt("data.train", lambda: read_prompts(Path(recipe.data.train))) if train else [],
