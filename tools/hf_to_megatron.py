@@ -106,8 +106,11 @@ def hf_to_megatron(
 
 
 def _check_layout(config: dict[str, Any], parallel: ParallelConfig) -> None:
-    """Layers need not divide over pipeline stages, whose layout may be uneven and makes no difference here."""
-    recipe = Recipe(trainer=TrainerConfig(parallel=parallel))
+    """Layers need not divide over pipeline stages, whose layout may be uneven and makes no difference here.
+
+    There are no ranks here that a size would have to divide; 0 is a multiple of every size.
+    """
+    recipe = Recipe(trainer=TrainerConfig(num_ranks=0, parallel=parallel))
     problems = [
         f"--{key.removeprefix('trainer.parallel.').replace('_', '-')}: {message}"
         for key, message in model_violations(recipe, config, "sft")

@@ -63,9 +63,7 @@ class EpisodeRunner:
             trajectory_id: unique in the run; the engine's session id too.
             seed: what the seeds of its requests are derived from; None leaves sampling to the engine.
         """
-        messages = list(prompt.messages)
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        messages = first_messages(prompt, self.system_prompt)
         tokens = self.chat.prompt_tokens(messages, self.tools.schemas)
         episode = _Episode(self, trajectory_id, sampling, seed, Transcript(tokens), messages)
         try:
@@ -186,6 +184,13 @@ class _Episode:
             self.num_tool_errors += 1
             answer = error_text(str(error))
         return self.runner.chat.without_reserved(_bounded(answer, self.runner.max_result_chars))
+
+
+def first_messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, Any]]:
+    """What an episode begins with: the prompt's messages, after a system prompt where they have none."""
+    if system_prompt is None or prompt.messages[0]["role"] == "system":
+        return list(prompt.messages)
+    return [{"role": "system", "content": system_prompt}, *prompt.messages]
 
 
 def error_text(problem: str) -> str:

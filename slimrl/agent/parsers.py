@@ -1,11 +1,13 @@
 """Reads tool calls in what the model wrote. A malformed call is a value, not an exception: the model is told of it."""
 
+import inspect
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from slimrl.config.schema import ParserName
+from slimrl.data.import_path import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class ParsedTurn:
     """In the order in which they were written."""
 
 
+@runtime_checkable
 class Parser(Protocol):
     """How one family of models writes tool calls."""
 
@@ -75,6 +78,20 @@ class HermesParser:
 _PARSERS: dict[ParserName, type[Parser]] = {ParserName.hermes: HermesParser}
 
 
-def make_parser(name: ParserName) -> Parser:
-    """The parser of that name."""
-    return _PARSERS[name]()
+def make_parser(name: str) -> Parser:
+    """The parser of that name, or what the function or class at that import path gives when it is called.
+
+    Raises:
+        ValueError: the path names nothing, or what makes no parser.
+    """
+    if ":" not in name:
+        return _PARSERS[ParserName(name)]()
+    make = resolve(name)
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ValueError(f"{name}: it is called without arguments: {error}") from error
+    parser = make()
+    if not isinstance(parser, Parser):
+        raise ValueError(f"{name} gives no parser but {type(parser).__name__}; one has close_marker and parse(text)")
+    return parser

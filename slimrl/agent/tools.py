@@ -17,7 +17,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from slimrl.data.import_path import resolve
-from slimrl.data.threads import in_thread
+from slimrl.data.threads import in_thread, reportable
 
 
 class ToolError(Exception):
@@ -42,14 +42,19 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     """A tool of a function.
 
     Raises:
-        ValueError: its annotations or its docstring do not say enough for a schema.
+        ValueError: it is no function, or its annotations or its docstring do not say enough for a schema.
     """
+    if not inspect.isroutine(function):
+        raise ValueError(f"{function!r}: a tool is a function")
     try:
         schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+        checked = pydantic.validate_call(function)
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error}") from error
+    except pydantic.PydanticUserError as error:
+        raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error.message}") from error
     schema["function"].pop("return", None)  # not part of the schema that models are trained with
-    return Tool(name=schema["function"]["name"], function=pydantic.validate_call(function), schema=schema)
+    return Tool(name=schema["function"]["name"], function=checked, schema=schema)
 
 
 class ToolBox:
@@ -106,10 +111,16 @@ class ToolBox:
 
 
 async def _await(call: Callable[[], Awaitable[Any]]) -> Any:
-    return await call()
+    try:
+        return await call()
+    except SystemExit as error:
+        # A task that ends by it ends the event loop, and the run with it.
+        raise reportable(error) from error
 
 
 def _answer(name: str, done: "asyncio.Future[Any]") -> str:
+    if done.cancelled():
+        raise ToolBroken(f"tool {name}: it cancelled itself")
     error = done.exception()
     match error:
         case None:

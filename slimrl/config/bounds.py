@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slimrl.config.keys import flatten
-from slimrl.config.problems import Violation
-from slimrl.config.schema import Recipe
+from slimrl.config.problems import Violation, suggestion
+from slimrl.config.schema import ParserName, Recipe
 
 _POSITIVE = "must be greater than 0"
 _FROM_ONE = "must be at least 1"
@@ -140,6 +140,13 @@ def bound_violations(recipe: Recipe) -> Iterator[Violation]:
         if found := SHELL_WORDS.match(values[key]):
             variable = found.group(1) or "HOME"
             yield key, f"{values[key]!r} is taken as it is written. Write ${{oc.env:{variable}}}, which is filled in."
+    parsers = [parser.value for parser in ParserName]
+    if recipe.agent.parser not in parsers and not MODULE_FUNCTION.fullmatch(recipe.agent.parser):
+        meant = suggestion(recipe.agent.parser, parsers)
+        yield (
+            "agent.parser",
+            f"{recipe.agent.parser!r} is neither {' nor '.join(parsers)} nor an import path module:name.{meant}",
+        )
     for name in ("reward.function", "reward.group_filters", "agent.tools"):
         paths = values[name] if isinstance(values[name], list) else [values[name]]
         for path in paths:

@@ -15,13 +15,14 @@ from slimrl.config.schema import Recipe
 
 
 def function_violations(recipe: Recipe, command: str, *, modules_needed: bool) -> Iterator[Violation]:
-    """Functions that their modules do not define.
+    """Functions that their modules do not define, and tools that are classes.
 
     Args:
         modules_needed: also modules that are not on this machine.
     """
     paths = {
         "agent.tools": recipe.agent.tools,
+        "agent.parser": [recipe.agent.parser],
         "reward.function": [recipe.reward.function],
         "reward.group_filters": recipe.reward.group_filters,
     }
@@ -39,6 +40,8 @@ def function_violations(recipe: Recipe, command: str, *, modules_needed: bool) -
             if names is not None and name not in names:
                 public = [other for other in names if not other.startswith("_")]
                 yield key, f"{path}: {module} has no {name}." + suggestion(name, public)
+            elif names is not None and key == "agent.tools" and isinstance(names[name], ast.ClassDef):
+                yield key, f"{path}: {name} is a class. A tool is a function."
 
 
 def _find(module: str) -> Path | None:
@@ -60,8 +63,8 @@ def _find(module: str) -> Path | None:
     return found
 
 
-def _defined_names(file: Path) -> set[str] | None:
-    """Names at the top of a module; None where its source does not tell them."""
+def _defined_names(file: Path) -> dict[str, ast.AST] | None:
+    """Names at the top of a module, each with what defines it last; None where its source does not tell them."""
     if file.suffix != ".py":
         return None
     try:
@@ -71,18 +74,18 @@ def _defined_names(file: Path) -> set[str] | None:
     called = {
         node.func.id for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    names = set(_names(module.body))
-    return None if names & {"*", "__getattr__"} or called & {"globals", "vars", "setattr", "exec"} else names
+    names = dict(_names(module.body))
+    return None if names.keys() & {"*", "__getattr__"} or called & {"globals", "vars", "setattr", "exec"} else names
 
 
-def _names(body: Iterable[ast.AST]) -> Iterator[str]:
+def _names(body: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
+            yield node.name, node
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+            yield from (((alias.asname or alias.name).split(".")[0], node) for alias in node.names)
         elif isinstance(node, ast.Name):
             if isinstance(node.ctx, ast.Store):
-                yield node.id
+                yield node.id, node
         else:
             yield from _names(ast.iter_child_nodes(node))

@@ -43,8 +43,9 @@ class AdvantageName(str, Enum):
 
 
 class ParserName(str, Enum):
+    """The parsers of tool calls that slimrl has; `agent.parser` may name others."""
+
     hermes = "hermes"
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen models write."""
 
 
 class TruncatedRule(str, Enum):
@@ -273,8 +274,10 @@ class RolloutConfig:
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """Import paths `module:function` of the tools that the model may call; their docstrings make the schema."""
-    parser: ParserName = ParserName.hermes
-    """How tool calls are written."""
+    parser: str = ParserName.hermes.value
+    """How tool calls are written: `hermes` (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and
+    Qwen models write), or the import path `module:name` of a function or class that makes a `Parser`
+    (slimrl/agent/parsers.py)."""
     max_result_chars: int = 4000
     """Longest tool result; the middle of a longer one is left out."""
     system_prompt: str | None = None

@@ -11,6 +11,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 Messages = list[dict[str, Any]]
@@ -73,7 +74,11 @@ class ChatFormat:
         return text
 
     def prompt_tokens(self, messages: Messages, schemas: Schemas) -> list[int]:
-        """Token ids of a prompt up to where the assistant begins to write."""
+        """Token ids of a prompt up to where the assistant begins to write.
+
+        Raises:
+            ValueError: the template refuses these messages.
+        """
         return self._encode(self._render(messages, schemas, generate=True))
 
     def tool_turn_tokens(self, last_token: int, results: Sequence[str]) -> list[int]:
@@ -102,8 +107,8 @@ class ChatFormat:
             (tokens, mask), equally long; the mask is true on what the assistant writes, the end of its turn included.
 
         Raises:
-            ValueError: the template renders earlier turns differently as the conversation goes on, so that no
-                context of the assistant's turn is part of the whole.
+            ValueError: the template refuses these messages, or it renders earlier turns differently as the
+                conversation goes on, so that no context of the assistant's turn is part of the whole.
         """
         text = self._render(messages, schemas, generate=False)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -134,9 +139,12 @@ class ChatFormat:
         raise ValueError("the chat template puts no reserved token at the end of the assistant's turn")
 
     def _render(self, messages: Messages, schemas: Schemas, *, generate: bool) -> str:
-        text = self._tokenizer.apply_chat_template(
-            messages, tools=list(schemas) if schemas else None, tokenize=False, add_generation_prompt=generate
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=list(schemas) if schemas else None, tokenize=False, add_generation_prompt=generate
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str)
         return text
 

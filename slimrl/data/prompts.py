@@ -63,7 +63,13 @@ def read_prompts(path: Path) -> list[Prompt]:
             if messages[-1]["role"] == "assistant":
                 raise ValueError("`messages` ends with an assistant message; nothing is left to generate")
         prompt_id = _line_id(value, path, number, seen)
-        return Prompt(prompt_id=prompt_id, messages=messages, label=value["label"], metadata=_metadata(value))
+        return Prompt(
+            prompt_id=prompt_id,
+            messages=messages,
+            label=value["label"],
+            metadata=_metadata(value),
+            source=f"{path}:{number}",
+        )
 
     return read_jsonl(path, parse)
 

@@ -35,6 +35,8 @@ class Prompt:
     messages: list[dict[str, Any]]
     label: Any
     metadata: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """`file:line`, for errors."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -170,4 +172,4 @@ def read_trajectories(path: Path) -> list[Trajectory]:
         except ValueError as error:
             raise ValueError(f"not a trajectory: {error}") from error
 
-    return read_jsonl(path, parse)
+    return read_jsonl(path, parse, finite=False)

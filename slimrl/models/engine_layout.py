@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from slimrl.models.fp8 import DEFAULT_BLOCK
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineShape:
@@ -34,6 +36,8 @@ class EngineShape:
     """Those of the shared experts together."""
     dense_width: int = 0
     """Those of a dense layer."""
+    tile_rows: int = DEFAULT_BLOCK[0]
+    """Rows of a weight in block FP8 that share a row of its `weight_scale_inv`."""
 
     @classmethod
     def of_config(cls, config: Any, tensor_parallel: int, expert_parallel: int = 1) -> "EngineShape":
@@ -42,6 +46,7 @@ class EngineShape:
         def first(*names: str) -> int:
             return next((value for name in names if (value := getattr(config, name, None))), 0)
 
+        quantization: dict[str, Any] = getattr(config, "quantization_config", None) or {}
         # Without a GPU SGLang rounds widths up to what divides well among ranks, and keeps the model's own beside them.
         expert_width = first("original_moe_intermediate_size", "moe_intermediate_size")
         return cls(
@@ -56,6 +61,7 @@ class EngineShape:
             expert_width=expert_width,
             shared_width=expert_width * first("n_shared_experts"),
             dense_width=first("original_intermediate_size", "intermediate_size"),
+            tile_rows=(quantization.get("weight_block_size") or DEFAULT_BLOCK)[0],
         )
 
     @property
@@ -129,9 +135,6 @@ class EngineSlice:
 _Rule = Callable[[re.Match[str], EngineShape], list[EngineSlice]]
 _SUFFIX = r"(weight|bias|weight_scale_inv)"
 
-FP8_TILE_ROWS = 128
-"""Rows of a weight that share a row of its `weight_scale_inv`."""
-
 
 def _qkv(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     path, suffix = match.groups()
@@ -202,7 +205,7 @@ def _experts_down(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]
 def _latent_projections(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     """Scales of tiles are fused like the weights, each of the two with a tile of its own at the end."""
     path, suffix = match.groups()
-    unit = FP8_TILE_ROWS if suffix == "weight_scale_inv" else 1
+    unit = shape.tile_rows if suffix == "weight_scale_inv" else 1
     query, key_value = -(-shape.q_latent // unit), -(-shape.kv_latent // unit)
     rows = query + key_value
     return [

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.episode import EpisodeRunner, first_messages
 from slimrl.agent.parsers import Parser, make_parser
 from slimrl.agent.tools import ToolBox
 from slimrl.config.load import LoadedRecipe
@@ -16,6 +16,7 @@ from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.data.chat import ChatFormat
 from slimrl.data.import_path import resolve
+from slimrl.data.jsonl import summary
 from slimrl.data.prompts import read_prompts
 from slimrl.data.protocols import Engine
 from slimrl.data.trajectory import Prompt, Trajectory
@@ -54,7 +55,8 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     """Reads and resolves everything that the recipe's task names.
 
     Raises:
-        RecipeError: all problems at once: import paths, tools, data files with their broken lines.
+        RecipeError: all problems at once: import paths, tools, data files with their broken lines, prompts that leave
+            no room to answer.
     """
     recipe = loaded.recipe
     problems: list[Problem] = []
@@ -69,7 +71,7 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     values: dict[str, Any] = {
         "chat": attempt("model.path", lambda: load_chat_format(Path(recipe.model.path))),
         "tools": attempt("agent.tools", lambda: ToolBox.from_import_paths(recipe.agent.tools)),
-        "parser": make_parser(recipe.agent.parser),
+        "parser": attempt("agent.parser", lambda: make_parser(recipe.agent.parser)),
         "reward": attempt("reward.function", lambda: resolve(recipe.reward.function)),
         "group_filters": attempt("reward.group_filters", lambda: [resolve(f) for f in recipe.reward.group_filters]),
         "train": attempt("data.train", lambda: read_prompts(Path(recipe.data.train))) if train else [],
@@ -78,9 +80,31 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
             for name, path in (recipe.data.eval.items() if evaluate else ())
         },
     }
+    if not problems:
+        task = Task(**values)
+        sets = {"data.train": task.train} | {f"data.eval.{name}": prompts for name, prompts in task.eval_sets.items()}
+        for key, prompts in sets.items():
+            attempt(key, partial(_check_prompts, prompts, task, recipe))
     if problems:
         raise RecipeError(problems)
-    return Task(**values)
+    return task
+
+
+def _check_prompts(prompts: list[Prompt], task: Task, recipe: Recipe) -> None:
+    """Raises ValueError for prompts that the chat template refuses, or after which nothing can be sampled; by line."""
+    limit = recipe.rollout.max_trajectory_tokens
+    broken = []
+    for prompt in prompts:
+        try:
+            tokens = task.chat.prompt_tokens(first_messages(prompt, recipe.agent.system_prompt), task.tools.schemas)
+        except ValueError as error:
+            broken.append(f"{prompt.source}: {error}")
+            continue
+        if len(tokens) >= limit:
+            said = f"{len(tokens)} tokens leave no room to answer; rollout.max_trajectory_tokens is {limit}"
+            broken.append(f"{prompt.source}: {said}")
+    if broken:
+        raise ValueError(summary(broken))
 
 
 def load_chat_format(model_path: Path) -> ChatFormat:

@@ -203,7 +203,8 @@ def test_a_conversation_above_the_token_limit_is_named(cli: Cli, workspace: Path
         ("reward.function", "no_such_module:reward", "no module no_such_module"),
         ("agent.tools", "[slimrl.agent.calculator:no_such]", "has no no_such"),
         ("reward.group_filters", "[not a path]", "module:function"),
-        ("agent.parser", "telepathy", "agent.parser: 'telepathy' is not one of hermes."),
+        ("agent.parser", "telepathy", "agent.parser: 'telepathy' is neither hermes nor an import path module:name."),
+        ("agent.parser", "slimrl.agent.parsers:HermesPasrer", "Did you mean HermesParser?"),
     ],
 )
 def test_an_import_path_that_leads_nowhere_is_refused(cli: Cli, key: str, value: str, text: str):

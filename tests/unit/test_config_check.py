@@ -191,6 +191,8 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
         ("agent.max_result_chars=8", "agent.max_result_chars", "8: must be at least 16."),
         ("sft.summary_every_steps=0", "sft.summary_every_steps", "0: must be at least 1."),
         ("agent.tools=[calculator]", "agent.tools", "'calculator' is no import path; write module:function."),
+        ("agent.parser=hermess", "agent.parser",
+         "'hermess' is neither hermes nor an import path module:name. Did you mean hermes?"),
     ],
 )  # fmt: skip
 def test_a_broken_rule_is_named_by_key_with_what_to_use_instead(folder, overrides, key, message):

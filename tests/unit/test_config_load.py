@@ -247,7 +247,6 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
         ("trainer.optimizer.lr='1'", "trainer.optimizer.lr: expected float, got '1'."),
         ("algorithm.name=grpo",
          "algorithm.name: 'grpo' is not one of gspo. Did you mean algorithm.advantage: grpo?"),
-        ("agent.parser=hermess", "agent.parser: 'hermess' is not one of hermes. Did you mean hermes?"),
         ("rollout.sglang.schedule_policy=fcfss",
          "rollout.sglang.schedule_policy: 'fcfss' is not one of lpm, random, fcfs, dfs-weight, lof, priority, "
          "routing-key, hrrn, shortest-prefill-first. Did you mean fcfs?"),

@@ -175,17 +175,28 @@ def test_latent_projections_lie_one_on_the_other_and_their_expansions_are_sharde
         assert (piece.hf_name, piece.shard_dim) == (f"model.layers.1.self_attn.{name}.weight", 0)
 
 
-def test_scales_of_latent_projections_are_taken_apart_at_a_tile():
-    """DeepSeek-V3's sizes: 12 tiles of queries, 4.5 of keys and values."""
-    shape = EngineShape(num_heads=128, num_kv_heads=128, num_experts=0, vocab_size=10, q_latent=1536, kv_latent=576)
-    scales = torch.arange(17 * 56.0).reshape(17, 56)
+@pytest.mark.parametrize(("block", "tiles"), [(None, (12, 5)), ([128, 128], (12, 5)), ([64, 32], (24, 9))])
+def test_scales_of_latent_projections_are_taken_apart_at_a_tile(block, tiles):
+    """DeepSeek-V3's sizes: 12 tiles of queries, 4.5 of keys and values; in smaller tiles 24 and 9."""
+    config = SimpleNamespace(
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        vocab_size=10,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+    )
+    if block:
+        config.quantization_config = {"quant_method": "fp8", "weight_block_size": block}
+    shape, (query, key_value) = EngineShape.of_config(config, 1), tiles
+    scales = torch.arange((query + key_value) * 56.0).reshape(-1, 56)
     pieces = engine_slices("model.layers.1.self_attn.fused_qkv_a_proj_with_mqa.weight_scale_inv", shape)
     assert [piece.hf_name.rpartition("self_attn.")[2] for piece in pieces] == [
         "q_a_proj.weight_scale_inv",
         "kv_a_proj_with_mqa.weight_scale_inv",
     ]
-    assert torch.equal(pieces[0].of(scales), scales[:12])
-    assert torch.equal(pieces[1].of(scales), scales[12:])
+    assert torch.equal(pieces[0].of(scales), scales[:query])
+    assert torch.equal(pieces[1].of(scales), scales[query:])
 
 
 def test_the_router_alone_is_compared_in_the_precision_of_the_embedding():

@@ -36,6 +36,10 @@ def refused(*overrides: str, files: bool = False) -> list[str]:
          "slimrl.rewards.math:boxed_exct: slimrl.rewards.math has no boxed_exct. Did you mean boxed_exact?"),
         ("agent.tools=[slimrl.agent.calculator:calculater]",
          "slimrl.agent.calculator:calculater: slimrl.agent.calculator has no calculater. Did you mean calculator?"),
+        ("agent.tools=[slimrl.agent.parsers:HermesParser]",
+         "slimrl.agent.parsers:HermesParser: HermesParser is a class. A tool is a function."),
+        ("agent.parser=slimrl.agent.parsers:HermesPasrer",
+         "slimrl.agent.parsers:HermesPasrer: slimrl.agent.parsers has no HermesPasrer. Did you mean HermesParser?"),
         ("resync.bucket_bytes=1",
          "1 bytes are too few: one row of model.embed_tokens.weight needs 4096, and others may be wider. "
          "268435456 is the default."),
@@ -68,6 +72,8 @@ def test_functions_are_found_wherever_a_module_may_define_them_and_nothing_of_it
     names = [f"own_rewards.some:{name}" for name in ("down", "inner", "one", "two")]
     names += ["own_stars:getcwd", "own_made:a", "own_latin:about", "math:floor"]
     planned(f"agent.tools=[{', '.join(names)}]")
+    (tmp_path / "own_class.py").write_text("class Both: pass\ndef Both(): pass\nclass Made: pass\n")
+    planned("agent.tools=[own_class:Both]", "agent.parser=own_class:Made", "reward.function=own_class:Made")
     (line,) = refused("agent.tools=[own_rewards.some:deeper]")
     assert line.endswith("own_rewards.some has no deeper.")
 

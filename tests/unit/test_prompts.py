@@ -144,6 +144,45 @@ def test_what_is_no_json_is_named_with_its_column(tmp_path, line, problem):
     assert str(caught.value).splitlines()[0] == f"{path}:1: not JSON: {problem}"
 
 
+CONVERSATION = '{"messages": [{"role": "assistant", "content": %s}]}'
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("[" * 5000 + "]" * 5000, "lists and objects more than 100 deep in each other"),
+        ("[" * 100 + "1" + "]" * 100, "lists and objects more than 100 deep in each other"),
+        (r'"half: \ud83d"', r"\ud83d is half of a character, without its other half"),
+        (r'{"\uDE00": 1}', r"\ude00 is half of a character, without its other half"),
+        ("NaN", "NaN is no number of JSON"),
+        ("[-Infinity]", "-Infinity is no number of JSON"),
+        ("-1e999", "-1e999 is larger than any number of 64 bits"),
+        ('{"x": 1, "y": {}, "x": 1}', "key x is there twice"),
+    ],
+)
+def test_what_json_allows_and_a_run_cannot_carry_is_a_broken_line(tmp_path, content, problem):
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "q", "label": 1}, f'{{"prompt": "q", "label": {content}}}')
+    conversations = write(tmp_path / "c.jsonl", CONVERSATION % '"a"', CONVERSATION % content)
+    for path, read in ((prompts, read_prompts), (conversations, read_conversations)):
+        with pytest.raises(ValueError, match="1 broken line") as caught:
+            read(path)
+        assert str(caught.value).splitlines()[0] == f"{path}:2: {problem}"
+
+
+def test_what_looks_like_it_and_is_right_is_read(tmp_path):
+    said = "\N{REPLACEMENT CHARACTER} \N{GRINNING FACE} [" + "[" * 200
+    label: list = [1e308]
+    for _ in range(98):
+        label = [label]
+    path = write(tmp_path / "p.jsonl", {"prompt": said, "label": label})
+    path.write_bytes(
+        path.read_bytes() + json.dumps({"prompt": said, "label": 1}, ensure_ascii=False).encode() + b"\r\n"
+    )
+    escaped, plain = read_prompts(path)
+    assert [message["content"] for message in (*escaped.messages, *plain.messages)] == [said, said]
+    assert escaped.label == label
+
+
 def test_a_file_of_the_other_kind_is_called_what_it_is_and_said_once(tmp_path):
     question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     conversations = write(tmp_path / "sft.jsonl", *[{"messages": [question, answer]}] * 30)

@@ -1,15 +1,18 @@
 """Tools: schemas, deadlines and errors; the calculator against Python's own integers and fractions."""
 
 import asyncio
+import functools
 import operator
 import random
+import re
+import sys
 import time
 from fractions import Fraction
 
 import pytest
 
 from slimrl.agent.calculator import MAX_BITS, calculator
-from slimrl.agent.parsers import HermesParser, MalformedCall, ToolCall, make_parser
+from slimrl.agent.parsers import HermesParser, MalformedCall, ParsedTurn, ToolCall, make_parser
 from slimrl.agent.tools import ToolBox, ToolBroken, ToolError, make_tool
 from slimrl.config.schema import ParserName
 from slimrl.data.import_path import resolve
@@ -66,9 +69,50 @@ def test_annotations_and_docstring_make_the_schema():
     assert set(function) == {"name", "description", "parameters"}
 
 
-def test_a_function_without_docstring_makes_no_tool():
-    with pytest.raises(ValueError, match=r"tool .*no_docstring"):
-        make_tool(no_docstring)
+class Speaker:
+    """Speak.
+
+    Args:
+        text: What is said.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def takes_a_speaker(speaker: Speaker) -> str:
+    """Speak.
+
+    Args:
+        speaker: Who does.
+    """
+    return speaker.text
+
+
+def takes_what_is_nowhere(value: "Nowhere") -> str:  # noqa: F821
+    """Speak.
+
+    Args:
+        value: Of no type.
+    """
+    return str(value)
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (no_docstring, "tool .*no_docstring"),
+        (Speaker, "Speaker.*: a tool is a function"),
+        (Speaker("hi"), "Speaker.*: a tool is a function"),
+        (functools.partial(scale, 2), "scale.*: a tool is a function"),
+        (functools.cache(scale), "tool .*:scale: .*functions, not instances"),
+        (takes_a_speaker, "tool .*:takes_a_speaker: Unable to generate .* for .*Speaker"),
+        (takes_what_is_nowhere, "tool .*:takes_what_is_nowhere: name 'Nowhere' is not defined"),
+    ],
+)
+def test_what_makes_no_tool_is_refused(function, problem):
+    with pytest.raises(ValueError, match=problem):
+        make_tool(function)
 
 
 def test_two_tools_of_one_name_are_refused():
@@ -122,6 +166,60 @@ async def test_hanging_tools_do_not_hold_up_others():
 async def test_an_error_that_the_tool_did_not_foresee_is_not_the_models():
     with pytest.raises(ToolBroken, match="tool broken: KeyError"):
         await TOOLS.call("broken", {}, 5)
+
+
+def leave() -> str:
+    """Leave."""
+    sys.exit(3)
+
+
+def run_out() -> str:
+    """Run out."""
+    return next(iter(()))
+
+
+async def leave_later() -> str:
+    """Leave."""
+    await asyncio.sleep(0)
+    sys.exit(3)
+
+
+async def cancel_itself() -> str:
+    """Cancel."""
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (leave, "SystemExit"),
+        (run_out, "StopIteration"),
+        (leave_later, "SystemExit"),
+        (cancel_itself, "cancelled itself"),
+    ],
+)
+async def test_a_tool_that_ends_by_no_ordinary_exception_is_named_at_once(function, problem):
+    start = time.monotonic()
+    with pytest.raises(ToolBroken, match=f"tool {function.__name__}: .*{problem}"):
+        await ToolBox([make_tool(function)]).call(function.__name__, {}, 5)
+    assert time.monotonic() - start < 2
+
+
+async def test_an_asynchronous_tool_that_is_late_is_cancelled():
+    ended_by = asyncio.get_running_loop().create_future()
+
+    async def wait_long() -> str:
+        """Wait."""
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as error:
+            ended_by.set_result(type(error))
+            raise
+        return ""
+
+    with pytest.raises(ToolError, match="no answer within"):
+        await ToolBox([make_tool(wait_long)]).call("wait_long", {}, 0.05)
+    assert await asyncio.wait_for(ended_by, 5) is asyncio.CancelledError
 
 
 @pytest.mark.parametrize(
@@ -261,4 +359,38 @@ def test_text_without_calls_has_none_and_missing_arguments_are_no_arguments():
 
 def test_every_parser_that_a_recipe_can_name_is_there():
     for name in ParserName:
-        assert make_parser(name).close_marker
+        assert make_parser(name.value).close_marker
+
+
+class ShoutingParser:
+    """Calls are words in capitals."""
+
+    close_marker = "!"
+
+    def parse(self, text: str) -> ParsedTurn:
+        return ParsedTurn(content="", calls=[ToolCall(name=word, arguments={}) for word in text.split()])
+
+
+def shouting() -> ShoutingParser:
+    return ShoutingParser()
+
+
+@pytest.mark.parametrize("name", ["ShoutingParser", "shouting"])
+def test_a_parser_may_be_a_class_or_a_function_of_the_users(name):
+    parser = make_parser(f"{__name__}:{name}")
+    assert parser.close_marker == "!"
+    assert parser.parse("A B").calls == [ToolCall(name="A", arguments={}), ToolCall(name="B", arguments={})]
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("no_such_module:parser", "no module no_such_module"),
+        ("slimrl.agent.parsers:Hermes", "has no Hermes. Did you mean HermesParser?"),
+        (f"{__name__}:scale", "scale: it is called without arguments: missing a required argument: 'value'"),
+        ("os:getcwd", "os:getcwd gives no parser but str; one has close_marker and parse"),
+    ],
+)
+def test_an_import_path_that_makes_no_parser_is_refused(path, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        make_parser(path)
