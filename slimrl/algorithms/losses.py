@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.ratios import sequence_log_ratio
+from slimrl.algorithms.ratios import sequence_log_ratio, sum_by_trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,7 +59,7 @@ def gspo_loss(
     ratio_N = log_ratio_N.exp()
     clipped_ratio_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     surrogate_N = torch.minimum(ratio_N * advantages_N, clipped_ratio_N * advantages_N)
-    local_sampled_N = torch.zeros_like(advantages_N).index_add(0, trajectory_ids_T, mask_T.to(advantages_N.dtype))
+    local_sampled_N = sum_by_trajectory(mask_T.to(advantages_N.dtype), trajectory_ids_T, len(advantages_N))
     share_N = local_sampled_N / num_sampled_N.clamp(min=1)
     # A trajectory with nothing here would add a constant: no gradient, but a NaN if its remote part is one.
     loss = torch.where(local_sampled_N > 0, -surrogate_N, torch.zeros_like(surrogate_N)).sum()

@@ -45,9 +45,19 @@ def sequence_log_ratio(
     zero = torch.zeros((), dtype=logprobs_T.dtype, device=logprobs_T.device)
     # The inner `where` keeps a masked NaN out of the subtraction, whose backward would spread it.
     difference_T = torch.where(mask_T, torch.where(mask_T, logprobs_T, zero) - old_logprobs_T, zero)
-    local_N = torch.zeros(len(num_sampled_N), dtype=logprobs_T.dtype, device=logprobs_T.device)
-    local_N = local_N.index_add(0, trajectory_ids_T, difference_T)
+    local_N = sum_by_trajectory(difference_T, trajectory_ids_T, len(num_sampled_N))
     remote_N = elsewhere_log_ratio_N.to(local_N.dtype)
     if sum_over_ranks is not None:
         remote_N = remote_N + sum_over_ranks(local_N.detach()) - local_N.detach()
     return (local_N + remote_N) / num_sampled_N.clamp(min=1)
+
+
+def sum_by_trajectory(values_T: Tensor, trajectory_ids_T: Tensor, num_trajectories: int) -> Tensor:
+    """Sum of each trajectory's values, [N], differentiable.
+
+    Padding belongs to trajectory 0, with values of 0. A micro-batch of padding alone has no trajectory: its result is
+    empty, and still leads a gradient of 0 back to every value, so that a rank that got no sequence takes part in the
+    backward pass.
+    """
+    sums = values_T.new_zeros(max(num_trajectories, 1))
+    return sums.index_add(0, trajectory_ids_T, values_T)[:num_trajectories]

@@ -81,9 +81,9 @@ def sequences(step: int, count: int = 12) -> tuple[list[PackedSequence], np.ndar
     return packed, rng.normal(size=count).astype(np.float32)
 
 
-def packed_batches(step: int, layout: Layout, budget_tokens: int) -> list[MicroBatch]:
-    """This rank's micro-batches of one update."""
-    packed, advantages_N = sequences(step)
+def packed_batches(step: int, layout: Layout, budget_tokens: int, count: int = 12) -> list[MicroBatch]:
+    """This rank's micro-batches of one update, of `count` sequences."""
+    packed, advantages_N = sequences(step, count)
     parts = pack(
         packed,
         advantages_N,

@@ -121,6 +121,18 @@ def test_gspo_split_over_places_adds_up_to_the_whole():
     assert reported == pytest.approx({name: value.item() for name, value in expected.reported.items()}, abs=1e-5)
 
 
+def test_a_place_of_padding_alone_adds_nothing_and_still_has_a_gradient():
+    """As on a data-parallel rank for which no sequence was left: tokens, and no trajectory that they could be of."""
+    logprobs = torch.full((8,), -2.0, requires_grad=True)
+    nothing, ids = torch.zeros(8, dtype=torch.bool), torch.zeros(8, dtype=torch.int64)
+    none = torch.zeros(0)
+    sums = gspo_loss(logprobs, torch.full((8,), torch.nan), nothing, ids, none, none.long(), none, **CLIP)
+    sums.loss.backward()
+    assert sums.loss.item() == 0
+    assert logprobs.grad.tolist() == [0] * 8
+    assert {name: value.item() for name, value in sums.reported.items()} == {"loss": 0, "clipped": 0, "trajectories": 0}
+
+
 def test_the_ratio_is_one_and_the_gradient_alive_on_policy():
     case = Case(2)
     new = case.old.clone().requires_grad_()

@@ -184,3 +184,28 @@ def test_what_lies_elsewhere_is_the_rest_of_the_trajectory():
             here = m.mask & (m.trajectory_ids == local)
             own = float((r.logprobs - m.old_logprobs)[here].sum())
             assert m.elsewhere_log_ratio[local] == pytest.approx(totals[index] - own, rel=1e-4)
+
+
+def test_micro_batches_of_padding_alone_change_no_figure():
+    """Two trajectories over eight ranks, with the experts of every token, against the same on one rank."""
+    rng = np.random.default_rng(0)
+    batch = [trajectory("a", i, float(i), lengths=(40, 30)) for i in range(2)]
+    for s in (s for t in batch for s in t.segments):
+        s.routed_experts = rng.integers(0, 4, (len(s.tokens), 2, 1)).astype(np.int16)
+    figures = []
+    for ranks in (1, 8):
+        layout = SimpleNamespace(alignment=4, data=ranks, micro_batch_multiple=1)
+        (update,) = make_updates(select(batch, recipe(), []), recipe(), layout)
+        answers = results(update, 1e-3)
+        for m, answer in zip((m for p in update.parts for m in p), (a for p in answers for a in p), strict=True):
+            answer.routed_experts = (m.tokens[:, None, None] % 4).repeat(2, 1)
+            answer.routing_margin = (m.tokens[:, None] / 100).repeat(2, 1)
+        fill_old_logprobs(update, answers)
+        fill_elsewhere(update, results(update, 2e-3))
+        micro_batches = [m for part in update.parts for m in part]
+        log_ratios = sorted(float(x) for m in micro_batches for x in m.elsewhere_log_ratio)
+        figures.append((mismatch_metrics([update]), update.entropy_sum, log_ratios))
+        assert sum(m.padding.all() for m in micro_batches) == (0 if ranks == 1 else 4)
+    assert figures[1][0] == pytest.approx(figures[0][0])
+    assert figures[0][0]["mismatch/routing_flips"] > 0
+    assert figures[1][1:] == figures[0][1:]

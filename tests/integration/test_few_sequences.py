@@ -1,0 +1,77 @@
+"""Fewer sequences than micro-batches: those of padding alone change nothing, and no rank stays behind.
+
+One sequence on one rank is the reference, whose gradient is compared with autograd's in test_update_scale.
+"""
+
+import numpy as np
+import pytest
+from megatron.core import parallel_state as mpu
+from ranks import run_ranks
+from trainer_cases import Run, packed_batches, save_initial_weights, start, trainer_config
+
+from slimrl.config.schema import AlgorithmConfig
+from slimrl.trainer.objectives import gspo_objective, sft_objective
+from slimrl.trainer.parallel import destroy_parallel, init_model_parallel
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+OBJECTIVES = (gspo_objective(AlgorithmConfig(clip_low=0.9, clip_high=5.0)), sft_objective())
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("weights") / "initial")
+    run_ranks(save_initial_weights, 1, path)
+    return path
+
+
+def one_sequence(rank, num_ranks, port, weights, layouts):
+    """Of each layout: tokens of this rank's micro-batches, sampled log-probs, an update of each objective."""
+    results = []
+    for number, settings in enumerate(layouts):
+        trainer = trainer_config(num_ranks, **settings)
+        if number == 0:
+            layout = start(trainer, rank, num_ranks, port)
+        else:
+            mpu.destroy_model_parallel()
+            layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
+        run = Run(trainer, layout, weights)
+        batches = packed_batches(0, layout, trainer.max_tokens_per_rank, count=1)
+        outputs = run.stepper.compute_logprobs(batches, 0.7, routing=True) or []
+        sampled = [o.logprobs[b.mask] for b, o in zip(batches, outputs, strict=bool(outputs))]
+        for batch in batches:
+            # Away from the current policy, so that the ratio leaves 1.
+            batch.old_logprobs = batch.rollout_logprobs - 0.01 * batch.position_ids.astype(np.float32)
+        updates = [
+            run.stepper.train_update(batches, objective, denominator=3.0, temperature=0.7) for objective in OBJECTIVES
+        ]
+        results.append(([batch.num_tokens for batch in batches], sampled, updates))
+    destroy_parallel()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts", "num_padding"),
+    [
+        (2, [{}, {"expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}], [1, 1, 2]),
+        (4, [{"context": 2}, {"tensor": 2, "sequence": True, "expert": 2}], [2, 2]),
+    ],
+)
+def test_one_sequence_on_several_ranks_makes_the_update_of_one_rank(weights, num_ranks, layouts, num_padding):
+    [[(_, (expected_logprobs,), expected_updates)]] = run_ranks(one_sequence, 1, weights, [{}])
+    assert all(update.grad_norm > 0 for update in expected_updates)
+    ranks = run_ranks(one_sequence, num_ranks, weights, layouts, timeout_s=200)
+    for number, layout in enumerate(layouts):
+        here = [rank[number] for rank in ranks]
+        assert sum(tokens.count(0) for tokens, _, _ in here) == num_padding[number], layout
+        reported = [logprobs for _, sampled, _ in here for logprobs in sampled if len(logprobs)]
+        (logprobs,) = reported
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=5e-6, err_msg=f"{layout}")
+        for _, _, updates in here:
+            for update, expected in zip(updates, expected_updates, strict=True):
+                where = f"{layout} {expected}"
+                assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5), where
+                assert update.sums == pytest.approx(expected.sums, rel=1e-5), where
+                assert (update.skipped, update.num_tokens) == (False, expected.num_tokens), where
+                assert update.expert_load_max_over_mean == pytest.approx(expected.expert_load_max_over_mean), where
+                assert update.router_entropy == pytest.approx(expected.router_entropy, abs=1e-6), where
