@@ -6,8 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 
+class TaskCodeExited(Exception):
+    """A task's own code raised what is no report of an error: it called sys.exit(), for example."""
+
+
 def in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
     """What `call` returns or raises, computed in a daemon thread of its own.
+
+    What a future cannot hold, or what would end the event loop (SystemExit, KeyboardInterrupt, StopIteration, ...), is
+    raised as TaskCodeExited, which names it.
 
     Unlike asyncio.to_thread, whose threads an event loop waits for without a deadline when it closes. Python cannot end
     the thread: a call that hangs goes on in the background when the future is cancelled.
@@ -15,7 +22,7 @@ def in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: Any, error: Exception | None) -> None:
         if future.done():
             return
         if error is None:
@@ -23,17 +30,26 @@ def in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
         else:
             future.set_exception(error)
 
-    def report(result: Any, error: BaseException | None) -> None:
+    def report(result: Any, error: Exception | None) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
     def run() -> None:
         try:
             result = call()
-        except Exception as error:  # noqa: BLE001 - handed to the waiting coroutine, which raises it
-            report(None, error)
+        except BaseException as error:  # noqa: BLE001 - handed to the waiting coroutine, which raises it
+            report(None, reportable(error))
         else:
             report(result, None)
 
     threading.Thread(target=run, name="slimrl-task-code", daemon=True).start()
     return future
+
+
+def reportable(error: BaseException) -> Exception:
+    """The error itself, or TaskCodeExited in place of what ends a process, a task or a generator."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    exited = TaskCodeExited(f"it raised {error!r}, which is no error that can be reported")
+    exited.__cause__ = error
+    return exited
