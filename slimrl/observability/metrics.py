@@ -12,6 +12,7 @@ METRIC_NAMES = (
     "step",
     "reward/mean",
     "reward/<part>",
+    "reward/timeouts",
     "eval/<set>/accuracy",
     "policy/loss",
     "policy/clip_fraction",

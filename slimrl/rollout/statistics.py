@@ -21,6 +21,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     return {
         "reward/mean": float(np.mean([t.reward for t in scored])) if scored else float("nan"),
         **{f"reward/{name}": float(np.mean([t.rewards.get(name, 0.0) for t in scored])) for name in parts},
+        "reward/timeouts": sum(bool(t.metadata.get("reward_timed_out")) for t in trajectories),
         "rollout/trajectories": len(trajectories),
         "rollout/tokens": tokens,
         "rollout/tokens_per_s": tokens / seconds,

@@ -46,6 +46,7 @@ def test_figures_of_a_rollout_batch():
         "reward/mean": pytest.approx(1.0),
         "reward/answer": pytest.approx(2 / 3),
         "reward/style": pytest.approx(1 / 3),
+        "reward/timeouts": 0,
         "rollout/trajectories": 4,
         "rollout/tokens": 40,
         "rollout/tokens_per_s": 10.0,
@@ -55,6 +56,13 @@ def test_figures_of_a_rollout_batch():
         "rollout/failed_fraction": 0.25,
         "rollout/tool_error_fraction": 0.25,
     }
+
+
+def test_answers_that_ran_out_of_cpu_time_are_counted():
+    batch = [trajectory(float(i), Status.completed, 1, 1) for i in range(3)]
+    for timed_out in batch[:2]:
+        timed_out.metadata["reward_timed_out"] = True
+    assert rollout_metrics(batch, seconds=1.0)["reward/timeouts"] == 2
 
 
 def test_a_failed_trajectory_counts_as_wrong_in_an_evaluation():
