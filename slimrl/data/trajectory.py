@@ -23,7 +23,7 @@ class Status(str, Enum):
     aborted = "aborted"
     """Stopped by us, for example by its deadline."""
     failed = "failed"
-    """An engine, tool or environment broke; never trained on."""
+    """An engine, tool, environment or reward broke; never trained on."""
 
 
 @dataclass(kw_only=True)
@@ -77,11 +77,12 @@ class Trajectory:
     reward: float = float("nan")
     """NaN until scored."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward."""
+    """Named parts of the reward, where it has such."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation as text, for rewards and for people; training reads the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_cached_tokens`, `error` and whatever a task adds."""
+    """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_cached_tokens`, `error`, `reward_timed_out` and
+    whatever a task adds."""
 
     @property
     def num_tokens(self) -> int:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,8 @@ from typing import Any, Self
 METRIC_NAMES = (
     "step",
     "reward/mean",
-    "reward/<part>",
+    "reward/parts/<part>",
+    "reward/timeouts",
     "eval/<set>/accuracy",
     "policy/loss",
     "policy/clip_fraction",
@@ -54,19 +56,18 @@ METRIC_NAMES = (
     "time/eval_s",
     "time/step_s",
 )
-"""Every metric; `<set>` and `<part>` stand for names that the recipe or the reward function gives."""
+"""Every metric; `<set>` and `<part>` stand for names that the recipe or the reward function gives.
+
+A part may have any name, such as `format/think`.
+"""
+_PATTERNS = [
+    re.compile(re.escape(name).replace("<set>", "[^/]+").replace("<part>", ".+"), re.DOTALL) for name in METRIC_NAMES
+]
 
 
 def is_metric(name: str) -> bool:
     """Whether METRIC_NAMES holds the name or a pattern of it."""
-    parts = name.split("/")
-    for known in METRIC_NAMES:
-        known_parts = known.split("/")
-        if len(known_parts) == len(parts) and all(
-            there.startswith("<") or there == here for there, here in zip(known_parts, parts, strict=True)
-        ):
-            return True
-    return False
+    return any(pattern.fullmatch(name) for pattern in _PATTERNS)
 
 
 class MetricsWriter:

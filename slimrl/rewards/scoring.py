@@ -3,44 +3,72 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from slimrl.data.threads import in_thread
+from slimrl.data.threads import in_thread, reportable
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 
-Parts = float | dict[str, float]
+Parts = float | Mapping[str, float]
 RewardFunction = Callable[[Trajectory, Prompt], Parts | Awaitable[Parts]]
 """Gives the reward, or its named parts, whose sum is the reward. Synchronous or asynchronous."""
 
 
 async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction, timeout_s: float) -> None:
-    """Set `reward` and `rewards` of a trajectory; a failed one keeps its NaN.
+    """Set `reward` of a trajectory, and `rewards` where the reward has named parts; a failed one keeps its NaN.
 
     A synchronous function runs in a thread of its own, so that a slow one holds up neither the episodes under way nor
     the end of the run.
 
     Raises:
         TimeoutError: no reward within `timeout_s`.
-        ValueError: the function gave something else than finite numbers.
+        ValueError: the function gave something else than finite numbers under names.
+        TaskCodeExited: the function called sys.exit(), for example.
     """
     if trajectory.status is Status.failed:
         return
-    async with asyncio.timeout(timeout_s):
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            value = await _call(function, trajectory, prompt)
+    except TimeoutError as error:
+        if deadline.expired():
+            raise TimeoutError(f"no reward within {timeout_s:g} s") from error
+        raise
+    if isinstance(value, Mapping):
+        parts = {_name(name): _number(part, name) for name, part in value.items()}
+        trajectory.reward = _number(math.fsum(parts.values()), "the sum of its parts")
+        trajectory.rewards = parts
+    else:
+        trajectory.reward = _number(value, "reward")
+
+
+async def _call(function: RewardFunction, trajectory: Trajectory, prompt: Prompt) -> Any:
+    try:
         if inspect.iscoroutinefunction(function):
-            value = await function(trajectory, prompt)
-        else:
-            value = await in_thread(partial(function, trajectory, prompt))
-    parts = value if isinstance(value, dict) else {"reward": value}
-    for name, part in parts.items():
-        if not _is_finite(part):
-            raise ValueError(
-                f"the reward function gave {name} = {part!r} for {trajectory.trajectory_id}; finite numbers are needed"
-            )
-    trajectory.rewards = {name: float(part) for name, part in parts.items()}
-    trajectory.reward = math.fsum(trajectory.rewards.values())
+            return await function(trajectory, prompt)
+        value = await in_thread(partial(function, trajectory, prompt))
+        # Of an object whose __call__ is asynchronous the call gives what is to be waited for.
+        return await value if inspect.isawaitable(value) else value
+    except (SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise reportable(error) from error
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the reward function named a part {name!r}; a text that is not empty is needed")
+    return name
+
+
+def _number(value: Any, name: str) -> float:
+    """Of anything that `float` takes and that is no text: numbers of numpy and torch are not always Python's."""
+    try:
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"the reward function gave {name} = {value!r}; finite numbers are needed")
+    return number

@@ -52,7 +52,7 @@ async def collect(
 ) -> list[Trajectory]:
     """Trajectories in the order of the requests.
 
-    An exception of one episode (a fault of ours or of a task's code, since an engine's or tool's failure is a status)
+    An exception of one episode (a fault of ours, since the failure of an engine, a tool or a reward is a status)
     cancels the others and is raised.
     """
     slots = asyncio.Semaphore(max_concurrency)

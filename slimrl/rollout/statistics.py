@@ -14,13 +14,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     Failed trajectories have no reward and do not count in `reward/mean`, nor in the mean of a named part.
     """
     scored = [t for t in trajectories if t.status is not Status.failed]
-    parts = sorted({name for t in scored for name in t.rewards} - {"reward"})
+    parts = sorted({name for t in scored for name in t.rewards})
     tokens = sum(t.num_sampled_tokens for t in trajectories)
     calls = sum(t.metadata["num_tool_calls"] for t in trajectories)
     errors = sum(t.metadata["num_tool_errors"] for t in trajectories)
     return {
         "reward/mean": float(np.mean([t.reward for t in scored])) if scored else float("nan"),
-        **{f"reward/{name}": float(np.mean([t.rewards.get(name, 0.0) for t in scored])) for name in parts},
+        **{f"reward/parts/{name}": float(np.mean([t.rewards.get(name, 0.0) for t in scored])) for name in parts},
+        "reward/timeouts": sum(bool(t.metadata.get("reward_timed_out")) for t in trajectories),
         "rollout/trajectories": len(trajectories),
         "rollout/tokens": tokens,
         "rollout/tokens_per_s": tokens / seconds,

@@ -1,6 +1,7 @@
 """The rollout as one call: prompts in, scored trajectories out."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from slimrl.rollout.evaluate import EvalResult, evaluate
 from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.runtime.errors import RunError
 from slimrl.runtime.task import Task
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +151,11 @@ class RolloutStage:
         try:
             await score(trajectory, request.prompt, self._task.reward, self._recipe.rollout.trajectory_timeout_s)
         except Exception as error:
-            # Whatever a task's own code raises is named as its fault; the driver's log has the rest.
-            raise RunError(
-                f"{self._recipe.reward.function} failed on {request.trajectory_id}: {type(error).__name__}: {error}"
-            ) from error
+            # A task's own code may raise anything. It is named, and how many may fail is for the recipe to say.
+            cause = f"{self._recipe.reward.function} failed: {type(error).__name__}: {error}"
+            log.warning("%s: %s", request.trajectory_id, cause, exc_info=error)
+            trajectory.status = Status.failed
+            trajectory.metadata["error"] = cause
         return trajectory
 
 

@@ -26,6 +26,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
 from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
 from slimrl.resync.shared_buffer import clean_stale_segments
+from slimrl.rewards.comparers import close_comparers
 from slimrl.runtime.cluster import ray_cluster
 from slimrl.runtime.ending import Family, ending_on_signals, what_is_left
 from slimrl.runtime.engine_group import EngineGroup
@@ -152,6 +153,7 @@ def started(
         ends.callback(clean_stale_segments)
         ends.callback(folder.note_early_end)
         ends.callback(family.end)
+        ends.callback(close_comparers)
         with progress.stage("starting Ray"):
             slots = most_slots(recipe, num_ranks=num_ranks, num_engines=num_engines)
             ends.enter_context(ray_cluster(ray_address, num_slots=slots))

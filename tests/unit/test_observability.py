@@ -42,11 +42,15 @@ def test_every_metric_is_documented_and_nothing_else_is():
     assert [name for name, unit, meaning in rows if not unit.strip() or not meaning.strip()] == []
 
 
-def test_names_given_by_recipes_stand_for_one_path_component():
+def test_a_set_is_one_component_of_a_name_and_a_part_may_be_several():
     assert is_metric("eval/heldout/accuracy")
-    assert is_metric("reward/format")
+    assert not is_metric("eval/a/b/accuracy")
+    assert not is_metric("reward/format")
     assert not is_metric("eval/accuracy")
     assert not is_metric("policy/los")
+    assert is_metric("reward/parts/format")
+    assert is_metric("reward/parts/format/think")
+    assert not is_metric("reward/parts/")
 
 
 def test_each_step_is_one_json_object_and_what_is_not_finite_is_null(tmp_path):

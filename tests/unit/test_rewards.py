@@ -3,13 +3,19 @@
 import asyncio
 import threading
 import time
+from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
+from slimrl.data.threads import TaskCodeExited
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.rewards.boxed import last_boxed
-from slimrl.rewards.math import boxed_equivalent, boxed_exact, call_with_deadline
+from slimrl.rewards.comparers import ComparerFailed, OutOfCpuTime
+from slimrl.rewards.comparison import equivalent
+from slimrl.rewards.math import boxed_equivalent, boxed_exact
 from slimrl.rewards.scoring import score
 
 
@@ -75,46 +81,69 @@ def test_a_box_in_a_tool_result_or_in_an_earlier_turn_is_no_answer(function):
 
 
 @pytest.mark.parametrize(
+    ("answer", "label", "same"),
+    [
+        ("2\\sqrt{2}", "\\sqrt{8}", True),
+        ("(x+1)^2", "x^2+2x+1", True),
+        ("40+2", "42", True),
+        ("\\sqrt{7}", "\\sqrt{8}", False),
+        ("\\frac{1}{", "\\sqrt{8}", False),
+    ],
+)
+def test_answers_are_compared_symbolically(answer, label, same):
+    assert equivalent(answer, label) is same
+
+
+class StandIn:
+    """In place of the processes that compare: notes what they are asked."""
+
+    def __init__(self, answer):
+        self.answer, self.asked = answer, []
+
+    def equivalent(self, answer, label):
+        self.asked.append((answer, label))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_boxed_equivalent_asks_for_a_comparison_where_the_text_does_not_tell(monkeypatch, same):
+    comparers = StandIn(same)
+    monkeypatch.setattr("slimrl.rewards.math.shared_comparers", lambda: comparers)
+    scored = trajectory("\\boxed{x+x}")
+    assert boxed_equivalent(scored, prompt("2x")) == float(same)
+    assert comparers.asked == [("x+x", "2x")]
+    assert "reward_timed_out" not in scored.metadata
+
+
+@pytest.mark.parametrize(
     ("text", "label", "reward"),
     [
-        ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1),
-        ("\\boxed{(x+1)^2}", "x^2+2x+1", 1),
-        ("\\boxed{40+2}", "42", 1),
         ("\\boxed{42}", 42, 1),
-        ("\\boxed{\\sqrt{7}}", "\\sqrt{8}", 0),
+        ("\\boxed{41}", 42, 0),
+        ("\\boxed{x + y}", "x+y", 1),
         ("\\boxed{" + "x+" * 200 + "1}", "x", 0),
     ],
 )
-def test_boxed_equivalent_compares_symbolically(text, label, reward):
+def test_numbers_the_same_text_and_long_answers_need_no_comparison(monkeypatch, text, label, reward):
+    monkeypatch.setattr("slimrl.rewards.math.shared_comparers", lambda: pytest.fail("a process was asked"))
     assert boxed_equivalent(trajectory(text), prompt(label)) == reward
 
 
-def test_symbolic_comparison_works_outside_the_main_thread():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(boxed_equivalent(trajectory("\\boxed{x+x}"), prompt("2x"))))
-    thread.start()
-    thread.join(30)
-    assert found == [1.0]
+def test_an_answer_that_takes_too_much_cpu_time_is_wrong_and_marked(monkeypatch):
+    comparers = StandIn(OutOfCpuTime("5 s"))
+    monkeypatch.setattr("slimrl.rewards.math.shared_comparers", lambda: comparers)
+    scored = trajectory("\\boxed{9^{9^9}}")
+    assert boxed_equivalent(scored, prompt("\\sqrt{8}")) == 0.0
+    assert scored.metadata == {"reward_timed_out": True}
 
 
-def test_a_computation_is_interrupted_at_its_deadline():
-    turns = [0]
-
-    def spin():
-        while True:
-            turns[0] += 1
-
-    with pytest.raises(TimeoutError):
-        call_with_deadline(spin, 0.1)
-    time.sleep(0.2)
-    counted = turns[0]
-    time.sleep(0.1)
-    assert turns[0] == counted
-
-
-def test_what_a_computation_raises_is_raised_to_the_caller():
-    with pytest.raises(ZeroDivisionError):
-        call_with_deadline(lambda: 1 // 0, 1)
+def test_a_comparison_that_failed_is_no_wrong_answer(monkeypatch):
+    comparers = StandIn(ComparerFailed("ended by SIGKILL"))
+    monkeypatch.setattr("slimrl.rewards.math.shared_comparers", lambda: comparers)
+    with pytest.raises(ComparerFailed, match="SIGKILL"):
+        boxed_equivalent(trajectory("\\boxed{x+x}"), prompt("2x"))
 
 
 @pytest.mark.parametrize(
@@ -125,16 +154,31 @@ def test_the_last_closed_box_is_taken_with_its_braces_matched(text, box):
     assert last_boxed(text) == box
 
 
-async def test_synchronous_and_asynchronous_functions_and_parts_are_applied():
-    async def later(trajectory, prompt):
-        await asyncio.sleep(0)
-        return {"right": 1.0, "short": 0.25}
+async def later(trajectory, prompt):
+    await asyncio.sleep(0)
+    return {"right": 1.0, "short": 0.25}
 
-    first, second = trajectory("\\boxed{42}"), trajectory("")
-    await score(first, prompt(42), boxed_exact, 5)
-    await score(second, prompt(42), later, 5)
-    assert (first.reward, first.rewards) == (1.0, {"reward": 1.0})
-    assert (second.reward, second.rewards) == (1.25, {"right": 1.0, "short": 0.25})
+
+class AsyncJudge:
+    async def __call__(self, trajectory, prompt):
+        return await later(trajectory, prompt)
+
+
+async def test_a_plain_number_is_the_reward_and_has_no_parts():
+    scored = trajectory("\\boxed{42}")
+    await score(scored, prompt(42), boxed_exact, 5)
+    assert (scored.reward, scored.rewards) == (1.0, {})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [later, AsyncJudge(), partial(later), lambda trajectory, prompt: later(trajectory, prompt)],
+    ids=["function", "object", "partial", "lambda"],
+)
+async def test_asynchronous_functions_of_every_form_and_parts_are_applied(function):
+    scored = trajectory("")
+    await score(scored, prompt(42), function, 5)
+    assert (scored.reward, scored.rewards) == (1.25, {"right": 1.0, "short": 0.25})
 
 
 async def test_a_failed_trajectory_is_not_scored():
@@ -143,18 +187,96 @@ async def test_a_failed_trajectory_is_not_scored():
     assert np.isnan(failed.reward)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", {"a": float("nan")}])
+@pytest.mark.parametrize("status", [Status.completed, Status.truncated, Status.aborted])
+async def test_every_other_trajectory_is_scored(status):
+    scored = trajectory("\\boxed{42}", status=status)
+    await score(scored, prompt(42), boxed_exact, 5)
+    assert (scored.reward, scored.status) == (1.0, status)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([0.5]), Fraction(1, 2)],
+    ids=repr,
+)
+async def test_numbers_of_numpy_torch_and_others_are_rewards(value):
+    scored, parts = trajectory(""), trajectory("")
+    await score(scored, prompt(1), lambda trajectory, prompt: value, 5)
+    await score(parts, prompt(1), lambda trajectory, prompt: {"a": value}, 5)
+    assert (scored.reward, parts.reward, parts.rewards) == (0.5, 0.5, {"a": 0.5})
+    assert type(scored.reward) is type(parts.rewards["a"]) is float
+
+
+@pytest.mark.parametrize("value", [True, np.True_, torch.tensor(True)], ids=repr)
+async def test_true_is_a_reward_of_one(value):
+    scored = trajectory("")
+    await score(scored, prompt(1), lambda trajectory, prompt: value, 5)
+    assert scored.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), 10**400, None, "1", b"1", 1j, [1.0], torch.ones(2), np.ones(2), np.float32("nan"),
+     {"a": float("nan")}, {"a": "1"}],
+    ids=lambda value: repr(value)[:16],
+)  # fmt: skip
 async def test_a_reward_that_is_no_finite_number_is_refused(value):
     with pytest.raises(ValueError, match="finite numbers are needed"):
         await score(trajectory(""), prompt(1), lambda trajectory, prompt: value, 5)
 
 
-async def test_a_reward_function_has_a_deadline():
+@pytest.mark.parametrize("name", ["", 1, None])
+async def test_a_part_without_a_name_is_refused(name):
+    with pytest.raises(ValueError, match="named a part"):
+        await score(trajectory(""), prompt(1), lambda trajectory, prompt: {name: 1.0}, 5)
+
+
+async def test_a_reward_function_has_a_deadline_which_is_named():
     async def never(trajectory, prompt):
         await asyncio.sleep(60)
 
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"^no reward within 0\.05 s$"):
         await score(trajectory(""), prompt(1), never, 0.05)
+
+
+async def test_a_timeout_of_the_rewards_own_is_raised_as_it_is():
+    async def of_its_own(trajectory, prompt):
+        raise TimeoutError("the judge did not answer")
+
+    with pytest.raises(TimeoutError, match="the judge did not answer"):
+        await score(trajectory(""), prompt(1), of_its_own, 60)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()], ids=repr)
+async def test_a_reward_that_exits_is_named_at_once(error):
+    def exits(trajectory, prompt):
+        raise error
+
+    async def exits_later(trajectory, prompt):
+        raise error
+
+    for function in (exits, exits_later):
+        with pytest.raises(TaskCodeExited) as caught:
+            await score(trajectory(""), prompt(1), function, 60)
+        assert repr(error) in str(caught.value)
+
+
+async def test_a_rollout_that_is_cancelled_cancels_its_rewards():
+    cancelled = []
+
+    async def never(trajectory, prompt):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    task = asyncio.create_task(score(trajectory(""), prompt(1), never, 60))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cancelled == [True]
 
 
 def test_a_reward_function_that_hangs_does_not_hold_up_the_end_of_the_event_loop():

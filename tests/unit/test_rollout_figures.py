@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.observability.metrics import MetricsWriter, read_metrics
 from slimrl.rollout.evaluate import evaluate
 from slimrl.rollout.statistics import rollout_metrics
 
@@ -44,8 +45,9 @@ def test_figures_of_a_rollout_batch():
     metrics = rollout_metrics(BATCH, seconds=4.0)
     assert metrics == {
         "reward/mean": pytest.approx(1.0),
-        "reward/answer": pytest.approx(2 / 3),
-        "reward/style": pytest.approx(1 / 3),
+        "reward/parts/answer": pytest.approx(2 / 3),
+        "reward/parts/style": pytest.approx(1 / 3),
+        "reward/timeouts": 0,
         "rollout/trajectories": 4,
         "rollout/tokens": 40,
         "rollout/tokens_per_s": 10.0,
@@ -55,6 +57,26 @@ def test_figures_of_a_rollout_batch():
         "rollout/failed_fraction": 0.25,
         "rollout/tool_error_fraction": 0.25,
     }
+
+
+def test_a_part_of_any_name_has_a_metric_of_its_own(tmp_path):
+    parts = {"format/think": 1.0, "mean": 2.0, "reward": 4.0, "parts": 8.0, "timeouts": 16.0}
+    scored = trajectory(31.0, Status.completed, 1, 1)
+    scored.rewards = parts
+    metrics = rollout_metrics([scored], seconds=1.0)
+    assert metrics["reward/mean"] == 31.0
+    assert metrics["reward/timeouts"] == 0
+    assert {name: metrics[f"reward/parts/{name}"] for name in parts} == parts
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.log(1, metrics)
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["reward/parts/format/think"] == 1.0
+
+
+def test_answers_that_ran_out_of_cpu_time_are_counted():
+    batch = [trajectory(float(i), Status.completed, 1, 1) for i in range(3)]
+    for timed_out in batch[:2]:
+        timed_out.metadata["reward_timed_out"] = True
+    assert rollout_metrics(batch, seconds=1.0)["reward/timeouts"] == 2
 
 
 def test_a_failed_trajectory_counts_as_wrong_in_an_evaluation():

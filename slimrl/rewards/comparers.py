@@ -1,0 +1,177 @@
+"""Processes that compare answers symbolically (comparison.py), in place of threads that share the driver's interpreter.
+
+1. The first answers start them, at most one per core. Each compares one pair at a time; other answers wait.
+2. One that has ended, by its limit of CPU time or otherwise, is replaced when the next answer needs it.
+3. `close_comparers` ends them with the run. Without it they end when the driver does, whose pipe their stdin is.
+
+A pool of multiprocessing would import the driver's main module into each, and would leave its resource tracker running
+after its end, for which the end of a run would wait.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from queue import LifoQueue
+
+MAX_COMPARERS = 8
+"""A comparison takes some hundredths of a second, so more are not needed."""
+CPU_LIMIT_S = 5
+"""Of CPU time, for one comparison."""
+DEADLINE_S = 300.0
+"""Wall clock, for a process to start and for it to answer. Only one that is stuck gets there."""
+END_S = 10.0
+"""How long a killed process may take to end."""
+
+
+class OutOfCpuTime(Exception):
+    """A comparison took more CPU time than it may."""
+
+
+class ComparerFailed(Exception):
+    """A process ended or got stuck, which says nothing about the answer that it compared."""
+
+
+class Comparers:
+    """At most `most` processes, started when they are needed.
+
+    Args:
+        cpu_limit_s: CPU time of one comparison; the time in which a process starts does not count.
+        deadline_s: wall clock, for a start and for an answer.
+    """
+
+    def __init__(self, *, most: int, cpu_limit_s: int = CPU_LIMIT_S, deadline_s: float = DEADLINE_S) -> None:
+        self._cpu_limit_s, self._deadline_s = cpu_limit_s, deadline_s
+        # Last in, first out: a process that runs is taken before another one is started.
+        self._places: LifoQueue[_Comparer | None] = LifoQueue()
+        for _ in range(most):
+            self._places.put(None)
+        self._lock = threading.Lock()
+        self._started: set[_Comparer] = set()
+        self._closed = False
+
+    def equivalent(self, answer: str, label: str) -> bool:
+        """Whether two answers are mathematically the same. May be called from many threads.
+
+        Raises:
+            OutOfCpuTime: the comparison took more than its limit.
+            ComparerFailed: the process ended otherwise or got stuck, or `close` was called.
+        """
+        # Whoever holds a place gives it back by a deadline. How many wait before this one is for the caller's deadline.
+        comparer = self._places.get()
+        try:
+            if comparer is None or not comparer.lives:
+                comparer = self._start()
+                comparer.wait_ready()
+            return comparer.compare(answer, label)
+        finally:
+            self._places.put(comparer)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that live."""
+        with self._lock:
+            return [comparer.pid for comparer in self._started if comparer.lives]
+
+    def close(self) -> None:
+        """End all processes; comparisons that wait or are under way raise ComparerFailed."""
+        with self._lock:
+            self._closed = True
+            for comparer in self._started:
+                comparer.end()
+
+    def _start(self) -> "_Comparer":
+        with self._lock:
+            if self._closed:
+                raise ComparerFailed("no answers are compared any more, the run ends")
+            self._started = {comparer for comparer in self._started if comparer.lives}
+            comparer = _Comparer(self._cpu_limit_s, self._deadline_s)
+            self._started.add(comparer)
+            return comparer
+
+
+class _Comparer:
+    """One process, used by one thread at a time."""
+
+    def __init__(self, cpu_limit_s: int, deadline_s: float) -> None:
+        # Of a session of its own, since Ctrl-C is for the driver. -P: files in the working directory hide no module.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "slimrl.rewards.comparison", str(cpu_limit_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._questions, self._answers = self._process.stdin, self._process.stdout
+        self._cpu_limit_s, self._deadline_s = cpu_limit_s, deadline_s
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_ready(self) -> None:
+        assert self._read() is True, "the first pair is equivalent"
+
+    def compare(self, answer: str, label: str) -> bool:
+        try:
+            self._questions.write(json.dumps([answer, label]).encode() + b"\n")
+            self._questions.flush()
+        except BrokenPipeError:
+            raise self._cause_of_end() from None
+        return self._read()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait(END_S)
+
+    def _read(self) -> bool:
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN)
+        if not poll.poll(1000 * self._deadline_s):
+            self.end()
+            raise ComparerFailed(f"a process that compares answers was stuck: nothing within {self._deadline_s:g} s")
+        line = self._answers.readline()
+        if not line:
+            raise self._cause_of_end()
+        return json.loads(line)
+
+    def _cause_of_end(self) -> Exception:
+        code = self._process.wait(END_S)
+        self._answers.close()
+        with suppress(BrokenPipeError):
+            self._questions.close()
+        if code == -signal.SIGXCPU:
+            return OutOfCpuTime(f"a comparison took more than {self._cpu_limit_s} s of CPU time")
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        return ComparerFailed(f"a process that compares answers ended {how}")
+
+
+_shared: Comparers | None = None
+_shared_lock = threading.Lock()
+
+
+def shared_comparers() -> Comparers:
+    """Those of this process: a reward is a plain function, which nobody hands anything. None runs before it is used."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = Comparers(most=min(MAX_COMPARERS, len(os.sched_getaffinity(0))))
+        return _shared
+
+
+def close_comparers() -> None:
+    """End the processes of `shared_comparers`; who asks for them afterwards gets others."""
+    global _shared
+    with _shared_lock:
+        comparers, _shared = _shared, None
+    if comparers is not None:
+        comparers.close()
