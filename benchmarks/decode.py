@@ -77,8 +77,8 @@ class Engine:
 
         sampling = {"max_new_tokens": new_tokens, "temperature": temperature, "ignore_eos": True}
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
-        httpx.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
-        return httpx.post(f"{self.url}/generate", json=body, timeout=300).raise_for_status().json()
+        httpx.post(f"{self.url}/flush_cache", timeout=60, trust_env=False).raise_for_status()
+        return httpx.post(f"{self.url}/generate", json=body, timeout=300, trust_env=False).raise_for_status().json()
 
     def measure(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
         """(seconds by the clock, processor seconds of the scheduler)"""

@@ -100,6 +100,7 @@ class _Episode:
         self.num_tool_calls = 0
         self.num_tool_errors = 0
         self.num_cached_tokens = 0
+        self.num_retries = 0
 
     async def play(self) -> Status:
         limits = self.runner.rollout
@@ -131,6 +132,7 @@ class _Episode:
             "num_tool_calls": self.num_tool_calls,
             "num_tool_errors": self.num_tool_errors,
             "num_cached_tokens": self.num_cached_tokens,
+            "num_retries": self.num_retries,
         }
         if self.error is not None:
             metadata["error"] = self.error
@@ -160,6 +162,7 @@ class _Episode:
     def _record(self, result: GenerateResult) -> ParsedTurn:
         self.transcript.add_turn(result)
         self.num_cached_tokens += result.cached_tokens
+        self.num_retries += result.num_retries
         ended = bool(result.tokens) and result.tokens[-1] == self.runner.chat.end_of_turn_id
         text = self.runner.chat.decode(result.tokens[:-1] if ended else result.tokens)
         turn = self.runner.parser.parse(text)

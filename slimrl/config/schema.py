@@ -237,7 +237,7 @@ class RolloutConfig:
     colocated: bool = False
     """Engines share the trainer's devices: each side gives its memory away while the other one works."""
     max_replacements: int = 3
-    """Engines started anew in one run, because they failed in a resync, before the run stops."""
+    """Engines started anew in one run, because they ended or failed in a resync, before the run stops."""
     router: bool = True
     """Put smg in front of the engines; without it a session is pinned to an engine by its hash."""
     prompts_per_step: int = 32

@@ -43,6 +43,8 @@ class GenerateResult:
     """int16 [len(input_ids) + len(tokens) - 1, layers, topk], or None where not asked for"""
     cached_tokens: int
     """Prompt tokens that the engine had in its prefix cache."""
+    num_retries: int = 0
+    """Attempts that failed before the one that was answered."""
 
 
 class EngineError(Exception):

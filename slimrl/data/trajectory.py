@@ -81,8 +81,8 @@ class Trajectory:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation as text, for rewards and for people; training reads the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_cached_tokens`, `error`, `reward_timed_out` and
-    whatever a task adds."""
+    """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_cached_tokens`, `num_retries`, `error`, `reward_timed_out`
+    and what a task adds."""
 
     @property
     def num_tokens(self) -> int:

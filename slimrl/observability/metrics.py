@@ -34,6 +34,7 @@ METRIC_NAMES = (
     "rollout/aborted_fraction",
     "rollout/failed_fraction",
     "rollout/tool_error_fraction",
+    "rollout/retries",
     "rollout/zero_variance_fraction",
     "moe/expert_load_max_over_mean",
     "moe/router_entropy",

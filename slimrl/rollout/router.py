@@ -21,6 +21,9 @@ from slimrl.data.protocols import EngineError
 from slimrl.rollout.ports import free_ports
 from slimrl.rollout.process import ServerError, ServerProcess
 
+_NO_PROXY = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), "")
+"""The router would ask the engines through a proxy of its environment; they are of the cluster."""
+
 
 class Router:
     """A running router. Making one starts the process; `wait_ready` waits until it serves every engine."""
@@ -67,7 +70,7 @@ class Router:
             "router",
             [sys.executable, "-m", "slimrl.rollout.launch_router", str(os.getpid()), *flags, "--enable-rl",
              "--worker-urls", *engine_urls],
-            {},
+            _NO_PROXY,
             log,
         )  # fmt: skip
 

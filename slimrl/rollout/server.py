@@ -161,7 +161,7 @@ class EngineServer:
         try:
             # As SGLang does after a warm-up of its own: what start-up made is left out of garbage collections from now
             # on. Flushing the cache of a CPU engine collects, and would take a third of a second.
-            httpx.post(f"{self.url}/freeze_gc", timeout=self._timeout_s).raise_for_status()
+            httpx.post(f"{self.url}/freeze_gc", timeout=self._timeout_s, trust_env=False).raise_for_status()
         except httpx.HTTPError as error:
             raise ServerError(f"engine {self.index}: freeze_gc: {error!r}") from error
 

@@ -30,6 +30,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/aborted_fraction": _fraction(trajectories, Status.aborted),
         "rollout/failed_fraction": _fraction(trajectories, Status.failed),
         "rollout/tool_error_fraction": errors / calls if calls else 0.0,
+        "rollout/retries": sum(t.metadata["num_retries"] for t in trajectories),
     }
 
 

@@ -105,20 +105,21 @@ class ActorGroup:
             raise StageError(f"{', '.join(late)}: {method} did not finish within {timeout_s:.0f} s{self._log(late[0])}")
         return {name: results[name] for name in refs}
 
-    def answered(self, refs: Mapping[str, Any], method: str) -> bool:
-        """Whether all calls that `begin` made have been answered; does not wait.
+    def answers(self, refs: Mapping[str, Any], method: str) -> dict[str, Any] | None:
+        """Results of the calls that `begin` made, by actor name; None while one is under way. Does not wait.
 
         Raises:
             StageError: an actor raised or died.
         """
         done, waiting = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
+        results = {}
         for name, ref in refs.items():
             if ref in done:
                 try:
-                    ray.get(ref)
+                    results[name] = ray.get(ref)
                 except RayError as error:
                     raise self._failure(error, name, method)[1] from None
-        return not waiting
+        return None if waiting else results
 
     def kill(self) -> None:
         """End all processes at once; those that they started and that watch them end too."""

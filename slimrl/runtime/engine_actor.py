@@ -75,17 +75,18 @@ class EngineActor:
         return address
 
     def release_memory(self, parts: list[EngineMemory]) -> None:
+        """A server that has ended holds none; the next resync replaces it."""
+        if self.ending():
+            return
         self.control.release_memory(parts)
 
     def resume_memory(self, parts: list[EngineMemory]) -> None:
-        """Take memory back; with that of the KV cache the engine serves requests again."""
+        """Take memory back, unless the server has ended; with that of the KV cache the engine serves requests again."""
+        if self.ending():
+            return
         self.control.resume_memory(parts)
         if EngineMemory.kv_cache in parts:
             self.control.resume()
-
-    def check(self) -> None:
-        """Raises ServerError with the cause from the log if the server has ended."""
-        self.server.check()
 
     def ending(self) -> str:
         """How the server ended, with the cause from the log; empty while it lives."""

@@ -1,7 +1,7 @@
 """The engines of a run as the driver sees them: one actor each, the router in front, and the client to them."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,9 @@ class EngineGroup:
             logs[name], nodes[name] = folder.log_file(f"engine_{index}_actor"), node
         self._actors = ActorGroup(actors, logs, nodes)
         self._starts = self._actors.begin("start")
-        self._checks: dict[str, Any] | None = None
+        self._asked: dict[str, Any] | None = None
+        self._tolerated: set[str] = set()
+        self.num_replaced = 0
         self._router: Router | None = None
         self.addresses: list[EngineAddress] = []
 
@@ -76,6 +78,10 @@ class EngineGroup:
         timeout_s = self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
         fresh = self._actors.call("restart", dict.fromkeys(names, ()), timeout_s=timeout_s)
         self.addresses = [fresh.get(address.name, address) for address in self.addresses]
+        self.num_replaced += len(fresh)
+        # What `watch` asked before is answered about the servers that are gone.
+        self._asked = None
+        self._tolerated -= fresh.keys()
         for address in fresh.values():
             log.info("process %d: %s, server on %s", address.pids[-1], address.name, address.node)
         if self._router is not None:
@@ -118,17 +124,44 @@ class EngineGroup:
         return PinnedEngines(engines)
 
     def check(self) -> None:
-        """Raises StageError with the cause from its log if an engine or the router has ended."""
-        self._actors.call("check", timeout_s=CHECK_TIMEOUT_S)
+        """Raises StageError with the cause from its log if an engine has ended, other than one that `watch` tolerates,
+        or the router has."""
+        endings = self._actors.call("ending", timeout_s=CHECK_TIMEOUT_S)
+        if causes := [text for name, text in endings.items() if text and name not in self._tolerated]:
+            raise StageError("; ".join(causes))
         self._check_router()
 
     def watch(self) -> None:
-        """`check` in passing, to be called again and again: asks the actors, and reads their answers a call later."""
-        if self._checks is None:
-            self._checks = self._actors.begin("check")
-        elif self._actors.answered(self._checks, "check"):
-            self._checks = None
+        """To be called again and again while episodes run: asks the engines, and reads their answers a call later.
+
+        With the router the others take over the sessions of an engine that has ended, and the next resync replaces it.
+
+        Raises:
+            StageError: the router or an engine's actor has ended, or an engine and no other can take its sessions
+                (there is no router, or none is left), or it may not be replaced (`rollout.max_replacements`).
+        """
+        if self._asked is None:
+            self._asked = self._actors.begin("ending")
+        elif (endings := self._actors.answers(self._asked, "ending")) is not None:
+            self._asked = None
+            self._judge({name: text for name, text in endings.items() if text})
         self._check_router()
+
+    def _judge(self, ended: Mapping[str, str]) -> None:
+        """Whether the episodes go on without the engines that have ended, given with their causes; see `watch`."""
+        if ended.keys() <= self._tolerated:
+            return
+        causes = "; ".join(ended.values())
+        if self._router is None or len(ended) == len(self.addresses):
+            raise StageError(causes)
+        limit = self._recipe.rollout.max_replacements
+        if self.num_replaced + len(ended) > limit:
+            raise StageError(
+                f"{causes}; rollout.max_replacements = {limit} allows no more engines to be replaced "
+                f"({self.num_replaced} were)"
+            )
+        log.warning("the other engines go on, and the next resync replaces what has ended: %s", causes)
+        self._tolerated |= ended.keys()
 
     def _start_router(self, port: int | None) -> None:
         rollout = self._recipe.rollout

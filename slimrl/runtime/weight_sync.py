@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Keeps count of versions and of replaced engines."""
+    """Keeps count of versions."""
 
     def __init__(
         self,
@@ -38,7 +38,6 @@ class WeightSync:
     ) -> None:
         self._recipe, self._state = recipe, state
         self._trainers, self._engines, self._memory, self._progress = trainers, engines, memory, progress
-        self._replaced = 0
 
     def connect(self) -> None:
         """Introduce trainer and engines, before anything is sent."""
@@ -52,7 +51,7 @@ class WeightSync:
         Raises:
             RunError: loaded tensors differ from the trainer's, or more engines failed than a run may replace.
         """
-        replaced_before = self._replaced
+        replaced_before = self._engines.num_replaced
         self._memory.enter(Stage.exchange)
         report = self._resync()
         while report.failed_engines:
@@ -60,7 +59,7 @@ class WeightSync:
             self._state.weight_version += 1
             report = self._resync()
         step.record(resync_metrics(report))
-        step.record({"resync/replaced_engines": self._replaced - replaced_before})
+        step.record({"resync/replaced_engines": self._engines.num_replaced - replaced_before})
 
     def _resync(self) -> ResyncReport:
         report = self._trainers.resync(self._state.weight_version)
@@ -80,10 +79,11 @@ class WeightSync:
     def _replace(self, failed: Mapping[str, str], version: int) -> None:
         causes = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
         limit = self._recipe.rollout.max_replacements
-        if self._replaced + len(failed) > limit:
+        replaced = self._engines.num_replaced
+        if replaced + len(failed) > limit:
             raise RunError(
                 f"engines failed in the resync of version {version}, and rollout.max_replacements = {limit} allows "
-                f"no more to be replaced ({self._replaced} were): {causes}"
+                f"no more to be replaced ({replaced} were): {causes}"
             )
         log.warning("replacing engines that failed in the resync of version %d: %s", version, causes)
         start = time.monotonic()
@@ -91,7 +91,6 @@ class WeightSync:
         self._engines.replace(list(failed))
         self._memory.enter(Stage.exchange)
         self._trainers.use_engines(self._engines.addresses)
-        self._replaced += len(failed)
         seconds = time.monotonic() - start
         self._progress.say(f"replaced after the resync of version {version}, in {seconds:.0f} s: {causes}")
 

@@ -20,6 +20,7 @@ class Run:
         self.calls: list[str] = []
         self.said: list[str] = []
         self.addresses = ["engine 0", "engine 1"]
+        self.num_replaced = 0
         self.state = RunState(weight_version=6)
         recipe = Recipe()
         recipe.rollout.max_replacements = limit
@@ -38,6 +39,7 @@ class Run:
 
     def replace(self, names):
         self.calls.append(f"replace {', '.join(names)}")
+        self.num_replaced += len(names)
 
     def use_engines(self, addresses):
         assert addresses == self.addresses
@@ -79,3 +81,17 @@ def test_a_limit_of_0_replaces_none():
     with pytest.raises(RunError, match="max_replacements = 0"):
         run.send()
     assert run.calls == ["memory for exchange", "send 6"]
+
+
+def test_engines_that_fail_together_count_each():
+    both = {"engine 0": "engine 0: gone", "engine 1": "engine 1: gone"}
+    run = Run([both], limit=1)
+    with pytest.raises(RunError, match=r"max_replacements = 1 .*\(0 were\): engine 0: .*gone; engine 1: .*gone"):
+        run.send()
+    assert run.calls == ["memory for exchange", "send 6"]
+    run = Run([both], limit=2)
+    assert run.send()["resync/replaced_engines"] == 2
+    assert run.calls.count("replace engine 0, engine 1") == 1
+    run.failures.append({"engine 1": "again"})
+    with pytest.raises(RunError, match=r"\(2 were\): engine 1: again"):
+        run.send()

@@ -11,7 +11,7 @@ from slimrl.rollout.evaluate import evaluate
 from slimrl.rollout.statistics import rollout_metrics
 
 
-def trajectory(reward, status, sampled, turns, calls=0, errors=0, **rewards) -> Trajectory:
+def trajectory(reward, status, sampled, turns, calls=0, errors=0, retries=0, **rewards) -> Trajectory:
     mask = np.array([False, *[True] * sampled])
     length = len(mask)
     return Trajectory(
@@ -29,13 +29,13 @@ def trajectory(reward, status, sampled, turns, calls=0, errors=0, **rewards) -> 
         status=status,
         reward=reward,
         rewards=rewards,
-        metadata={"num_turns": turns, "num_tool_calls": calls, "num_tool_errors": errors},
+        metadata={"num_turns": turns, "num_tool_calls": calls, "num_tool_errors": errors, "num_retries": retries},
     )
 
 
 BATCH = [
-    trajectory(1.5, Status.completed, 10, 2, 3, 1, answer=1.0, style=0.5),
-    trajectory(0.5, Status.truncated, 20, 4, 1, 0, answer=0.0, style=0.5),
+    trajectory(1.5, Status.completed, 10, 2, 3, 1, 2, answer=1.0, style=0.5),
+    trajectory(0.5, Status.truncated, 20, 4, 1, 0, 1, answer=0.0, style=0.5),
     trajectory(math.nan, Status.failed, 5, 1),
     trajectory(1.0, Status.completed, 5, 1, answer=1.0),
 ]
@@ -56,6 +56,7 @@ def test_figures_of_a_rollout_batch():
         "rollout/aborted_fraction": 0.0,
         "rollout/failed_fraction": 0.25,
         "rollout/tool_error_fraction": 0.25,
+        "rollout/retries": 3,
     }
 
 

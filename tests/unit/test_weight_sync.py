@@ -24,27 +24,29 @@ def test_a_run_stops_at_a_tensor_that_differs_and_names_it_and_the_engine():
     trainers = SimpleNamespace(resync=lambda version: found)
     state = SimpleNamespace(weight_version=7)
     memory = SimpleNamespace(enter=lambda stage: None)
-    sync = WeightSync(None, state, trainers, None, memory, None)
+    sync = WeightSync(None, state, trainers, SimpleNamespace(num_replaced=0), memory, None)
     with pytest.raises(RunError, match=r"weight version 7: 1 tensors differ .*engine 1: model\.layers\.1\.mlp.*"):
         sync.send(None)
 
 
-def test_an_engine_starts_anew_while_the_trainer_holds_none_of_the_memory_that_they_share():
+def test_engines_start_anew_together_while_the_trainer_holds_none_of_the_memory_that_they_share():
     calls = []
-    reports = iter([report(failed_engines={"engine 1": "was ended by SIGKILL"}), report(version=8)])
+    failed = {"engine 0": "out of memory", "engine 1": "was ended by SIGKILL"}
+    reports = iter([report(failed_engines=failed), report(version=8)])
 
     def resync(version):
         calls.append(f"resync {version}")
         return next(reports)
 
     trainers = SimpleNamespace(resync=resync, use_engines=lambda addresses: calls.append("use"))
-    engines = SimpleNamespace(replace=lambda names: calls.append(f"replace {names}"), addresses=[])
+    engines = SimpleNamespace(replace=lambda names: calls.append(f"replace {names}"), addresses=[], num_replaced=0)
     memory = SimpleNamespace(enter=lambda stage: calls.append(stage))
     recipe = Recipe()
-    recipe.rollout.num_engines = 2
+    recipe.rollout.num_engines = 3
     step = SimpleNamespace(record=lambda metrics: None)
     progress = SimpleNamespace(say=lambda text: None)
     WeightSync(recipe, SimpleNamespace(weight_version=7), trainers, engines, memory, progress).send(step)
     assert calls == [
-        Stage.exchange, "resync 7", Stage.replace, "replace ['engine 1']", Stage.exchange, "use", "resync 8",
+        Stage.exchange, "resync 7", Stage.replace, "replace ['engine 0', 'engine 1']", Stage.exchange, "use",
+        "resync 8",
     ]  # fmt: skip
