@@ -16,6 +16,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.runtime.batch import apply_truncation_rule
+from slimrl.runtime.checkpoint_check import check_exported
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.loop import train as train_loop
 from slimrl.runtime.preemption import preemption_by_signal, raise_preempted
@@ -230,6 +231,8 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path,
     with Progress(1) as progress:
         loaded, _ = prepare(path, overrides, "export", progress, lambda _: None)
         recipe = loaded.recipe
+        with progress.stage("checking the checkpoint"):
+            check_exported(checkpoint)
         check_checkpoint_model(checkpoint, recipe)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
@@ -255,13 +258,17 @@ def _resume_point(folder: RunFolder, recipe: Recipe, progress: Progress) -> tupl
     Raises:
         ValueError: see `resume_point`.
     """
-    found = resume_point(folder, recipe)
-    folder.note_checkpoint(None if found is None else found[1].step)
+    found = None
+    if folder.has_checkpoint:
+        with progress.stage("checking the checkpoint"):
+            found = resume_point(folder, recipe, contents=True)
+    folder.note_checkpoint(None if found is None else found.state.step)
     if found is None:
         return None, RunState()
-    checkpoint, state = found
-    progress.say(f"continuing after step {state.step} of {recipe.steps}, from {checkpoint}")
-    return found
+    if not found.has_checksums:
+        progress.say(f"{found.path} was written without checksums: its files are taken as they are")
+    progress.say(f"continuing after step {found.state.step} of {recipe.steps}, from {found.path}")
+    return found.path, found.state
 
 
 def _sampler(items: Sequence[T], recipe: Recipe, state: RunState) -> Sampler[T]:

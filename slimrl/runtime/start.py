@@ -36,6 +36,7 @@ from slimrl.runtime.processes import Processes, start_processes
 from slimrl.runtime.reservation import Reservation, cluster_nodes
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.start_check import read_files
+from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.task import Task
 
 T = TypeVar("T")
@@ -151,6 +152,8 @@ def started(
         family = Family()
         ends.callback(clean_stale_segments)
         ends.callback(folder.note_early_end)
+        # Nobody writes a checkpoint any more when all processes have ended.
+        ends.callback(CheckpointFolder(folder.checkpoints).clean)
         ends.callback(family.end)
         with progress.stage("starting Ray"):
             slots = most_slots(recipe, num_ranks=num_ranks, num_engines=num_engines)

@@ -150,7 +150,7 @@ def test_a_run_notes_the_checkpoint_that_it_goes_on_from_and_those_that_it_write
     run = start.open_run(loaded, Progress(0), job="7", checkpoint_log=notes)
     assert commands._resume_point(run, loaded.recipe, Progress(0))[0] is None
     saved = CheckpointFolder(run.checkpoints)
-    saved.finish(saved.begin(2), RunState(step=2), keep=1)
+    saved.finish(saved.begin(2), RunState(step=2), {})
     run.note_checkpoint(2)
     assert notes.read_text() == "none\n2\n"
     assert AttemptFolder(tmp_path).gained_checkpoint
