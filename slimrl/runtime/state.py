@@ -23,6 +23,9 @@ from slimrl.runtime.errors import RunError, StageError
 STATE_FILE = "state.json"
 TRAINER = "trainer"
 
+FULL_MB = 100.0
+"""With less than this a disk is full; torch's own error for that names a position in a file."""
+
 _STEP = "step_{:06d}"
 _NAME = re.compile(r"step_\d{6,}")
 _PARTIAL = ".partial_"
@@ -65,15 +68,13 @@ class CheckpointFolder:
             files = write(partial / TRAINER)
             final = self.finish(partial, state, {f"{TRAINER}/{name}": digest for name, digest in files.items()})
         except (OSError, RunError) as error:
-            free_gb = shutil.disk_usage(self.path).free / 1e9
+            free_mb = shutil.disk_usage(self.path).free / 1e6
             self.clean()
             older = self.complete()
+            full = f"no space left on the disk of {self.path} ({free_mb:.1f} MB): " if free_mb < FULL_MB else ""
             rest = f"{older[-1]} is whole: --resume continues from there" if older else "There is none before it"
-            raise StageError(
-                f"the checkpoint of step {state.step} could not be written to {self.path}, where {free_gb:.3f} GB were "
-                f"free: {error}. {rest}.",
-                getattr(error, "details", ""),
-            ) from error
+            message = f"the checkpoint of step {state.step} could not be written: {full}{error}. {rest}."
+            raise StageError(message, getattr(error, "details", "")) from error
         self.prune(keep)
         return final
 

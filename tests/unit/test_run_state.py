@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -16,7 +17,12 @@ from slimrl.runtime.checkpoint_check import check_checkpoint, check_exported, ne
 from slimrl.runtime.errors import RunError, StageError
 from slimrl.runtime.state import CheckpointFolder, RunState
 
-FILES = {"__0_0.distcp": bytes(range(256)) * 8192, "common.pt": b"common", ".metadata": b"pickled", "rng/00000.pt": b"r"}
+FILES = {
+    "__0_0.distcp": bytes(range(256)) * 8192,
+    "common.pt": b"common",
+    ".metadata": b"pickled",
+    "rng/00000.pt": b"r",
+}
 """The first takes more than one read."""
 
 
@@ -202,6 +208,16 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_the_one_before_i
     assert f"{tmp_path / 'step_000010'} is whole: --resume continues from there" in str(caught.value)
     assert getattr(caught.value, "details", "") == "all tracebacks"
     assert names(folder) == ["step_000010"]
+
+
+def test_a_full_disk_is_called_so_whatever_the_library_says_of_it(tmp_path: Path, monkeypatch):
+    def obscure(trainer: Path) -> dict[str, FileDigest]:
+        raise StageError("unexpected pos 704 vs 598")
+
+    for free, said in ((3e6, "no space left on the disk"), (3e12, "could not be written: unexpected pos")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with pytest.raises(RunError, match=said):
+            CheckpointFolder(tmp_path).save(run_state(20), 2, obscure)
 
 
 @pytest.mark.parametrize("place", ["fsync", "begin"])
