@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -53,12 +54,13 @@ def train(
     Raises:
         Preempted: the run made room before its last step.
     """
-    with Progress(0) as progress:
+    with Progress(0) as progress, ExitStack() as held:
         read = partial(load_task, train=True, evaluate=True)
         loaded, task = prepare(path, overrides, "train", progress, read, ray_address=ray_address)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
+        run = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
+        folder = held.enter_context(run)
         checkpoint, state = _resume_point(folder, recipe, progress)
         prompts = _sampler(task.train, recipe, state)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
@@ -93,7 +95,7 @@ def train(
                         preemption=preemption,
                     )
                 )
-    raise_preempted(folder, state.step, recipe.steps)
+        raise_preempted(folder, state.step, recipe.steps)
 
 
 def train_on_file(
@@ -104,13 +106,13 @@ def train_on_file(
     Raises:
         ValueError: the file is missing, holds no trajectories, or has broken lines.
     """
-    with Progress(steps) as progress:
+    with Progress(steps) as progress, ExitStack() as held:
         read = partial(load_task, train=False, evaluate=False)
         loaded, task = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read)
         recipe = loaded.recipe
         batch = read_trajectories(trajectories)
         apply_truncation_rule(batch, recipe.algorithm.truncated)
-        folder = open_run(loaded, progress, overwrite=overwrite)
+        folder = held.enter_context(open_run(loaded, progress, overwrite=overwrite))
         updates = steps * recipe.trainer.updates_per_rollout
         with (
             _trackers(loaded, folder, None, RunState()) as trackers,
@@ -146,11 +148,12 @@ def sft(
     ray_address: str | None,
 ) -> None:
     """`slimrl sft`: supervised training on conversations; raises as `train`."""
-    with Progress(0) as progress:
+    with Progress(0) as progress, ExitStack() as held:
         loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
+        run = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
+        folder = held.enter_context(run)
         checkpoint, state = _resume_point(folder, recipe, progress)
         sampler = _sampler(examples, recipe, state)
         with (
@@ -168,7 +171,7 @@ def sft(
         ):
             assert processes.trainers is not None
             sft_loop(recipe, sampler, processes.trainers, folder, trackers, progress, state, preemption)
-    raise_preempted(folder, state.step, recipe.steps)
+        raise_preempted(folder, state.step, recipe.steps)
 
 
 def evaluate(
