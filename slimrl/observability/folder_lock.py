@@ -1,7 +1,8 @@
 """A lock on a folder that one process writes: held as long as its file is open, and given back by the kernel.
 
-flock(2) holds across the nodes of NFS and of Lustre mounted with `flock`. Child processes do not inherit the file, for
-Python opens it close-on-exec. The file says who holds the lock, and stays when that has ended; only a lock counts.
+flock(2) holds across the nodes of NFS and of Lustre mounted with `flock`. Child processes, which may outlive this one,
+do not keep the file: Python opens it close-on-exec, and a child that is a mere fork closes it. The file says who holds
+the lock, and stays when that has ended; only a lock counts.
 """
 
 import errno
@@ -20,7 +21,18 @@ POLL_S = 0.5
 
 _CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
+_held: set[int] = set()
+"""Descriptors of locked files."""
+
 log = logging.getLogger(__name__)
+
+
+def _close_held() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_held)
 
 
 @contextmanager
@@ -44,7 +56,11 @@ def folder_lock(folder: Path, *, wait_s: float = 0.0, say: Callable[[str], None]
         with os.fdopen(descriptor, "r+"):
             holder = _lock(descriptor, path, say)
             if holder is None:
-                yield
+                _held.add(descriptor)
+                try:
+                    yield
+                finally:
+                    _held.discard(descriptor)
                 return
         if time.monotonic() >= deadline:
             raise ValueError(_refusal(path, holder))

@@ -52,15 +52,29 @@ def test_the_kernel_gives_back_the_lock_of_a_process_that_is_killed(tmp_path: Pa
         assert f"process {os.getpid()} " in (tmp_path / "lock").read_text()
 
 
-def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path):
+def sleeping_fork() -> int:
+    """Process id of a copy of this process that waits for a signal."""
+    if pid := os.fork():
+        return pid
+    signal.pause()
+    os._exit(0)
+
+
+def sleeping_program() -> int:
+    return os.posix_spawnp("sleep", ["sleep", "60"], os.environ)
+
+
+@pytest.mark.parametrize("start_child", [sleeping_fork, sleeping_program])
+def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path, start_child):
     with folder_lock(tmp_path):
-        child = subprocess.Popen(["sleep", "60"], close_fds=False)
+        child = start_child()
     try:
-        with folder_lock(tmp_path):
-            assert child.poll() is None
+        # A program's descriptors are closed when it begins, a fork's a moment after it was made.
+        with folder_lock(tmp_path, wait_s=10, say=lambda text: None):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
     finally:
-        child.kill()
-        child.wait(20)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_holder_that_is_ending_is_waited_for(tmp_path: Path, monkeypatch):
