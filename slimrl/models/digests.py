@@ -1,7 +1,8 @@
-"""Checksums of written tensors, and files read back against them."""
+"""Checksums of written tensors and files, and files read back against them."""
 
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,17 @@ from torch import Tensor
 
 READ_BYTES = 1024**2
 """Read at a time, so that it is hashed while it lies in the processor's cache."""
+
+FILE_THREADS = 8
+"""Files that are hashed at a time; hashing and reading let other threads run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileDigest:
+    """A file as it was written."""
+
+    bytes: int
+    xxh3_128: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +42,23 @@ def tensor_digest(tensor: Tensor) -> str:
     """xxh3-128 of a CPU tensor's elements, in their order."""
     raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_128_hexdigest(raw)
+
+
+def file_digest(file: Path) -> FileDigest:
+    """Read a file whole; raises OSError where that fails."""
+    buffer, digest, size = memoryview(bytearray(READ_BYTES)), xxhash.xxh3_128(), 0
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return FileDigest(bytes=size, xxh3_128=digest.hexdigest())
+
+
+def file_digests(root: Path, names: Iterable[str]) -> dict[str, FileDigest]:
+    """Of files by their names relative to `root`, several at a time."""
+    names = list(names)
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: file_digest(root / name), names), strict=True))
 
 
 def check_spans(descriptor: int, file: Path, spans: Iterable[Span], advance: Callable[[int], None]) -> None:

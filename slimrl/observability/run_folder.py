@@ -4,6 +4,7 @@ import errno
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -137,6 +138,7 @@ def open_run_folder(
     resume: bool = False,
     overwrite: bool = False,
     job: str | None = None,
+    claim: Callable[[Path], object] = lambda path: None,
 ) -> RunFolder:
     """Create `folder/name` with its subfolders and config.yaml, or take up the existing one.
 
@@ -151,6 +153,7 @@ def open_run_folder(
         resume: continue an existing run.
         overwrite: remove an existing run first, which may take minutes.
         job: id of a queued job that opens it, see `RunFolder.jobs`.
+        claim: called with a new folder before it has its name, under which others can find it.
 
     Raises:
         ValueError: see `check_run_folder`.
@@ -165,6 +168,7 @@ def open_run_folder(
     fresh.path.mkdir(parents=True)
     fresh.config.write_text(config_yaml)
     _fill(fresh, job)
+    claim(fresh.path)
     if overwrite and run.path.exists():
         run.path.rename(_first_free(folder / f".{name}.replaced"))
     try:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.runtime.batch import apply_truncation_rule
+from slimrl.runtime.checkpoint_check import check_exported
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.loop import train as train_loop
 from slimrl.runtime.preemption import preemption_by_signal, raise_preempted
@@ -52,12 +54,13 @@ def train(
     Raises:
         Preempted: the run made room before its last step.
     """
-    with Progress(0) as progress:
+    with Progress(0) as progress, ExitStack() as held:
         read = partial(load_task, train=True, evaluate=True)
         loaded, task = prepare(path, overrides, "train", progress, read, ray_address=ray_address)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
+        run = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
+        folder = held.enter_context(run)
         checkpoint, state = _resume_point(folder, recipe, progress)
         prompts = _sampler(task.train, recipe, state)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
@@ -92,7 +95,7 @@ def train(
                         preemption=preemption,
                     )
                 )
-    raise_preempted(folder, state.step, recipe.steps)
+        raise_preempted(folder, state.step, recipe.steps)
 
 
 def train_on_file(
@@ -103,13 +106,13 @@ def train_on_file(
     Raises:
         ValueError: the file is missing, holds no trajectories, or has broken lines.
     """
-    with Progress(steps) as progress:
+    with Progress(steps) as progress, ExitStack() as held:
         read = partial(load_task, train=False, evaluate=False)
         loaded, task = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read)
         recipe = loaded.recipe
         batch = read_trajectories(trajectories)
         apply_truncation_rule(batch, recipe.algorithm.truncated)
-        folder = open_run(loaded, progress, overwrite=overwrite)
+        folder = held.enter_context(open_run(loaded, progress, overwrite=overwrite))
         updates = steps * recipe.trainer.updates_per_rollout
         with (
             _trackers(loaded, folder, None, RunState()) as trackers,
@@ -145,11 +148,12 @@ def sft(
     ray_address: str | None,
 ) -> None:
     """`slimrl sft`: supervised training on conversations; raises as `train`."""
-    with Progress(0) as progress:
+    with Progress(0) as progress, ExitStack() as held:
         loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
         recipe = loaded.recipe
         progress.total_steps = recipe.steps
-        folder = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
+        run = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
+        folder = held.enter_context(run)
         checkpoint, state = _resume_point(folder, recipe, progress)
         sampler = _sampler(examples, recipe, state)
         with (
@@ -167,7 +171,7 @@ def sft(
         ):
             assert processes.trainers is not None
             sft_loop(recipe, sampler, processes.trainers, folder, trackers, progress, state, preemption)
-    raise_preempted(folder, state.step, recipe.steps)
+        raise_preempted(folder, state.step, recipe.steps)
 
 
 def evaluate(
@@ -230,6 +234,8 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path,
     with Progress(1) as progress:
         loaded, _ = prepare(path, overrides, "export", progress, lambda _: None)
         recipe = loaded.recipe
+        with progress.stage("checking the checkpoint"):
+            check_exported(checkpoint)
         check_checkpoint_model(checkpoint, recipe)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
@@ -255,13 +261,17 @@ def _resume_point(folder: RunFolder, recipe: Recipe, progress: Progress) -> tupl
     Raises:
         ValueError: see `resume_point`.
     """
-    found = resume_point(folder, recipe)
-    folder.note_checkpoint(None if found is None else found[1].step)
+    found = None
+    if folder.has_checkpoint:
+        with progress.stage("checking the checkpoint"):
+            found = resume_point(folder, recipe, contents=True)
+    folder.note_checkpoint(None if found is None else found.state.step)
     if found is None:
         return None, RunState()
-    checkpoint, state = found
-    progress.say(f"continuing after step {state.step} of {recipe.steps}, from {checkpoint}")
-    return found
+    if not found.has_checksums:
+        progress.say(f"{found.path} was written without checksums: its files are taken as they are")
+    progress.say(f"continuing after step {found.state.step} of {recipe.steps}, from {found.path}")
+    return found.path, found.state
 
 
 def _sampler(items: Sequence[T], recipe: Recipe, state: RunState) -> Sampler[T]:

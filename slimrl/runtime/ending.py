@@ -57,10 +57,10 @@ def what_is_left(folder: RunFolder) -> str:
     """How a run that was interrupted can be continued; empty for a folder that holds logs alone."""
     if not folder.config.is_file():
         return ""
-    newest = CheckpointFolder(folder.checkpoints).latest()
-    if newest is None:
+    complete = CheckpointFolder(folder.checkpoints).complete()
+    if not complete:
         return f"{folder.path} holds no checkpoint yet: the same command with --resume-or-start starts anew."
-    return f"{newest[0]} is whole: the same command with --resume continues from there."
+    return f"{complete[-1]} is whole: the same command with --resume continues from there."
 
 
 class Family:

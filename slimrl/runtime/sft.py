@@ -87,9 +87,7 @@ def sft_loop(
         if step.number % recipe.sft.summary_every_steps == 0 or step.number in (1, recipe.steps):
             progress.summary(step.number, step.metrics)
         if state.step == recipe.steps or preemption.asked or (every > 0 and state.step % every == 0):
-            partial = checkpoints.begin(state.step)
-            trainers.save_checkpoint(partial / "trainer")
-            checkpoints.finish(partial, state, recipe.checkpoint.keep)
+            checkpoints.save(state, recipe.checkpoint.keep, trainers.save_checkpoint)
             folder.note_checkpoint(state.step)
     if state.step < recipe.steps:
         return

@@ -21,6 +21,7 @@ from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
 from slimrl.models.hf_config import read_hf_config
+from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
@@ -37,9 +38,14 @@ from slimrl.runtime.processes import Processes, start_processes
 from slimrl.runtime.reservation import Reservation, cluster_nodes
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.start_check import read_files
+from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.task import Task
 
 T = TypeVar("T")
+
+ATTEMPT_WAITS_S = 180.0
+"""For the attempt before to end: its processes have their deadlines, and on NFS 4 the locks of a node that is lost end
+with its lease (90 s)."""
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +79,7 @@ def prepare(
     return loaded, read_files(loaded, problems, read, shared_only=ray_address is not None)
 
 
+@contextmanager
 def open_run(
     loaded: LoadedRecipe,
     progress: Progress,
@@ -81,42 +88,55 @@ def open_run(
     overwrite: bool = False,
     job: str | None = None,
     checkpoint_log: Path | None = None,
-) -> RunFolder:
+) -> Iterator[RunFolder]:
     """The run's folder with what it is made of; the driver's log goes there from here on.
 
-    Settings that differ from those that a resumed run started with are said.
+    No other process can open it meanwhile. Settings that differ from those that a resumed run started with are said.
 
     Args:
         resume: continue an existing run; None to do so if it has a checkpoint, and else to put what is there aside.
+            With None a process that is at work in it is waited for: the attempt before may still be ending.
         job: id of a job of which this is an attempt. A run that an earlier attempt opened is taken up as with None;
             `resume` and `overwrite` are about runs of others.
         checkpoint_log: as in `RunFolder`.
 
     Raises:
-        ValueError: see `open_run_folder`.
+        ValueError: see `open_run_folder`; or another process is at work in it.
     """
     recipe = loaded.recipe
     earlier = RunFolder(Path(recipe.run.dir) / recipe.run.name)
     if job is not None and earlier.is_of_job(job):
         resume, overwrite = None, False
-    if resume is None:
-        resume = earlier.has_checkpoint
-        if not resume and (aside := set_aside(earlier)):
-            progress.say(f"{earlier.path} is started anew; a run without a checkpoint was there, which is now {aside}")
-    if not resume and earlier.ended_early.is_file():
-        progress.say(f"{earlier.path} is started anew; a run that ended before its first step was there")
-        overwrite = True
-    folder = open_run_folder(
-        Path(recipe.run.dir), recipe.run.name, dump_resolved(recipe), resume=resume, overwrite=overwrite, job=job
-    )
-    folder = RunFolder(folder.path, checkpoint_log)
-    for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(recipe)):
-        progress.say(f"another setting than the run started with: {change}")
-    folder.requeue.unlink(missing_ok=True)
-    folder.ended_early.unlink(missing_ok=True)
-    append_provenance(folder.provenance, collect_provenance(resolved_dict(recipe), loaded.provenance))
-    log_to_file(folder.log_file("driver"))
-    return folder
+    with ExitStack() as locks:
+        if earlier.config.is_file():
+            wait_s = ATTEMPT_WAITS_S if resume is None else 0.0
+            locks.enter_context(folder_lock(earlier.path, wait_s=wait_s, say=progress.say))
+        if resume is None:
+            resume = earlier.has_checkpoint
+            if not resume and (aside := set_aside(earlier)):
+                progress.say(
+                    f"{earlier.path} is started anew; a run without a checkpoint was there, which is now {aside}"
+                )
+        if not resume and earlier.ended_early.is_file():
+            progress.say(f"{earlier.path} is started anew; a run that ended before its first step was there")
+            overwrite = True
+        folder = open_run_folder(
+            Path(recipe.run.dir),
+            recipe.run.name,
+            dump_resolved(recipe),
+            resume=resume,
+            overwrite=overwrite,
+            job=job,
+            claim=lambda path: locks.enter_context(folder_lock(path, say=progress.say)),
+        )
+        folder = RunFolder(folder.path, checkpoint_log)
+        for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(recipe)):
+            progress.say(f"another setting than the run started with: {change}")
+        folder.requeue.unlink(missing_ok=True)
+        folder.ended_early.unlink(missing_ok=True)
+        append_provenance(folder.provenance, collect_provenance(resolved_dict(recipe), loaded.provenance))
+        log_to_file(folder.log_file("driver"))
+        yield folder
 
 
 @contextmanager
@@ -152,6 +172,8 @@ def started(
         family = Family()
         ends.callback(clean_stale_segments)
         ends.callback(folder.note_early_end)
+        # Nobody writes a checkpoint any more when all processes have ended.
+        ends.callback(CheckpointFolder(folder.checkpoints).clean)
         ends.callback(family.end)
         ends.callback(close_comparers)
         with progress.stage("starting Ray"):

@@ -14,10 +14,11 @@ from slimrl.config.schema import Recipe
 from slimrl.models.architecture import architecture_of, check_architecture
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.run_folder import RunFolder, check_run_folder
+from slimrl.runtime.checkpoint_check import WholeCheckpoint, newest_checkpoint
 from slimrl.runtime.folder_check import folder_problems
 from slimrl.runtime.model_check import model_problems
 from slimrl.runtime.sft import read_examples
-from slimrl.runtime.state import CheckpointFolder, RunState
+from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.task import load_task
 
 T = TypeVar("T")
@@ -76,6 +77,8 @@ def check_later_start(loaded: LoadedRecipe) -> None:
 def check_run(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
     """Refuse what `open_run` would refuse of the run's folder now, and a checkpoint that cannot be continued.
 
+    Of the checkpoint's files it looks at the sizes alone.
+
     Raises:
         ValueError: see `check_run_folder` and `resume_point`.
     """
@@ -84,23 +87,26 @@ def check_run(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
     if resume or not run.ended_early.is_file():
         check_run_folder(run, resume=resume, overwrite=overwrite)
     if resume:
-        resume_point(run, recipe)
+        resume_point(run, recipe, contents=False)
 
 
-def resume_point(folder: RunFolder, recipe: Recipe) -> tuple[Path, RunState] | None:
+def resume_point(folder: RunFolder, recipe: Recipe, *, contents: bool) -> WholeCheckpoint | None:
     """The newest checkpoint of a run; None where there is none yet.
 
+    Args:
+        contents: compare all that is in its files with what was written, which reads the whole checkpoint; without it
+            their sizes.
+
     Raises:
-        ValueError: the checkpoint is of another model, or of a run that is complete.
+        ValueError: the checkpoint is damaged, of another model, or of a run that is complete.
     """
-    found = CheckpointFolder(folder.checkpoints).latest()
+    found = newest_checkpoint(CheckpointFolder(folder.checkpoints), contents=contents)
     if found is None:
         return None
-    checkpoint, state = found
-    check_checkpoint_model(checkpoint, recipe)
-    if state.step >= recipe.steps and folder.export.is_dir():
+    check_checkpoint_model(found.path, recipe)
+    if found.state.step >= recipe.steps and folder.export.is_dir():
         raise ValueError(
-            f"{folder.path} is complete: step {state.step} of {recipe.steps}, model in {folder.export}. "
+            f"{folder.path} is complete: step {found.state.step} of {recipe.steps}, model in {folder.export}. "
             "Give a larger `steps` to continue it."
         )
     return found

@@ -1,17 +1,36 @@
 """What a run needs, beside the trainer's own checkpoint, to continue exactly: a small JSON file in each checkpoint.
 
-A checkpoint is the folder `checkpoints/step_000010` with `trainer/` (Megatron's sharded checkpoint) and `state.json`.
+A checkpoint is the folder `checkpoints/step_000010` with `trainer/` (Megatron's sharded checkpoint) and `state.json`,
+which also has size and checksum of every other file and of itself (checkpoint_check.py compares them).
 It is written under a hidden name and renamed when complete, so that whatever has the final name is complete.
 """
 
 import json
+import logging
+import os
+import re
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from slimrl.models.digests import FileDigest
+from slimrl.runtime.errors import RunError, StageError
+
+STATE_FILE = "state.json"
+TRAINER = "trainer"
+
+FULL_MB = 100.0
+"""With less than this a disk is full; torch's own error for that names a position in a file."""
+
 _STEP = "step_{:06d}"
+_NAME = re.compile(r"step_\d{6,}")
 _PARTIAL = ".partial_"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -35,24 +54,58 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def save(self, state: RunState, keep: int, write: Callable[[Path], Mapping[str, FileDigest]]) -> Path:
+        """A new checkpoint, in place of all but the newest `keep - 1`.
+
+        Args:
+            write: writes the trainer's checkpoint into a new folder; returns the checksums of its files by their names.
+
+        Raises:
+            RunError: it could not be written, for example to a full disk. Nothing of it is left.
+        """
+        try:
+            partial = self.begin(state.step)
+            files = write(partial / TRAINER)
+            final = self.finish(partial, state, {f"{TRAINER}/{name}": digest for name, digest in files.items()})
+        except (OSError, RunError) as error:
+            free_mb = shutil.disk_usage(self.path).free / 1e6
+            self.clean()
+            older = self.complete()
+            full = f"no space left on the disk of {self.path} ({free_mb:.1f} MB): " if free_mb < FULL_MB else ""
+            rest = f"{older[-1]} is whole: --resume continues from there" if older else "There is none before it"
+            message = f"the checkpoint of step {state.step} could not be written: {full}{error}. {rest}."
+            raise StageError(message, getattr(error, "details", "")) from error
+        self.prune(keep)
+        return final
+
     def begin(self, step: int) -> Path:
-        """A fresh hidden folder to write the checkpoint of `step` into."""
+        """A fresh hidden folder to write the checkpoint of `step` into; unfinished ones are removed."""
+        self.clean()
         partial = self.path / (_PARTIAL + _STEP.format(step))
-        if partial.exists():
-            shutil.rmtree(partial)
         partial.mkdir(parents=True)
         return partial
 
-    def finish(self, partial: Path, state: RunState, keep: int) -> Path:
-        """Adds the state, gives the folder its final name and removes all but the newest `keep` checkpoints."""
-        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
+    def finish(self, partial: Path, state: RunState, files: Mapping[str, FileDigest]) -> Path:
+        """Add the state, and give the folder its final name."""
+        with (partial / STATE_FILE).open("w") as file:
+            file.write(state_text(state, files))
+            file.flush()
+            os.fsync(file.fileno())
         final = self.path / partial.name.removeprefix(_PARTIAL)
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        for old in self.complete()[:-keep]:
-            shutil.rmtree(old)
         return final
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest `keep` checkpoints."""
+        for old in self.complete()[:-keep]:
+            _remove(old)
+
+    def clean(self) -> None:
+        """Remove what is not complete; nobody may be writing it."""
+        for partial in self.path.glob(f"{_PARTIAL}*"):
+            _remove(partial)
 
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of this step is complete."""
@@ -60,11 +113,44 @@ class CheckpointFolder:
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, the oldest first."""
-        return sorted(self.path.glob(_STEP.format(0).rstrip("0") + "*"))
+        found = [path for path in self.path.glob("step_*") if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
-    def latest(self) -> tuple[Path, RunState] | None:
-        """The newest complete checkpoint, or None where there is none yet."""
-        found = self.complete()
-        if not found:
-            return None
-        return found[-1], RunState(**json.loads((found[-1] / "state.json").read_text()))
+
+def state_text(state: RunState, files: Mapping[str, FileDigest]) -> str:
+    """`state.json`: the state, the files by their names in the checkpoint's folder, and a checksum of both."""
+    content = {**asdict(state), "files": {name: asdict(digest) for name, digest in sorted(files.items())}}
+    content = json.loads(json.dumps(content))
+    return json.dumps({**content, "xxh3_128": _digest(content)}, indent=1) + "\n"
+
+
+def read_state(checkpoint: Path) -> tuple[RunState, dict[str, FileDigest] | None]:
+    """The state in a checkpoint, and what its files have to be; None where it was written without checksums.
+
+    Raises:
+        ValueError: its `state.json` is missing or damaged.
+    """
+    try:
+        content = json.loads((checkpoint / STATE_FILE).read_bytes())
+        digest = content.pop("xxh3_128", None)
+        files = content.get("files")
+        if (files is None) != (digest is None) or digest not in (None, _digest(content)):
+            raise ValueError("the checksum in it differs")
+        content.pop("files", None)
+        state = RunState(**content)
+    except OSError as error:
+        raise ValueError(f"{STATE_FILE}: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{STATE_FILE}: its content is not what was written: {error}") from error
+    return state, None if files is None else {name: FileDigest(**value) for name, value in files.items()}
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        log.warning("%s could not be removed; the next checkpoint tries again: %s", folder, error)

@@ -128,10 +128,8 @@ class TrainRun:
 
     def save_checkpoint(self) -> None:
         """Write what a resume needs; the folder appears under its name when it is whole."""
-        partial = self._checkpoints.begin(self.state.step)
         self._memory.enter(Stage.save)
-        self._trainers.save_checkpoint(partial / "trainer")
-        self._checkpoints.finish(partial, self.state, self.recipe.checkpoint.keep)
+        self._checkpoints.save(self.state, self.recipe.checkpoint.keep, self._trainers.save_checkpoint)
         self._folder.note_checkpoint(self.state.step)
         self._memory.enter(Stage.rollout)
 

@@ -14,6 +14,7 @@ from ray.util import get_node_ip_address
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import MicroBatch
 from slimrl.data.training import Layout, LogProbs, MemoryPart, UpdateResult
+from slimrl.models.digests import FileDigest
 from slimrl.observability.logs import capture_output
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.resync.shared_buffer import clean_stale_segments
@@ -129,8 +130,8 @@ class TrainerActor:
     def resume_memory(self, parts: list[MemoryPart]) -> None:
         self.worker.resume_memory(parts)
 
-    def save_checkpoint(self, directory: Path) -> None:
-        self.worker.save_checkpoint(directory)
+    def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
+        return self.worker.save_checkpoint(directory)
 
     def load_checkpoint(self, directory: Path) -> None:
         self.worker.load_checkpoint(directory)

@@ -10,6 +10,7 @@ import ray
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import MicroBatch
 from slimrl.data.training import Layout, LogProbs, MemoryPart, UpdateResult
+from slimrl.models.digests import FileDigest
 from slimrl.observability.progress import Phase, Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.session import ResyncReport
@@ -113,8 +114,10 @@ class TrainerGroup:
         """See Offload.restore."""
         self._call("resume_memory", list(parts))
 
-    def save_checkpoint(self, directory: Path) -> None:
-        self._call("save_checkpoint", directory.absolute())
+    def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
+        """Checksums of all files that the ranks wrote, by their names in the folder."""
+        written = self._call("save_checkpoint", directory.absolute())
+        return {name: digest for files in written.values() for name, digest in files.items()}
 
     def export_hf(self, directory: Path) -> None:
         self._call("export_hf", directory.absolute())

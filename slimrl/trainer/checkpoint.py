@@ -11,6 +11,7 @@ It is written under a temporary name beside its place and renamed when whole.
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,14 +25,19 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
+from slimrl.models.digests import FileDigest, file_digests
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.models.other_files import copy_other_files
 from slimrl.models.shard_pieces import SHARDING
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.parallel import Layout, seed_ranks
+
+_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
+"""Files that a rank other than 0 writes too."""
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +49,7 @@ def save(
     layout: Layout,
     architecture: dict[str, Any],
     model_path: Path | None = None,
-) -> None:
+) -> dict[str, FileDigest]:
     """Write a checkpoint; every rank calls it, on a file system that all see.
 
     Args:
@@ -51,8 +57,13 @@ def save(
         architecture: facts of the model, from architecture_of.
         model_path: Hugging Face folder whose config and tokenizer the checkpoint keeps.
 
+    Returns:
+        Checksums of the files that this rank wrote, by their names in the folder. They are read back while its node
+        still has them in memory.
+
     Raises:
         ValueError: the folder exists.
+        RuntimeError, OSError: a rank could not write, for example to a full disk.
     """
     if directory.exists():
         raise ValueError(f"{directory}: there is a checkpoint already")
@@ -69,11 +80,16 @@ def save(
     optimizer.create_state()
     metadata = _metadata()
     content = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
-    dist_checkpointing.save(_sharded_state(chunks, optimizer, metadata), str(partial), content_metadata=content)
+    try:
+        dist_checkpointing.save(_sharded_state(chunks, optimizer, metadata), str(partial), content_metadata=content)
+    except CheckpointException as error:
+        # Its own text is a traceback of every rank.
+        raise RuntimeError("; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))) from error
     dist.barrier()
     if layout.rank == 0:
         os.rename(partial, directory)
     dist.barrier()
+    return file_digests(directory, _written_by(directory, layout.rank))
 
 
 def load(
@@ -127,6 +143,17 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
         raise ValueError(f"{directory}: not a checkpoint of this model: {error}") from error
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+
+
+def _written_by(directory: Path, rank: int) -> list[str]:
+    """Names of the files of a checkpoint that a rank wrote."""
+    names = (str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in names if _writer(name) == rank)
+
+
+def _writer(name: str) -> int:
+    match = _OF_RANK.fullmatch(name)
+    return int(match[1] or match[2]) if match else 0
 
 
 def _metadata() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from slimrl.config.schema import Precision, TrainerConfig
 from slimrl.data.packing import MicroBatch
 from slimrl.data.training import MemoryPart
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
+from slimrl.models.digests import FileDigest
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer import checkpoint
@@ -110,9 +111,10 @@ class TrainerWorker:
         """Take back what `release_memory` gave away; gradients come back as zeros."""
         self.offload.restore(parts)
 
-    def save_checkpoint(self, directory: Path) -> None:
+    def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
+        """See checkpoint.save."""
         architecture = architecture_of(self.hf_config)
-        checkpoint.save(directory, self.chunks, self.optimizer, self.layout, architecture, self.model_path)
+        return checkpoint.save(directory, self.chunks, self.optimizer, self.layout, architecture, self.model_path)
 
     def load_checkpoint(self, directory: Path) -> None:
         architecture = architecture_of(self.hf_config)

@@ -43,7 +43,7 @@ def test_an_interrupted_run_says_whether_and_how_it_goes_on(tmp_path: Path):
     assert what_is_left(run) == f"{run.path} holds no checkpoint yet: {anew}"
     checkpoints = CheckpointFolder(run.checkpoints)
     for step in (4, 8):
-        checkpoints.finish(checkpoints.begin(step), RunState(step=step), keep=2)
+        checkpoints.finish(checkpoints.begin(step), RunState(step=step), {})
     checkpoints.begin(12)
     newest = run.checkpoints / "step_000008"
     assert what_is_left(run) == f"{newest} is whole: the same command with --resume continues from there."

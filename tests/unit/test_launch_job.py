@@ -19,6 +19,7 @@ from slimrl.launch.preflight import compute_problems, judge_gpus
 from slimrl.launch.reports import LaunchError, Selection
 from slimrl.launch.slurm import PREEMPTED, Allocation, named_nodes
 from slimrl.observability.progress import Progress
+from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime import commands, start, start_check
 from slimrl.runtime.state import CheckpointFolder, RunState
 
@@ -147,16 +148,16 @@ def test_a_run_notes_the_checkpoint_that_it_goes_on_from_and_those_that_it_write
     )
     monkeypatch.setattr(start_check, "check_checkpoint_model", lambda checkpoint, recipe: None)
     notes = tmp_path / "checkpoints"
-    run = start.open_run(loaded, Progress(0), job="7", checkpoint_log=notes)
-    assert commands._resume_point(run, loaded.recipe, Progress(0))[0] is None
+    with start.open_run(loaded, Progress(0), job="7", checkpoint_log=notes) as run:
+        assert commands._resume_point(run, loaded.recipe, Progress(0))[0] is None
     saved = CheckpointFolder(run.checkpoints)
-    saved.finish(saved.begin(2), RunState(step=2), keep=1)
+    saved.finish(saved.begin(2), RunState(step=2), {})
     run.note_checkpoint(2)
     assert notes.read_text() == "none\n2\n"
     assert AttemptFolder(tmp_path).gained_checkpoint
     notes.unlink()
-    run = start.open_run(loaded, Progress(0), job="7", checkpoint_log=notes)
-    commands._resume_point(run, loaded.recipe, Progress(0))
+    with start.open_run(loaded, Progress(0), job="7", checkpoint_log=notes) as run:
+        commands._resume_point(run, loaded.recipe, Progress(0))
     assert notes.read_text() == "2\n"
     assert not AttemptFolder(tmp_path).gained_checkpoint
 
@@ -315,21 +316,25 @@ def test_later_attempts_of_a_job_continue_its_own_run_and_treat_others_as_the_fi
     monkeypatch.setattr(start, "log_to_file", lambda path: None)
     recipe = ROOT / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
     loaded = load_recipe(recipe, [f"run.dir={tmp_path}", "run.name=demo"])
-    progress = Progress(0)
-    foreign = start.open_run(loaded, progress)
+
+    def opened(**how) -> RunFolder:
+        with start.open_run(loaded, Progress(0), **how) as run:
+            return run
+
+    foreign = opened()
     (foreign.checkpoints / "step_000009").mkdir()
     for _ in range(2):
         with pytest.raises(ValueError, match="demo exists"):
-            start.open_run(loaded, progress, job="7")
+            opened(job="7")
     # An attempt that was ended before it came this far has left the other's run as it was; the next removes it.
-    mine = start.open_run(loaded, progress, overwrite=True, job="7")
+    mine = opened(overwrite=True, job="7")
     assert not any(mine.checkpoints.iterdir())
     (mine.checkpoints / "step_000002").mkdir()
-    start.open_run(loaded, progress, resume=True, job="8")
-    again = start.open_run(loaded, progress, overwrite=True, job="7")
+    opened(resume=True, job="8")
+    again = opened(overwrite=True, job="7")
     assert [path.name for path in again.checkpoints.iterdir()] == ["step_000002"]
     assert again.jobs.read_text() == "7\n8\n"
     (mine.checkpoints / "step_000002").rmdir()
-    anew = start.open_run(loaded, progress, job="7")
+    anew = opened(job="7")
     assert anew.jobs.read_text() == "7\n"
     assert (tmp_path / "demo.attempt_000" / "jobs").is_file()

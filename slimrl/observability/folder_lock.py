@@ -1,0 +1,100 @@
+"""A lock on a folder that one process writes: held as long as its file is open, and given back by the kernel.
+
+flock(2) holds across the nodes of NFS and of Lustre mounted with `flock`. Child processes, which may outlive this one,
+do not keep the file: Python opens it close-on-exec, and a child that is a mere fork closes it. The file says who holds
+the lock, and stays when that has ended; only a lock counts.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+LOCK_FILE = "lock"
+POLL_S = 0.5
+
+_CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+_held: set[int] = set()
+"""Descriptors of locked files."""
+
+log = logging.getLogger(__name__)
+
+
+def _close_held() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_held)
+
+
+@contextmanager
+def folder_lock(folder: Path, *, wait_s: float = 0.0, say: Callable[[str], None] = log.warning) -> Iterator[None]:
+    """Hold the lock of an existing folder; it may be renamed meanwhile.
+
+    Args:
+        wait_s: how long another holder may take to end.
+        say: told who is waited for, and of a file system without locks, where nobody is kept out.
+
+    Raises:
+        ValueError: another process holds it, which is named; or the folder cannot be written.
+    """
+    path, deadline = folder / LOCK_FILE, time.monotonic() + wait_s
+    waits_for = ""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be opened: {error.strerror}") from error
+        with os.fdopen(descriptor, "r+"):
+            holder = _lock(descriptor, path, say)
+            if holder is None:
+                _held.add(descriptor)
+                try:
+                    yield
+                finally:
+                    _held.discard(descriptor)
+                return
+        if time.monotonic() >= deadline:
+            raise ValueError(_refusal(path, holder))
+        if holder != waits_for:
+            waits_for = holder
+            say(f"{folder} is in use by {holder}; waiting for its end")
+        time.sleep(POLL_S)
+
+
+def _lock(descriptor: int, path: Path, say: Callable[[str], None]) -> str | None:
+    """None where the lock is held from now on, else who holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
+    except OSError as error:
+        if error.errno not in _CANNOT_LOCK:
+            raise
+        say(f"{path.parent}: its file system has no locks ({error.strerror}). Start no second process there")
+        return None
+    if not path.is_file() or not os.path.samestat(os.fstat(descriptor), path.stat()):
+        return "whoever has just replaced it"
+    _write_holder(descriptor)
+    return None
+
+
+def _write_holder(descriptor: int) -> None:
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+
+
+def _refusal(path: Path, holder: str) -> str:
+    return (
+        f"{path.parent} is in use by {holder}. End that one first. "
+        f"Where its node is gone and its lock has stayed, remove {path}."
+    )
