@@ -1,6 +1,7 @@
 """Rules of the rollout: engine sizes, deadlines, lengths, memory that is shared, and the reach of the transport."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from slimrl.config.devices import shares_devices
 from slimrl.config.divisors import fitting_text
@@ -16,12 +17,50 @@ ONE_NODE_ENGINES = (
 )
 """What to do instead of an engine of several nodes, which there is not."""
 
-SGLANG_LAYOUTS = {
-    "dp_size": "Use rollout.num_engines for replicas.",
-    "pp_size": "Use rollout.engine_tensor and engine_expert.",
-    "enable_dp_attention": "Leave it out.",
+_REPLICAS = "Use rollout.num_engines for replicas."
+_RANKS = "Use rollout.engine_tensor and engine_expert."
+_LEAVE = "Leave it out."
+
+SGLANG_LAYOUTS: dict[str, tuple[Any, str]] = {
+    "node_rank": (0, _LEAVE),
+    "dp_size": (1, _REPLICAS),
+    "attn_dp_size": (1, _REPLICAS),
+    "moe_dp_size": (1, _REPLICAS),
+    "dwdp_size": (1, _LEAVE),
+    "pp_size": (1, _RANKS),
+    "attn_cp_size": (1, _RANKS),
+    "dcp_size": (1, _RANKS),
+    "dcp_replicate_q_proj": (None, _LEAVE),
+    "enable_prefill_cp": (False, _RANKS),
+    "enable_cp_tp_group_sharing": (False, _LEAVE),
+    "enable_cp_decode_attn_tp": (False, _LEAVE),
+    "enable_dp_attention": (False, _LEAVE),
+    "enable_dp_lm_head": (False, _LEAVE),
+    "enable_shared_experts_attn_tp": (False, _LEAVE),
+    "shared_experts_tp_size": (None, _LEAVE),
+    "enable_dense_mlp_attn_tp": (False, _LEAVE),
+    "moe_dense_tp_size": (None, _RANKS),
+    "enable_megamoe_for_layernorm_sp": (False, _LEAVE),
+    "ep_join_rank_offset": (0, _LEAVE),
+    "elastic_ep_initial_size": (None, _LEAVE),
+    "max_ep_size": (None, _LEAVE),
+    "moe_a2a_backend": ("none", _RANKS),
+    "ep_num_redundant_experts": (0, _LEAVE),
+    "init_expert_location": ("trivial", _LEAVE),
+    "enable_eplb": (False, _LEAVE),
+    "elastic_ep_backend": ("none", _LEAVE),
+    "enable_elastic_expert_backup": (False, _LEAVE),
+    "ep_join_mode": (None, _LEAVE),
+    "enable_waterfill": (False, _LEAVE),
+    "enforce_shared_experts_fusion": (False, _LEAVE),
+    "enable_paged_experts": (False, _LEAVE),
+    "kt_weight_path": (None, _LEAVE),
+    "kt_num_gpu_experts": (None, _LEAVE),
+    "cpu_offload_gb": (0, _LEAVE),
+    "offload_group_size": (-1, _LEAVE),
 }
-"""Fields of ServerArgs that lay weights out as models/engine_layout.py does not describe, and what to do instead."""
+"""Fields of ServerArgs that lay weights out as models/engine_layout.py does not describe: SGLang's default, which does
+not, and what to do instead of another value."""
 
 
 def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
@@ -98,9 +137,11 @@ def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
             "rollout.sglang.nnodes",
             f"{given['nnodes']}: an engine runs on one node. Leave it out. {ONE_NODE_ENGINES}",
         )
-    for name, instead in SGLANG_LAYOUTS.items():
-        if given.get(name, 1) not in (1, False):
-            yield f"rollout.sglang.{name}", f"{given[name]}: a resync cannot place weights in such an engine. {instead}"
+    for name, (default, instead) in SGLANG_LAYOUTS.items():
+        value = given.get(name)
+        # SGLang is not told of None and False.
+        if value is not None and value is not False and value != default:
+            yield f"rollout.sglang.{name}", f"{value}: a resync cannot place weights in such an engine. {instead}"
 
 
 def colocation_violations(recipe: Recipe) -> Iterator[Violation]:

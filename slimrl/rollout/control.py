@@ -112,11 +112,19 @@ class SglangControl:
         """The version that the engine says it serves."""
         return int(self._request("GET", "model_info", self._timeout_s)["weight_version"])
 
+    def flush_when_idle(self) -> None:
+        """Empty the prefix cache once nothing runs any more; a request that was aborted takes a moment to end.
+
+        Raises:
+            EngineError: requests were still under way at the deadline, and nothing was flushed.
+        """
+        self._call(f"flush_cache?timeout={0.9 * self._timeout_s:g}")
+
     def release_memory(self, parts: Collection[EngineMemory]) -> None:
         """Give device memory away; its contents are lost. Requests are aborted, and none are served before `resume`."""
         self.pause(PauseMode.abort)
-        # SGLang's workers end over a release while anything runs; this waits for the end of what was aborted.
-        self._call(f"flush_cache?timeout={0.9 * self._timeout_s:g}")
+        # SGLang's workers end over a release while anything runs.
+        self.flush_when_idle()
         self._call("release_memory_occupation", tags=[part.value for part in parts])
 
     def resume_memory(self, parts: Collection[EngineMemory]) -> None:

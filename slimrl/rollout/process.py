@@ -45,7 +45,8 @@ class ServerProcess:
         """Raises ServerError if the process has ended."""
         if (code := self._process.poll()) is not None:
             if code < 0:
-                raise ServerError(f"{self.name} was ended by {signal.Signals(-code).name} (log: {self.log})")
+                ending = describe_signal(signal.Signals(-code), self._lines())
+                raise ServerError(f"{self.name} was ended by {ending} (log: {self.log})")
             raise ServerError(f"{self.name} ended with exit code {code}: {self.cause()} (log: {self.log})")
 
     def wait_ready(self, url: str, timeout_s: float) -> None:
@@ -72,8 +73,10 @@ class ServerProcess:
 
     def cause(self) -> str:
         """The last exception in the log, else the log's last lines."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return find_cause(lines)
+        return find_cause(self._lines())
+
+    def _lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
 
     def stop(self, timeout_s: float = 10.0, first: signal.Signals = signal.SIGTERM) -> None:
         """End the process and all below it: by `first`, and SIGKILL for those alive after `timeout_s`. Idempotent.
@@ -120,22 +123,40 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def find_cause(lines: list[str]) -> str:
-    """What a log says about why its process ended.
-
-    The final line of the last Python traceback that names an exception; SGLang's children log their traceback
-    and the parent's follows, so tracebacks of mere process handling are passed over.
-    """
-    causes = []
-    inside = False
-    for line in lines:
-        if "Traceback (most recent call last)" in line:
-            inside = True
-        elif inside and line and not line[0].isspace() and not line.startswith(("[", "During", "The above")):
-            inside = False
-            causes.append(line.strip())
-    secondary = ("RuntimeError: Rank 0 scheduler", "SystemExit", "EOFError", "KeyboardInterrupt")
-    primary = [cause for cause in causes if not cause.startswith(secondary)]
-    if primary or causes:
-        return (primary or causes)[-1]
+    """What a log says about why its process ended: its last error, else its last lines."""
+    if error := last_error(lines):
+        return error
     tail = [line for line in lines if line.strip()][-_LOG_LINES:]
     return "\n".join(tail) if tail else "its log is empty"
+
+
+def describe_signal(number: signal.Signals, lines: list[str]) -> str:
+    """Its name and what the log says of the cause; SGLang ends itself by SIGKILL when one of its processes raised."""
+    if error := last_error(lines):
+        return f"{number.name}; the last error in its log: {error}"
+    hint = "; the memory may have run out" if number is signal.SIGKILL else ""
+    return f"{number.name}, without an error in its log{hint}"
+
+
+def last_error(lines: list[str]) -> str:
+    """The final line of the last Python traceback that names an exception, or what the interpreter said of a crash.
+
+    SGLang's children log their traceback and the parent's follows, so tracebacks of mere process handling are passed
+    over. An exception without a message is given the line of code that raised it. Empty where there is neither.
+    """
+    causes = []
+    inside, code = False, ""
+    for line in lines:
+        text = line.strip()
+        if "Traceback (most recent call last)" in line:
+            inside = True
+        elif line.startswith("Fatal Python error"):
+            causes.append(text)
+        elif inside and line[:1].isspace():
+            code = code if text.startswith("File ") or not text.strip("^~") else text
+        elif inside and line and not line.startswith(("[", "During", "The above")):
+            inside = False
+            causes.append(text if ":" in text else f"{text}: {code}")
+    secondary = ("RuntimeError: Rank 0 scheduler", "SystemExit", "EOFError", "KeyboardInterrupt")
+    primary = [cause for cause in causes if not cause.startswith(secondary)]
+    return (primary or causes or [""])[-1]

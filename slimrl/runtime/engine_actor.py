@@ -74,6 +74,10 @@ class EngineActor:
             self.control.release_memory([EngineMemory.kv_cache])
         return address
 
+    def flush_cache(self) -> None:
+        """Raises EngineError if the engine does not flush its prefix cache."""
+        self.control.flush_when_idle()
+
     def release_memory(self, parts: list[EngineMemory]) -> None:
         """A server that has ended holds none; the next resync replaces it."""
         if self.ending():

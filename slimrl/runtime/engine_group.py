@@ -89,6 +89,10 @@ class EngineGroup:
             self._router.stop()
             self._start_router(port=self._router.port)
 
+    def flush_caches(self) -> None:
+        """Empty the prefix cache of every engine; raises StageError if one does not, with requests under way."""
+        self._actors.call("flush_cache", timeout_s=self._recipe.resync.timeout_s + 30)
+
     def release_memory(self, parts: Collection[EngineMemory]) -> None:
         """See SglangControl.release_memory."""
         self._move_memory("release_memory", parts)

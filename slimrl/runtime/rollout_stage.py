@@ -38,16 +38,26 @@ class RolloutStage:
     """Runs episodes on the engines, on one event loop that lives as long as the stage."""
 
     def __init__(
-        self, recipe: Recipe, task: Task, engine: Engine, progress: Progress, *, watch: Callable[[], None]
+        self,
+        recipe: Recipe,
+        task: Task,
+        engine: Engine,
+        progress: Progress,
+        *,
+        watch: Callable[[], None],
+        flush_caches: Callable[[], None],
     ) -> None:
         """
         Args:
             engine: what the episodes talk to.
             watch: called every second of a rollout; raises StageError when an engine has ended, since the others
                 would go on with its sessions until the next resync fails.
+            flush_caches: empties the engines' prefix caches. A deterministic run calls it before every rollout and
+                every evaluation set: what a cache holds decides the shape of a prefill, and so its last bits, and a
+                resumed run's engines have not seen what was asked before.
         """
         self._recipe, self._task, self._progress = recipe, task, progress
-        self._engine, self._watch = engine, watch
+        self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
         self._episodes = task.episode_runner(recipe, engine)
         self._loop = asyncio.Runner()
 
@@ -91,6 +101,8 @@ class RolloutStage:
         may_go_on: Callable[[], None] | None = None,
     ) -> RolloutBatch:
         start = time.monotonic()
+        if self._recipe.deterministic:
+            self._flush_caches()
         with self._progress.phase(name, len(requests), "trajectories") as phase:
 
             async def one(request: EpisodeRequest) -> Trajectory:

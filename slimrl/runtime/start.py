@@ -226,7 +226,7 @@ def rollout_stage(recipe: Recipe, task: Task, engines: EngineGroup, progress: Pr
     if recipe.rollout.routed_experts:
         shape = (int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]))
     client = engines.client(vocab_size=int(config["vocab_size"]), routed_experts_shape=shape)
-    return RolloutStage(recipe, task, client, progress, watch=engines.watch)
+    return RolloutStage(recipe, task, client, progress, watch=engines.watch, flush_caches=engines.flush_caches)
 
 
 @contextmanager

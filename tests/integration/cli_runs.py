@@ -71,6 +71,11 @@ def steps_without_times(folder: RunFolder) -> list[dict[str, Any]]:
     ]
 
 
+def samples(folder: RunFolder) -> dict[str, str]:
+    """The readable trajectories of each step, which say too how many tokens of each an engine had cached."""
+    return {path.name: path.read_text() for path in sorted(folder.trajectories.iterdir())}
+
+
 def num_logged_steps(folder: RunFolder) -> int:
     """Lines in metrics.jsonl so far, step 0 included."""
     return folder.metrics.read_text().count("\n") if folder.metrics.exists() else 0
@@ -121,7 +126,7 @@ class CliRun:
         self._reader.join(30)
         return code
 
-    def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float, *, poll_s: float = 0.05) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
             if self.process.poll() is not None:
@@ -129,7 +134,7 @@ class CliRun:
                 raise AssertionError(f"ended with {self.process.returncode}: {self.stdout}\n{self.stderr}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"not within {timeout_s} s: {holds}")
-            time.sleep(0.05)
+            time.sleep(poll_s)
 
     def members(self, text: str) -> list[psutil.Process]:
         """Living processes whose command line has `text`, the oldest first."""

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import RECIPES, CliRun, Workspace, make_workspace, num_logged_steps, steps_without_times, succeed
+from cli_runs import (
+    RECIPES,
+    CliRun,
+    Workspace,
+    make_workspace,
+    num_logged_steps,
+    samples,
+    steps_without_times,
+    succeed,
+)
 from transformers import AutoModelForCausalLM
 
 from slimrl.cli import PREEMPTED_EXIT_CODE
@@ -43,6 +52,7 @@ def deterministic(workspace: Workspace, name: str, *more: str) -> list[str]:
         "trainer.parallel.expert=1",
         "rollout.num_engines=1",
         "checkpoint.every_steps=1",
+        "eval.every_steps=1",
         *more,
     )
 
@@ -75,6 +85,8 @@ def test_a_killed_run_continues_as_if_it_had_not_been(workspace: Workspace, whol
     assert [line["step"] for line in read_metrics(whole.metrics)] == [0, 1, 2, 3, 4]
     assert [line["policy/grad_norm"] > 0 for line in read_metrics(whole.metrics)[1:]] == [True] * 4
     assert steps_without_times(killed) == steps_without_times(whole)
+    # The evaluation before the kill has left nothing in the engine that the resumed run would lack.
+    assert samples(killed) == samples(whole)
     assert exported(killed) == exported(whole)
 
 
