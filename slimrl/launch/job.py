@@ -1,6 +1,7 @@
 """`python -m slimrl.launch.job`: one SLURM job, from the first check of its nodes to its last process.
 
-1. Preflight on every node of the allocation; a bad one is named, and left out where spares are enough.
+1. Preflight on every node of the allocation; a bad one is named, and left out where spares are enough. Then the head
+   node compares those that are used with what the recipe needs.
 2. The nodes that are used meet and all-reduce; nodes that do not come through are left out likewise.
 3. Ray on every node, at an address that is written down; then the command on the head node.
 4. Wait: the command's exit code is the job's. A Ray step that ends before it is a failure, and ends everything.
@@ -45,6 +46,8 @@ from slimrl.launch.slurm import PREEMPTED, Allocation, requeue, this_allocation
 POLL_S = 0.5
 NOTICE_S = 10.0
 """How long a step of Ray's may take to end after the command that needed it."""
+RECIPE_TIMEOUT_S = 120.0
+"""How long the head node may take to compare the nodes with the recipe's."""
 REQUEUE_TIMEOUT_S = 120.0
 """How long SLURM may take to end a job that it has queued again."""
 
@@ -67,6 +70,7 @@ class Job:
         """
         try:
             selection = self._preflight()
+            self._check_recipe(selection)
             meeting = self._meeting().meet(selection)
         except Preempted as preempted:
             say(f"{self._signal}: nothing runs yet")
@@ -124,6 +128,23 @@ class Job:
             say(f"preflight: left out {node}: {reason}")
         self._reports = reports
         return selection
+
+    def _check_recipe(self, selection: Selection) -> None:
+        """Raises LaunchError where the recipe is refused or needs more nodes; says so where it needs fewer."""
+        options, head = self._options, selection.used[0]
+        if options.command:
+            return
+        gpus, cores = options.gpus_per_node, options.cores_per_node
+        slots = [f"--node={node}={gpus or cores or self._reports[node].cores}" for node in selection.used]
+        command = [
+            *(node_python(options), "-m", "slimrl.launch.recipe_nodes", f"--unit={'GPUs' if gpus else 'cores'}"),
+            *(*slots, *(["--sft"] if options.sft else []), *options.rest),
+        ]
+        step = start_alone(self._folder, "recipe", head, command, container=self._container, gpus=gpus)
+        if not step.wait(RECIPE_TIMEOUT_S, self._is_preempted) or step.code:
+            raise LaunchError(step.failure())
+        if words := step.last_words(head):
+            say(words)
 
     def _meeting(self) -> Meeting:
         return Meeting(

@@ -130,6 +130,15 @@ def test_what_cannot_run_is_refused_before_the_first_step(start):
     assert not list(job.logs.glob("*/attempt_000"))
 
 
+def test_a_job_with_fewer_nodes_than_its_recipe_needs_ends_before_they_meet(start, tmp_path: Path):
+    settings = make_workspace(tmp_path / "work").overrides("run.name=few")
+    job = start(1, TRAIN, "--cores-per-node", "1", str(RECIPES / "gspo_calculator.yaml"), *settings)
+    assert job.wait(90) == 1, job.everything()
+    assert "there are cores on: node0 1. Nodes of 1 cores that are enough: 2." in job.output, job.everything()
+    assert not list(job.logs.glob("*/attempt_000/allreduce*"))
+    assert not job.left(), job.left(0)
+
+
 def test_a_node_without_a_report_is_named_with_the_last_that_it_printed(start):
     job = start(2, RAY, "true", faults={"node1": {"PYTHONHOME": "/nowhere"}})
     assert job.wait(60) == 1, job.everything()

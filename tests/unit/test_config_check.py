@@ -123,6 +123,12 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
         ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=2 "
          "trainer.megatron.overlap_p2p_comm=false", "trainer.megatron.overlap_p2p_comm",
          "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; it is set rightly."),
+        ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=2 "
+         "trainer.megatron.batch_p2p_comm=true", "trainer.megatron.batch_p2p_comm",
+         "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; it is set rightly."),
+        ("trainer.optimizer.schedule=cosine trainer.optimizer.warmup_steps=9 trainer.updates_per_rollout=3 "
+         "rollout.prompts_per_step=3", "trainer.optimizer.warmup_steps",
+         "9 updates of warm-up leave none of the 9 updates of the run for the cosine schedule."),
         ("trainer.megatron.fp8=e4m3 trainer.precision=fp32", "trainer.megatron.fp8",
          "FP8 layers stand beside bf16 ones, not fp32. Set trainer.precision to bf16."),
         ("trainer.num_ranks=10 trainer.parallel.tensor=4 trainer.parallel.sequence=true trainer.parallel.expert=8",
@@ -292,6 +298,13 @@ def test_states_of_the_precision_aware_optimizer_have_their_dtypes_by_name(folde
     assert problems_of([aware, *(f"trainer.megatron.{name}" for name in names)]) == []
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_a_warm_up_may_take_more_updates_than_the_run_has_steps(folder, schedule):
+    updates = ["trainer.updates_per_rollout=3", "rollout.prompts_per_step=3"]
+    optimizer = [f"trainer.optimizer.schedule={schedule}", "trainer.optimizer.warmup_steps=8"]
+    assert problems_of([*updates, *optimizer]) == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
@@ -307,6 +320,9 @@ def test_states_of_the_precision_aware_optimizer_have_their_dtypes_by_name(folde
         ("rollout.sglang.mem_fraction_static=0.5", "rollout.colocated", "with resync.transport ipc engines are on the "
          "trainer's GPUs, and with false both keep all of their memory. Set true, or resync.transport collective for "
          "engines with GPUs of their own."),
+        ("trainer.optimizer.warmup_steps=10 trainer.updates_per_rollout=3 rollout.prompts_per_step=3",
+         "trainer.optimizer.warmup_steps",
+         "10 updates of warm-up are more than the 9 of the run, which never comes to trainer.optimizer.lr."),
         ("trainer.optimizer.warmup_steps=4", "trainer.optimizer.warmup_steps",
          "4 updates of warm-up are more than the 3 of the run, which never comes to trainer.optimizer.lr."),
         ("resync.dir=versions", "resync.dir", "has no effect with resync.transport ipc, only with disk and delta."),

@@ -1,8 +1,16 @@
 """What a job does in which order, and what it says of nodes and steps that fail."""
 
 import argparse
+import io
+import json
+import os
+import re
 import signal
+import stat
 import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.load import load_recipe
-from slimrl.launch import attempt, meeting, ray_node
+from slimrl.launch import attempt, meeting, ray_node, recipe_nodes
 from slimrl.launch import job as job_module
 from slimrl.launch.attempt import MOST_UNOPENED, AttemptFolder, Preempted, Step, attempt_folder, wait_for
 from slimrl.launch.job import Job
@@ -47,6 +55,9 @@ class WatchedJob(Job):
             self._note(signal.SIGUSR1, None)
             raise Preempted([])
         return Selection(["a"], {})
+
+    def _check_recipe(self, selection: Selection) -> None:
+        return
 
     def _meeting(self):
         met = SimpleNamespace(nodes=["a"], plan=dict, ray_address="a:1")
@@ -86,6 +97,35 @@ def test_where_the_grace_is_over_the_job_is_queued_again_before_anything_is_wait
     assert job._folder.control.read_text() == "end\n"
     # SIGTERM came meanwhile; without it this would take minutes.
     job.await_end()
+
+
+def test_a_job_that_slurm_is_slow_to_end_waits_for_its_signal(watched, monkeypatch):
+    """The signal that asked for a checkpoint is not the one that ends the job."""
+    job = watched(PREEMPTED)
+    job._note(signal.SIGUSR1, None)
+    monkeypatch.setattr(job_module, "requeue", lambda job_id: None)
+    assert job.run() == PREEMPTED
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            job._note(signal.SIGTERM, None)
+
+    monkeypatch.setattr(job_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    job.await_end()
+    assert len(waited) == 3
+
+
+def test_the_token_of_rays_processes_is_for_the_users_eyes_alone(tmp_path: Path):
+    mask = os.umask(0)
+    try:
+        tokens = [attempt.open_attempt(tmp_path, 7, number).token for number in (0, 1)]
+    finally:
+        os.umask(mask)
+    assert [stat.S_IMODE(token.stat().st_mode) for token in tokens] == [0o600, 0o600]
+    assert len({token.read_text() for token in tokens}) == 2
+    assert all(len(token.read_text()) == 64 for token in tokens)
 
 
 def test_where_the_checkpoint_is_whole_the_job_is_queued_again_before_rays_end(watched):
@@ -236,6 +276,79 @@ def test_what_cannot_run_is_refused_before_the_first_step(tmp_path: Path):
     check_rest(options("--container", "i", "/in/the/image/r.yaml"))
     with pytest.raises(LaunchError, match=r"recipe recipes/gpso\.yaml: no such file in "):
         check_rest(options("--container", "i", "recipes/gpso.yaml"))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> list[str]:
+    """A recipe and its settings: 8 trainer ranks and 4 engines of 2 ranks, on GPUs of their own."""
+    model = {"model_type": "qwen3_moe", "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4}
+    model |= {"num_experts": 128, "moe_intermediate_size": 768, "intermediate_size": 6144}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    (tmp_path / "t.jsonl").touch()
+    return [
+        str(ROOT / "recipes" / "tiny_moe" / "gspo_calculator.yaml"),
+        *(f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 't.jsonl'}"),
+        *(f"data.eval.heldout={tmp_path / 't.jsonl'}", "trainer.num_ranks=8", "trainer.parallel.expert=8"),
+        *("rollout.num_engines=4", "rollout.engine_tensor=2", "resync.transport=collective"),
+    ]
+
+
+NEEDED = "the run needs 8 GPUs for trainer ranks and 4 x 2 others for engines, each engine on one node"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "arguments", "rest", "said"),
+    [
+        (1, [], [], f"{NEEDED}; there are GPUs on: n0 8. Nodes of 8 GPUs that are enough: 2."),
+        (2, [], ["--resume"], ""),
+        (3, [], [], "the run leaves n2 without work: it needs 2 of 3 nodes"),
+        (2, ["--sft"], ["sft.max_tokens=64"], "the run leaves n1 without work: it needs 1 of 2 nodes"),
+        (4, ["--gpus-per-node", "0", "--cores-per-node", "4"], [], ""),
+        (3, ["--gpus-per-node", "0"], [], "there are cores on: n0 5, n1 5, n2 5. Nodes of 5 cores that are enough: 4."),
+        (2, [], ["trainer.parallel.expert=3"], "trainer.parallel.expert: 3 does not divide the model's 128 experts."),
+    ],
+)
+def test_nodes_are_compared_with_the_recipes_before_they_meet(
+    watched, recipe, monkeypatch, capsys, nodes, arguments, rest, said
+):
+    job = watched(0, *arguments)
+    names = [f"n{index}" for index in range(nodes)]
+    job._options.rest = [*recipe, *rest]
+    job._reports = {name: SimpleNamespace(cores=5) for name in names}
+
+    def start_alone(folder, name, node, command, **_) -> Step:
+        """Runs the check in this process, its output in its log as srun leaves it."""
+        assert (name, node, command[1:3]) == ("recipe", "n0", ["-m", "slimrl.launch.recipe_nodes"])
+        log, code = io.StringIO(), 0
+        with monkeypatch.context() as patched, redirect_stdout(log):
+            patched.setattr(sys, "argv", command[2:])
+            try:
+                recipe_nodes.main()
+            except SystemExit as ended:
+                print(ended)
+                code = 1
+        folder.log(name, node).write_text(log.getvalue())
+        return Step(name, [node], SimpleNamespace(poll=lambda: code), folder)
+
+    monkeypatch.setattr(job_module, "start_alone", start_alone)
+    monkeypatch.setattr(WatchedJob, "_preflight", lambda self: Selection(names, {}))
+    monkeypatch.setattr(WatchedJob, "_check_recipe", Job._check_recipe)
+    if said.startswith("the run leaves") or not said:
+        assert job.run() == 0
+        printed = capsys.readouterr().out
+        assert said in printed
+        assert ("without work" in printed) == bool(said)
+    else:
+        with pytest.raises(LaunchError, match=re.escape(said)):
+            job.run()
+        assert job.events == []
+
+
+def test_a_command_that_is_no_recipe_is_not_compared(watched, monkeypatch):
+    job = watched(0, "--command")
+    monkeypatch.setattr(WatchedJob, "_check_recipe", Job._check_recipe)
+    assert job.run() == 0
 
 
 def test_a_container_sees_logs_that_lie_elsewhere(tmp_path: Path):

@@ -157,6 +157,14 @@ def test_ranks_get_nearly_equal_work(budget):
     assert max(tokens) < 1.02 * sum(tokens) / 2
 
 
+def test_a_long_sequence_costs_more_than_its_tokens_in_short_ones():
+    """8193 tokens are 8192 of work and 16384 of attention: more than sixteen of 1024 + 256 each."""
+    rng = np.random.default_rng(0)
+    sequences = [sequence(8193, 0, rng), *(sequence(1025, i, rng) for i in range(1, 17))]
+    ranks = pack(sequences, np.zeros(17, np.float32), budget_tokens=32768, alignment=1, data_parallel=2)
+    assert sorted(m.trajectories.tolist() for rank in ranks for m in rank) == [[0], list(range(1, 17))]
+
+
 def test_routed_experts_stay_with_their_tokens_and_are_unknown_elsewhere():
     rng = np.random.default_rng(6)
     sequences = [sequence(length, i, rng) for i, length in enumerate((9, 14, 11))]

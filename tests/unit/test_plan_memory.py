@@ -38,21 +38,35 @@ def made(*, colocated: bool, transport: TransportName) -> tuple[SimpleNamespace,
     return SimpleNamespace(shape=shape_of("Qwen3-8B"), slot_bytes=SLOTS, engine=engine), recipe
 
 
-def memory_of(*, colocated: bool, transport: TransportName):
+def memory_of(*, colocated: bool, transport: TransportName, pipeline: int = 1, stage: int = 0, micro_batches: int = 1):
     facts, recipe = made(colocated=colocated, transport=transport)
-    batch = Batch(tokens=8000, trajectory_tokens=1000, micro_batches=1)
-    return stage_memory(facts, recipe, STAGE, [0], 0, batch, HARDWARE)
+    recipe.trainer.parallel.pipeline = pipeline
+    batch = Batch(tokens=8000, trajectory_tokens=1000, micro_batches=micro_batches)
+    return stage_memory(facts, recipe, STAGE, [0], stage, batch, HARDWARE)
 
 
 WEIGHTS, GRADIENTS, OPTIMIZER = 2 * PARAMETERS, 4 * PARAMETERS, 12 * PARAMETERS // 8
+
+TOKENS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 1000, 4096, 32, 8, 128, 12288, 151936
+"""Of a micro-batch, and of Qwen3-8B."""
+QUERIES, KEYS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+NORMS, MLP = 4 * HIDDEN, 3 * INNER
+ATTENTION = 2 * (QUERIES + KEYS) + KEYS + QUERIES
+"""Queries and keys before and after their norm, values, the result."""
+LAYER = TOKENS * (2 * (NORMS + ATTENTION + MLP) + 4 * HEADS)
+"""Bytes that one layer keeps of a micro-batch: bf16, and a float32 per head."""
+BACKWARD = TOKENS * 2 * max(ATTENTION, MLP)
+FINAL_NORM = TOKENS * 2 * 2 * HIDDEN
+LOGITS = TOKENS * VOCAB * (4 + 4 + 2 + 4 * 4)
+"""float32 logits and their gradient, this in bf16 too, and four float32 tensors of a chunk, here of all tokens."""
+WORK = LAYER + BACKWARD + FINAL_NORM + LOGITS
 
 
 def test_a_colocated_gpu_starts_with_the_trainer_alone_and_then_with_the_engine_alone():
     found = memory_of(colocated=True, transport=TransportName.ipc)
     assert found.phases["start"] == ENGINE_WEIGHTS + KV_CACHE + RESERVE
     assert found.phases["start"] > WEIGHTS + GRADIENTS + OPTIMIZER + RESERVE
-    work = found.parts["activations"] + found.parts["logits"]
-    assert found.phases["train"] == WEIGHTS + GRADIENTS + OPTIMIZER + work + SLOTS + RESERVE
+    assert found.phases["train"] == WEIGHTS + GRADIENTS + OPTIMIZER + WORK + SLOTS + RESERVE
     assert found.phases["exchange"] == WEIGHTS + ENGINE_WEIGHTS + SLOTS + RESERVE
     assert found.phases["save"] == WEIGHTS + OPTIMIZER + ENGINE_WEIGHTS + SLOTS + RESERVE
     assert found.phases["rollout"] == ENGINE_WEIGHTS + KV_CACHE + SLOTS + RESERVE
@@ -63,8 +77,8 @@ def test_a_colocated_gpu_starts_with_the_trainer_alone_and_then_with_the_engine_
 
 def test_a_gpu_that_engines_reach_over_ipc_without_a_hand_over_holds_everything_at_once():
     found = memory_of(colocated=False, transport=TransportName.ipc)
-    assert found.phases == {"together": sum(found.parts.values())}
-    assert found.parts["kv_cache"] == KV_CACHE
+    trainer, engine = WEIGHTS + GRADIENTS + OPTIMIZER + WORK, ENGINE_WEIGHTS + KV_CACHE
+    assert found.phases == {"together": trainer + engine + SLOTS + RESERVE}
     assert found.host == 0
     facts, recipe = made(colocated=False, transport=TransportName.ipc)
     assert engine_gpu_bytes(facts, recipe, HARDWARE) is None
@@ -73,10 +87,20 @@ def test_a_gpu_that_engines_reach_over_ipc_without_a_hand_over_holds_everything_
 def test_engines_with_gpus_of_their_own_leave_the_trainers_to_it():
     found = memory_of(colocated=False, transport=TransportName.collective)
     assert list(found.phases) == ["train"]
-    assert found.total == sum(found.parts.values())
+    assert found.total == WEIGHTS + GRADIENTS + OPTIMIZER + WORK + SLOTS + RESERVE
     assert found.parts["engine_weights"] == found.parts["kv_cache"] == 0
     facts, recipe = made(colocated=False, transport=TransportName.collective)
     assert engine_gpu_bytes(facts, recipe, HARDWARE) == ENGINE_WEIGHTS + KV_CACHE + SLOTS + RESERVE
+
+
+def test_the_first_of_two_stages_holds_two_micro_batches_and_the_last_one_the_logits():
+    """Of each stage's parameters a quarter of the ranks' optimizer states, since 4 ranks share them."""
+    asked = {"colocated": False, "transport": TransportName.collective, "pipeline": 2, "micro_batches": 4}
+    first, last = (memory_of(**asked, stage=stage) for stage in (0, 1))
+    state = WEIGHTS + GRADIENTS + 12 * PARAMETERS // 4
+    assert first.phases == {"train": state + 2 * LAYER + BACKWARD + SLOTS + RESERVE}
+    assert last.phases == {"train": state + WORK + SLOTS + RESERVE}
+    assert (first.parts["logits"], last.parts["logits"]) == (0, LOGITS)
 
 
 def test_the_host_of_a_node_keeps_what_its_ranks_give_away():

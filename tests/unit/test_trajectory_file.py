@@ -11,9 +11,10 @@ from slimrl.data.trajectory import Segment, Status, Trajectory, read_trajectorie
 
 def trajectory(trajectory_id: str, **changes: Any) -> Trajectory:
     segment = Segment(
-        tokens=np.arange(3, dtype=np.int32), loss_mask=np.array([False, True, True]),
-        rollout_logprobs=np.array([0, -0.5, -0.25], np.float32), weight_versions=np.array([-1, 4, 4], np.int32),
-        turn_ids=np.array([-1, 0, 0], np.int16), routed_experts=np.ones((3, 2, 2), np.int16),
+        tokens=np.array([0, 1, 151_935], np.int32), loss_mask=np.array([False, True, True]),
+        rollout_logprobs=np.array([0, -12.345678, -1e-7], np.float32),
+        weight_versions=np.array([-1, 70_000, 4], np.int32),
+        turn_ids=np.array([-1, 0, 300], np.int16), routed_experts=np.full((3, 2, 2), 383, np.int16),
     )  # fmt: skip
     given = {"group_id": "a", "segments": [segment], "status": Status.truncated, "reward": 0.5} | changes
     return Trajectory(trajectory_id=trajectory_id, **given)
