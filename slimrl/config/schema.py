@@ -51,7 +51,7 @@ class TruncatedRule(str, Enum):
     score = "score"
     """A truncated trajectory is rewarded like any other."""
     zero = "zero"
-    """It gets reward 0 and is trained on."""
+    """It gets reward 0, or its own where that is below 0, and is trained on."""
     mask = "mask"
     """It counts in its group's baseline, but its own tokens are not trained on."""
 
