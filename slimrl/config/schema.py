@@ -214,9 +214,11 @@ class SamplingConfig:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that have this probability together; 1 is off."""
+    """Sample from the likeliest tokens that have this probability together; 1 is off. `slimrl train` refuses it in
+    `rollout.sampling`."""
     top_k: int = -1
-    """-1 is off."""
+    """Sample from so many of the likeliest tokens; -1 is off. `slimrl train` refuses it in
+    `rollout.sampling`."""
     max_new_tokens: int = 1024
     """Of one turn."""
     ignore_end_of_turn: bool = False
