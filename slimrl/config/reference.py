@@ -20,7 +20,7 @@ Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/conf
 
 - A setting without a default must be given, by those commands that read it.
 - `a.b.c=value` on the command line sets `c` of the section `a.b`.
-- Such a value is YAML: `agent.tools=[a:f, b:g]`, `rollout.sampling={temperature: 0.7, top_k: 20}`.
+- Such a value is YAML: `agent.tools=[a:f, b:g]`, `rollout.eval_sampling={temperature: 0.7, top_k: 20}`.
 - `extends: FILE` or `extends: [FILE, ...]` takes over other files, relative to the one that says it.
 - Later files win; sections merge, lists are replaced. A file that comes to extend itself is refused.
 - `data.eval.NAME: null` leaves out an evaluation set of a file that is extended.

@@ -52,7 +52,7 @@ class TruncatedRule(str, Enum):
     score = "score"
     """A truncated trajectory is rewarded like any other."""
     zero = "zero"
-    """It gets reward 0 and is trained on."""
+    """It gets reward 0, or its own where that is below 0, and is trained on."""
     mask = "mask"
     """It counts in its group's baseline, but its own tokens are not trained on."""
 
@@ -215,9 +215,11 @@ class SamplingConfig:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that have this probability together; 1 is off."""
+    """Sample from the likeliest tokens that have this probability together; 1 is off. `slimrl train` refuses it in
+    `rollout.sampling`."""
     top_k: int = -1
-    """-1 is off."""
+    """Sample from so many of the likeliest tokens; -1 is off. `slimrl train` refuses it in
+    `rollout.sampling`."""
     max_new_tokens: int = 1024
     """Of one turn."""
     ignore_end_of_turn: bool = False

@@ -210,6 +210,17 @@ def batch_violations(recipe: Recipe) -> Iterator[Violation]:
         )
     if rollout.sampling.temperature == 0:
         yield "rollout.sampling.temperature", "0 is greedy: every sample of a group would be the same. Use 1."
+    sampling = rollout.sampling
+    for name, value, off, on in (
+        ("top_p", sampling.top_p, 1, 0 < sampling.top_p < 1),
+        ("top_k", sampling.top_k, -1, sampling.top_k >= 1),
+    ):
+        if on:
+            yield (
+                f"rollout.sampling.{name}",
+                f"{value}: samples would be of fewer tokens than the log-probs that training compares, which are over "
+                f"the whole vocabulary. Use {off}; rollout.eval_sampling is free.",
+            )
     yield from _budget_violation(recipe, "rollout.max_trajectory_tokens", rollout.max_trajectory_tokens)
     yield from _schedule_violations(recipe, recipe.steps * updates)
 

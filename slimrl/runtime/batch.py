@@ -46,11 +46,14 @@ class Selection:
 
 
 def apply_truncation_rule(trajectories: Sequence[Trajectory], rule: TruncatedRule) -> None:
-    """Sets the reward of truncated and aborted trajectories to 0 where the rule says so."""
+    """Takes what truncated and aborted trajectories earned where the rule says so: more than 0 becomes 0.
+
+    A penalty stays, for with 0 in its place a trajectory would gain by not coming to an end.
+    """
     if rule is TruncatedRule.zero:
         for trajectory in trajectories:
             if trajectory.status in (Status.truncated, Status.aborted):
-                trajectory.reward = 0.0
+                trajectory.reward = min(trajectory.reward, 0.0)
 
 
 def select(trajectories: Sequence[Trajectory], recipe: Recipe, filters: Sequence[GroupFilter]) -> Selection:

@@ -62,6 +62,14 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
     assert problems_of([f"trainer.{part}" for part in layout.split(",")]) == []
 
 
+def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(folder):
+    fewer = "{top_p: 0.8, top_k: 20, max_new_tokens: 64}"
+    assert problems_of([f"rollout.eval_sampling={fewer}"]) == []
+    assert problems_of([f"rollout.sampling={fewer}"], command="rollout") == []
+    refused = problems_of([f"rollout.sampling={fewer}"], command="train --trajectories")
+    assert [problem.key for problem in refused] == ["rollout.sampling.top_p", "rollout.sampling.top_k"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
@@ -95,6 +103,12 @@ def test_a_layout_that_divides_ranks_and_model_has_no_problems(folder, layout):
          "7 groups do not divide into trainer.updates_per_rollout 2 equal shares. Use 6 or 8."),
         ("rollout.sampling.temperature=0", "rollout.sampling.temperature",
          "0 is greedy: every sample of a group would be the same. Use 1."),
+        ("rollout.sampling.top_p=0.8", "rollout.sampling.top_p",
+         "0.8: samples would be of fewer tokens than the log-probs that training compares, which are over the whole "
+         "vocabulary. Use 1; rollout.eval_sampling is free."),
+        ("rollout.sampling.top_k=20", "rollout.sampling.top_k",
+         "20: samples would be of fewer tokens than the log-probs that training compares, which are over the whole "
+         "vocabulary. Use -1; rollout.eval_sampling is free."),
         ("trainer.num_ranks=2 trainer.parallel.context=2 trainer.max_tokens_per_rank=255",
          "trainer.max_tokens_per_rank",
          "255 x context 2 = 510 tokens cannot hold one sequence of rollout.max_trajectory_tokens 512 (padded 512). "
