@@ -3,7 +3,7 @@
 Without an address a run gets a private cluster on this machine, in a temporary folder of its own. With one it joins
 the cluster whose head node is there, and leaves it on the way out: its actors end, the cluster's nodes do not.
 Processes of a private cluster have that folder for their temporary files too, since most of them are ended before they
-could remove them: it goes as a whole.
+could remove them: it goes as a whole. A guard (guard.py) ends them where the driver is killed and cannot.
 """
 
 import logging
@@ -18,6 +18,7 @@ import psutil
 import ray
 
 from slimrl.runtime.errors import StageError
+from slimrl.runtime.guard import guarded
 
 OBJECT_STORE_BYTES = 1024**3
 """Shared memory that a private cluster may use for what passes between processes."""
@@ -47,14 +48,16 @@ def ray_cluster(address: str | None, *, num_slots: int) -> Iterator[None]:
     _remove_stale_temp_dirs()
     # A unix socket's path is limited to 107 bytes, so this lies in the system's temporary folder, not in the run's.
     temp_dir = Path(tempfile.gettempdir()) / f"{_TEMP_PREFIX}{os.getpid()}"
+    temporary_files = temp_dir / "tmp"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    try:
-        with _temporary_files_in(temp_dir / "tmp"):
-            _start_local(temp_dir, num_slots)
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(temp_dir, ignore_errors=True)
+    with guarded(temp_dir, temporary_files):
+        try:
+            with _temporary_files_in(temporary_files):
+                _start_local(temp_dir, num_slots)
+            yield
+        finally:
+            ray.shutdown()
+            shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 @contextmanager
