@@ -1,0 +1,87 @@
+"""The task of docs/tasks.md, made of the page's own blocks."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from slimrl.agent.tools import make_tool
+from slimrl.config.check import check_loaded
+from slimrl.config.load import load_recipe
+from slimrl.data.prompts import read_prompts
+from slimrl.data.trajectory import Prompt, Status, Trajectory
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tasks.md"
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the page's files; the text before a block names its file first."""
+    text, *rest = re.split(r"```.*\n", PAGE.read_text())
+    names = []
+    for block, after in zip(rest[::2], rest[1::2], strict=True):
+        if found := re.search(r"`(clock\w*\.\w+)`", text):
+            names.append(found[1])
+            (tmp_path / found[1]).write_text(block)
+        text = after
+    assert names == ["clock.jsonl", "clock_heldout.jsonl", "clock.py", "clock.yaml"]
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def clock(task: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("clock", task / "clock.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_recipe_is_accepted_and_evaluates_on_other_prompts_than_it_trains_on(
+    task: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(str(task))
+    loaded = load_recipe("clock.yaml", ["model.path=absent"], "train")
+    assert [problem.key for problem in check_loaded(loaded) if not problem.warning] == ["model.path"]
+    data = loaded.recipe.data
+    trained, held_out = read_prompts(Path(data.train)), read_prompts(Path(data.eval["heldout"]))
+    assert not {str(prompt.messages) for prompt in trained} & {str(prompt.messages) for prompt in held_out}
+    for prompt in trained + held_out:
+        first, second = re.findall(r"(\d\d):(\d\d)", prompt.messages[-1]["content"])
+        assert prompt.label == 60 * (int(second[0]) - int(first[0])) + int(second[1]) - int(first[1])
+
+
+def test_its_tool_is_one(clock: ModuleType):
+    assert make_tool(clock.minutes).schema["function"]["parameters"]["required"] == ["time"]
+    assert clock.minutes("09:40") == 580
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "turns", "rewards"),
+    [
+        ("assistant", "There are 205 minutes.", 3, {"answer": 1.0, "brevity": 0.1}),
+        ("assistant", "785 - 580 = 205", 4, {"answer": 1.0, "brevity": 0.0}),
+        ("tool", "205", 3, {"answer": 0.0, "brevity": 0.0}),
+        ("user", "205", 1, {"answer": 0.0, "brevity": 0.0}),
+        ("assistant", "2050", 1, {"answer": 0.0, "brevity": 0.0}),
+        ("assistant", "205 or 206", 1, {"answer": 0.0, "brevity": 0.0}),
+        ("assistant", "", 1, {"answer": 0.0, "brevity": 0.0}),
+        ("assistant", None, 1, {"answer": 0.0, "brevity": 0.0}),
+    ],
+)
+def test_its_reward_pays_for_what_the_model_answers_at_the_end_alone(clock: ModuleType, role, content, turns, rewards):
+    trajectory = Trajectory(
+        group_id="g",
+        trajectory_id="t",
+        segments=[],
+        status=Status.completed,
+        messages=[{"role": "assistant", "content": "205"}, {"role": role, "content": content}],
+        metadata={"num_turns": turns},
+    )
+    assert clock.reward(trajectory, Prompt(prompt_id="g", messages=[], label=205)) == rewards
