@@ -9,6 +9,9 @@ from slimrl.config.schema import TrackingConfig, WandbMode
 from slimrl.observability.metrics import MetricsWriter, plain_number
 from slimrl.observability.run_folder import RunFolder
 
+STEP = "step"
+"""Of a run, as in metrics.jsonl; wandb draws all metrics over it."""
+
 
 class WandbTracker:
     """A wandb run inside the run folder; it prints nothing, and in offline mode it contacts nobody."""
@@ -42,6 +45,9 @@ class WandbTracker:
             config=dict(config),
             settings=settings,
         )
+        # wandb's own count goes on where the last process left it, and drops what is logged below that; the steps of a
+        # resumed run begin after its checkpoint.
+        self._run.define_metric("*", step_metric=STEP)
 
     @staticmethod
     def _prepare(run: RunFolder) -> None:
@@ -61,7 +67,7 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: number for name, value in metrics.items() if (number := plain_number(value)) is not None}
-        self._run.log(finite, step=step)
+        self._run.log({STEP: step, **finite})
 
     def close(self, exit_code: int) -> None:
         """Flush and end wandb's process."""
@@ -84,7 +90,7 @@ class Trackers:
         Args:
             run: an open run folder.
             tracking: the recipe's section.
-            config: the resolved recipe as nested plain Python, shown by wandb.
+            config: the resolved recipe as nested plain Python, shown by wandb; without secrets, see resolved_dict.
             keep_through_step: as for MetricsWriter.
         """
         self._metrics = MetricsWriter(run.metrics, keep_through_step=keep_through_step)

@@ -1,0 +1,62 @@
+"""What wandb is told of a run, and of one that is resumed, by a stand-in that counts steps as wandb's server does."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slimrl.config.schema import TrackingConfig, WandbMode
+from slimrl.observability.run_folder import open_run_folder
+from slimrl.observability.trackers import Trackers
+
+
+class Server:
+    """Of wandb: rows by run id. What is logged below the last step is dropped; without a step each row is a new one."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[dict[str, float]]] = {}
+        self.axes: dict[str, str] = {}
+        self._steps: dict[str, int] = {}
+
+    def init(self, *, id: str, **settings: Any) -> SimpleNamespace:
+        rows = self.rows.setdefault(id, [])
+
+        def log(data: dict[str, float], step: int | None = None) -> None:
+            last = self._steps.get(id, -1)
+            if step is not None and step <= last:
+                return
+            self._steps[id] = last + 1 if step is None else step
+            rows.append(data)
+
+        def define_metric(name: str, step_metric: str) -> None:
+            self.axes[name] = step_metric
+
+        return SimpleNamespace(log=log, define_metric=define_metric, finish=lambda exit_code: None)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    served = Server()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=dict, init=served.init))
+    return served
+
+
+def test_after_a_resume_wandb_gets_every_step_again_that_the_run_makes_again(tmp_path: Path, server: Server):
+    run, online = open_run_folder(tmp_path, "demo", ""), TrackingConfig(wandb=WandbMode.online)
+    with Trackers(run, online, {}, keep_through_step=None) as trackers:
+        for step in range(5):
+            trackers.log(step, {"reward/mean": 0.1 * step, "policy/loss": float("nan")})
+    # Killed after step 4, with a checkpoint of step 2.
+    with Trackers(run, online, {}, keep_through_step=2) as trackers:
+        for step in (3, 4, 5):
+            trackers.log(step, {"reward/mean": 1.0 + step})
+    (rows,) = server.rows.values()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 3, 4, 5]
+    assert server.axes == {"*": "step"}
+    latest = {row["step"]: row["reward/mean"] for row in rows}
+    file = {line["step"]: line["reward/mean"] for line in map(json.loads, run.metrics.read_text().splitlines())}
+    assert latest == file
+    assert all("policy/loss" not in row for row in rows)
