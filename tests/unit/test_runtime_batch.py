@@ -136,6 +136,16 @@ def test_fewer_groups_than_updates_make_fewer_updates():
     assert make_updates(select([], recipe(), []), recipe(), LAYOUT) == []
 
 
+def test_a_context_parallel_group_holds_the_tokens_of_all_its_ranks():
+    settings = recipe()
+    settings.trainer.parallel.context = 2
+    layout = SimpleNamespace(alignment=4, data=1, micro_batch_multiple=1)
+    # 64 tokens a rank: 120 in one segment, and two of 59 together, fit the two of them.
+    batch = [trajectory("a", 0, 0.0, lengths=(121,)), trajectory("a", 1, 1.0, lengths=(60, 60))]
+    (update,) = make_updates(select(batch, settings, []), settings, layout)
+    assert sorted(len(m.tokens) for m in update.parts[0]) == [120, 120]
+
+
 def results(update, offset: float) -> list[list[SimpleNamespace]]:
     """Stand-ins of the trainer's answer: NaN where nothing was sampled."""
     return [

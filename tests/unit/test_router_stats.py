@@ -1,0 +1,88 @@
+"""Expert load and router entropy of routing maps written by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import nn
+
+from slimrl.trainer.router_stats import RouterStats
+
+PADDING = torch.tensor([False, False, False, True])
+"""The last token is padding, which every router below sends to expert 3 alone."""
+UNEVEN = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.bool)
+"""3, 2, 1 and 0 tokens for the four experts: the busiest has 3, the mean is 1.5."""
+ONE_EXPERT = torch.tensor([[1, 0, 0, 0]] * 3 + [[0, 0, 0, 1]], dtype=torch.bool)
+"""3 tokens for the first expert: the mean is 0.75."""
+EVEN_LOGITS = torch.tensor([[0.0] * 4] * 3 + [[9.0, 0.0, 0.0, 0.0]])
+"""Every expert is as likely, but for padding."""
+CERTAIN_LOGITS = torch.tensor([[100.0, 0.0, 0.0, 0.0]] * 3 + [[0.0] * 4])
+
+
+class HandRouter(TopKRouter):
+    """Routes as told."""
+
+    def __init__(self, layer: int, routing_map_TE: torch.Tensor, logits_TE: torch.Tensor) -> None:
+        nn.Module.__init__(self)
+        self.config = SimpleNamespace(num_moe_experts=4)
+        self.layer_number = layer
+        self.routing_map_TE, self.logits_TE = routing_map_TE, logits_TE
+
+    def gating(self, hidden):
+        return self.logits_TE
+
+    def forward(self, hidden):
+        return None, self.routing_map_TE
+
+
+def summary_of(routers, *, tensor_rank=0, sequence_parallel=False, after=lambda stats: None):
+    """What is counted of one pass in a model of three layers, the first of which has no router."""
+    chunk = nn.ModuleList([nn.Linear(1, 1), *routers])
+    stats = RouterStats([chunk], 3, tensor_rank, sequence_parallel)
+    with stats.observe(PADDING):
+        for router in routers:
+            router(None)
+    after(stats)
+    return stats.summary()
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **options: None)
+
+
+def test_load_is_the_busiest_expert_over_the_mean_of_its_layer_and_padding_does_not_count():
+    found = summary_of([HandRouter(2, UNEVEN, EVEN_LOGITS), HandRouter(3, ONE_EXPERT, CERTAIN_LOGITS)])
+    assert found.expert_load_max_over_mean == pytest.approx((3 / 1.5 + 3 / 0.75) / 2)
+    assert found.router_entropy == pytest.approx((math.log(4) + 0) / 2)
+
+
+def test_a_pass_without_gradient_or_outside_of_an_observation_does_not_count():
+    router = HandRouter(2, UNEVEN, EVEN_LOGITS)
+
+    def more_passes(stats):
+        router.routing_map_TE = ONE_EXPERT
+        router(None)
+        with torch.no_grad(), stats.observe(PADDING):
+            router(None)
+
+    assert summary_of([router], after=more_passes).expert_load_max_over_mean == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("tensor_rank", [0, 1])
+def test_a_rank_of_sequence_parallelism_takes_its_own_piece_of_the_padding(tensor_rank):
+    """Each has two of the four tokens, which take two experts evenly; the second's other one is padding."""
+    piece = slice(2 * tensor_rank, 2 * tensor_rank + 2)
+    router = HandRouter(1, UNEVEN[piece], EVEN_LOGITS[piece])
+    found = summary_of([router], tensor_rank=tensor_rank, sequence_parallel=True)
+    assert found.expert_load_max_over_mean == pytest.approx(2.0)
+    assert found.router_entropy == pytest.approx(math.log(4))
+
+
+def test_a_model_without_routers_has_no_load():
+    found = summary_of([])
+    assert math.isnan(found.expert_load_max_over_mean)
+    assert math.isnan(found.router_entropy)

@@ -1,0 +1,190 @@
+"""What the driver's side of the trainer sends to which rank, and what it makes of the answers, without any actor."""
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+
+from slimrl.config.schema import Recipe
+from slimrl.data.packing import PackedSequence, pack
+from slimrl.runtime import trainer_group
+from slimrl.runtime.trainer_group import TrainerGroup
+
+DATA_RANKS = (0, 0, 1, 1)
+"""Of four ranks, in pairs; the second of each pair reports."""
+
+
+class Ranks:
+    """An ActorGroup whose actors answer at once with what `answers` says, and that notes every call."""
+
+    def __init__(self, actors, logs, nodes) -> None:
+        self.names, self.calls = list(actors), []
+        self.answers = {
+            "pid": lambda rank: 100 + rank,
+            "rendezvous": lambda rank: ("10.0.0.1", 29500),
+            "start": lambda rank, address, port: SimpleNamespace(rank=rank, data_rank=DATA_RANKS[rank]),
+        }
+
+    @property
+    def first(self):
+        return None
+
+    def call(self, method, arguments=None, *, timeout_s, while_waiting=None):
+        given = dict.fromkeys(self.names, ()) if arguments is None else arguments
+        self.calls.append((method, given, timeout_s))
+        answer = self.answers.get(method, lambda rank, *_: None)
+        return {name: answer(self.names.index(name), *values) for name, values in given.items()}
+
+    def last(self, method):
+        """Arguments by rank, and the deadline."""
+        return next((given, timeout_s) for name, given, timeout_s in reversed(self.calls) if name == method)
+
+
+class ActorClass:
+    """Notes with which options and arguments actors are made."""
+
+    def __init__(self) -> None:
+        self.made = []
+
+    def options(self, **options):
+        return SimpleNamespace(remote=lambda *arguments: self.made.append((options, arguments)))
+
+
+@contextmanager
+def no_phase(name, total, unit):
+    yield None
+
+
+@pytest.fixture
+def actor_class(monkeypatch) -> ActorClass:
+    made = ActorClass()
+    monkeypatch.setattr(trainer_group, "TrainerActor", made)
+    return made
+
+
+@pytest.fixture
+def group(monkeypatch, actor_class) -> TrainerGroup:
+    """Four ranks that have started, two on each of two nodes."""
+    monkeypatch.setattr(trainer_group, "ActorGroup", Ranks)
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    recipe = Recipe()
+    recipe.trainer.startup_timeout_s, recipe.trainer.timeout_s, recipe.trainer.threads_per_rank = 11.0, 22.0, 3
+    slots = [SimpleNamespace(rank=rank, node=SimpleNamespace(name=f"node{rank // 2}")) for rank in range(4)]
+    places = SimpleNamespace(
+        placement=SimpleNamespace(ranks=slots), options=lambda slot, threads: {"slot": slot.rank, "threads": threads}
+    )
+    folder = SimpleNamespace(log_file=lambda name: Path(f"{name}.log"))
+    made = TrainerGroup(recipe, folder, SimpleNamespace(phase=no_phase), places, total_updates=40)
+    made.start()
+    return made
+
+
+def batch_of_two_ranks():
+    """Micro-batches by data-parallel rank, with the engines' experts."""
+    sequences = [
+        PackedSequence(
+            tokens=np.arange(9), loss_mask=np.ones(9, np.bool_), rollout_logprobs=np.zeros(9, np.float32),
+            trajectory=index, routed_experts=np.zeros((9, 2, 1), np.int16),
+        )
+        for index in range(4)
+    ]  # fmt: skip
+    return pack(sequences, np.zeros(4, np.float32), budget_tokens=8, alignment=1, data_parallel=2)
+
+
+def test_an_actor_is_made_for_each_rank_in_its_place(group, actor_class):
+    assert [options for options, _ in actor_class.made] == [{"slot": rank, "threads": 3} for rank in range(4)]
+    for rank, (_, (_, log_file, _, number, node, total_updates)) in enumerate(actor_class.made):
+        assert log_file == Path(f"trainer_{rank}.log").absolute()
+        assert (number, node, total_updates) == (rank, f"node{rank // 2}", 40)
+    assert group.roles == (
+        ("trainer 0 on node0", 100),
+        ("trainer 1 on node0", 101),
+        ("trainer 2 on node1", 102),
+        ("trainer 3 on node1", 103),
+    )
+
+
+def test_all_ranks_meet_where_the_first_one_says_before_weights_are_loaded(group):
+    calls = group._actors.calls
+    assert [method for method, _, _ in calls] == ["pid", "rendezvous", "start", "load_weights"]
+    assert [timeout_s for _, _, timeout_s in calls] == [11.0] * 4
+    assert calls[1][1] == {"trainer 0": ()}
+    assert calls[2][1] == {f"trainer {rank}": ("10.0.0.1", 29500) for rank in range(4)}
+    assert group.layout.rank == 0
+
+
+def test_a_checkpoint_is_loaded_after_the_weights_by_its_absolute_path(group):
+    group.start(Path("runs/checkpoints/step_000004"))
+    assert [method for method, _, _ in group._actors.calls[-2:]] == ["load_weights", "load_checkpoint"]
+    given, timeout_s = group._actors.last("load_checkpoint")
+    assert set(given.values()) == {(Path("runs/checkpoints/step_000004/trainer").absolute(),)}
+    assert timeout_s == 22.0
+
+
+def test_log_probs_come_back_in_the_order_of_the_data_parallel_ranks(group):
+    """From whichever rank of each reports, the engines' experts kept back."""
+    batch = batch_of_two_ranks()
+    group._actors.answers["compute_logprobs"] = lambda rank, share, temperature, routing: (
+        [f"{DATA_RANKS[rank]}: {micro_batch.trajectories}" for micro_batch in share] if rank % 2 else None
+    )
+    # Ranks may stand in any order.
+    group._layouts = dict(reversed(group._layouts.items()))
+    answers = group.compute_logprobs(batch, 0.7, routing=True)
+    assert answers == [[f"{rank}: {m.trajectories}" for m in share] for rank, share in enumerate(batch)]
+    given, timeout_s = group._actors.last("compute_logprobs")
+    assert timeout_s == 22.0
+    for name, (share, temperature, routing) in given.items():
+        own = batch[DATA_RANKS[int(name.removeprefix("trainer "))]]
+        assert [m.trajectories.tolist() for m in share] == [m.trajectories.tolist() for m in own]
+        assert all(m.routed_experts is None for m in share)
+        assert (temperature, routing) == (0.7, True)
+    assert all(m.routed_experts is not None for share in batch for m in share)
+
+
+def test_every_rank_makes_the_update_on_its_share_with_the_same_denominator(group):
+    batch = batch_of_two_ranks()
+    group._actors.answers["train_update"] = lambda rank, *given: given[1:]
+    assert group.train_update(batch, "policy", denominator=4, temperature=0.7) == ("policy", 4, 0.7)
+    given, timeout_s = group._actors.last("train_update")
+    assert timeout_s == 22.0
+    shares = [[m.trajectories.tolist() for m in given[f"trainer {rank}"][0]] for rank in range(4)]
+    assert shares == [[m.trajectories.tolist() for m in batch[data_rank]] for data_rank in DATA_RANKS]
+
+
+def test_the_report_of_a_resync_is_that_of_the_rank_that_makes_one(group):
+    group._actors.answers["resync"] = lambda rank, version: f"version {version}" if rank == 2 else None
+    assert group.resync(7) == "version 7"
+
+
+def test_folders_reach_the_ranks_as_absolute_paths(group):
+    group.save_checkpoint(Path("runs/trainer"))
+    group.export_hf(Path("runs/export"))
+    for method, path in (("save_checkpoint", "runs/trainer"), ("export_hf", "runs/export")):
+        given, _ = group._actors.last(method)
+        assert given == {f"trainer {rank}": (Path(path).absolute(),) for rank in range(4)}
+
+
+def test_progress_is_asked_for_anew_only_once_it_has_been_answered(monkeypatch):
+    asked, shown, waiting = [], [], True
+    actor = SimpleNamespace(progress=SimpleNamespace(remote=lambda: asked.append(None) or len(asked)))
+    phase = SimpleNamespace(update=lambda done, total: shown.append((done, total)))
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs) if waiting else (refs, []))
+    monkeypatch.setattr(ray, "get", lambda ref: (ref, 8))
+    watch = trainer_group._Watch(actor, phase)
+    for _ in range(3):
+        watch()
+    assert (len(asked), shown) == (1, [])
+    waiting = False
+    watch()
+    assert (len(asked), shown) == (2, [(1, 8)])
+
+    def failed(ref):
+        raise ray.exceptions.RayError("died")
+
+    # Whoever made the call reports it.
+    monkeypatch.setattr(ray, "get", failed)
+    watch()
+    assert (len(asked), shown) == (2, [(1, 8)])
