@@ -20,7 +20,7 @@ from rich.table import Table
 
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Precision, Recipe
+from slimrl.config.schema import Precision
 from slimrl.data.protocols import EngineError
 from slimrl.models.hf_config import config_for_planning, published_names
 from slimrl.models.sized_toy import sized_config, write_sized_toy
