@@ -50,7 +50,7 @@ class Engine:
         from slimrl.rollout.process import ServerProcess
         from slimrl.rollout.server import engine_arguments, engine_environment
 
-        rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency=max(BATCHES))
+        rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency_per_engine=max(BATCHES))
         port = free_port()
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         arguments = engine_arguments(

@@ -35,7 +35,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             "rollout.threads_per_engine",
             "rollout.prompts_per_step",
             "rollout.samples_per_prompt",
-            "rollout.max_concurrency",
+            "rollout.max_concurrency_per_engine",
             "rollout.sampling.max_new_tokens",
             "rollout.eval_sampling.max_new_tokens",
             "rollout.max_turns",

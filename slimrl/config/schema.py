@@ -246,8 +246,8 @@ class RolloutConfig:
     """Groups of one step."""
     samples_per_prompt: int = 8
     """Trajectories of one group."""
-    max_concurrency: int = 256
-    """Trajectories under way at once."""
+    max_concurrency_per_engine: int = 256
+    """Trajectories under way at once, on average over the engines: so many times `num_engines` in all."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     max_turns: int = 4

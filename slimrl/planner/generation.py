@@ -42,8 +42,8 @@ def rollout_at_least_s(
 def running_sequences(recipe: Recipe, engine: EnginePlan, length: int) -> float:
     """Of one engine at a time: as many as there are, as may run, and as the cache holds."""
     rollout = recipe.rollout
-    each = min(rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_concurrency) / rollout.num_engines
-    return max(1.0, min(each, engine.kv_tokens / length))
+    each = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.num_engines
+    return max(1.0, min(each, rollout.max_concurrency_per_engine, engine.kv_tokens / length))
 
 
 def decoding_step_bytes(

@@ -140,7 +140,8 @@ def _engines(plan: Plan) -> Table:
         ("tokens in the KV cache of an engine", f"{engine.kv_tokens:,}"),
         (
             f"trajectories of {rollout.max_trajectory_tokens:,} tokens at once, all engines",
-            f"{engine.trajectories:,} (rollout.max_concurrency {rollout.max_concurrency:,})",
+            f"{engine.trajectories:,} (rollout.max_concurrency_per_engine {rollout.max_concurrency_per_engine:,} "
+            f"x {rollout.num_engines:,})",
         ),
     ]
     return _table("engines", ("", ""), rows)

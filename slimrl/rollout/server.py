@@ -74,7 +74,7 @@ def engine_arguments(
             "device": "cpu",
             "attention_backend": "torch_native",
             "mem_fraction_static": 0.1,
-            "max_total_tokens": max(16384, rollout.max_concurrency * rollout.max_trajectory_tokens),
+            "max_total_tokens": max(16384, rollout.max_concurrency_per_engine * rollout.max_trajectory_tokens),
         }
     flags: list[str] = []
     for name, value in {**values, **rollout.sglang}.items():

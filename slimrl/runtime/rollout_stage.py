@@ -140,7 +140,7 @@ class RolloutStage:
         on_done: Callable[[Trajectory], None],
     ) -> list[Trajectory]:
         """All episodes; in lock-step, wave after wave of as many as may be under way, each announced as a whole."""
-        most = self._recipe.rollout.max_concurrency
+        most = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.num_engines
         if not isinstance(self._engine, LockstepEngine):
             return await collect(requests, one, max_concurrency=most, on_done=on_done)
         trajectories: list[Trajectory] = []

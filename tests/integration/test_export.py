@@ -114,7 +114,7 @@ def model(exported):
 def answers(exported, tmp_path_factory):
     """What an engine that loaded the export makes of each conversation's beginning: by temperature, with its prompt."""
     path, _ = exported
-    rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency=16, routed_experts=True)
+    rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency_per_engine=16, routed_experts=True)
     server = EngineServer(0, rollout, path, tmp_path_factory.mktemp("logs") / "engine.log", precision=Precision.fp32)
     prompts = [tokens[:length] for tokens, length in zip(conversations(path), (20, 25, 30, 35, 40, 45), strict=True)]
 

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 SIZE = ToySize(init_std=0.1)
 ROLLOUT = RolloutConfig(
-    num_engines=2, max_trajectory_tokens=512, max_concurrency=64, routed_experts=True, startup_timeout_s=200
+    num_engines=2, max_trajectory_tokens=512, max_concurrency_per_engine=64, routed_experts=True, startup_timeout_s=200
 )
 
 
@@ -274,7 +274,7 @@ from pathlib import Path
 from slimrl.config.schema import Precision, RolloutConfig
 from slimrl.rollout.router import Router
 from slimrl.rollout.server import EngineServer
-rollout = RolloutConfig(max_trajectory_tokens=64, max_concurrency=4, startup_timeout_s=200)
+rollout = RolloutConfig(max_trajectory_tokens=64, max_concurrency_per_engine=4, startup_timeout_s=200)
 server = EngineServer(0, rollout, sys.argv[1], Path(sys.argv[2]) / "engine.log", precision=Precision.fp32)
 server.wait_ready()
 router = Router([server.url], Path(sys.argv[2]) / "router.log", timeout_s=60, request_timeout_s=10)

@@ -54,17 +54,24 @@ def test_a_dense_model_is_read_whole_by_every_decoding_step():
 
 
 @pytest.mark.parametrize(
-    ("most", "length", "running"), [(256, 10_000, 128), (256, 20_000, 80), (100, 10_000, 50), (256, 5_000_000, 1)]
+    ("most", "length", "running"), [(256, 10_000, 128), (256, 20_000, 80), (50, 10_000, 50), (256, 5_000_000, 1)]
 )
 def test_an_engine_runs_what_it_is_given_what_may_run_and_what_its_cache_holds(most, length, running):
-    assert running_sequences(recipe(max_concurrency=most), ENGINE, length) == running
+    assert running_sequences(recipe(max_concurrency_per_engine=most), ENGINE, length) == running
+
+
+def test_what_may_run_is_a_number_for_each_engine_so_that_many_engines_have_work():
+    many = recipe(num_engines=16, prompts_per_step=64, max_concurrency_per_engine=20)
+    assert running_sequences(many, ENGINE, 10_000) == 20
+    many.rollout.max_concurrency_per_engine = 256
+    assert running_sequences(many, ENGINE, 10_000) == 64 * 8 / 16
 
 
 def test_a_rollout_takes_a_decoding_step_for_each_token_of_each_wave():
     shape, parameters = model("Qwen3-8B")
     hardware = Hardware()
     seconds = rollout_at_least_s(
-        recipe(max_concurrency=128), shape, parameters, ENGINE, hardware, flops=1e12, length=8000
+        recipe(max_concurrency_per_engine=64), shape, parameters, ENGINE, hardware, flops=1e12, length=8000
     )
     # 128 trajectories an engine in two waves of 64, of 2000 tokens of prompt and 6000 sampled ones.
     assert seconds == pytest.approx(2 * 6000 * (8e9 + 64 * 5000 * 25_000) / 3350e9)

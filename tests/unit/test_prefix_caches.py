@@ -66,8 +66,8 @@ def stage_of(engine: Engine, *, deterministic: bool) -> Iterator[RolloutStage]:
         Progress(1) as progress,
         RolloutStage(
             recipe,
-            task,  # type: ignore[arg-type]
-            engine,  # type: ignore[arg-type]
+            task,
+            engine,
             progress,
             watch=lambda: None,
             flush_caches=engine.cache.clear,
@@ -113,7 +113,7 @@ def test_all_engines_are_flushed_within_a_deadline():
     group = object.__new__(EngineGroup)
     group._recipe = Recipe()
     group._recipe.resync.timeout_s = 20.0
-    group._actors = Actors()  # type: ignore[assignment]
+    group._actors = Actors()
     group.flush_caches()
 
 

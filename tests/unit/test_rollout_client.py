@@ -109,7 +109,7 @@ RuntimeError: Rank 0 scheduler died during initialization
 def test_the_recipes_own_sglang_settings_win():
     rollout = RolloutConfig(
         max_trajectory_tokens=100,
-        max_concurrency=4,
+        max_concurrency_per_engine=4,
         sglang={"max_total_tokens": 999, "sleep_on_idle": False, "disable_radix_cache": True, "stop_words": ["a", "b"]},
     )
     flags = engine_arguments(rollout, "m", host="h", port=1, precision=Precision.fp32, cuda=False, seed=0)
