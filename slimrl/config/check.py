@@ -5,7 +5,6 @@ They apply to what load_recipe returns, before any process starts.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,4 +124,4 @@ def check_loaded(loaded: LoadedRecipe, hf_config: dict[str, Any] | None = None) 
         except (ValueError, OSError) as error:
             problems.append(Problem(key="model.path", message=f"{error}."))
     problems += check_recipe(recipe, hf_config, loaded.command)
-    return [replace(problem, where=loaded.where(problem.key)) for problem in problems]
+    return [loaded.problem(problem.key, problem.message, warning=problem.warning) for problem in problems]

@@ -4,11 +4,16 @@ r"""`${...}` in a recipe stands for another setting, `${oc.env:NAME}` for a vari
 and one that is left over makes what follows plain text.
 """
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from slimrl.config.keys import nest
 from slimrl.config.problems import Problem
@@ -18,17 +23,46 @@ from slimrl.config.yaml_source import Entry
 OPENING = "${"
 LITERALLY = r"To write ${ itself, write \${."
 
+SHORTEST_SECRET = 6
+"""Characters of a value that is looked for in messages."""
+
+_RESOLVER = "oc.env"
+_NUMBER = re.compile(r"[-+.0-9eE]+")
+_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+
 
 def is_interpolated(value: Any) -> bool:
     """Whether a value as written holds `${`, escaped or not."""
     return OPENING in str(value)
 
 
-def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class FromEnvironment:
+    """What of a recipe is read from the environment, by itself or through other settings: it may be a secret.
+
+    Wherever settings are written down, its references stand in place of the values.
+    """
+
+    references: dict[str, Any] = field(default_factory=dict)
+    """Dotted key -> the value as the recipe writes it."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Name -> value of the variables that were read."""
+
+    def hide(self, text: str) -> str:
+        """A message with the variables' names for their values. Short values and numbers, which are none, stay."""
+        for name, value in sorted(self.variables.items(), key=lambda item: -len(item[1])):
+            if len(value) >= SHORTEST_SECRET and not _NUMBER.fullmatch(value):
+                for form in (value, repr(value)[1:-1]):
+                    text = text.replace(form, f"${{{_RESOLVER}:{name}}}")
+        return text
+
+
+def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> tuple[dict[str, Any], FromEnvironment]:
     """Values with `${...}` replaced; a value that cannot be resolved becomes a problem and is left out."""
+    environment = FromEnvironment()
     readable = {key: entry for key, entry in known.items() if _is_readable(entry, problems)}
     if not any(is_interpolated(entry.value) for entry in readable.values()):
-        return {key: entry.value for key, entry in readable.items()}
+        return {key: entry.value for key, entry in readable.items()}, environment
     defaults = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Recipe)))
     plain = OmegaConf.create(nest(((key, entry.value) for key, entry in readable.items()), defaults))
     values: dict[str, Any] = {}
@@ -36,12 +70,43 @@ def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> dict[st
         if not is_interpolated(entry.value):
             values[key] = entry.value
             continue
-        try:
-            value = OmegaConf.select(plain, key, throw_on_missing=True)
-            values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        except (OmegaConfBaseException, RecursionError) as error:
-            problems.append(_problem(entry, _reason(error)))
-    return values
+        with _noting_variables() as read:
+            try:
+                value = OmegaConf.select(plain, key, throw_on_missing=True)
+                values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            except (OmegaConfBaseException, RecursionError) as error:
+                problems.append(_problem(entry, _reason(error)))
+        if read:
+            environment.references[key] = entry.value
+            environment.variables.update(read)
+    return values, environment
+
+
+@contextmanager
+def _noting_variables() -> Iterator[dict[str, str]]:
+    """Variables that `${oc.env:NAME}` reads within the block, with their values."""
+    read: dict[str, str] = {}
+
+    def note(name: str, *default: Any) -> Any:
+        value = oc.env(name, *default)
+        # A default is the recipe's own text.
+        read[name] = os.environ.get(name, "")
+        return value
+
+    OmegaConf.register_resolver(_RESOLVER, note, replace=True, annotation_validation="off")
+    try:
+        yield read
+    finally:
+        OmegaConf.register_resolver(_RESOLVER, oc.env, replace=True, annotation_validation="off")
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value as a recipe writes it refers to something, anywhere in it."""
+    if isinstance(value, str):
+        return _REFERENCE.search(value) is not None
+    if isinstance(value, dict):
+        return any(map(is_reference, value.values()))
+    return isinstance(value, list) and any(map(is_reference, value))
 
 
 def escaped(value: Any) -> Any:

@@ -9,7 +9,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, cast, get_type_hints
@@ -17,7 +17,7 @@ from typing import Any, Literal, cast, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from slimrl.config.interpolation import is_interpolated, resolve_entries, without_openings
+from slimrl.config.interpolation import FromEnvironment, is_interpolated, resolve_entries, without_openings
 from slimrl.config.keys import (
     EXTENDS,
     KEY_TYPES,
@@ -64,6 +64,7 @@ class LoadedRecipe:
     path: str
     """The recipe's file as shown to the user."""
     command: Command
+    environment: FromEnvironment = field(default_factory=FromEnvironment)
 
     def where(self, key: str) -> str:
         """Where a problem with this key lies; a default is one of the recipe that does not give another."""
@@ -71,7 +72,8 @@ class LoadedRecipe:
         return f"{self.path} ({DEFAULT})" if origin == DEFAULT else origin
 
     def problem(self, key: str, message: str, *, warning: bool = False) -> Problem:
-        return Problem(key=key, message=message, where=self.where(key), warning=warning)
+        """Of this recipe, without what the environment gave to it."""
+        return Problem(key=key, message=self.environment.hide(message), where=self.where(key), warning=warning)
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), command: Command = "train") -> LoadedRecipe:
@@ -107,12 +109,13 @@ def read_recipe(
     known = {entry.key: entry for entry in entries if _check_key(entry, problems)}
     readable = all(p.key not in ("", EXTENDS) and (is_known(p.key) or meant_key(p.key) != EXTENDS) for p in problems)
     _drop_sets(known, entries, problems)
-    values = resolve_entries(known, problems)
+    values, environment = resolve_entries(known, problems)
     for key in _check_passthrough(known, values, problems):
         del values[key]
     config = OmegaConf.structured(Recipe)
     for key, value in values.items():
-        _assign(config, known[key], value, problems)
+        _assign(config, known[key], value, environment, problems)
+    problems[:] = [replace(problem, message=environment.hide(problem.message)) for problem in problems]
     shown = display_path(path)
     if readable:
         refused = {problem.key for problem in problems}
@@ -123,7 +126,8 @@ def read_recipe(
     literal = ((key, value) for key, value in values.items() if is_interpolated(value))
     recipe = _build(Recipe, nest(literal, cast(dict[str, Any], OmegaConf.to_container(config))))
     provenance = {key: known[key].where if key in values else DEFAULT for key, _ in flatten(recipe)}
-    return LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command), problems
+    loaded = LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command, environment=environment)
+    return loaded, problems
 
 
 def intended_command(path: Path | str, overrides: Sequence[str] = ()) -> Command:
@@ -207,7 +211,7 @@ def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems
     return refused
 
 
-def _assign(config: Any, entry: Entry, value: Any, problems: list[Problem]) -> None:
+def _assign(config: Any, entry: Entry, value: Any, environment: FromEnvironment, problems: list[Problem]) -> None:
     """Put a value into the structured config, which converts it to its field's type."""
     annotation, reason = KEY_TYPES.get(entry.key), ""
     fits = is_interpolated(entry.value) or not _is_other_scalar(annotation, value)
@@ -217,7 +221,9 @@ def _assign(config: Any, entry: Entry, value: Any, problems: list[Problem]) -> N
     except (OmegaConfBaseException, ValueError) as error:
         fits, reason = False, str(error).splitlines()[0]
     if not fits:
-        message = _type_message(entry.key, annotation, value, reason)
+        reference = environment.references.get(entry.key)
+        message = _type_message(entry.key, annotation, value if reference is None else reference, reason)
+        message += "" if reference is None else " What the environment gives is not shown."
         problems.append(Problem(where=entry.where, key=entry.key, message=message))
 
 

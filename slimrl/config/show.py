@@ -7,39 +7,59 @@ from typing import Any
 import yaml
 from omegaconf import MISSING
 
-from slimrl.config.interpolation import escaped
+from slimrl.config.interpolation import escaped, is_reference
 from slimrl.config.keys import flatten, nest
 from slimrl.config.load import LoadedRecipe
-from slimrl.config.schema import Recipe
 
 
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def resolved_dict(recipe: Recipe) -> dict[str, Any]:
-    """Every setting as nested plain Python, as a recipe writes it; what was neither given nor needed is left out."""
-    return nest(((key, escaped(_plain(value))) for key, value in flatten(recipe) if value != MISSING), {})
+def resolved_dict(loaded: LoadedRecipe) -> dict[str, Any]:
+    """Every setting as nested plain Python, as a recipe writes it; what was neither given nor needed is left out.
+
+    What is read from the environment stands as its reference, so that no secret is written down, and is read again by
+    who takes the recipe up.
+    """
+    references = loaded.environment.references
+    return nest(
+        (
+            (key, references.get(key, escaped(_plain(value))))
+            for key, value in flatten(loaded.recipe)
+            if value != MISSING
+        ),
+        {},
+    )
 
 
-def dump_resolved(recipe: Recipe) -> str:
+def dump_resolved(loaded: LoadedRecipe) -> str:
     """YAML of every setting, which load_recipe reads back as an equal recipe."""
-    return yaml.safe_dump(resolved_dict(recipe), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(resolved_dict(loaded), sort_keys=False, allow_unicode=True)
 
 
 def show(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:
-    """(key, value, where it came from) of every setting in schema order; `-` for a value that is not given."""
+    """(key, value, where it came from) of every setting in schema order; `-` for a value that is not given.
+
+    The value is the reference where it is read from the environment.
+    """
+    references = loaded.environment.references
     return [
-        (key, "-" if value == MISSING else str(_plain(value)), loaded.provenance[key])
+        (key, "-" if value == MISSING else str(references.get(key, _plain(value))), loaded.provenance[key])
         for key, value in flatten(loaded.recipe)
     ]
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """`key: old -> new` of every setting in which two results of resolved_dict differ."""
+    """`key: old -> new` of every setting in which two results of resolved_dict differ.
+
+    Where one of the two is a reference to the environment, the other may be what it stands for, and is not shown.
+    """
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from changed_settings(old, new, f"{prefix}{name}.")
         elif old != new:
+            if is_reference(old) != is_reference(new):
+                old, new = (value if is_reference(value) else "(another value)" for value in (old, new))
             yield f"{prefix}{name}: {old} -> {new}"

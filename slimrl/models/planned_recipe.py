@@ -6,7 +6,7 @@ files, and at the devices.
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def read_planned(
             message = f"{folder}: no such folder. Did you mean {folder.parent / meant}?"
             notes.append(loaded.problem("model.path", message, warning=True))
     for problem in check_recipe(loaded.recipe, hf_config, command):
-        (notes if problem.warning else problems).append(replace(problem, where=loaded.where(problem.key)))
+        found = loaded.problem(problem.key, problem.message, warning=problem.warning)
+        (notes if problem.warning else problems).append(found)
     if hf_config is not None:
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         problems += [loaded.problem(*violation) for violation in _bucket_violations(loaded, hf_config)]

@@ -5,15 +5,31 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def log_to_file(path: Path, level: int = logging.INFO) -> None:
-    """Send this process's log records to the file; whatever handlers the root logger had are replaced."""
+class _Hiding(logging.Formatter):
+    def __init__(self, hide: Callable[[str], str]) -> None:
+        super().__init__(FORMAT)
+        self._hide = hide
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._hide(super().format(record))
+
+
+def log_to_file(path: Path, level: int = logging.INFO, hide: Callable[[str], str] = lambda text: text) -> None:
+    """Send this process's log records to the file; whatever handlers the root logger had are replaced.
+
+    Args:
+        hide: takes out of a record, traceback included, what is not to be written down.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(filename=path, level=level, format=FORMAT, force=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(_Hiding(hide))
+    logging.basicConfig(handlers=[handler], level=level, force=True)
     logging.captureWarnings(True)
     # One line per HTTP request, dozens a second while something starts.
     logging.getLogger("httpx").setLevel(logging.WARNING)

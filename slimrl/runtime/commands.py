@@ -184,7 +184,7 @@ def evaluate(
         loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
         recipe = loaded.recipe
         with (
-            logs_of_command(recipe.run.dir, "eval") as folder,
+            logs_of_command(recipe.run.dir, "eval", loaded) as folder,
             started(
                 recipe, folder, progress, with_engines=True, total_updates=None, ray_address=ray_address
             ) as processes,
@@ -212,7 +212,7 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str
         recipe = loaded.recipe
         prompts = _sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
         with (
-            logs_of_command(recipe.run.dir, "rollout") as folder,
+            logs_of_command(recipe.run.dir, "rollout", loaded) as folder,
             started(
                 recipe, folder, progress, with_engines=True, total_updates=None, ray_address=ray_address
             ) as processes,
@@ -239,7 +239,7 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path,
         check_checkpoint_model(checkpoint, recipe)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         with (
-            logs_of_command(recipe.run.dir, "export") as folder,
+            logs_of_command(recipe.run.dir, "export", loaded) as folder,
             started(
                 recipe,
                 folder,
@@ -292,7 +292,7 @@ def _sampler(items: Sequence[T], recipe: Recipe, state: RunState) -> Sampler[T]:
 def _trackers(loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, state: RunState) -> Trackers:
     """Trackers that go on after the checkpoint's step, or from nothing."""
     keep = BEFORE_STEP_0 if checkpoint is None else state.step
-    return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded.recipe), keep_through_step=keep)
+    return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded), keep_through_step=keep)
 
 
 def _refuse_other_folder(recipe: Path, checkpoint: Path) -> None:

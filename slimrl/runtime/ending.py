@@ -88,7 +88,8 @@ class Family:
 
 def _command(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline())[:200]
+        # An engine's further arguments are settings, which may be secret.
+        return " ".join(process.cmdline()[:3])[:200]
     except psutil.Error as error:
         return type(error).__name__
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from slimrl.config.load import Command, read_recipe
+from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Precision, Recipe
+from slimrl.config.schema import Precision
 from slimrl.data.protocols import EngineError
 from slimrl.models.hf_config import config_for_planning, published_names
 from slimrl.models.sized_toy import sized_config, write_sized_toy
@@ -128,7 +128,7 @@ def bench_resync(
             write_sized_toy(config, model, recipe.seed)
         settings = [*SETTINGS, *overrides, f"model.path={model}", "model.megatron=''", f"run.dir={folder}"]
         loaded, _ = prepare(path, settings, COMMAND, progress, lambda _: None)
-        result = _run(loaded.recipe, recipe.run.dir, progress, Path(folder), family, repeats)
+        result = _run(loaded, recipe.run.dir, progress, Path(folder), family, repeats)
     print(json.dumps(asdict(result), indent=2)) if to_json else _print(result)
     if result.fingerprints_equal is False:
         raise RunError("tensors that the engines loaded differ from the trainer's")
@@ -142,9 +142,12 @@ def _family_of(model_path: Path, progress: Progress) -> str:
     return str(config_for_planning(model_path)[0]["model_type"])
 
 
-def _run(recipe: Recipe, log_dir: str, progress: Progress, folder: Path, family: str, repeats: int) -> BenchResult:
+def _run(
+    loaded: LoadedRecipe, log_dir: str, progress: Progress, folder: Path, family: str, repeats: int
+) -> BenchResult:
+    recipe = loaded.recipe
     with (
-        logs_of_command(log_dir, "resync-bench") as logs,
+        logs_of_command(log_dir, "resync-bench", loaded) as logs,
         started(recipe, logs, progress, with_engines=True, total_updates=1) as processes,
     ):
         assert processes.engines is not None

@@ -6,6 +6,7 @@ trainer (processes.py) and takes them down again; a signal that asks the driver 
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -122,19 +123,20 @@ def open_run(
         folder = open_run_folder(
             Path(recipe.run.dir),
             recipe.run.name,
-            dump_resolved(recipe),
+            dump_resolved(loaded),
             resume=resume,
             overwrite=overwrite,
             job=job,
             claim=lambda path: locks.enter_context(folder_lock(path, say=progress.say)),
         )
         folder = RunFolder(folder.path, checkpoint_log)
-        for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(recipe)):
+        for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(loaded)):
             progress.say(f"another setting than the run started with: {change}")
         folder.requeue.unlink(missing_ok=True)
         folder.ended_early.unlink(missing_ok=True)
-        append_provenance(folder.provenance, collect_provenance(resolved_dict(recipe), loaded.provenance))
-        log_to_file(folder.log_file("driver"))
+        command = [loaded.environment.hide(argument) for argument in sys.argv]
+        append_provenance(folder.provenance, collect_provenance(resolved_dict(loaded), loaded.provenance, command))
+        log_to_file(folder.log_file("driver"), hide=loaded.environment.hide)
         yield folder
 
 
@@ -228,9 +230,9 @@ def rollout_stage(recipe: Recipe, task: Task, engines: EngineGroup, progress: Pr
 
 
 @contextmanager
-def logs_of_command(directory: str, command: str) -> Iterator[RunFolder]:
+def logs_of_command(directory: str, command: str, loaded: LoadedRecipe) -> Iterator[RunFolder]:
     """Where a command that is no training run keeps its logs: `<directory>/<command>-<time>/logs`."""
     folder = RunFolder(Path(directory) / f"{command}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
     folder.logs.mkdir(parents=True)
-    log_to_file(folder.log_file("driver"))
+    log_to_file(folder.log_file("driver"), hide=loaded.environment.hide)
     yield folder

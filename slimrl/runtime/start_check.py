@@ -4,6 +4,7 @@ The same is done where a job is submitted that starts later, on other machines.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,7 +52,8 @@ def read_files(
         result = read(loaded)
     except RecipeError as error:
         known = {problem.key for problem in problems}
-        raise RecipeError([*problems, *(p for p in error.problems if p.key not in known)]) from error
+        found = [replace(p, message=loaded.environment.hide(p.message)) for p in error.problems if p.key not in known]
+        raise RecipeError([*problems, *found]) from error
     except ImportError as error:
         if problems:
             raise RecipeError(problems) from error

@@ -179,7 +179,7 @@ def test_escaped_openings_are_text_which_the_resolved_yaml_keeps(folder, text):
     prompt = written.replace("${", r"\${")
     loaded = load(MINIMAL, f"agent.system_prompt='{prompt}'", f"rollout.sglang.log_level='{prompt}'", "seed=${steps}")
     assert loaded.recipe.agent.system_prompt == loaded.recipe.rollout.sglang["log_level"] == text
-    again = load_recipe(write("resolved.yaml", dump_resolved(loaded.recipe)))
+    again = load_recipe(write("resolved.yaml", dump_resolved(loaded)))
     assert dataclasses.asdict(again.recipe) == dataclasses.asdict(loaded.recipe)
     assert again.recipe.seed == 3
 
@@ -324,11 +324,9 @@ def test_a_missing_recipe_file_is_one_problem(folder):
 
 
 def test_the_resolved_yaml_reads_back_as_the_same_recipe(folder):
-    recipe = load(
-        MINIMAL, "agent.tools=['a:f']", "data.eval.x=y", "rollout.sglang.page_size=1", "resync.verify=off"
-    ).recipe
-    again = load_recipe(write("resolved.yaml", dump_resolved(recipe)))
-    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(recipe)
+    loaded = load(MINIMAL, "agent.tools=['a:f']", "data.eval.x=y", "rollout.sglang.page_size=1", "resync.verify=off")
+    again = load_recipe(write("resolved.yaml", dump_resolved(loaded)))
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(loaded.recipe)
 
 
 def test_megatron_fields_are_those_of_the_imported_classes():
