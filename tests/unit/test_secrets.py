@@ -18,8 +18,8 @@ from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema import TrackingConfig, WandbMode
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict, show
-from slimrl.observability import trackers
 from slimrl.observability.progress import Progress
+from slimrl.observability.trackers import Trackers
 from slimrl.runtime import start
 
 SECRET = "s3cr3t-\"value's-0123456789"
@@ -182,11 +182,9 @@ def test_no_file_of_a_run_s_folder_nor_wandb_has_the_secret(tmp_path: Path, monk
                 raise ValueError(f"the key {SECRET} was refused, {SECRET!r}")
             except ValueError:
                 logging.getLogger("test").exception("with %s", SECRET)
-            with trackers.Trackers(
-                folder, TrackingConfig(wandb=WandbMode.online), resolved_dict(loaded), keep_through_step=0
-            ):
+            online = TrackingConfig(wandb=WandbMode.online)
+            with Trackers(folder, online, resolved_dict(loaded), keep_through_step=0):
                 pass
-        monkeypatch.setenv("SLIMRL_TEST_SECRET", SECRET)
     logging.basicConfig(handlers=handlers, force=True)
     files = dict(texts(tmp_path / "runs"))
     assert {path.name for path in files} >= {"config.yaml", "config.resumed.yaml", "provenance.json", "driver.log"}
