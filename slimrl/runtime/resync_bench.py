@@ -35,6 +35,7 @@ from slimrl.runtime.hand_over import HandOver, Stage
 from slimrl.runtime.memcpy import memcpy_gb_per_s
 from slimrl.runtime.start import logs_of_command, prepare, started
 from slimrl.runtime.trainer_group import TrainerGroup
+from slimrl.runtime.versions_folder import versions_folder
 
 GB = 1e9
 MAX_GIGABYTES = 1000.0
@@ -147,6 +148,7 @@ def _run(
 ) -> BenchResult:
     recipe = loaded.recipe
     with (
+        versions_folder(loaded, wait_s=0.0, say=progress.say),
         logs_of_command(log_dir, "resync-bench", loaded) as logs,
         started(recipe, logs, progress, with_engines=True, total_updates=1) as processes,
     ):

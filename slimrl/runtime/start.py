@@ -41,6 +41,7 @@ from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.start_check import read_files
 from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.task import Task
+from slimrl.runtime.versions_folder import versions_folder
 
 T = TypeVar("T")
 
@@ -102,16 +103,18 @@ def open_run(
         checkpoint_log: as in `RunFolder`.
 
     Raises:
-        ValueError: see `open_run_folder`; or another process is at work in it.
+        ValueError: see `open_run_folder` and `versions_folder`; or another process is at work in it.
     """
     recipe = loaded.recipe
     earlier = RunFolder(Path(recipe.run.dir) / recipe.run.name)
     if job is not None and earlier.is_of_job(job):
         resume, overwrite = None, False
     with ExitStack() as locks:
+        wait_s = ATTEMPT_WAITS_S if resume is None else 0.0
         if earlier.config.is_file():
-            wait_s = ATTEMPT_WAITS_S if resume is None else 0.0
             locks.enter_context(folder_lock(earlier.path, wait_s=wait_s, say=progress.say))
+        if loaded.command == "train":
+            locks.enter_context(versions_folder(loaded, wait_s=wait_s, say=progress.say))
         if resume is None:
             resume = earlier.has_checkpoint
             if not resume and (aside := set_aside(earlier)):

@@ -139,7 +139,7 @@ def test_a_file_system_without_locks_is_said_and_one_that_cannot_be_written_refu
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(start, "collect_provenance", lambda *about: {})
-    monkeypatch.setattr(start, "log_to_file", lambda path: None)
+    monkeypatch.setattr(start, "log_to_file", lambda *about, **how: None)
     return load_recipe(RECIPE, [f"run.dir={tmp_path}", "run.name=demo"])
 
 

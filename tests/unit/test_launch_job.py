@@ -182,7 +182,7 @@ def test_what_another_command_saves_is_not_known_so_it_is_queued_again(watched):
 
 def test_a_run_notes_the_checkpoint_that_it_goes_on_from_and_those_that_it_writes(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(start, "collect_provenance", lambda *about: {})
-    monkeypatch.setattr(start, "log_to_file", lambda path: None)
+    monkeypatch.setattr(start, "log_to_file", lambda *about, **how: None)
     loaded = load_recipe(
         ROOT / "recipes" / "tiny_moe" / "gspo_calculator.yaml", [f"run.dir={tmp_path}", "run.name=demo"]
     )
@@ -426,7 +426,7 @@ def test_a_build_of_torch_without_cuda_and_an_odd_answer_of_nvidia_smi_are_probl
 
 def test_later_attempts_of_a_job_continue_its_own_run_and_treat_others_as_the_first_did(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(start, "collect_provenance", lambda *about: {})
-    monkeypatch.setattr(start, "log_to_file", lambda path: None)
+    monkeypatch.setattr(start, "log_to_file", lambda *about, **how: None)
     recipe = ROOT / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
     loaded = load_recipe(recipe, [f"run.dir={tmp_path}", "run.name=demo"])
 

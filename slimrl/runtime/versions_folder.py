@@ -1,0 +1,41 @@
+"""Whose versions lie in `resync.dir`: the folder there has a run's name, and two runs may have the same one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slimrl.config.load import LoadedRecipe
+from slimrl.config.schema import TransportName
+from slimrl.observability.folder_lock import folder_lock
+
+OWNER_FILE = "run"
+"""Has the path of the run's folder."""
+
+
+@contextmanager
+def versions_folder(loaded: LoadedRecipe, *, wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold `resync.dir/NAME` for this run, where its transport writes versions there.
+
+    Args:
+        wait_s, say: as for `folder_lock`.
+
+    Raises:
+        ValueError: it belongs to a run with another folder, or a process is at work in it.
+    """
+    recipe = loaded.recipe
+    if recipe.resync.transport not in (TransportName.disk, TransportName.delta) or not recipe.resync.dir:
+        yield
+        return
+    folder = Path(recipe.resync.dir) / recipe.run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    run = (Path(recipe.run.dir) / recipe.run.name).resolve()
+    with folder_lock(folder, wait_s=wait_s, say=say):
+        owner = folder / OWNER_FILE
+        other = Path(owner.read_text().strip()) if owner.is_file() else run
+        if other != run and other.is_dir():
+            raise ValueError(
+                f"{loaded.where('resync.dir')}: resync.dir: {folder} holds the versions of the run in {other}, which "
+                "this one would remove. Give another run.name or another resync.dir."
+            )
+        owner.write_text(f"{run}\n")
+        yield
