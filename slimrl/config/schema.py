@@ -262,7 +262,7 @@ class RolloutConfig:
     trajectory_timeout_s: float = 600.0
     """Deadline of one trajectory, all its turns together."""
     max_failed_fraction: float = 0.1
-    """Share of a step's trajectories that may fail or be aborted (engine error, deadline) before the run stops."""
+    """Share of the trajectories of a step or an evaluation that may fail or be aborted before the run stops."""
     startup_timeout_s: float = 300.0
     """Until an engine answers."""
     sglang: dict[str, Any] = field(default_factory=dict)

@@ -6,6 +6,8 @@ Each step goes once round the ring:
 3. log-probs: the trainer recomputes what the engines reported; the difference is measured and limited;
 4. train: one optimizer update per share of the groups;
 5. resync: the engines take the new weights as the next version, and what they loaded is verified.
+
+A checkpoint that is due comes before the evaluation of its step, which may fail; a resumed run makes up for that.
 """
 
 from slimrl.runtime.train_run import TrainRun
@@ -26,9 +28,8 @@ def train(run: TrainRun) -> None:
                 learner.train(step, updates)
             with step.timed("resync"):
                 run.resync(step)
-            if run.evaluation_is_due(step):
-                with step.timed("eval"):
-                    run.evaluate(step)
         if run.checkpoint_is_due():
             run.save_checkpoint()
+        if run.evaluation_is_due():
+            run.evaluate()
     run.finish()

@@ -75,9 +75,13 @@ class RolloutStage:
         return self._collect("rollout", requests, self._recipe.rollout.sampling, may_go_on)
 
     def evaluate(self, name: str, prompts: Sequence[Prompt], *, label: str) -> tuple[EvalResult, RolloutBatch]:
-        """One trajectory of each prompt under the evaluation sampling settings."""
+        """One trajectory of each prompt under the evaluation sampling settings.
+
+        Raises:
+            RunError: as `rollout`.
+        """
         requests = episode_requests(prompts, samples_per_prompt=1, label=f"{label}/{name}", seed=self._recipe.seed)
-        batch = self._collect(f"eval {name}", requests, self._recipe.rollout.eval_sampling)
+        batch = self._collect(f"evaluation {name}", requests, self._recipe.rollout.eval_sampling)
         return evaluate(name, batch.trajectories), batch
 
     def _collect(
@@ -97,7 +101,7 @@ class RolloutStage:
                 phase.advance()
 
             trajectories = self._loop.run(self._watched(self._play(requests, one, advance), may_go_on))
-        _refuse_failures(trajectories, self._recipe.rollout.max_failed_fraction)
+        _refuse_failures(name, trajectories, self._recipe.rollout.max_failed_fraction)
         return RolloutBatch(trajectories=trajectories, seconds=time.monotonic() - start)
 
     async def _watched(
@@ -155,11 +159,11 @@ class RolloutStage:
         return trajectory
 
 
-def _refuse_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
+def _refuse_failures(name: str, trajectories: Sequence[Trajectory], limit: float) -> None:
     failed = [t for t in trajectories if t.status in (Status.failed, Status.aborted)]
     if len(failed) > limit * len(trajectories):
         causes = sorted({str(t.metadata.get("error")) for t in failed})
         raise RunError(
-            f"{len(failed)} of {len(trajectories)} trajectories failed or were aborted, more than "
+            f"{name}: {len(failed)} of {len(trajectories)} trajectories failed or were aborted, more than "
             f"rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
         )

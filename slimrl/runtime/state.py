@@ -27,6 +27,8 @@ class RunState:
     skipped_steps: int = 0
     """Optimizer updates skipped so far for a gradient that was not finite."""
     skipped_in_a_row: int = 0
+    unwritten: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last step while they wait for its evaluation; empty once its line is written."""
 
 
 class CheckpointFolder:

@@ -12,10 +12,14 @@ from slimrl.data.training import UpdateResult
 class Step:
     """Collects what becomes one line of metrics.jsonl."""
 
-    def __init__(self, number: int) -> None:
-        """Args: the 1-based number that the step's metrics carry."""
+    def __init__(self, number: int, metrics: Mapping[str, float] | None = None) -> None:
+        """
+        Args:
+            number: the 1-based number that the step's metrics carry.
+            metrics: what is known of the step already.
+        """
         self.number = number
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = dict(metrics or {})
         self._start = time.monotonic()
 
     @contextmanager
@@ -30,8 +34,8 @@ class Step:
         self.metrics.update(metrics)
 
     def close(self) -> None:
-        """Adds time/step_s, in which evaluations do not count."""
-        self.metrics["time/step_s"] = time.monotonic() - self._start - self.metrics.get("time/eval_s", 0.0)
+        """Adds time/step_s; a checkpoint and an evaluation come later."""
+        self.metrics["time/step_s"] = time.monotonic() - self._start
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from slimrl.config.schema import Recipe
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.observability.metrics import read_metrics
 from slimrl.observability.progress import Progress
 from slimrl.observability.report import write_curve
 from slimrl.observability.run_folder import RunFolder
@@ -55,16 +56,22 @@ class TrainRun:
         self._checkpoints = CheckpointFolder(folder.checkpoints)
 
     def meet_engines(self) -> None:
-        """Give the engines the trainer's weights, and evaluate what a fresh run starts from as step 0."""
+        """Give the engines the trainer's weights, and make the evaluation that comes before the next step.
+
+        A fresh run evaluates what it starts from, as step 0; a resumed one what ended before its evaluation did.
+        """
         self._weights.connect()
-        fresh = self.state.step == 0
         start = Step(0)
         self._send_weights(start)
-        if fresh and self.recipe.eval.at_start and self._task.eval_sets:
-            with start.timed("eval"):
-                self.evaluate(start)
-        if fresh:
-            self._write(start)
+        if self.state.step == 0:
+            start.close()
+            self._write_or_keep(start)
+        elif self.state.unwritten and not self._is_written(self.state.step):
+            self._write_or_keep(Step(self.state.step, self.state.unwritten))
+        else:
+            self.state.unwritten = {}
+        if self.evaluation_is_due():
+            self.evaluate()
 
     @property
     def goes_on(self) -> bool:
@@ -73,16 +80,20 @@ class TrainRun:
 
     @contextmanager
     def next_step(self) -> Iterator[Step]:
-        """A step that counts, and whose metrics are written, when it is complete; not so a dropped one."""
+        """A step that counts when it is complete; not so a dropped one.
+
+        Its metrics are written then, or after its evaluation if it has one.
+        """
         step = Step(self.state.step + 1)
         try:
             yield step
         except StepDropped:
             self._progress.say(f"step {step.number} dropped: its rollout went on past checkpoint.grace_s")
             return
+        step.close()
         self.state.step = step.number
         self.state.cursor = self._prompts.state()
-        self._write(step)
+        self._write_or_keep(step)
 
     def rollout(self, step: Step) -> list[Trajectory]:
         """Scored trajectories of the next prompts.
@@ -106,18 +117,21 @@ class TrainRun:
         self.state.weight_version += 1
         self._send_weights(step)
 
-    def evaluation_is_due(self, step: Step) -> bool:
-        settings = self.recipe.eval
-        last = step.number == self.recipe.steps
-        return bool(self._task.eval_sets) and (
-            (last and settings.at_end) or (settings.every_steps > 0 and step.number % settings.every_steps == 0)
-        )
+    def evaluation_is_due(self) -> bool:
+        return bool(self.state.unwritten)
 
-    def evaluate(self, step: Step) -> None:
-        """Accuracy on every evaluation set."""
-        for name, prompts in self._task.eval_sets.items():
-            result, _ = self._stage.evaluate(name, prompts, label=f"eval_{step.number:06d}")
-            step.record({f"eval/{name}/accuracy": result.accuracy})
+    def evaluate(self) -> None:
+        """Accuracy on every evaluation set, which completes the metrics of the last step.
+
+        Raises:
+            RunError: too many trajectories failed.
+        """
+        step = Step(self.state.step, self.state.unwritten)
+        with step.timed("eval"):
+            for name, prompts in self._task.eval_sets.items():
+                result, _ = self._stage.evaluate(name, prompts, label=f"eval_{step.number:06d}")
+                step.record({f"eval/{name}/accuracy": result.accuracy})
+        self._write(step)
 
     def checkpoint_is_due(self) -> bool:
         """At the last step, every so many, and before the run makes room; never of what is saved already."""
@@ -136,7 +150,10 @@ class TrainRun:
         self._memory.enter(Stage.rollout)
 
     def finish(self) -> None:
-        """The model as a Hugging Face checkpoint, and the curve; nothing for a run that makes room before its end."""
+        """The model as a Hugging Face checkpoint, and the curve; neither for a run that makes room before its end."""
+        if self.checkpoint_is_due():
+            # It was asked to make room in an evaluation.
+            self.save_checkpoint()
         if self.state.step < self.recipe.steps:
             return
         self._memory.enter(Stage.exchange)
@@ -149,7 +166,26 @@ class TrainRun:
         self._weights.send(step)
         self._memory.enter(Stage.rollout)
 
+    def _has_evaluation(self, step: int) -> bool:
+        settings = self.recipe.eval
+        if not self._task.eval_sets:
+            return False
+        if step == 0:
+            return settings.at_start
+        if step == self.recipe.steps and settings.at_end:
+            return True
+        return settings.every_steps > 0 and step % settings.every_steps == 0
+
+    def _is_written(self, step: int) -> bool:
+        return any(line["step"] == step for line in read_metrics(self._folder.metrics))
+
+    def _write_or_keep(self, step: Step) -> None:
+        if self._has_evaluation(step.number):
+            self.state.unwritten = step.metrics
+        else:
+            self._write(step)
+
     def _write(self, step: Step) -> None:
-        step.close()
         self._trackers.log(step.number, step.metrics)
+        self.state.unwritten = {}
         self._progress.summary(step.number, step.metrics)

@@ -20,7 +20,6 @@ from slimrl.observability.provenance import append_provenance, collect_provenanc
 from slimrl.observability.report import mean_series, series, write_curve
 from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
 from slimrl.observability.samples import write_samples
-from slimrl.runtime.step import Step
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -368,15 +367,3 @@ def test_a_run_that_ends_before_its_first_metrics_and_checkpoint_is_marked(tmp_p
     logs.logs.mkdir(parents=True)
     logs.note_early_end()
     assert not any(folder.ended_early.exists() for folder in (begun, saved, logs))
-
-
-def test_evaluations_do_not_count_to_the_seconds_of_a_step(monkeypatch):
-    now = iter([0.0, 1.0, 4.0, 5.0, 25.0, 26.0])
-    monkeypatch.setattr("slimrl.runtime.step.time.monotonic", lambda: next(now))
-    step = Step(1)
-    with step.timed("train"):
-        pass
-    with step.timed("eval"):
-        pass
-    step.close()
-    assert step.metrics == {"time/train_s": 3.0, "time/eval_s": 20.0, "time/step_s": 6.0}

@@ -1,0 +1,323 @@
+"""The order of a run: what each step does, where checkpoints and evaluations lie, and what a run leaves that ends.
+
+The stages are fakes that write down their calls; steps, metrics, checkpoints and the state are real.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.config.schema import Recipe, WandbMode
+from slimrl.data.prompts import Sampler
+from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.observability.metrics import read_metrics
+from slimrl.observability.run_folder import RunFolder, open_run_folder
+from slimrl.observability.trackers import Trackers
+from slimrl.resync.report import ResyncReport
+from slimrl.rollout.evaluate import EvalResult
+from slimrl.runtime import train_run
+from slimrl.runtime.errors import RunError, StepDropped
+from slimrl.runtime.loop import train
+from slimrl.runtime.rollout_stage import RolloutBatch
+from slimrl.runtime.state import RunState
+from slimrl.runtime.step import Step
+from slimrl.runtime.train_run import TrainRun
+
+
+class Stages:
+    """Trainer, learner, engines, rollouts and terminal at once; `calls` has what was asked of them, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.said: list[str] = []
+        self.addresses: list[str] = []
+        self.num_replaced = 0
+        self.num_prompts = 0
+        self.failing_evaluations: set[str] = set()
+        self.asked = False
+        self.asked_in = ""
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        self.asked = self.asked or call == self.asked_in
+
+    def connect_engines(self, addresses):
+        self._note("connect")
+
+    def rollout(self, prompts, *, label, may_go_on):
+        self._note(f"rollout {label} of {', '.join(prompt.prompt_id for prompt in prompts)}")
+        may_go_on()
+        return RolloutBatch(trajectories=["a trajectory"], seconds=1.0)
+
+    def prepare(self, step, trajectories):
+        assert trajectories == ["a trajectory"]
+        self._note("prepare")
+        return ["an update"]
+
+    def compute_old_logprobs(self, step, updates):
+        assert updates == ["an update"]
+        self._note("logprobs")
+
+    def train(self, step, updates):
+        assert updates == ["an update"]
+        step.record({"policy/loss": float(step.number)})
+        self._note("train")
+
+    def resync(self, version):
+        self._note(f"resync {version}")
+        return ResyncReport(
+            version=version, bytes=1, buckets=1, seconds=0.1, stage_seconds={}, verified_tensors=1, mismatching=(),
+            failed_engines={}, stale_requests=0, peak_extra_bytes=0,
+        )  # fmt: skip
+
+    def evaluate(self, name, prompts, *, label):
+        self._note(f"{label} on {name}")
+        if label in self.failing_evaluations:
+            raise RunError(f"evaluation {name}: 3 of 4 trajectories failed")
+        # Another figure for each step, whoever makes it.
+        accuracy = int(label[-6:]) / 8
+        return EvalResult(
+            name=name, accuracy=accuracy, num_prompts=1, turns_mean=1, tool_calls_mean=0, truncated_fraction=0,
+            failed_fraction=0,
+        ), None  # fmt: skip
+
+    def save_checkpoint(self, directory: Path):
+        self._note("checkpoint")
+        directory.mkdir(parents=True)
+        return {}
+
+    def export_hf(self, directory: Path):
+        self._note("export")
+
+    def check(self) -> None:
+        if self.asked and self.asked_in.startswith("rollout"):
+            raise StepDropped
+
+    def say(self, text):
+        self.said.append(text)
+
+    def summary(self, step, metrics):
+        self._note(f"line {step}")
+
+
+def recipe_of(steps: int, *, every: int = 0, **evaluation) -> Recipe:
+    recipe = Recipe()
+    recipe.run.name, recipe.steps = "run", steps
+    recipe.rollout.prompts_per_step, recipe.rollout.num_engines = 2, 1
+    recipe.checkpoint.every_steps = every
+    recipe.tracking.wandb = WandbMode.disabled
+    for name, value in {"every_steps": 0, "at_start": False, "at_end": False, **evaluation}.items():
+        setattr(recipe.eval, name, value)
+    return recipe
+
+
+@pytest.fixture(autouse=True)
+def no_figures_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(trajectories: Sequence[Trajectory], rule: object) -> None:
+        pass
+
+    monkeypatch.setattr(train_run, "apply_truncation_rule", nothing)
+    monkeypatch.setattr(train_run, "rollout_metrics", lambda trajectories, seconds: {"rollout/trajectories": 1})
+    monkeypatch.setattr(train_run, "write_samples", lambda path, trajectories, limit: None)
+    monkeypatch.setattr(train_run, "write_curve", lambda files, path, *, title: None)
+
+
+def saved_state(folder: RunFolder) -> RunState:
+    """Of the newest checkpoint."""
+    newest = max(folder.checkpoints.glob("step_*"))
+    saved = json.loads((newest / "state.json").read_text())
+    return RunState(**{name: saved[name] for name in vars(RunState())})
+
+
+def play(recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, sets=("heldout",)) -> RunFolder:
+    """A run from its start, or from its newest checkpoint, to wherever it comes."""
+    folder = open_run_folder(where, "run", "seed: 1\n", resume=resume)
+    state = saved_state(folder) if resume else RunState()
+    prompts = Sampler([Prompt(prompt_id=str(i), messages=[], label=None) for i in range(5)], seed=3, shuffle=True)
+    if state.cursor:
+        prompts.restore(state.cursor)
+    with Trackers(folder, recipe.tracking, {}, keep_through_step=state.step if resume else -1) as trackers:
+        run = TrainRun(
+            recipe=recipe,
+            folder=folder,
+            task=SimpleNamespace(eval_sets={name: ["a prompt"] for name in sets}, group_filters=[]),
+            trainers=stages,
+            engines=stages,
+            stage=stages,
+            trackers=trackers,
+            progress=stages,
+            state=state,
+            prompts=prompts,
+            preemption=stages,
+        )
+        run.learner = stages
+        train(run)
+    return folder
+
+
+def lines(folder: RunFolder) -> list[dict[str, float]]:
+    """What repeats of metrics.jsonl."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith("time/")}
+        for line in read_metrics(folder.metrics)
+    ]
+
+
+def numbers(calls: list[str], what: str) -> list[int]:
+    """The steps, by the lines and trainings so far, after which `what` was done."""
+    return [calls[: i + 1].count("train") for i, call in enumerate(calls) if call.startswith(what)]
+
+
+def test_a_step_goes_round_the_ring_and_a_checkpoint_comes_before_the_evaluation(tmp_path: Path):
+    stages = Stages()
+    folder = play(recipe_of(2, every=1, at_start=True, every_steps=2), stages, tmp_path, sets=("heldout", "hard"))
+    order = [str(i) for i in Sampler(range(5), seed=3, shuffle=True).take(4)]
+    assert stages.calls == [
+        "connect", "resync 0", "eval_000000 on heldout", "eval_000000 on hard", "line 0",
+        f"rollout step_000001 of {order[0]}, {order[1]}", "prepare", "logprobs", "train", "resync 1", "line 1",
+        "checkpoint",
+        f"rollout step_000002 of {order[2]}, {order[3]}", "prepare", "logprobs", "train", "resync 2", "checkpoint",
+        "eval_000002 on heldout", "eval_000002 on hard", "line 2",
+        "export",
+    ]  # fmt: skip
+    first, second, third = read_metrics(folder.metrics)
+    assert [line["step"] for line in (first, second, third)] == [0, 1, 2]
+    assert (first["eval/hard/accuracy"], third["eval/hard/accuracy"]) == (0.0, 0.25)
+    assert [line["policy/loss"] for line in (second, third)] == [1.0, 2.0]
+    assert [line["resync/version"] for line in (first, second, third)] == [0, 1, 2]
+    for phase in ("rollout", "logprobs", "train", "resync", "step"):
+        assert second[f"time/{phase}_s"] >= 0
+    assert ("time/eval_s" in first, "time/eval_s" in second, "time/eval_s" in third) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sets", "expected"),
+    [
+        ({"every_steps": 2}, ("heldout",), [2, 4]),
+        ({"every_steps": 2, "at_end": True}, ("heldout",), [2, 4, 5]),
+        ({"every_steps": 5, "at_end": True}, ("heldout",), [5]),
+        ({"at_start": True}, ("heldout",), [0]),
+        ({"at_start": True, "at_end": True}, ("heldout",), [0, 5]),
+        ({}, ("heldout",), []),
+        ({"every_steps": 1, "at_start": True, "at_end": True}, (), []),
+    ],
+)
+def test_evaluations_lie_where_the_recipe_says(tmp_path: Path, settings, sets, expected):
+    stages = Stages()
+    folder = play(recipe_of(5, **settings), stages, tmp_path, sets=sets)
+    assert numbers(stages.calls, "eval_") == expected
+    assert [line["step"] for line in lines(folder) if "eval/heldout/accuracy" in line] == expected
+    assert [line["step"] for line in lines(folder)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_checkpoints_lie_where_the_recipe_says_and_the_last_step_has_one(tmp_path: Path, every: int, expected):
+    stages = Stages()
+    play(recipe_of(5, every=every, every_steps=1), stages, tmp_path)
+    assert numbers(stages.calls, "checkpoint") == expected
+
+
+@pytest.mark.parametrize("failing", [2, 4])
+def test_a_failed_evaluation_costs_no_step_and_a_resumed_run_makes_it(tmp_path: Path, failing: int):
+    recipe = recipe_of(4, every=2, every_steps=2)
+    whole = play(recipe, Stages(), tmp_path / "whole")
+    stages = Stages()
+    stages.failing_evaluations = {f"eval_{failing:06d}"}
+    with pytest.raises(RunError, match="evaluation heldout"):
+        play(recipe, stages, tmp_path / "failed")
+    failed = RunFolder(tmp_path / "failed" / "run")
+    assert saved_state(failed).step == failing
+    # A line is of a whole step.
+    assert [line["step"] for line in lines(failed)] == list(range(failing))
+    stages = Stages()
+    play(recipe, stages, tmp_path / "failed", resume=True)
+    assert stages.calls[:3] == ["connect", f"resync {failing}", f"eval_{failing:06d} on heldout"]
+    assert numbers(stages.calls, "eval_") == ([0, 2] if failing == 2 else [0])
+    assert lines(failed) == lines(whole)
+
+
+def test_an_evaluation_that_was_made_after_the_checkpoint_is_not_made_again(tmp_path: Path):
+    recipe = recipe_of(4, every=2, every_steps=2)
+    whole = play(recipe, Stages(), tmp_path / "whole")
+    killed = Stages()
+    killed.failing_evaluations = {"eval_000004"}
+    with pytest.raises(RunError):
+        play(recipe, killed, tmp_path / "killed")
+    folder = RunFolder(tmp_path / "killed" / "run")
+    (folder.checkpoints / "step_000004").rename(tmp_path / "lost")
+    stages = Stages()
+    play(recipe, stages, tmp_path / "killed", resume=True)
+    assert numbers(stages.calls, "eval_") == [2]
+    assert stages.calls[2].startswith("rollout step_000003")
+    assert lines(folder) == lines(whole)
+
+
+def test_a_resumed_run_without_evaluations_writes_the_step_that_waited_for_one(tmp_path: Path):
+    stages = Stages()
+    stages.failing_evaluations = {"eval_000002"}
+    with pytest.raises(RunError):
+        play(recipe_of(3, every=2, every_steps=2), stages, tmp_path)
+    stages = Stages()
+    folder = play(recipe_of(3, every=2), stages, tmp_path, resume=True)
+    assert numbers(stages.calls, "eval_") == []
+    assert [line["step"] for line in lines(folder)] == [0, 1, 2, 3]
+    assert lines(folder)[2]["policy/loss"] == 2.0
+
+
+def test_a_dropped_step_leaves_the_step_before_it_with_a_checkpoint(tmp_path: Path):
+    recipe = recipe_of(3, every_steps=3)
+    whole = play(recipe, Stages(), tmp_path / "whole")
+    stages = Stages()
+    order = Sampler(range(5), seed=3, shuffle=True).take(4)
+    stages.asked_in = f"rollout step_000002 of {order[2]}, {order[3]}"
+    folder = play(recipe, stages, tmp_path / "dropped")
+    assert stages.calls[-3:] == ["line 1", stages.asked_in, "checkpoint"]
+    assert stages.said == ["step 2 dropped: its rollout went on past checkpoint.grace_s"]
+    assert (saved_state(folder).step, [line["step"] for line in lines(folder)]) == (1, [0, 1])
+    stages = Stages()
+    play(recipe, stages, tmp_path / "dropped", resume=True)
+    assert stages.calls[2] == f"rollout step_000002 of {order[2]}, {order[3]}"
+    assert lines(folder) == lines(whole)
+
+
+@pytest.mark.parametrize("moment", ["train", "eval_000002 on heldout"])
+def test_a_run_that_is_asked_to_make_room_finishes_its_step_and_evaluation(tmp_path: Path, moment: str):
+    recipe = recipe_of(4, every_steps=1 if moment == "train" else 2)
+    stages = Stages()
+    stages.asked_in = moment
+    folder = play(recipe, stages, tmp_path)
+    step = saved_state(folder).step
+    assert step == (1 if moment == "train" else 2)
+    assert stages.calls.count("checkpoint") == 1
+    assert "export" not in stages.calls
+    assert lines(folder)[-1] == {**lines(folder)[-1], "step": step, "eval/heldout/accuracy": step / 8}
+    resumed = Stages()
+    play(recipe, resumed, tmp_path, resume=True)
+    # The one that was made is not made again.
+    assert numbers(resumed.calls, "eval_") == ([1, 2, 3] if moment == "train" else [2])
+    assert [line["step"] for line in lines(folder)] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_that_is_asked_to_make_room_before_its_first_step_has_nothing_to_save(tmp_path: Path):
+    stages = Stages()
+    stages.asked_in = "eval_000000 on heldout"
+    folder = play(recipe_of(2, at_start=True), stages, tmp_path)
+    assert stages.calls == ["connect", "resync 0", "eval_000000 on heldout", "line 0"]
+    assert list(folder.checkpoints.iterdir()) == []
+
+
+def test_what_comes_after_a_steps_end_is_not_in_its_seconds(monkeypatch: pytest.MonkeyPatch):
+    now = iter([0.0, 1.0, 4.0, 6.0, 7.0, 8.0, 28.0])
+    monkeypatch.setattr("slimrl.runtime.step.time.monotonic", lambda: next(now))
+    step = Step(1)
+    with step.timed("train"):
+        pass
+    step.close()
+    later = Step(1, step.metrics)
+    with later.timed("eval"):
+        pass
+    assert later.metrics == {"time/train_s": 3.0, "time/step_s": 6.0, "time/eval_s": 20.0}
+    assert "time/eval_s" not in step.metrics
