@@ -3,7 +3,7 @@
 trainer, rollout, resync and agent do not import each other; runtime hands them the real ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -52,6 +52,14 @@ class EngineError(Exception):
 
 
 class Engine(Protocol):
+    def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
+        """Announce sessions before the first of them asks. They come in this order, at most `at_once` at a time."""
+        ...
+
+    def close(self, session_id: str) -> None:
+        """The session asks no more."""
+        ...
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Raises EngineError."""
         ...

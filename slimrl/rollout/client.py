@@ -113,6 +113,12 @@ class SglangEngine:
         self._http: aiohttp.ClientSession | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
+    def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
+        """Sessions need not be known here."""
+
+    def close(self, session_id: str) -> None:
+        """See `open`."""
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """One turn.
 

@@ -2,8 +2,9 @@
 
 A CPU product's last bits depend on the shape of the batch, and an engine's batches depend on which requests happen
 to have arrived. So arrival is taken out of it:
-1. Sessions are announced (`open`) before the first of them asks, and leave (`close`) when they end.
-2. A round starts once every open session waits in `generate`.
+1. Sessions are announced (`open`) before the first of them asks, and leave (`close`) when they end. Where there are
+   more than may be under way at once, the next one in order takes the place of one that has left.
+2. A round starts once every session that is under way waits in `generate`.
 3. Its requests go in order of session id, those of one engine as one call, which reaches its scheduler in one piece;
    the engine then prefills and decodes them in an order that depends on them alone.
 4. The answers are handed out when all of the round's engines have answered.
@@ -25,12 +26,13 @@ class LockstepEngine:
         """engines: one client for each engine, connected to it directly and not through the router."""
         self._engines = list(engines)
         self._open: set[str] = set()
+        self._at_once = 0
         self._engine_of: dict[str, int] = {}
         self._waiting: dict[str, tuple[GenerateRequest, asyncio.Future[GenerateResult]]] = {}
         self._round: asyncio.Task[None] | None = None
 
-    def open(self, session_ids: Sequence[str]) -> None:
-        """Announce sessions; a round waits for all of them. Call it once for all, before any of them asks.
+    def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
+        """Announce sessions; call it once for all that belong together.
 
         Raises:
             ValueError: a session is open already.
@@ -38,6 +40,7 @@ class LockstepEngine:
         if again := self._open.intersection(session_ids):
             raise ValueError(f"already open: {sorted(again)[0]}")
         self._open.update(session_ids)
+        self._at_once = at_once
 
     def close(self, session_id: str) -> None:
         """The session asks no more; unknown ones are ignored, so that closing twice is harmless."""
@@ -76,7 +79,8 @@ class LockstepEngine:
             await engine.aclose()
 
     def _start_if_complete(self) -> None:
-        if self._round is None and self._waiting and self._waiting.keys() == self._open:
+        num_under_way = min(self._at_once, len(self._open))
+        if self._round is None and self._waiting and len(self._waiting) == num_under_way:
             batch = [self._waiting[session] for session in sorted(self._waiting)]
             self._waiting = {}
             self._round = asyncio.get_running_loop().create_task(self._run_round(batch))

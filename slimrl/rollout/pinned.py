@@ -12,6 +12,12 @@ class PinnedEngines:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = list(engines)
 
+    def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
+        """Sessions need not be known here."""
+
+    def close(self, session_id: str) -> None:
+        """See `open`."""
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         index = derive_seed("session", request.session_id) % len(self._engines)
         return await self._engines[index].generate(request)

@@ -15,7 +15,6 @@ from slimrl.observability.progress import Progress
 from slimrl.rewards.scoring import score
 from slimrl.rollout.collector import EpisodeRequest, collect, episode_requests
 from slimrl.rollout.evaluate import EvalResult, evaluate
-from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.runtime.errors import RunError
 from slimrl.runtime.task import Task
 
@@ -50,8 +49,8 @@ class RolloutStage:
         """
         Args:
             engine: what the episodes talk to.
-            watch: called every second of a rollout; raises StageError when an engine has ended, since the others
-                would go on with its sessions until the next resync fails.
+            watch: called every second of a rollout; raises StageError where an engine has ended without which the
+                episodes cannot go on.
             flush_caches: empties the engines' prefix caches. A deterministic run calls it before every rollout and
                 every evaluation set: what a cache holds decides the shape of a prefill, and so its last bits, and a
                 resumed run's engines have not seen what was asked before.
@@ -139,16 +138,10 @@ class RolloutStage:
         one: Callable[[EpisodeRequest], Awaitable[Trajectory]],
         on_done: Callable[[Trajectory], None],
     ) -> list[Trajectory]:
-        """All episodes; in lock-step, wave after wave of as many as may be under way, each announced as a whole."""
+        """All episodes, announced to the engine, and as many of them at a time as may be under way."""
         most = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.num_engines
-        if not isinstance(self._engine, LockstepEngine):
-            return await collect(requests, one, max_concurrency=most, on_done=on_done)
-        trajectories: list[Trajectory] = []
-        for first in range(0, len(requests), most):
-            wave = requests[first : first + most]
-            self._engine.open([request.trajectory_id for request in wave])
-            trajectories += await collect(wave, one, max_concurrency=most, on_done=on_done)
-        return trajectories
+        self._engine.open([request.trajectory_id for request in requests], at_once=most)
+        return await collect(requests, one, max_concurrency=most, on_done=on_done)
 
     async def _close(self) -> None:
         """Ends episodes that an interrupted rollout left under way, then the connections."""
@@ -162,8 +155,7 @@ class RolloutStage:
         trajectory = await self._episodes.run(
             request.prompt, trajectory_id=request.trajectory_id, sampling=sampling, seed=request.seed
         )
-        if isinstance(self._engine, LockstepEngine):
-            self._engine.close(request.trajectory_id)
+        self._engine.close(request.trajectory_id)
         try:
             await score(trajectory, request.prompt, self._task.reward, self._recipe.rollout.trajectory_timeout_s)
         except Exception as error:

@@ -248,7 +248,7 @@ async def test_lockstep_rollouts_are_bit_identical_on_two_processes(fleet):
     async def rollout(url: str) -> dict[str, list[tuple[list[int], list[float]]]]:
         engine = LockstepEngine([SglangEngine(url, routed_experts_shape=(SIZE.layers, 2))])
         sessions = [f"lock-{index:02d}" for index in range(24)]
-        engine.open(sessions)
+        engine.open(sessions, at_once=len(sessions))
 
         async def one(index: int) -> list[tuple[list[int], list[float]]]:
             await asyncio.sleep((index * 7 % 5) * 0.01 if url == fleet.engine_urls[0] else 0)

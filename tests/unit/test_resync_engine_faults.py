@@ -192,3 +192,16 @@ def test_an_engine_that_hangs_runs_into_the_deadline_and_is_out():
     resync.close()
     assert set(report.failed_engines) == {"engine 1"}
     assert "pause did not finish within 0.3 s" in report.failed_engines["engine 1"]
+
+
+def test_a_tensor_whose_fingerprint_an_engine_does_not_give_counts_as_one_that_differs():
+    class Silent(Engine):
+        def fingerprints(self, names):
+            return {name: value for name, value in super().fingerprints(names).items() if name != "w3"}
+
+    engines = [Engine("engine 0"), Silent("engine 1")]
+    resync = session(Source(weights()), engines, config())
+    report = resync.run(1)
+    resync.close()
+    assert report.mismatching == ("engine 1: w3",)
+    assert not any("resume" in engine.calls for engine in engines)

@@ -162,7 +162,7 @@ async def test_rounds_do_not_depend_on_who_arrives_first():
         engines = [RecordingEngine(), RecordingEngine()]
         lockstep = LockstepEngine(engines)
         turns = {f"s{index}": 1 + index % 3 for index in range(7)}
-        lockstep.open(list(turns))
+        lockstep.open(list(turns), at_once=9)
         order = random.sample(sorted(turns), len(turns))
         await asyncio.gather(*(play(lockstep, session, turns[session]) for session in order))
         histories.append([engine.batches for engine in engines])
@@ -171,9 +171,31 @@ async def test_rounds_do_not_depend_on_who_arrives_first():
     assert histories[0][1] == [["s1", "s3", "s5"], ["s1", "s5"], ["s5"]]
 
 
+async def test_a_session_takes_the_place_of_one_that_has_left_whoever_is_fast():
+    histories = []
+    for _ in range(3):
+        engines = [RecordingEngine()]
+        lockstep = LockstepEngine(engines)
+        turns = {"s0": 3, "s1": 1, "s2": 2, "s3": 2, "s4": 1}
+        lockstep.open(list(turns), at_once=2)
+        slots = asyncio.Semaphore(2)
+
+        async def episode(session, slots=slots, lockstep=lockstep, turns=turns):
+            async with slots:
+                await play(lockstep, session, turns[session])
+                # What scoring takes.
+                await asyncio.sleep(random.random() * 0.005)
+
+        async with asyncio.timeout(20):
+            await asyncio.gather(*map(episode, turns))
+        histories.append(engines[0].batches)
+    assert histories[0] == [["s0", "s1"], ["s0", "s2"], ["s0", "s2"], ["s3", "s4"], ["s3"]]
+    assert histories[0] == histories[1] == histories[2]
+
+
 async def test_a_failing_call_fails_its_requests_and_no_others():
     lockstep = LockstepEngine([RecordingEngine(fail=True), RecordingEngine()])
-    lockstep.open(["a", "b"])
+    lockstep.open(["a", "b"], at_once=9)
     bad, good = await asyncio.gather(play(lockstep, "a", 1), play(lockstep, "b", 1), return_exceptions=True)
     assert isinstance(bad, EngineError)
     assert good is None
@@ -181,7 +203,7 @@ async def test_a_failing_call_fails_its_requests_and_no_others():
 
 async def test_a_session_that_is_cancelled_does_not_hold_up_the_round():
     lockstep = LockstepEngine([RecordingEngine()])
-    lockstep.open(["a", "b"])
+    lockstep.open(["a", "b"], at_once=9)
     cancelled = asyncio.create_task(play(lockstep, "a", 1))
     await asyncio.sleep(0)
     cancelled.cancel()
@@ -193,8 +215,8 @@ async def test_a_request_out_of_turn_or_without_seed_is_refused():
     lockstep = LockstepEngine([RecordingEngine()])
     with pytest.raises(ValueError, match="was not opened"):
         await lockstep.generate(request_of("a"))
-    lockstep.open(["a"])
+    lockstep.open(["a"], at_once=9)
     with pytest.raises(ValueError, match="without a seed"):
         await lockstep.generate(request_of("a", seed=None))
     with pytest.raises(ValueError, match="already open"):
-        lockstep.open(["a"])
+        lockstep.open(["a"], at_once=9)

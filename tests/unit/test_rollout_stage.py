@@ -1,0 +1,215 @@
+"""A rollout as one call: how many failures it bears, who is told of its episodes, and what ends it."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slimrl.config.schema import Recipe
+from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.runtime import rollout_stage
+from slimrl.runtime.errors import RunError, StageError, StepDropped
+from slimrl.runtime.rollout_stage import RolloutStage
+
+PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=i) for i in range(5)]
+
+
+class Episodes:
+    """Engine, runner of episodes and display at once; an episode ends as `endings` says for its number."""
+
+    def __init__(self) -> None:
+        self.endings: dict[int, Status] = {}
+        self.takes_s = 0.0
+        self.journal: list[str] = []
+        self.settings: list[tuple[float, int]] = []
+        self.announced: list[tuple[list[str], int]] = []
+        self.under_way = self.most_under_way = 0
+        self.cancelled = 0
+
+    def open(self, session_ids, *, at_once):
+        assert not self.under_way
+        self.announced.append((list(session_ids), at_once))
+
+    def close(self, session_id):
+        self.journal.append(f"close {session_id}")
+
+    async def aclose(self):
+        self.journal.append("connections closed")
+
+    async def run(self, prompt, *, trajectory_id, sampling, seed) -> Trajectory:
+        number = len(self.settings)
+        self.settings.append((sampling.temperature, seed))
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            await asyncio.sleep(self.takes_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.under_way -= 1
+        status = self.endings.get(number, Status.completed)
+        return Trajectory(
+            group_id=prompt.prompt_id,
+            trajectory_id=trajectory_id,
+            segments=[
+                Segment(
+                    tokens=np.zeros(2, np.int32),
+                    loss_mask=np.array([False, True]),
+                    rollout_logprobs=np.zeros(2, np.float32),
+                    weight_versions=np.zeros(2, np.int32),
+                    turn_ids=np.zeros(2, np.int16),
+                )
+            ],
+            status=status,
+            metadata={"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_retries": 0}
+            | ({} if status is Status.completed else {"error": f"cause of {status.value}"}),
+        )
+
+    async def reward(self, trajectory, prompt) -> float:
+        self.journal.append(f"score {trajectory.trajectory_id}")
+        return float(prompt.label)
+
+    @contextmanager
+    def phase(self, name, total, unit) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(advance=lambda: None)
+
+
+Start = Callable[..., RolloutStage]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    stages = []
+
+    def begin(episodes: Episodes, *, watch: Callable[[], None] = lambda: None, **settings) -> RolloutStage:
+        recipe = Recipe()
+        recipe.rollout.samples_per_prompt = 2
+        for name, value in settings.items():
+            setattr(recipe.rollout, name, value)
+        task = SimpleNamespace(episode_runner=lambda recipe, engine: episodes, reward=episodes.reward)
+        stages.append(RolloutStage(recipe, task, episodes, episodes, watch=watch))
+        return stages[-1].__enter__()
+
+    yield begin
+    for stage in stages:
+        stage.__exit__(None, None, None)
+
+
+FAILED, ABORTED, TRUNCATED = Status.failed, Status.aborted, Status.truncated
+
+
+@pytest.mark.parametrize(
+    ("limit", "endings"),
+    [
+        (0.2, []),
+        (0.2, [FAILED]),
+        (0.2, [FAILED, FAILED]),
+        (0.2, [ABORTED, FAILED]),
+        (0.0, [TRUNCATED] * 10),
+        (1.0, [FAILED] * 10),
+    ],
+)
+def test_as_many_may_fail_as_the_limit_says(start: Start, limit: float, endings: list[Status]):
+    episodes = Episodes()
+    episodes.endings = dict(enumerate(endings))
+    batch = start(episodes, max_failed_fraction=limit).rollout(PROMPTS, label="step_000001")
+    assert [t.status for t in batch.trajectories][: len(endings)] == endings
+    assert len(batch.trajectories) == 10
+
+
+@pytest.mark.parametrize(
+    ("limit", "endings"),
+    [
+        (0.2, [FAILED] * 3),
+        (0.2, [ABORTED] * 3),
+        (0.2, [ABORTED, FAILED, ABORTED]),
+        (0.0, [ABORTED]),
+        (0.95, [FAILED] * 10),
+    ],
+)
+def test_one_more_than_the_limit_stops_the_run_with_the_causes(start: Start, limit: float, endings: list[Status]):
+    episodes = Episodes()
+    episodes.endings = dict(enumerate(endings))
+    stage = start(episodes, max_failed_fraction=limit)
+    with pytest.raises(RunError) as raised:
+        stage.rollout(PROMPTS, label="step_000001")
+    assert str(raised.value).startswith(f"rollout: {len(endings)} of 10 trajectories failed or were aborted")
+    assert f"max_failed_fraction = {limit:g}" in str(raised.value)
+    for status in set(endings):
+        assert f"cause of {status.value}" in str(raised.value)
+
+
+def test_an_evaluation_has_the_same_limit_and_its_failure_is_named_as_one(start: Start):
+    episodes = Episodes()
+    episodes.endings = {0: FAILED}
+    stage = start(episodes, max_failed_fraction=0.2)
+    result, _ = stage.evaluate("heldout", PROMPTS, label="eval_000001")
+    # The first prompt's reward would be 0 too, and the others' are 1 to 4.
+    assert (result.accuracy, result.num_prompts, result.failed_fraction) == (2.0, 5, 0.2)
+    episodes.endings = {len(episodes.settings): FAILED, len(episodes.settings) + 1: ABORTED}
+    with pytest.raises(RunError, match=r"^evaluation heldout: 2 of 5 trajectories"):
+        stage.evaluate("heldout", PROMPTS, label="eval_000002")
+
+
+def test_training_samples_each_prompt_several_times_and_an_evaluation_once_under_its_own_settings(start: Start):
+    episodes = Episodes()
+    stage = start(episodes)
+    batch = stage.rollout(PROMPTS, label="step_000001")
+    assert [t.group_id for t in batch.trajectories] == [name for i in range(5) for name in [f"p{i}"] * 2]
+    assert [t.reward for t in batch.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    _, evaluated = stage.evaluate("heldout", PROMPTS, label="eval_000001")
+    assert [t.group_id for t in evaluated.trajectories] == [f"p{i}" for i in range(5)]
+    assert [temperature for temperature, _ in episodes.settings] == [1.0] * 10 + [0.0] * 5
+    assert len({t.trajectory_id for t in [*batch.trajectories, *evaluated.trajectories]}) == 15
+
+
+def test_no_two_trajectories_of_a_run_share_a_seed(start: Start):
+    episodes = Episodes()
+    stage = start(episodes)
+    for number in (1, 2):
+        stage.rollout(PROMPTS, label=f"step_{number:06d}")
+        stage.evaluate("heldout", PROMPTS, label=f"eval_{number:06d}")
+    assert len({seed for _, seed in episodes.settings}) == 30
+    again = Episodes()
+    start(again).rollout(PROMPTS, label="step_000002")
+    assert again.settings == episodes.settings[15:25]
+
+
+def test_the_engine_hears_of_each_session_before_it_asks_and_when_it_has_ended(start: Start):
+    episodes = Episodes()
+    episodes.takes_s = 0.002
+    batch = start(episodes, max_concurrency=3).rollout(PROMPTS, label="step_000001")
+    names = [t.trajectory_id for t in batch.trajectories]
+    assert episodes.announced == [(names, 3)]
+    assert episodes.most_under_way == 3
+    assert sorted(episodes.journal) == sorted([f"close {name}" for name in names] + [f"score {name}" for name in names])
+    for name in names:
+        # Nobody waits for a session that is being scored.
+        assert episodes.journal.index(f"close {name}") < episodes.journal.index(f"score {name}")
+
+
+@pytest.mark.parametrize("who", ["watch", "may_go_on"])
+def test_who_looks_at_a_rollout_can_end_it(start: Start, monkeypatch: pytest.MonkeyPatch, who: str):
+    monkeypatch.setattr(rollout_stage, "WATCH_S", 0.01)
+    episodes = Episodes()
+    episodes.takes_s = 60.0
+    looks = {"watch": 0, "may_go_on": 0}
+
+    def look(name: str, error: Exception) -> None:
+        looks[name] += 1
+        if name == who and looks[name] == 3:
+            raise error
+
+    stage = start(episodes, watch=lambda: look("watch", StageError("engine 1 was ended by SIGKILL")))
+    expected = StageError if who == "watch" else StepDropped
+    with pytest.raises(expected):
+        stage.rollout(PROMPTS, label="step_000001", may_go_on=lambda: look("may_go_on", StepDropped()))
+    assert episodes.cancelled == 10
+    assert looks == {"watch": 3, "may_go_on": 2 if who == "watch" else 3}
+    # The engines are still there for others.
+    episodes.takes_s = 0.0
+    assert len(stage.rollout(PROMPTS, label="step_000002").trajectories) == 10
