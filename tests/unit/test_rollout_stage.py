@@ -91,7 +91,7 @@ def start() -> Iterator[Start]:
         for name, value in settings.items():
             setattr(recipe.rollout, name, value)
         task = SimpleNamespace(episode_runner=lambda recipe, engine: episodes, reward=episodes.reward)
-        stages.append(RolloutStage(recipe, task, episodes, episodes, watch=watch))
+        stages.append(RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None))
         return stages[-1].__enter__()
 
     yield begin
@@ -182,7 +182,7 @@ def test_no_two_trajectories_of_a_run_share_a_seed(start: Start):
 def test_the_engine_hears_of_each_session_before_it_asks_and_when_it_has_ended(start: Start):
     episodes = Episodes()
     episodes.takes_s = 0.002
-    batch = start(episodes, max_concurrency=3).rollout(PROMPTS, label="step_000001")
+    batch = start(episodes, max_concurrency_per_engine=3).rollout(PROMPTS, label="step_000001")
     names = [t.trajectory_id for t in batch.trajectories]
     assert episodes.announced == [(names, 3)]
     assert episodes.most_under_way == 3
