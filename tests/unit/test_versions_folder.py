@@ -52,7 +52,7 @@ def test_the_same_run_takes_its_versions_up_again_and_another_one_those_of_a_run
     with start.open_run(second, Progress(0)):
         pass
     with (
-        pytest.raises(ValueError, match="holds the versions of the run in .*second"),
+        pytest.raises(ValueError, match=r"holds the versions of the run in .*second"),
         versions_folder(first, wait_s=0, say=print),
     ):
         raise AssertionError
