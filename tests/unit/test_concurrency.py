@@ -8,7 +8,6 @@ import pytest
 from slimrl.config.schema import Recipe
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
-from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.runtime.rollout_stage import RolloutStage
 
 
@@ -24,7 +23,7 @@ class Episodes:
         for _ in range(5):
             await asyncio.sleep(0)
         self.running -= 1
-        counts = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0}
+        counts = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_retries": 0}
         return Trajectory(
             group_id=prompt.prompt_id,
             trajectory_id=trajectory_id,
@@ -34,46 +33,31 @@ class Episodes:
         )
 
 
-class Waves(LockstepEngine):
-    """Notes how many sessions are announced together."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.sizes: list[int] = []
-
-    def open(self, session_ids) -> None:
-        super().open(session_ids)
-        self.sizes.append(len(session_ids))
-
-
 class Free:
-    """An engine that takes whatever comes."""
+    """An engine that takes whatever comes, and notes how many sessions it is told of and how many at once."""
+
+    def open(self, session_ids, *, at_once: int) -> None:
+        self.announced = (len(session_ids), at_once)
+
+    def close(self, session_id: str) -> None:
+        pass
 
     async def aclose(self) -> None:
         pass
 
 
-@pytest.mark.parametrize(("engines", "most"), [(1, 3), (2, 6), (16, 10)])
-def test_trajectories_under_way_are_so_many_times_the_engines(engines: int, most: int):
-    for engine in (Free(), Waves()):
-        episodes = Episodes()
-        recipe = Recipe(steps=1)
-        recipe.rollout.samples_per_prompt, recipe.rollout.num_engines = 2, engines
-        recipe.rollout.max_concurrency_per_engine = 3
-        task = SimpleNamespace(episode_runner=lambda *_, made=episodes: made, reward=lambda *_: 1.0)
-        prompts = [Prompt(prompt_id=str(index), messages=[], label="") for index in range(5)]
-        with (
-            Progress(1) as progress,
-            RolloutStage(
-                recipe,
-                task,
-                engine,
-                progress,
-                watch=lambda: None,
-                flush_caches=lambda: None,
-            ) as stage,
-        ):
-            assert len(stage.rollout(prompts, label="step_1").trajectories) == 10
-        assert episodes.most == most
-        if isinstance(engine, Waves):
-            assert engine.sizes == {1: [3, 3, 3, 1], 2: [6, 4], 16: [10]}[engines]
+@pytest.mark.parametrize(("engines", "at_once", "most"), [(1, 3, 3), (2, 6, 6), (16, 48, 10)])
+def test_trajectories_under_way_are_so_many_times_the_engines(engines: int, at_once: int, most: int):
+    episodes, engine = Episodes(), Free()
+    recipe = Recipe(steps=1)
+    recipe.rollout.samples_per_prompt, recipe.rollout.num_engines = 2, engines
+    recipe.rollout.max_concurrency_per_engine = 3
+    task = SimpleNamespace(episode_runner=lambda *_: episodes, reward=lambda *_: 1.0)
+    prompts = [Prompt(prompt_id=str(index), messages=[], label="") for index in range(5)]
+    with (
+        Progress(1) as progress,
+        RolloutStage(recipe, task, engine, progress, watch=lambda: None, flush_caches=lambda: None) as stage,
+    ):
+        assert len(stage.rollout(prompts, label="step_1").trajectories) == 10
+    assert episodes.most == most
+    assert engine.announced == (10, at_once)
