@@ -115,9 +115,10 @@ class BroadcastGroup:
 
     def drop(self) -> None:
         """Leave, without waiting for what may be under way."""
-        # The destructor waits until a broadcast that broke off is out of time; a thread of its own can afford that.
+        # The destructor waits until a broadcast that broke off is out of time; a thread of its own can afford that. It
+        # is no daemon: the interpreter aborts where a thread comes back from torch after the interpreter has ended.
         last_references, self._streams = self._streams, []
-        threading.Thread(target=last_references.clear, name="drop-group", daemon=True).start()
+        threading.Thread(target=last_references.clear, name="drop-group").start()
 
 
 def serve_store(address: str, world_size: int, timeout_s: float) -> Any:

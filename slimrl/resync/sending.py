@@ -18,7 +18,8 @@ class Sending:
     def __init__(self, send: Callable[[], object], after: "Sending | None" = None) -> None:
         self._send, self._after = send, after
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="resync-send", daemon=True)
+        # No daemon, as in BroadcastGroup.drop.
+        self._thread = threading.Thread(target=self._run, name="resync-send")
         self._thread.start()
 
     def wait(self, timeout_s: float) -> Exception | None:

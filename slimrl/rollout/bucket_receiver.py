@@ -64,9 +64,8 @@ class BucketReceiver:
             if self._thread.is_alive() or self._error is not None:
                 raise GroupError(self._error or "the version before has not ended")
         self._received, self._places = 0, places
-        self._thread = threading.Thread(
-            target=self._run, args=(device.compute_device(),), name="receive-buckets", daemon=True
-        )
+        # No daemon, as in BroadcastGroup.drop; its broadcasts have a deadline.
+        self._thread = threading.Thread(target=self._run, args=(device.compute_device(),), name="receive-buckets")
         self._thread.start()
 
     def bucket(self, number: int) -> tuple[Tensor, str]:

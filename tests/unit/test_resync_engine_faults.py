@@ -179,17 +179,20 @@ def test_a_refused_bucket_does_not_wait_for_its_deadline_and_the_version_starts_
 
 
 def test_an_engine_that_hangs_runs_into_the_deadline_and_is_out():
+    over = threading.Event()
+
     class Hanging(Engine):
         def pause(self, mode):
-            threading.Event().wait(30)
+            over.wait(30)
 
         def probe(self, timeout_s):
-            threading.Event().wait(30)
+            over.wait(30)
 
     engines = [Engine("engine 0"), Hanging("engine 1")]
     resync = session(Source(weights()), engines, config(timeout_s=0.3))
     report = resync.run(1)
     resync.close()
+    over.set()
     assert set(report.failed_engines) == {"engine 1"}
     assert "pause did not finish within 0.3 s" in report.failed_engines["engine 1"]
 

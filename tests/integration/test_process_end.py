@@ -1,0 +1,49 @@
+"""A process that ends while a thread of the resync is still in torch ends well: it waits for the thread's deadline."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+PROCESS = """
+import sys, threading, time
+import torch
+from slimrl.data.protocols import GroupSpec
+from slimrl.models.broadcast_group import BroadcastGroup, serve_store
+from slimrl.resync.sending import Sending
+from slimrl.rollout.bucket_receiver import EngineReceivers
+
+class OnlyRank:
+    rank, per_node = 0, 1
+
+    def exchange(self, value):
+        return [value]
+
+store = serve_store("127.0.0.1", 2, 2.0)
+spec = GroupSpec(
+    name="group", address="127.0.0.1", port=store.port, world_size=2, backend="gloo", bucket_bytes=160, timeout_s=2.0
+)
+receivers = EngineReceivers(OnlyRank())
+if sys.argv[1] == "receive":
+    receivers.open_version(spec, 1)
+    source = BroadcastGroup(spec, 0, store)
+else:
+    silent = []
+    joining = threading.Thread(target=lambda: silent.append(BroadcastGroup(spec, 1)))
+    joining.start()
+    source = BroadcastGroup(spec, 0, store)
+    joining.join()
+    sending = Sending(lambda: source.broadcast(torch.zeros(1000)))
+time.sleep(0.5)
+print(*sorted(thread.name for thread in threading.enumerate()))
+"""
+
+
+@pytest.mark.parametrize(("moment", "thread"), [("receive", "receive-buckets"), ("send", "resync-send")])
+def test_it_ends_once_the_broadcast_is_out_of_time(moment: str, thread: str):
+    command = [sys.executable, "-c", PROCESS, moment]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split() == ["MainThread", thread]
+    assert done.returncode == 0, done.stderr
