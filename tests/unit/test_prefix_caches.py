@@ -27,6 +27,12 @@ class Engine:
     def __init__(self) -> None:
         self.cache: set[str] = set()
 
+    def open(self, session_ids, *, at_once: int) -> None:
+        pass
+
+    def close(self, session_id: str) -> None:
+        pass
+
     async def aclose(self) -> None:
         pass
 
@@ -41,7 +47,7 @@ class Task:
         async def run(prompt: Prompt, *, trajectory_id: str, **_) -> Trajectory:
             cached = prompt.prompt_id in engine.cache
             engine.cache.add(prompt.prompt_id)
-            counts = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "cached": cached}
+            counts = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_retries": 0, "cached": cached}
             return Trajectory(
                 group_id=prompt.prompt_id,
                 trajectory_id=trajectory_id,

@@ -28,6 +28,12 @@ class Episodes:
 
 
 class Engine:
+    def open(self, session_ids, *, at_once):
+        pass
+
+    def close(self, session_id):
+        pass
+
     async def aclose(self):
         pass
 
@@ -44,7 +50,7 @@ def rollout(reward, *, limit=0.1):
     recipe.rollout.max_failed_fraction = limit
     recipe.reward.function = "task:judge"
     task = SimpleNamespace(reward=reward, episode_runner=lambda *_: Episodes())
-    with RolloutStage(recipe, task, Engine(), Progress(), watch=lambda: None) as stage:
+    with RolloutStage(recipe, task, Engine(), Progress(), watch=lambda: None, flush_caches=lambda: None) as stage:
         return stage.rollout(PROMPTS, label="step_000001").trajectories
 
 

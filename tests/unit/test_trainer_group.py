@@ -10,6 +10,7 @@ import ray
 
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import PackedSequence, pack
+from slimrl.models.digests import FileDigest
 from slimrl.runtime import trainer_group
 from slimrl.runtime.trainer_group import TrainerGroup
 
@@ -26,6 +27,7 @@ class Ranks:
             "pid": lambda rank: 100 + rank,
             "rendezvous": lambda rank: ("10.0.0.1", 29500),
             "start": lambda rank, address, port: SimpleNamespace(rank=rank, data_rank=DATA_RANKS[rank]),
+            "save_checkpoint": lambda rank, path: {f"__{rank}_0.distcp": FileDigest(bytes=rank, xxh3_128=str(rank))},
         }
 
     @property
@@ -159,8 +161,9 @@ def test_the_report_of_a_resync_is_that_of_the_rank_that_makes_one(group):
     assert group.resync(7) == "version 7"
 
 
-def test_folders_reach_the_ranks_as_absolute_paths(group):
-    group.save_checkpoint(Path("runs/trainer"))
+def test_folders_reach_the_ranks_as_absolute_paths_and_the_checksums_of_all_ranks_come_back(group):
+    digests = group.save_checkpoint(Path("runs/trainer"))
+    assert {name: digest.bytes for name, digest in digests.items()} == {f"__{rank}_0.distcp": rank for rank in range(4)}
     group.export_hf(Path("runs/export"))
     for method, path in (("save_checkpoint", "runs/trainer"), ("export_hf", "runs/export")):
         given, _ = group._actors.last(method)

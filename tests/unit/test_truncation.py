@@ -28,7 +28,7 @@ def trajectory(name: str, reward: float, status: Status) -> Trajectory:
         weight_versions=np.array([-1, 0], np.int32),
         turn_ids=np.array([-1, 0], np.int16),
     )
-    metadata = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0}
+    metadata = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_retries": 0}
     return Trajectory(
         group_id="g", trajectory_id=name, segments=[segment], status=status, reward=reward, metadata=metadata
     )
