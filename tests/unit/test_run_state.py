@@ -248,3 +248,20 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path: Path
     assert "step_000010 could not be removed" in caplog.text
     saved(tmp_path, 30, keep=1)
     assert names(folder) == ["step_000030"]
+
+
+def test_every_file_of_a_checkpoint_is_hashed_by_one_of_the_ranks_that_by_its_name_wrote_it(tmp_path: Path):
+    from slimrl.trainer.checkpoint import _written_by
+
+    by_rank = {
+        0: ["__0_0.distcp", ".metadata", "checkpoint.json", "common.pt", "hf/config.json", "rng/00000.pt"],
+        1: ["__1_0.distcp", "__1_1.distcp", "rng/00001.pt"],
+        11: ["__11_1.distcp", "rng/00011.pt"],
+        12: [],
+    }
+    for name in (name for files in by_rank.values() for name in files):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert {rank: sorted(_written_by(tmp_path, rank)) for rank in by_rank} == {
+        rank: sorted(files) for rank, files in by_rank.items()
+    }
