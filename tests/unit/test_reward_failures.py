@@ -88,5 +88,7 @@ def test_a_reward_that_fails_once_costs_one_trajectory(failure, cause):
 
 def test_rewards_that_fail_above_the_limit_stop_the_run_with_their_cause():
     assert len(rollout(fails_for({1, 2}), limit=0.2)) == 10
-    with pytest.raises(RunError, match=r"^3 of 10 .* = 0\.2 allows: task:judge failed: Connection.*the judge is away$"):
+    with pytest.raises(
+        RunError, match=r"^rollout: 3 of 10 .* = 0\.2 allows: task:judge failed: Connection.*the judge is away$"
+    ):
         rollout(fails_for({1, 2, 3}), limit=0.2)
