@@ -49,6 +49,16 @@ def _leave_freezing_to_the_starter() -> None:
     HookRegistry.register(target, no_request, HookType.REPLACE)
 
 
+def _leave_settings_out_of_the_log() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def where_they_are(server_args: object) -> str:
+        return "as config.yaml of the run has them"
+
+    target = "sglang.srt.entrypoints.engine._server_args_for_logging"
+    HookRegistry.register(target, where_they_are, HookType.REPLACE)
+
+
 def main() -> None:
     from slimrl.rollout.lifeline import end_with
 
@@ -56,6 +66,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=_end_with_parent_thread)
     _fork_children()
     _leave_freezing_to_the_starter()
+    _leave_settings_out_of_the_log()
 
     from sglang.srt.plugins import load_plugins
 

@@ -141,7 +141,6 @@ def test_no_file_that_a_run_writes_has_what_it_read_from_the_environment(
         "rollout.sglang.served_model_name=${oc.env:SLIMRL_TEST_SECRET}",
         "rollout.sglang.log_level=info",
         "tracking.wandb=offline",
-        "tracking.wandb_project=slimrl-${rollout.sglang.served_model_name}",
     )
     succeed("train", GSPO, *arguments, timeout_s=RUN_S)
     run = workspace.run_folder("secret")
@@ -153,3 +152,4 @@ def test_no_file_that_a_run_writes_has_what_it_read_from_the_environment(
     assert any(path.suffix == ".wandb" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
     assert "${oc.env:SLIMRL_TEST_SECRET}" in run.config.read_text()
+    assert "server_args=as config.yaml" in run.log_file("engine_0").read_text()
