@@ -1,5 +1,7 @@
-"""Runs whose engines share the trainer's devices, and runs that lose an engine in a resync."""
+"""Runs whose engines share the trainer's devices, and runs that lose an engine in a rollout or a resync."""
 
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,41 @@ def test_an_engine_that_is_gone_at_a_resync_is_replaced_and_the_run_goes_on(work
     said = [line for line in (run.stdout + run.stderr).splitlines() if "replaced after the resync of version 1" in line]
     assert len(said) == 1
     assert "engine 1" in said[0]
+    assert folder.export.is_dir()
+
+
+@pytest.mark.full
+def test_a_run_that_loses_an_engine_in_a_rollout_reaches_its_last_step(workspace: Workspace):
+    folder = workspace.run_folder("lost")
+    overrides = workspace.overrides(
+        "run.name=lost",
+        "steps=2",
+        "trainer.num_ranks=1",
+        "trainer.parallel.expert=1",
+        "rollout.num_engines=2",
+        "rollout.max_replacements=1",
+        # 32 turns of 600 tokens: seconds on any machine.
+        "rollout.prompts_per_step=8",
+        "rollout.sampling.max_new_tokens=600",
+        "rollout.sampling.ignore_end_of_turn=true",
+        "rollout.max_trajectory_tokens=1000",
+        # A version more is sent to the engine that comes back.
+        "reward.function=toy_reward:low_tokens_of_any_version",
+    )
+    run = CliRun(["train", GSPO, *overrides])
+    try:
+        run.wait_until(lambda: num_logged_steps(folder) >= 1, RUN_S)
+        time.sleep(random.uniform(0.5, 1.5))
+        run.kill_server(1)
+        assert not folder.sample_file(1).exists()
+        assert run.wait(RUN_S) == 0, run.stderr
+        assert run.left() == []
+    finally:
+        run.close()
+    lines = read_metrics(folder.metrics)
+    assert [line["resync/replaced_engines"] for line in lines] == [0, 1, 0]
+    # The other engine has taken its sessions over.
+    assert [line["rollout/failed_fraction"] + line["rollout/aborted_fraction"] for line in lines[1:]] == [0, 0]
     assert folder.export.is_dir()
 
 
