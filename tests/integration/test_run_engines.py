@@ -93,6 +93,7 @@ def test_an_engine_that_is_gone_at_a_resync_is_replaced_and_the_run_goes_on(work
     assert folder.export.is_dir()
 
 
+@pytest.mark.full
 def test_a_run_that_loses_an_engine_in_a_rollout_reaches_its_last_step(workspace: Workspace):
     folder = workspace.run_folder("lost")
     overrides = workspace.overrides(
