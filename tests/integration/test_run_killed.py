@@ -130,7 +130,7 @@ def test_a_run_killed_at_five_random_moments_ends_as_if_it_had_not_been(
         def is_done(folder: RunFolder, step: int = step) -> bool:
             return num_logged_steps(folder) > step
 
-        delay_s = rng.uniform(0.0, 0.9 * min(seconds))
+        delay_s = rng.uniform(0.0, 0.5 * min(seconds))
         print(f"{delay_s:.2f} s after step {step}: ", end="")
         kill_at(arguments, folder, is_done, delay_s=delay_s, group=rng.random() < 0.5)
     succeed(*arguments, timeout_s=RUN_S)
