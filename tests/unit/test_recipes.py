@@ -1,5 +1,6 @@
 """Every shipped recipe passes `slimrl config check` on a machine that has neither its model nor its data."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slimrl.cli import app
-from slimrl.config.load import intended_command
+from slimrl.config.load import intended_command, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.models.family import UNSUPPORTED
 from slimrl.models.hf_config import FP8_SUFFIX, published_config, published_names
@@ -34,6 +35,7 @@ LARGE = {
     "glm4_moe/glm_4_5": "GLM-4.5",
 }
 """Start of the recipe's name -> the published model."""
+PUBLISHED_SIZES = json.loads((RECIPES.parent / "slimrl" / "models" / "published_sizes.json").read_text())
 
 
 def check(*arguments: str):
@@ -45,7 +47,8 @@ def test_a_recipe_is_refused_by_no_rule(name):
     path = FILES[name]
     planned = read_planned(path, [], intended_command(path), model_needed=name not in TINY)
     # What is noted is what is not on this machine, and nothing that is probably not meant.
-    assert {note.key for note in planned.notes} <= {"data.train", "data.eval.heldout", "trainer.megatron.fp8"}
+    known = {"data.train", "data.eval.heldout", "data.eval.aime_2024", "trainer.megatron.fp8"}
+    assert {note.key for note in planned.notes} <= known
     assert ("trainer.megatron.fp8" in {note.key for note in planned.notes}) == ("fp8_training" in name)
 
 
@@ -56,6 +59,36 @@ def test_a_family_that_cannot_be_built_is_refused_by_name_and_nothing_else_is_wr
     (problem,) = caught.value.problems
     assert problem.key == "model.path"
     assert UNSUPPORTED["qwen3_next"] in problem.message
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if "_gspo" in name))
+def test_a_recipe_names_its_data_and_evaluates(name):
+    loaded, problems = read_recipe(FILES[name], [], "train")
+    assert loaded is not None, problems
+    recipe = loaded.recipe
+    assert 0 < recipe.eval.every_steps < recipe.steps
+    assert recipe.eval.at_start
+    assert recipe.eval.at_end
+    files = [recipe.data.train, *recipe.data.eval.values()]
+    assert len(files) == 2
+    assert all(file.endswith(".jsonl") for file in files)
+
+
+@pytest.mark.parametrize(("start", "model"), LARGE.items())
+def test_the_page_says_what_a_checkpoint_takes_and_few_large_ones_are_kept(start, model):
+    """14 bytes of each parameter, of as many as the model's authors count."""
+    page = (RECIPES.parent / "docs" / "recipes.md").read_text()
+    stated = set(re.findall(rf"^\| `{start}_(?:gspo|sft)\w*`.* \|(?: ([\d.]+) ([GT])B)? \|$", page, re.MULTILINE))
+    ((number, unit),) = stated
+    if f"{start}_gspo.yaml" in NOT_BUILDABLE:
+        assert not number
+        return
+    nbytes = float(number) * {"G": 1e9, "T": 1e12}[unit]
+    assert nbytes == pytest.approx(14e9 * PUBLISHED_SIZES[model]["total_b"], rel=0.03)
+    loaded, _ = read_recipe(FILES[f"{start}_gspo.yaml"], [], "train")
+    assert loaded is not None
+    # One more than is kept, while it is written.
+    assert (loaded.recipe.checkpoint.keep + 1) * nbytes < 30e12
 
 
 @pytest.mark.parametrize(("start", "model"), LARGE.items())
@@ -105,16 +138,17 @@ def test_several_recipes_are_checked_with_one_exit_code():
     assert result.exit_code == 1
     assert "2 recipes, 1 refused." in result.output
     assert check(good, "rollout.samples_per_prompt=1").exit_code == 1
-    assert check(good, "--command", "eval").exit_code == 1
+    assert check(good, "--command", "eval").exit_code == 0
+    assert check(good, "data.eval.aime_2024=null", "--command", "eval").exit_code == 1
     assert check("seed=1").exit_code == 2
 
 
 def test_what_is_not_here_is_an_error_when_it_is_asked_for():
     recipe = str(FILES["qwen3/qwen3_4b_gspo.yaml"])
-    assert "data.train: warning: data/train.jsonl: no such file." in check(recipe).output
+    assert "data.train: warning: data/dapo-math-17k.jsonl: no such file." in check(recipe).output
     result = check(recipe, "--files")
     assert result.exit_code == 1
-    assert "data.train: data/train.jsonl: no such file." in result.output
+    assert "data.train: data/dapo-math-17k.jsonl: no such file." in result.output
     assert "model.path: models/Qwen3-4B: no such folder." in result.output
 
 

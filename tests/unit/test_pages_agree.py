@@ -1,0 +1,41 @@
+"""What pages of docs/ say of the same thing is the same, and of the source what is there."""
+
+import re
+from pathlib import Path
+
+from slimrl.models import toy_configs
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_both_pages_give_a_gpu_the_same_memory():
+    recipes, plan = ((DOCS / name).read_text() for name in ("recipes.md", "plan.md"))
+    in_recipes = {gpu: int(gib) for gib, gpu in re.findall(r"(\d+) (?:GiB )?of an? ([HB]\d+)", recipes)}
+    options = next(line for line in plan.splitlines() if "--gpu-memory-gib" in line)
+    in_plan = {gpu: int(gib) for gpu, gib in re.findall(r"([HB]\d+) (\d+)", options)}
+    assert in_recipes.keys() == {"H200", "B200"}
+    assert in_recipes.items() <= in_plan.items()
+
+
+def test_a_family_s_toy_goes_to_the_file_that_has_the_table():
+    (named,) = re.findall(r"Add a toy to the table of `([\w/.]+)`", (DOCS / "adding_a_model.md").read_text())
+    assert (ROOT / named).samefile(toy_configs.__file__)
+
+
+def test_the_page_of_the_architecture_lists_every_package():
+    listed = set(re.findall(r"^\| `([\w/.]+)`", (DOCS / "architecture.md").read_text(), re.MULTILINE))
+    packages = {f"slimrl/{path.parent.name}" for path in (ROOT / "slimrl").glob("*/__init__.py")}
+    assert listed == packages | {"slimrl/device.py", "megatron_patches", "tools"}
+
+
+def test_files_of_the_source_that_pages_name_are_there():
+    named = {
+        (page.name, path)
+        for page in DOCS.glob("*.md")
+        for path in re.findall(
+            r"`((?:slimrl|tests|tools|benchmarks|recipes)/[\w/.]+\.(?:py|yaml|json))`", page.read_text()
+        )
+    }
+    assert len(named) > 20
+    assert {(page, path) for page, path in named if not (ROOT / path).exists()} == set()
