@@ -5,16 +5,29 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from slimrl.cli import config, launch, plan, resync, runs
 from slimrl.cli.exit_codes import PREEMPTED_EXIT_CODE
+from slimrl.data.threads import end_process_if_calls_hang
 
 __all__ = ["PREEMPTED_EXIT_CODE", "app"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _App(typer.Typer):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except SystemExit as end:
+            # A tool or a reward that hangs must not change how the command ends.
+            if isinstance(end.code, int):
+                end_process_if_calls_hang(end.code)
+            raise
+
+
+app = _App(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(config_app, name="config")
 resync_app = typer.Typer(no_args_is_help=True, help="How the weights get from the trainer into the engines.")

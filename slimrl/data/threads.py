@@ -1,9 +1,15 @@
 """A task's own synchronous code, in a thread that holds up neither the event loop nor the end of the process."""
 
 import asyncio
+import atexit
+import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+THREAD_NAME = "slimrl-task-code"
 
 
 class TaskCodeExited(Exception):
@@ -42,7 +48,7 @@ def in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
         else:
             report(result, None)
 
-    threading.Thread(target=run, name="slimrl-task-code", daemon=True).start()
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
     return future
 
 
@@ -53,3 +59,23 @@ def reportable(error: BaseException) -> Exception:
     exited = TaskCodeExited(f"it raised {error!r}, which is no error that can be reported")
     exited.__cause__ = error
     return exited
+
+
+def task_threads() -> list[threading.Thread]:
+    """Those in which a call of `in_thread` still runs."""
+    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+
+
+def end_process_if_calls_hang(exit_code: int) -> None:
+    """End this process with the code where a call of `in_thread` still runs; else return. The last call of a program.
+
+    The interpreter's own way to its end does not suit such a thread: one that wakes on that way is unwound, which
+    aborts the process (exit code 134) where frames of Rust or C++ lie on its stack, as those of pydantic and torch do.
+    What is registered with atexit and logging runs as ever.
+    """
+    if task_threads():
+        atexit._run_exitfuncs()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)

@@ -1,4 +1,4 @@
-"""A process that ends while a thread of the resync is still in torch ends well: it waits for the thread's deadline."""
+"""A process ends with its own exit code while a thread of it is in native code: of the resync, or of a tool."""
 
 import subprocess
 import sys
@@ -47,3 +47,40 @@ def test_it_ends_once_the_broadcast_is_out_of_time(moment: str, thread: str):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout.split() == ["MainThread", thread]
     assert done.returncode == 0, done.stderr
+
+
+HANGING_TOOL = """
+import asyncio, contextlib, time
+from slimrl.agent.tools import ToolBox, ToolError, make_tool
+from slimrl.cli import app
+
+def wait(seconds: float) -> str:
+    '''Wait.
+
+    Args:
+        seconds: How long.
+    '''
+    time.sleep(seconds)
+    return "done"
+
+class LongEnd:
+    def __del__(self, sleep=time.sleep):
+        sleep(2.0)
+
+async def ask():
+    with contextlib.suppress(ToolError):
+        await ToolBox([make_tool(wait)]).call("wait", {"seconds": 1.0}, 0.05)
+
+asyncio.run(ask())
+# Removed when the interpreter ends, while the tool comes back.
+long_end = LongEnd()
+app(["no-such-command"])
+"""
+
+
+def test_a_tool_that_hangs_does_not_change_how_the_command_ends():
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING_TOOL], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "No such command 'no-such-command'" in done.stderr
+    assert done.returncode == 2

@@ -1,13 +1,22 @@
 """What several unit tests begin with."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from slimrl_tools.toy import write_toy
 from toy_tools import SMALL
 
+from slimrl.data.threads import task_threads
 from slimrl.models.versions import codec
+
+
+def pytest_unconfigure() -> None:
+    """Tools that tests left hanging come back before the interpreter ends, which they would abort."""
+    deadline = time.monotonic() + 10
+    for thread in task_threads():
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @pytest.fixture
