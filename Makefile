@@ -66,12 +66,12 @@ format: $(STAMP) ## put the source into ruff's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## decoding against SGLang as shipped; block FP8 against plain torch; resyncs against a copy; one training step of fixed work (needs a quickstart)
-	mkdir -p runs/bench
+bench: $(STAMP) ## decoding against SGLang as shipped; block FP8 against plain torch; resyncs and conversions against copies; one training step of fixed work
 	$(BIN)/python benchmarks/decode.py --json runs/bench/decode.json
 	$(BIN)/python benchmarks/quantize.py --json runs/bench/quantize.json
 	$(BIN)/python benchmarks/resync.py --json runs/bench/resync.json
-	$(BIN)/python benchmarks/step.py $(QUICKSTART)/sft/export/hf $(QUICKSTART)/data/train.jsonl --json runs/bench/step.json
+	$(BIN)/python benchmarks/conversion.py --gigabytes 1 --json runs/bench/conversion.json
+	$(BIN)/python benchmarks/step.py --json runs/bench/step.json
 
 lock: ## write requirements/lock.txt anew from what .venv holds
 	(sed -n '/^#/p' requirements/lock.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//') > requirements/lock.new

@@ -1,6 +1,7 @@
 """Converting a checkpoint to Megatron and back, against `cp` of the same bytes and transformers' load and save.
 
 1. A random Qwen3-MoE in bfloat16 with experts as in Qwen3-30B-A3B and as many layers as the size asks for is written.
+   Below one whole layer it has fewer experts and a smaller vocabulary.
 2. It is copied with `cp -r`, converted to torch_dist and back with `slimrl-tools convert`, and loaded and saved by
    transformers, each in a process of its own, each followed by `sync` of that file system. `cp` comes first and last.
 3. Everything includes its start: `startup` is how long a dry run of the same command takes, which does all but the
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,7 +33,7 @@ from slimrl.data.protocols import TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.safetensors_folder import SafetensorsFolder, spec_bytes, write_safetensors
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "dtype": "bfloat16",
@@ -53,6 +55,7 @@ CONFIG = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+LEAST_EXPERTS, LEAST_VOCABULARY = 8, 256
 BY_TRANSFORMERS = """
 import sys
 from transformers import AutoModelForCausalLM
@@ -63,20 +66,38 @@ LIMIT_S = 1800
 POLL_S = 0.02
 
 
-def write_source(path: Path, gigabytes: float) -> int:
+def write_source(path: Path, config: dict[str, Any]) -> int:
     """Write the checkpoint; returns its tensors' bytes."""
-    sizes = [sum(map(spec_bytes, specs_of(layers))) for layers in (1, 2)]
-    layers = max(1, round((gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0])) + 1)
-    specs = specs_of(layers)
+    specs = family_of(config).hf_tensor_specs(config)
     path.mkdir()
     write_safetensors(path, specs, random_tensors(specs))
-    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    (path / "config.json").write_text(json.dumps(config))
     return sum(map(spec_bytes, specs))
 
 
-def specs_of(layers: int) -> list[TensorSpec]:
-    config = {**CONFIG, "num_hidden_layers": layers}
-    return family_of(config).hf_tensor_specs(config)
+def config_of(gigabytes: float) -> dict[str, Any]:
+    """config.json of a model of about this size, in 1e9 bytes.
+
+    Raises:
+        ValueError: it is below half of that of the smallest.
+    """
+    nbytes = gigabytes * 1e9
+    config = {**CONFIG, "num_hidden_layers": 1}
+    one, two = tensor_bytes(config), tensor_bytes({**config, "num_hidden_layers": 2})
+    if nbytes >= one:
+        return {**config, "num_hidden_layers": 1 + round((nbytes - one) / (two - one))}
+    experts = max(LEAST_EXPERTS, round(CONFIG["num_experts"] * nbytes / one))
+    config |= {"num_experts": experts, "vocab_size": LEAST_VOCABULARY}
+    # A row of the embedding and one of the head.
+    row = 2 * 2 * CONFIG["hidden_size"]
+    config["vocab_size"] += max(0, round((nbytes - tensor_bytes(config)) / row))
+    if (smallest := tensor_bytes(config)) > 2 * nbytes:
+        raise ValueError(f"--gigabytes {gigabytes:g}: the smallest has {smallest / 1e9:.3f}.")
+    return config
+
+
+def tensor_bytes(config: dict[str, Any]) -> int:
+    return sum(map(spec_bytes, family_of(config).hf_tensor_specs(config)))
 
 
 def random_tensors(specs: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
@@ -134,10 +155,10 @@ def same_tensors(path: Path, other: Path) -> bool:
     return True
 
 
-def measure(folder: Path, gigabytes: float, processes: int) -> dict[str, object]:
+def measure(folder: Path, config: dict[str, Any], processes: int) -> dict[str, object]:
     """All figures; the folder is left empty."""
     hf, copy, megatron, back, saved = (folder / name for name in ("hf", "copy", "megatron", "back", "saved"))
-    nbytes = write_source(hf, gigabytes)
+    nbytes = write_source(hf, config)
     tools = str(Path(sys.executable).with_name("slimrl-tools"))
     there = [tools, "convert", "hf-to-megatron", str(hf), str(megatron), "--processes", str(processes)]
     again = [tools, "convert", "megatron-to-hf", str(megatron), str(back), "--processes", str(processes)]
@@ -192,8 +213,13 @@ def main() -> int:
         print("--gigabytes: above 0; --processes: at least 1.", file=sys.stderr)
         return 2
     try:
+        config = config_of(options.gigabytes)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
-            figures = measure(Path(name), options.gigabytes, options.processes)
+            figures = measure(Path(name), config, options.processes)
     except (OSError, RuntimeError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ depend on what else runs on the machine, and the ratio of each: above 1, the plu
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -27,7 +28,8 @@ PROMPT_TOKENS = 14
 NEW_TOKENS = 128
 PREFILL = (64, 150)
 """Prompts and tokens of each in the prefill measurement."""
-BATCHES = (1, 8, 32, 128)
+BATCHES = [1, 8, 32, 128]
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def serve_shipped(arguments: list[str]) -> None:
@@ -44,13 +46,13 @@ def serve_shipped(arguments: list[str]) -> None:
 class Engine:
     """One of the two engines."""
 
-    def __init__(self, name: str, model: Path, folder: Path) -> None:
+    def __init__(self, name: str, model: Path, folder: Path, max_concurrency: int) -> None:
         from slimrl.config.schema import Precision, RolloutConfig
         from slimrl.rollout.ports import free_port
         from slimrl.rollout.process import ServerProcess
         from slimrl.rollout.server import engine_arguments, engine_environment
 
-        rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency_per_engine=max(BATCHES))
+        rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency_per_engine=max_concurrency)
         port = free_port()
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         arguments = engine_arguments(
@@ -86,6 +88,29 @@ class Engine:
         self.generate(prompts, new_tokens)
         return time.perf_counter() - wall, sum(self._scheduler.cpu_times()[:2]) - cpu
 
+    def stop(self) -> None:
+        """End it and remove the files of shared memory that it maps: the engine as shipped leaves them behind."""
+        shared = self._shared_files()
+        # As EngineServer does: asked to end, SGLang first waits for its own children.
+        self.process.stop(first=signal.SIGKILL)
+        for path in shared:
+            path.unlink(missing_ok=True)
+
+    def _shared_files(self) -> list[Path]:
+        """By inode: a semaphore is mapped under a name that it has no more."""
+        import psutil
+
+        inodes = set()
+        try:
+            main = psutil.Process(self.process.pid)
+            for process in (main, *main.children(recursive=True)):
+                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                    if str(SHARED_MEMORY) in line:
+                        inodes.add(int(line.split()[4]))
+        except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+            return []
+        return [Path(entry.path) for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes]
+
 
 def prompts_of(count: int, length: int) -> list[list[int]]:
     return [[3 + (7 * row + 13 * column) % 300 for column in range(length)] for row in range(count)]
@@ -106,8 +131,8 @@ def compare(engines: list[Engine]) -> dict[str, float]:
     return {"sequences_with_other_tokens": different, "logprob_abs_max": largest}
 
 
-def run(engines: list[Engine], repeats: int) -> dict:
-    cases = {f"decode_{batch}": (prompts_of(batch, PROMPT_TOKENS), NEW_TOKENS, batch * NEW_TOKENS) for batch in BATCHES}
+def run(engines: list[Engine], repeats: int, batches: list[int]) -> dict:
+    cases = {f"decode_{batch}": (prompts_of(batch, PROMPT_TOKENS), NEW_TOKENS, batch * NEW_TOKENS) for batch in batches}
     cases["prefill"] = (prompts_of(*PREFILL), 1, PREFILL[0] * PREFILL[1])
     result: dict = {}
     for case, (prompts, new_tokens, tokens) in cases.items():
@@ -131,33 +156,40 @@ def run(engines: list[Engine], repeats: int) -> dict:
     return result
 
 
-def main() -> None:
+def main() -> int:
     from slimrl_tools.toy import ToySize, write_toy
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="sequences at a time, of each case")
     parser.add_argument("--model", type=Path, help="a checkpoint instead of the toy")
     options = parser.parse_args()
+    if options.repeats < 1 or min(options.batches) < 1:
+        print("--repeats and --batches: at least 1.", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.model is None:
             write_toy("qwen3_moe", folder / "toy", ToySize(init_std=0.1), seed=0)
-        engines = [Engine(kind, options.model or folder / "toy", folder) for kind in ("shipped", "slimrl")]
+        model, most = options.model or folder / "toy", max(options.batches)
+        engines = [Engine(kind, model, folder, most) for kind in ("shipped", "slimrl")]
         try:
             for engine in engines:
                 engine.wait_ready()
-            figures = {"cases": run(engines, options.repeats), "agreement": compare(engines)}
+            figures = {"cases": run(engines, options.repeats, options.batches), "agreement": compare(engines)}
         finally:
             for engine in engines:
-                engine.process.stop()
+                engine.stop()
     print(f"agreement of greedy decoding: {figures['agreement']}")
-    if options.json:
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [SERVE_SHIPPED]:
         serve_shipped(sys.argv[2:])
     else:
-        main()
+        sys.exit(main())

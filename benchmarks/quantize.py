@@ -100,6 +100,7 @@ def print_table(cases: dict[str, dict[str, dict[str, float]]], device: str) -> N
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=5, help="counted runs of each")
+    parser.add_argument("--matrix", choices=SHAPES, nargs="+", default=list(SHAPES), help="those to measure")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch on a CPU")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
@@ -108,7 +109,8 @@ def main() -> int:
         return 2
     torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cases = {f"{name} {list(shape)}": compare(shape, options.repeats, device) for name, shape in SHAPES.items()}
+    shapes = {name: SHAPES[name] for name in options.matrix}
+    cases = {f"{name} {list(shape)}": compare(shape, options.repeats, device) for name, shape in shapes.items()}
     print_table(cases, device)
     if options.json is not None:
         machine = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from slimrl.config.schema import (
     VerifyMode,
 )
 from slimrl.data.packing import MicroBatch, PackedSequence, pack
-from slimrl.data.protocols import EnginePlace
+from slimrl.data.protocols import EngineControl, EnginePlace
 from slimrl.models.sized_toy import sized_config, write_sized_toy
 from slimrl.models.versions.local_copy import LocalCopy
 from slimrl.models.versions.manifest import read_manifest
@@ -111,9 +111,10 @@ def measure_updates(precision: Precision, nbytes: int, updates: int, folder: Pat
     for version in range(1, updates + 2):
         if version > 1:
             worker.train_update(_batch(version), sft_objective(), denominator=SEQUENCES * TOKENS, temperature=1.0)
-        now = {name: value.clone() for name, value in source.tensors()}
+        now = {name: value.clone() for name, value in source.tensors() if value is not None}
         for way, session in sessions.items():
             report = session.run(version)
+            assert report is not None, "this rank sends"
             version_folder = folder / way / f"{way}/v{version:06d}"
             if version > 1:
                 figures[way]["bytes"].append(read_manifest(version_folder).nbytes)
@@ -135,7 +136,8 @@ def _session(source: Any, way: str, folder: Path) -> ResyncSession:
         transport=transport, verify=VerifyMode.off, timeout_s=TIMEOUT_S, dir=str(folder / way), keep=1,
         local_dir=str(folder / "local"), full_every=1000, delta_encoding=encoding, bucket_bytes=64 * 1024**2,
     )  # fmt: skip
-    return ResyncSession(source, [FolderEngine()], config, rank=0, run_id=way, model_dir=folder / "model")
+    engine = cast(EngineControl, FolderEngine())
+    return ResyncSession(source, [engine], config, rank=0, run_id=way, model_dir=folder / "model")
 
 
 def _batch(seed: int) -> list[MicroBatch]:

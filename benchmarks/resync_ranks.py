@@ -37,7 +37,7 @@ class TrainerRanks:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of `Trainer` returns on each rank; raises RuntimeError where one fails or is late."""

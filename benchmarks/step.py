@@ -3,10 +3,11 @@
 It is `slimrl train` on the recipe of the calculator task (two engines behind the router, two trainer ranks with expert
 parallelism), with these changes:
 
-1. 16 prompts, the same at every step, of 8 samples each; one turn, which goes on for exactly 48 tokens whatever comes.
-2. Rewards are drawn from the trajectory's name, so that every group has a signal and all 128 trajectories are trained
+1. The model is the toy and the prompts are the calculator task's, where no others are given.
+2. 16 prompts, the same at every step, of 8 samples each; one turn, which goes on for exactly 48 tokens whatever comes.
+3. Rewards are drawn from the trajectory's name, so that every group has a signal and all 128 trajectories are trained
    on, in one optimizer update.
-3. No evaluation. The first step is a warm-up and is not counted.
+4. No evaluation. The first step is a warm-up and is not counted.
 
 Reported are the metrics time/*_s of the counted steps: total (the whole step), rollout, logprobs, training and resync.
 """
@@ -22,6 +23,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from slimrl_tools.calculator_data import write_calculator_data
+from slimrl_tools.toy import ToySize, write_toy
 
 from slimrl.data.prompts import read_prompts
 from slimrl.data.seeds import derive_seed
@@ -71,22 +74,34 @@ def overrides(checkpoint: Path, prompts: Path, folder: Path, repeats: int) -> li
     ]
 
 
-def measure(checkpoint: Path, prompts: Path, repeats: int, extra: list[str]) -> tuple[list[dict], list[str]]:
+def measure(
+    checkpoint: Path | None, prompts: Path | None, repeats: int, extra: list[str]
+) -> tuple[list[dict], list[str]]:
     """Metrics of the counted steps, and the settings.
+
+    Args:
+        checkpoint: None for the toy.
+        prompts: None for those of the calculator task.
 
     Raises:
         ValueError: fewer prompts than a step takes, or something that the recipe's checks refuse.
         RunError: the run failed, or a step did not do the fixed work.
     """
-    lines = prompts.read_text().splitlines()
-    if len(read_prompts(prompts)) < PROMPTS:
-        raise ValueError(f"{prompts}: {PROMPTS} prompts are needed.")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if checkpoint is None:
+            checkpoint = folder / "toy"
+            write_toy("qwen3_moe", checkpoint, ToySize(), seed=0)
+        if prompts is None:
+            write_calculator_data(folder / "data", seed=0, num_train=PROMPTS, num_heldout=1, num_conversations=1)
+            prompts = folder / "data" / "train.jsonl"
+        lines = prompts.read_text().splitlines()
+        if len(read_prompts(prompts)) < PROMPTS:
+            raise ValueError(f"{prompts}: {PROMPTS} prompts are needed.")
         chosen = folder / "prompts.jsonl"
         chosen.write_text("\n".join([line for line in lines if line.strip()][:PROMPTS]) + "\n")
-        settings = [*overrides(checkpoint, chosen, folder, repeats), *extra]
-        commands.train(RECIPE, settings, resume=False, overwrite=False)
+        settings = [*overrides(checkpoint.absolute(), chosen, folder, repeats), *extra]
+        commands.train(RECIPE, settings, resume=False, overwrite=False, job=None, checkpoint_log=None, ray_address=None)
         steps = [step for step in read_metrics(folder / "step" / "metrics.jsonl") if step["step"] > 1]
     for step in steps:
         if step["rollout/tokens"] != PROMPTS * SAMPLES * NEW_TOKENS or step["rollout/zero_variance_fraction"]:
@@ -120,8 +135,8 @@ def print_table(figures: dict[str, dict[str, float]], repeats: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="Hugging Face checkpoint folder")
-    parser.add_argument("prompts", type=Path, metavar="PROMPTS", help="prompt file (JSONL); its first 16 are taken")
+    parser.add_argument("--model", type=Path, help="a checkpoint instead of the toy")
+    parser.add_argument("--prompts", type=Path, help="a prompt file (JSONL); its first 16 are taken")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings laid over the recipe")
     parser.add_argument("--repeats", type=int, default=5, help="counted steps")
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -129,9 +144,7 @@ def main() -> int:
     try:
         if options.repeats < 1:
             raise ValueError(f"--repeats {options.repeats}: at least 1.")
-        steps, settings = measure(
-            options.checkpoint.absolute(), options.prompts.absolute(), options.repeats, options.overrides
-        )
+        steps, settings = measure(options.model, options.prompts, options.repeats, options.overrides)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

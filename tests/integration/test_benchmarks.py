@@ -1,0 +1,101 @@
+"""Every file of benchmarks/ runs to its end at its smallest size and writes the figures of docs/benchmarks.md."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimrl.models.shared_segment import SHARED_MEMORY_DIR
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LEFT_BY_SGLANG = ("sglang_loads_", "sem.mp-")
+
+
+def figures_of(name: str, out: Path, *arguments: str) -> dict[str, Any]:
+    """What `python benchmarks/NAME.py ARGUMENTS --json OUT` wrote."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, "--json", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return json.loads(out.read_text())
+
+
+def assert_positive(*values: float) -> None:
+    assert all(math.isfinite(value) and value > 0 for value in values), values
+
+
+def left_by_sglang() -> set[str]:
+    """Files that SGLang and multiprocessing make and no living process maps; by inode, since names change."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            mapped |= {int(line.split()[4]) for line in maps.read_text().splitlines() if str(SHARED_MEMORY_DIR) in line}
+        except OSError:  # The process has ended meanwhile, or is another user's.
+            continue
+    entries = [entry for entry in os.scandir(SHARED_MEMORY_DIR) if entry.name.startswith(LEFT_BY_SGLANG)]
+    return {entry.name for entry in entries if entry.inode() not in mapped}
+
+
+def test_a_step_of_fixed_work_is_timed(tmp_path: Path):
+    figures = figures_of(
+        "step", tmp_path / "step.json", "--repeats", "1",
+        "trainer.num_ranks=1", "trainer.parallel.expert=1", "rollout.num_engines=1",
+    )  # fmt: skip
+    (step,) = figures["steps"]
+    assert step["rollout/tokens"] == 16 * 8 * 48
+    assert figures["total_s"]["median"] == step["time/step_s"]
+    phases = [figures[f"{phase}_s"]["median"] for phase in ("rollout", "logprobs", "training", "resync")]
+    assert_positive(*phases)
+    assert sum(phases) < figures["total_s"]["median"]
+
+
+def test_both_engines_decode_the_same_tokens_and_leave_no_shared_memory(tmp_path: Path):
+    before = left_by_sglang()
+    figures = figures_of("decode", tmp_path / "decode.json", "--repeats", "1", "--batches", "1")
+    assert left_by_sglang() - before == set()
+    assert figures["agreement"]["logprob_abs_max"] < 1e-4
+    assert figures["cases"].keys() == {"decode_1", "prefill"}
+    for case in figures["cases"].values():
+        speeds = case["tokens_per_s"]
+        assert case["ratio"] == pytest.approx(speeds["slimrl"] / speeds["shipped"])
+        assert_positive(*speeds.values(), case["cpu_ratio"], *case["cpu_us_per_token"].values())
+
+
+def test_block_fp8_is_timed_against_plain_torch(tmp_path: Path):
+    figures = figures_of("quantize", tmp_path / "fp8.json", "--repeats", "1", "--matrix", "expert of Qwen3-30B-A3B")
+    (case,) = figures["cases"].values()
+    for way in ("quantize", "dequantize"):
+        assert case[way]["ratio"] == pytest.approx(case[way]["gb_per_s"] / case[way]["plain_gb_per_s"])
+
+
+def test_resyncs_are_timed_against_copies_and_as_deltas(tmp_path: Path):
+    figures = figures_of("resync", tmp_path / "resync.json", "--repeats", "1", "--gigabytes", "0.03")
+    (ipc,) = figures["ipc"].values()
+    assert ipc["bytes"] == figures["collective"]["bytes"] == pytest.approx(0.03e9, rel=0.5)
+    assert ipc["verified_tensors"] == figures["collective"]["verified_tensors"] > 0
+    expected = figures["broadcast_seconds"] / figures["collective"]["seconds"]
+    assert figures["ratios"]["collective"] == pytest.approx(expected)
+    assert_positive(*figures["ratios"].values())
+    for precision in ("bf16", "fp32"):
+        delta = figures["delta"][precision]
+        assert len(delta["changed_fraction"]) == 2
+        assert all(
+            part < whole for part, whole in zip(delta["delta xor"]["bytes"], delta["disk"]["bytes"], strict=True)
+        )
+
+
+@pytest.mark.full
+def test_conversions_are_timed_against_copies(tmp_path: Path):
+    figures = figures_of("conversion", tmp_path / "conversion.json", "--gigabytes", "0.12", "--folder", str(tmp_path))
+    rows = figures["rows"]
+    assert figures["bytes"] == pytest.approx(0.12e9, rel=0.1)
+    assert figures["copy_seconds"] == pytest.approx((rows["cp"]["seconds"] + rows["cp again"]["seconds"]) / 2)
+    assert_positive(*(row["ratio"] for row in rows.values()))
+    assert [path.name for path in tmp_path.iterdir()] == ["conversion.json"]
