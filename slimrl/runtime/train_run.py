@@ -136,12 +136,15 @@ class TrainRun:
         self._memory.enter(Stage.rollout)
 
     def finish(self) -> None:
-        """The model as a Hugging Face checkpoint, and the curve; nothing for a run that makes room before its end."""
+        """The curve and the model as a Hugging Face checkpoint; nothing for a run that makes room before its end.
+
+        The model comes last: where it is, the run is complete, and is not resumed.
+        """
         if self.state.step < self.recipe.steps:
             return
+        write_curve([self._folder.metrics], self._folder.curve, title=self.recipe.run.name)
         self._memory.enter(Stage.exchange)
         self._trainers.export_hf(self._folder.fresh_export())
-        write_curve([self._folder.metrics], self._folder.curve, title=self.recipe.run.name)
         self._progress.say(f"model: {self._folder.export}")
         self._progress.say(f"curve: {self._folder.curve}")
 
