@@ -148,15 +148,18 @@ class TrainRun:
         self._memory.enter(Stage.rollout)
 
     def finish(self) -> None:
-        """The model as a Hugging Face checkpoint, and the curve; neither for a run that makes room before its end."""
+        """The curve and the model as a Hugging Face checkpoint; neither for a run that makes room before its end.
+
+        The model comes last: where it is, the run is complete, and is not resumed.
+        """
         if self.checkpoint_is_due():
             # It was asked to make room in an evaluation.
             self.save_checkpoint()
         if self.state.step < self.recipe.steps:
             return
+        write_curve([self._folder.metrics], self._folder.curve, title=self.recipe.run.name)
         self._memory.enter(Stage.exchange)
         self._trainers.export_hf(self._folder.fresh_export())
-        write_curve([self._folder.metrics], self._folder.curve, title=self.recipe.run.name)
         self._progress.say(f"model: {self._folder.export}")
         self._progress.say(f"curve: {self._folder.curve}")
 

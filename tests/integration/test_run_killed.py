@@ -163,6 +163,8 @@ def test_a_run_killed_where_it_writes_or_evaluates_ends_as_if_it_had_not_been(
     kill(lambda folder: num_logged_steps(folder) == 5)
     # The export is written beside its final name.
     kill(lambda folder: folder.export.parent.exists())
-    assert not folder.curve.exists()
-    succeed(*arguments, timeout_s=RUN_S)
+    # A rank that had its weights together ends the export without the driver; the run is complete then.
+    if not folder.export.exists():
+        succeed(*arguments, timeout_s=RUN_S)
+    assert folder.curve.is_file()
     assert_equal(folder, whole)
