@@ -157,7 +157,10 @@ def run(engines: list[Engine], repeats: int, batches: list[int]) -> dict:
 
 
 def main() -> int:
+    import httpx
     from slimrl_tools.toy import ToySize, write_toy
+
+    from slimrl.rollout.process import ServerError
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -178,6 +181,9 @@ def main() -> int:
             for engine in engines:
                 engine.wait_ready()
             figures = {"cases": run(engines, options.repeats, options.batches), "agreement": compare(engines)}
+        except (ServerError, httpx.HTTPError) as error:
+            print(f"failed: {error!r}", file=sys.stderr)
+            return 1
         finally:
             for engine in engines:
                 engine.stop()
