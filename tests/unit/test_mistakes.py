@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -47,9 +48,8 @@ def answer(recipe: str, overrides: list[str]) -> list[str]:
     out = StringIO()
     console = Console(file=out, soft_wrap=True, highlight=False, markup=False)
     check_recipes([Path("recipes") / recipe], overrides, command="train", files=False, console=console)
-    return [
-        line for line in out.getvalue().splitlines() if "data.train: warning" not in line and ": ok for" not in line
-    ]
+    noted = re.compile(r" data\.\S+: warning|: ok for")
+    return [line for line in out.getvalue().splitlines() if not noted.search(line)]
 
 
 def page() -> str:
