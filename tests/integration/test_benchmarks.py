@@ -75,6 +75,7 @@ def test_block_fp8_is_timed_against_plain_torch(tmp_path: Path):
         assert case[way]["ratio"] == pytest.approx(case[way]["gb_per_s"] / case[way]["plain_gb_per_s"])
 
 
+@pytest.mark.full
 def test_resyncs_are_timed_against_copies_and_as_deltas(tmp_path: Path):
     figures = figures_of("resync", tmp_path / "resync.json", "--repeats", "1", "--gigabytes", "0.03")
     (ipc,) = figures["ipc"].values()
