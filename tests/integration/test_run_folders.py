@@ -74,6 +74,7 @@ def test_flipped_bytes_are_named_and_the_run_goes_on_from_the_checkpoint_that_is
     assert run.export.is_dir()
 
 
+@pytest.mark.full
 def test_a_run_that_lives_is_neither_resumed_nor_overwritten(workspace: Workspace):
     run = workspace.run_folder("live")
     first = CliRun(sft(workspace, "live", "steps=100000"))
@@ -112,6 +113,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         libc.umount2(os.fsencode(folder), 2)
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_in_a_checkpoint_is_one_error_and_gets_its_room_back(
     workspace: Workspace, small_disk: Path
 ):
@@ -127,6 +129,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint_is_one_error_and_gets_its_room_bac
     assert shutil.disk_usage(small_disk).free > 2e6
 
 
+@pytest.mark.full
 def test_no_file_that_a_run_writes_has_what_it_read_from_the_environment(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ):
