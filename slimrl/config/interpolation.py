@@ -15,9 +15,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from slimrl.config.keys import nest
+from slimrl.config.keys import default_config, nest
 from slimrl.config.problems import Problem
-from slimrl.config.schema import Recipe
 from slimrl.config.yaml_source import Entry
 
 OPENING = "${"
@@ -63,7 +62,7 @@ def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> tuple[d
     readable = {key: entry for key, entry in known.items() if _is_readable(entry, problems)}
     if not any(is_interpolated(entry.value) for entry in readable.values()):
         return {key: entry.value for key, entry in readable.items()}, environment
-    defaults = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Recipe)))
+    defaults = cast(dict[str, Any], OmegaConf.to_container(default_config()))
     plain = OmegaConf.create(nest(((key, entry.value) for key, entry in readable.items()), defaults))
     values: dict[str, Any] = {}
     for key, entry in readable.items():

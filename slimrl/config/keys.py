@@ -2,9 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from typing import Any, cast, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
 
 from slimrl.config.schema import Recipe
 
@@ -28,6 +32,16 @@ def _schema_types(cls: type, prefix: str) -> dict[str, Any]:
 
 KEY_TYPES = _schema_types(Recipe, "")
 """Dotted key -> annotated type of every section and every value."""
+
+
+def default_config() -> DictConfig:
+    """The schema with its defaults, to be filled in."""
+    return deepcopy(_default_config())
+
+
+@cache
+def _default_config() -> DictConfig:
+    return OmegaConf.structured(Recipe)
 
 
 def is_section(key: str) -> bool:

@@ -22,6 +22,7 @@ from slimrl.config.keys import (
     EXTENDS,
     KEY_TYPES,
     PASSTHROUGH,
+    default_config,
     flatten,
     is_known,
     is_section,
@@ -112,7 +113,7 @@ def read_recipe(
     values, environment = resolve_entries(known, problems)
     for key in _check_passthrough(known, values, problems):
         del values[key]
-    config = OmegaConf.structured(Recipe)
+    config = default_config()
     for key, value in values.items():
         _assign(config, known[key], value, environment, problems)
     problems[:] = [replace(problem, message=environment.hide(problem.message)) for problem in problems]

@@ -8,6 +8,7 @@ import ast
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,11 @@ def megatron_fields() -> dict[str, FieldType]:
     Raises:
         ValueError: megatron-core is not installed or lacks one of the classes.
     """
-    folder = package_folder("megatron")
+    return _megatron_fields(package_folder("megatron"))
+
+
+@cache
+def _megatron_fields(folder: Path) -> dict[str, FieldType]:
     enumerations = _enumerations(folder / MEGATRON_ENUMERATIONS)
     fields: dict[str, FieldType] = {}
     for name, source in MEGATRON_SOURCES.items():
@@ -196,7 +201,11 @@ def sglang_fields() -> dict[str, FieldType]:
     Raises:
         ValueError: sglang is not installed or keeps its arguments elsewhere.
     """
-    folder = package_folder("sglang") / "srt" / "arg_groups"
+    return _sglang_fields(package_folder("sglang") / "srt" / "arg_groups")
+
+
+@cache
+def _sglang_fields(folder: Path) -> dict[str, FieldType]:
     sources = sorted((folder / "fields").glob("*.py"))
     named = _named_lists(folder / "choices.py") if sources else {}
     fields: dict[str, FieldType] = {}

@@ -8,7 +8,7 @@ Engine's) are read from this one table. The list's order is the order in which t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
@@ -188,13 +188,17 @@ def _expand_experts(rules: Sequence[Rule], layer: int | None) -> Iterator[Entry]
 
 
 def _entry(rule: Rule, layer: int | None, expert: int | None) -> Entry:
+    # Half a million of them for a large model, so that format and dataclasses.replace would take seconds.
     def named(pattern: str) -> str:
-        return pattern.format(layer=layer, expert=expert)
+        return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
     return Entry(
         rule=rule,
         megatron=tuple(map(named, rule.megatron)),
-        hf=tuple(replace(tensor, name=named(tensor.name)) for tensor in rule.hf),
+        hf=tuple(
+            HfTensor(name=named(tensor.name), shape=tensor.shape, dtype=tensor.dtype, copies=tensor.copies)
+            for tensor in rule.hf
+        ),
         atomic=named(rule.atomic) if rule.atomic else None,
         layer=layer,
         expert=expert,

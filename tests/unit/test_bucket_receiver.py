@@ -199,7 +199,7 @@ def test_an_engine_does_not_leave_a_group_that_may_still_write_to_its_parameters
     receivers, model = EngineReceivers(OnlyRank()), Model()
     updater = SimpleNamespace(get_model=lambda: model)
     model.slimrl_receivers = receivers
-    spec, store = group_of(1, timeout_s=4.0)
+    spec, store = group_of(1, timeout_s=2.0)
     ends = threading.Event()
 
     def receive_that_nothing_breaks_off(group, shares):
