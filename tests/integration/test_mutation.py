@@ -1,14 +1,13 @@
-"""The script of `make mutation`: its tables still fit the source, and it tells a fault that is noticed from others."""
+"""The script of `make mutation` plants a fault where it says, and tells one that is noticed from others."""
 
 from pathlib import Path
 
 import faults
 import pytest
 import run
-import selection
 from faults import Fault
 
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 SOURCE = '''"""A package."""
 
@@ -41,23 +40,6 @@ def fault(**changes: str) -> Fault:
     return Fault(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("table", run.TABLES, ids=lambda path: path.stem)
-def test_the_old_text_of_each_fault_stands_once_in_its_definition(table):
-    for one in faults.read_table(table):
-        faults.planted(ROOT, one)
-        assert selection.unit_files(ROOT, one), f"no unit test imports {one.package}"
-
-
-def test_each_package_has_integration_tests_that_exist():
-    packages = {f"slimrl.{path.stem}" for path in (ROOT / "slimrl").iterdir() if path.stem.strip("_").islower()}
-    packages -= {"slimrl.__init__", "slimrl.__pycache__"}
-    assert set(selection.INTEGRATION) == packages | {"slimrl_tools", "megatron_patches"}
-    for package, names in selection.INTEGRATION.items():
-        assert names, package
-        for name in names:
-            assert (ROOT / "tests" / "integration" / name).is_file(), f"{package}: {name}"
-
-
 def test_a_fault_is_planted_in_the_named_definition_alone(copy):
     path, text = faults.planted(copy, fault(where="Sum.of", old="x + y", new="x - y"))
     assert path == copy / "slimrl" / "math" / "numbers.py"
@@ -84,5 +66,5 @@ def test_the_script_tells_the_faults_that_tests_notice_from_others(copy):
 
 def test_a_test_that_fails_without_the_fault_too_shows_nothing(copy):
     (copy / "tests" / "unit" / "test_numbers.py").write_text("import slimrl.math\n\n\ndef test():\n    assert False\n")
-    with pytest.raises(SystemExit, match="fails without a fault too"):
+    with pytest.raises(ValueError, match="fails without a fault too"):
         run.judge(copy, fault(), unit_only=True)

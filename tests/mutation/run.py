@@ -91,7 +91,7 @@ def judge(copy: Path, fault: Fault, *, unit_only: bool) -> Verdict:
     """Plant one fault in a copy, run the tests that have to notice it, and take it out again.
 
     Raises:
-        SystemExit: the test that failed does so without the fault too.
+        ValueError: the test that failed does so without the fault too.
     """
     start = time.monotonic()
     path, text = planted(copy, fault)
@@ -104,7 +104,7 @@ def judge(copy: Path, fault: Fault, *, unit_only: bool) -> Verdict:
     finally:
         path.write_text(original)
     if failed is not None and _first_failure(copy, [failed], INTEGRATION_TIMEOUT_S) is not None:
-        raise SystemExit(f"{failed} fails without a fault too")
+        raise ValueError(f"{failed} fails without a fault too")
     return Verdict(fault=fault, noticed_by=failed, seconds=time.monotonic() - start)
 
 
@@ -112,7 +112,7 @@ def _first_failure(copy: Path, tests: Sequence[Path | str], timeout_s: float) ->
     """The first test that fails, or the file that cannot be collected; None where all pass.
 
     Raises:
-        SystemExit: pytest did not get as far as a verdict.
+        ValueError: pytest did not get as far as a verdict.
     """
     if not tests:
         return None
@@ -125,12 +125,12 @@ def _first_failure(copy: Path, tests: Sequence[Path | str], timeout_s: float) ->
             capture_output=True, text=True, timeout=timeout_s,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise SystemExit(f"no end of the tests within {timeout_s:g} s: {' '.join(map(str, tests))}") from error
+        raise ValueError(f"no end of the tests within {timeout_s:g} s: {' '.join(map(str, tests))}") from error
     if done.returncode == 0:
         return None
     if found := _FAILED.search(done.stdout):
         return found[1]
-    raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    raise ValueError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def _say(verdict: Verdict) -> None:
@@ -140,4 +140,8 @@ def _say(verdict: Verdict) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
