@@ -141,7 +141,9 @@ class Job:
             *(*slots, *(["--sft"] if options.sft else []), *options.rest),
         ]
         step = start_alone(self._folder, "recipe", head, command, container=self._container, gpus=gpus)
-        if not step.wait(RECIPE_TIMEOUT_S, self._is_preempted) or step.code:
+        if not step.wait(RECIPE_TIMEOUT_S, self._is_preempted):
+            raise LaunchError(f"recipe: no answer within {RECIPE_TIMEOUT_S:.0f} s on {head}\n  {step.failure()}")
+        if step.code:
             raise LaunchError(step.failure())
         if words := step.last_words(head):
             say(words)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -85,7 +87,7 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         """Whether a resumed run would continue from somewhere; a folder of that name is complete."""
-        return any(self.checkpoints.glob("step_*"))
+        return any(CHECKPOINT_NAME.fullmatch(path.name) for path in self.checkpoints.glob("*"))
 
     def note_checkpoint(self, step: int | None) -> None:
         """Add a line to `checkpoint_log`: the step that a run goes on from, None for a new one; then each one saved."""

@@ -1,6 +1,6 @@
 """Processes that compare answers symbolically (comparison.py), in place of threads that share the driver's interpreter.
 
-1. The first answers start them, at most one per core. Each compares one pair at a time; other answers wait.
+1. The first answers start them, at most one per core and eight. Each compares one pair at a time; other answers wait.
 2. One that has ended, by its limit of CPU time or otherwise, is replaced when the next answer needs it.
 3. `close_comparers` ends them with the run. Without it they end when the driver does, whose pipe their stdin is.
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from queue import LifoQueue
 
 MAX_COMPARERS = 8
@@ -24,6 +25,8 @@ CPU_LIMIT_S = 5
 """Of CPU time, for one comparison."""
 DEADLINE_S = 300.0
 """Wall clock, for a process to start and for it to answer. Only one that is stuck gets there."""
+_PROGRAM = Path(__file__).with_name("comparison.py")
+"""Started as a file: `-m` would look for the package, which a container may have elsewhere or not at all."""
 END_S = 10.0
 """How long a killed process may take to end."""
 
@@ -98,9 +101,9 @@ class _Comparer:
     """One process, used by one thread at a time."""
 
     def __init__(self, cpu_limit_s: int, deadline_s: float) -> None:
-        # Of a session of its own, since Ctrl-C is for the driver. -P: files in the working directory hide no module.
+        # Of a session of its own, since Ctrl-C is for the driver. -P: files beside the program hide no module.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "slimrl.rewards.comparison", str(cpu_limit_s)],
+            [sys.executable, "-P", str(_PROGRAM), str(cpu_limit_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

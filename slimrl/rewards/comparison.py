@@ -1,6 +1,6 @@
 """The process that compares answers symbolically, one after the other, each within a limit of CPU time.
 
-`comparers.py` starts it as `python -m slimrl.rewards.comparison SECONDS`:
+`comparers.py` starts it as `python -P comparison.py SECONDS`; it imports nothing of slimrl:
 
 1. It imports math-verify and compares one pair, which builds what only the first use needs; `true` says that it is
    ready.

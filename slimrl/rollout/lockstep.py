@@ -9,7 +9,8 @@ to have arrived. So arrival is taken out of it:
    the engine then prefills and decodes them in an order that depends on them alone.
 4. The answers are handed out when all of the round's engines have answered.
 A session's engine is chosen in its first round: the one with the fewest sessions, in order of session id.
-The price is waiting for the slowest session of each round, and for the slowest tool call between rounds.
+The price is waiting for the slowest session of each round, and for the slowest tool call or reward between
+rounds, while the time limits of all others go on.
 """
 
 import asyncio

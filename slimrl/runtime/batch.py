@@ -53,7 +53,7 @@ def apply_truncation_rule(trajectories: Sequence[Trajectory], rule: TruncatedRul
     if rule is TruncatedRule.zero:
         for trajectory in trajectories:
             if trajectory.status in (Status.truncated, Status.aborted):
-                trajectory.reward = min(trajectory.reward, 0.0)
+                trajectory.reward = min(0.0, trajectory.reward)
 
 
 def select(trajectories: Sequence[Trajectory], recipe: Recipe, filters: Sequence[GroupFilter]) -> Selection:

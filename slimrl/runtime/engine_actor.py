@@ -1,6 +1,9 @@
 """One rollout engine as a Ray actor: a process that owns an SGLang server."""
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import ray
 
 from slimrl import device
 from slimrl.config.schema import Recipe
+from slimrl.data.protocols import EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.observability.logs import capture_output
 from slimrl.resync.shared_buffer import clean_stale_segments
@@ -15,6 +19,9 @@ from slimrl.rollout.control import EngineMemory, SglangControl
 from slimrl.rollout.process import ServerError
 from slimrl.rollout.server import EngineServer
 from slimrl.runtime.placement import Node
+
+ENDS_WITHIN_S = 2.0
+"""A server whose worker has ended takes about a second to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +87,27 @@ class EngineActor:
 
     def release_memory(self, parts: list[EngineMemory]) -> None:
         """A server that has ended holds none; the next resync replaces it."""
-        if self.ending():
-            return
-        self.control.release_memory(parts)
+        with self._unless_ended():
+            self.control.release_memory(parts)
 
     def resume_memory(self, parts: list[EngineMemory]) -> None:
         """Take memory back, unless the server has ended; with that of the KV cache the engine serves requests again."""
-        if self.ending():
-            return
-        self.control.resume_memory(parts)
-        if EngineMemory.kv_cache in parts:
-            self.control.resume()
+        with self._unless_ended():
+            self.control.resume_memory(parts)
+            if EngineMemory.kv_cache in parts:
+                self.control.resume()
+
+    @contextmanager
+    def _unless_ended(self) -> Iterator[None]:
+        """Lets pass that a server which has ended does not answer; it may be about to."""
+        try:
+            yield
+        except EngineError:
+            deadline = time.monotonic() + ENDS_WITHIN_S
+            while not self.ending():
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def ending(self) -> str:
         """How the server ended, with the cause from the log; empty while it lives."""

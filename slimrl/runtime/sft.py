@@ -11,6 +11,7 @@ import numpy as np
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import Recipe
+from slimrl.data.jsonl import summary
 from slimrl.data.packing import PackedSequence, pack
 from slimrl.data.prompts import Sampler, read_conversations
 from slimrl.observability.progress import Progress
@@ -22,8 +23,6 @@ from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.step import Step, update_metrics
 from slimrl.runtime.task import load_chat_format
 from slimrl.runtime.trainer_group import TrainerGroup
-
-SHOWN_PROBLEMS = 20
 
 
 def read_examples(loaded: LoadedRecipe) -> list[PackedSequence]:
@@ -37,11 +36,11 @@ def read_examples(loaded: LoadedRecipe) -> list[PackedSequence]:
     try:
         chat = load_chat_format(Path(recipe.model.path))
     except ValueError as error:
-        raise _refusal(loaded, "model.path", [str(error)]) from error
+        raise _refusal(loaded, "model.path", str(error)) from error
     try:
         conversations = read_conversations(Path(recipe.data.train))
     except ValueError as error:
-        raise _refusal(loaded, "data.train", [str(error)]) from error
+        raise _refusal(loaded, "data.train", str(error)) from error
     examples, problems = [], []
     for conversation in conversations:
         try:
@@ -60,7 +59,7 @@ def read_examples(loaded: LoadedRecipe) -> list[PackedSequence]:
             )
         )
     if problems:
-        raise _refusal(loaded, "data.train", problems)
+        raise _refusal(loaded, "data.train", summary(problems))
     return examples
 
 
@@ -120,8 +119,5 @@ def _update(
     )
 
 
-def _refusal(loaded: LoadedRecipe, key: str, messages: Sequence[str]) -> RecipeError:
-    shown = list(messages[:SHOWN_PROBLEMS])
-    if len(messages) > SHOWN_PROBLEMS:
-        shown.append(f"and {len(messages) - SHOWN_PROBLEMS} more")
-    return RecipeError([Problem(key=key, message=m, where=loaded.provenance.get(key, "")) for m in shown])
+def _refusal(loaded: LoadedRecipe, key: str, message: str) -> RecipeError:
+    return RecipeError([Problem(key=key, message=message, where=loaded.provenance.get(key, ""))])

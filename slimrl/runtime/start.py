@@ -177,7 +177,8 @@ def started(
         family = Family()
         ends.callback(clean_stale_segments)
         ends.callback(folder.note_early_end)
-        # Nobody writes a checkpoint any more when all processes have ended.
+        # Nobody writes a checkpoint any more when all processes have ended. Those of other nodes may take a moment
+        # longer; what they write then is removed by the next start.
         ends.callback(CheckpointFolder(folder.checkpoints).clean)
         ends.callback(family.end)
         ends.callback(close_comparers)

@@ -8,7 +8,6 @@ It is written under a hidden name and renamed when complete, so that whatever ha
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 import xxhash
 
 from slimrl.models.digests import FileDigest
+from slimrl.observability.run_folder import CHECKPOINT_NAME
 from slimrl.runtime.errors import RunError, StageError
 
 STATE_FILE = "state.json"
@@ -27,7 +27,6 @@ FULL_MB = 100.0
 """With less than this a disk is full; torch's own error for that names a position in a file."""
 
 _STEP = "step_{:06d}"
-_NAME = re.compile(r"step_\d{6,}")
 _PARTIAL = ".partial_"
 
 log = logging.getLogger(__name__)
@@ -102,12 +101,12 @@ class CheckpointFolder:
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep` checkpoints."""
         for old in self.complete()[:-keep]:
-            _remove(old)
+            self._remove(old)
 
     def clean(self) -> None:
         """Remove what is not complete; nobody may be writing it."""
         for partial in self.path.glob(f"{_PARTIAL}*"):
-            _remove(partial)
+            self._remove(partial)
 
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of this step is complete."""
@@ -115,8 +114,17 @@ class CheckpointFolder:
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, the oldest first."""
-        found = [path for path in self.path.glob("step_*") if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+        found = [(match, path) for path in self.path.glob("*") if (match := CHECKPOINT_NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(found, key=lambda item: int(item[0][1]))]
+
+    def _remove(self, folder: Path) -> None:
+        """Hides a complete one first, for a removal that is broken off leaves a part of it."""
+        try:
+            if not folder.name.startswith(_PARTIAL):
+                folder = folder.rename(self.path / f"{_PARTIAL}{folder.name}")
+            shutil.rmtree(folder)
+        except OSError as error:
+            log.warning("%s could not be removed; the next checkpoint tries again: %s", folder, error)
 
 
 def state_text(state: RunState, files: Mapping[str, FileDigest]) -> str:
@@ -149,10 +157,3 @@ def read_state(checkpoint: Path) -> tuple[RunState, dict[str, FileDigest] | None
 
 def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
-
-
-def _remove(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        log.warning("%s could not be removed; the next checkpoint tries again: %s", folder, error)

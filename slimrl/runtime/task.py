@@ -82,6 +82,8 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     }
     if not problems:
         task = Task(**values)
+        if recipe.rollout.stop_at_tool_call:
+            attempt("agent.parser", partial(task.chat.token_id, task.parser.close_marker))
         sets = {"data.train": task.train} | {f"data.eval.{name}": prompts for name, prompts in task.eval_sets.items()}
         for key, prompts in sets.items():
             attempt(key, partial(_check_prompts, prompts, task, recipe))

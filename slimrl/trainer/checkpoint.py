@@ -86,10 +86,13 @@ def save(
         # Its own text is a traceback of every rank.
         raise RuntimeError("; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))) from error
     dist.barrier()
+    # Under the name that this rank has written them: a network file system may not show it the final one yet.
+    digests = file_digests(partial, _written_by(partial, layout.rank))
+    dist.barrier()
     if layout.rank == 0:
         os.rename(partial, directory)
     dist.barrier()
-    return file_digests(directory, _written_by(directory, layout.rank))
+    return digests
 
 
 def load(

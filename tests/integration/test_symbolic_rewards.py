@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -73,6 +74,13 @@ def score_right_answers(number: int) -> list[float]:
 
     asyncio.run(score_all())
     return [trajectory.reward for trajectory in trajectories]
+
+
+def test_a_container_with_another_slimrl_compares_as_the_driver_does(comparers, tmp_path: Path, monkeypatch):
+    (tmp_path / "slimrl").mkdir()
+    (tmp_path / "slimrl" / "__init__.py").write_text("raise ImportError('the one of the container')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert comparers.equivalent("2\\sqrt{2}", "\\sqrt{8}")
 
 
 def test_right_answers_are_right_in_a_cold_process_on_a_loaded_machine():

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema import Recipe
+from slimrl.data.protocols import EngineError
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.control import EngineMemory
 from slimrl.rollout.process import ServerError
-from slimrl.runtime import engine_group
+from slimrl.runtime import engine_actor, engine_group
 from slimrl.runtime.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import StageError
@@ -173,18 +174,41 @@ def test_the_routers_end_stops_a_rollout(start: Start):
 
 def test_an_engine_that_has_ended_has_no_memory_to_give_or_take():
     actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
-    calls = []
+    calls, answers, ends_after = [], True, []
+
+    def call(name: str) -> None:
+        calls.append(name)
+        if not answers:
+            raise EngineError("engine 0: connection refused")
+
+    def check() -> None:
+        """Alive for as many looks as `ends_after` has entries."""
+        if ends_after:
+            ends_after.pop()
+        else:
+            raise ServerError("engine 0 was ended by SIGKILL")
+
     actor.control = SimpleNamespace(
-        release_memory=lambda parts: calls.append("release"),
-        resume_memory=lambda parts: calls.append("take"),
-        resume=lambda: calls.append("serve"),
+        release_memory=lambda parts: call("release"),
+        resume_memory=lambda parts: call("take"),
+        resume=lambda: call("serve"),
     )
-
-    def ended():
-        raise ServerError("engine 0 was ended by SIGKILL")
-
-    for check in (lambda: None, ended):
-        actor.server = SimpleNamespace(check=check)
-        actor.release_memory(list(EngineMemory))
-        actor.resume_memory(list(EngineMemory))
+    actor.server = SimpleNamespace(check=check)
+    actor.release_memory(list(EngineMemory))
+    actor.resume_memory(list(EngineMemory))
     assert calls == ["release", "take", "serve"]
+    answers, ends_after = False, [None]
+    actor.release_memory(list(EngineMemory))
+    actor.resume_memory(list(EngineMemory))
+
+
+def test_an_engine_that_lives_and_refuses_to_give_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
+
+    def refuse(parts) -> None:
+        raise EngineError("engine 0, release_memory_occupation: 400")
+
+    monkeypatch.setattr(engine_actor, "ENDS_WITHIN_S", 0.0)
+    actor.control, actor.server = SimpleNamespace(release_memory=refuse), SimpleNamespace(check=lambda: None)
+    with pytest.raises(EngineError, match="400"):
+        actor.release_memory(list(EngineMemory))

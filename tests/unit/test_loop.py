@@ -90,6 +90,8 @@ class Stages:
         return {}
 
     def export_hf(self, directory: Path):
+        # A run with a model is complete, and is not resumed for its curve.
+        assert RunFolder(directory.parents[1]).curve.is_file()
         self._note("export")
 
     def check(self) -> None:
@@ -122,7 +124,7 @@ def no_figures_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_run, "apply_truncation_rule", nothing)
     monkeypatch.setattr(train_run, "rollout_metrics", lambda trajectories, seconds: {"rollout/trajectories": 1})
     monkeypatch.setattr(train_run, "write_samples", lambda path, trajectories, limit: None)
-    monkeypatch.setattr(train_run, "write_curve", lambda files, path, *, title: None)
+    monkeypatch.setattr(train_run, "write_curve", lambda files, path, *, title: path.touch())
 
 
 def saved_state(folder: RunFolder) -> RunState:

@@ -12,6 +12,7 @@ import pytest
 import xxhash
 
 from slimrl.models.digests import FileDigest, file_digests
+from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime import state as state_module
 from slimrl.runtime.checkpoint_check import check_checkpoint, check_exported, newest_checkpoint
 from slimrl.runtime.errors import RunError, StageError
@@ -67,6 +68,15 @@ def test_steps_are_ordered_by_number_and_what_is_put_aside_is_no_checkpoint(tmp_
     assert found.state == run_state(1_000_000)
     assert folder.holds(999_999)
     assert not folder.holds(1_000_001)
+
+
+def test_a_checkpoint_that_was_put_aside_leaves_none_to_continue_from(tmp_path: Path):
+    run = RunFolder(tmp_path)
+    saved(run.checkpoints, 10)
+    assert run.has_checkpoint
+    (run.checkpoints / "step_000010").rename(run.checkpoints / "step_000010.bad")
+    assert not run.has_checkpoint
+    assert CheckpointFolder(run.checkpoints).complete() == []
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_a_new_one_removes_unfinished_ones(tmp_path: Path):
@@ -235,16 +245,19 @@ def test_a_disk_that_fills_up_at_the_driver_is_the_same_error(tmp_path: Path, mo
     assert names(folder) == []
 
 
-def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path: Path, monkeypatch, caplog):
+def test_a_checkpoint_that_cannot_be_removed_whole_does_not_end_the_run_and_keeps_no_name(
+    tmp_path: Path, monkeypatch, caplog
+):
     folder = saved(tmp_path, 10)
 
     def busy(path: Path) -> None:
+        (path / "trainer" / "common.pt").unlink()
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
     with monkeypatch.context() as held:
         held.setattr(shutil, "rmtree", busy)
         saved(tmp_path, 20, keep=1)
-    assert names(folder) == ["step_000010", "step_000020"]
+    assert names(folder) == [".partial_step_000010", "step_000020"]
     assert "step_000010 could not be removed" in caplog.text
     saved(tmp_path, 30, keep=1)
     assert names(folder) == ["step_000030"]

@@ -1,11 +1,14 @@
 """The task of a recipe: prompts that no episode could begin with are refused by their lines."""
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from slimrl_tools.toy_tokenizer import build_tokenizer
 
+from slimrl.agent.parsers import ParsedTurn
 from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.runtime.sft import read_examples
@@ -46,6 +49,26 @@ def num_tokens(model: Path, messages: list[dict], *overrides: str) -> int:
     return len(task.chat._tokenizer.apply_chat_template(
         messages, tools=task.tools.schemas, add_generation_prompt=True, return_dict=False
     ))  # fmt: skip
+
+
+class WordsParser:
+    """Closes a call with what is several tokens."""
+
+    close_marker = "end of call"
+
+    def parse(self, text: str) -> ParsedTurn:
+        return ParsedTurn(content=text, calls=[])
+
+
+def test_a_parser_whose_marker_is_several_tokens_is_refused_where_turns_stop_at_it(model, tmp_path):
+    recipe = partial(loaded, model, write(tmp_path / "t.jsonl", {"messages": [USER], "label": 2}))
+    parser = f"agent.parser={__name__}:WordsParser"
+    load_task(recipe(parser, "rollout.stop_at_tool_call=false"), train=True, evaluate=False)
+    with pytest.raises(RecipeError) as caught:
+        load_task(recipe(parser), train=True, evaluate=False)
+    (problem,) = caught.value.problems
+    assert problem.key == "agent.parser"
+    assert re.fullmatch(r"end of call is \d+ tokens .* must be one to stop at it", problem.message)
 
 
 @pytest.mark.parametrize("system", [None, "Do."])

@@ -49,6 +49,8 @@ def trajectory(name: str, reward: float, status: Status) -> Trajectory:
         ("zero", "truncated", -1.0, -1.0, True),
         ("zero", "aborted", 1.0, 0.0, True),
         ("zero", "aborted", -1.0, -1.0, True),
+        # A file of trajectories may have some that nobody scored.
+        ("zero", "truncated", NAN, 0.0, True),
         ("zero", "failed", NAN, NAN, False),
         ("mask", "completed", 1.0, 1.0, True),
         ("mask", "truncated", 1.0, 1.0, False),
