@@ -48,11 +48,12 @@ quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weigh
 	$(BIN)/slimrl eval $(RL) --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/after.json
 	$(BIN)/slimrl eval $(RL) agent.tools=[] --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/without_calculator.json
 
-test: $(STAMP) ## unit tests, then representative integration tests (17 to 20 minutes on 2 cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and not gpu" tests/unit tests/integration
+# Two test files at a time: they wait for processes about as long as they compute.
+test: $(STAMP) ## unit tests, then representative integration tests (about 20 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not gpu" tests/unit tests/integration
 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/unit tests/integration
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" tests/unit tests/integration
 
 mutation: $(STAMP) ## plant the faults of tests/mutation one by one, and print those that no test notices (an hour)
 	$(BIN)/python tests/mutation/run.py --workers 2

@@ -56,6 +56,7 @@ def test_a_step_of_fixed_work_is_timed(tmp_path: Path):
     assert sum(phases) < figures["total_s"]["median"]
 
 
+@pytest.mark.full
 def test_both_engines_decode_the_same_tokens_and_leave_no_shared_memory(tmp_path: Path):
     before = left_by_sglang()
     figures = figures_of("decode", tmp_path / "decode.json", "--repeats", "1", "--batches", "1")

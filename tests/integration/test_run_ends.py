@@ -117,6 +117,7 @@ def test_sigterm_between_steps_leaves_nothing(start: Start):
     assert_ended(run, 1, "ended by SIGTERM")
 
 
+@pytest.mark.full
 def test_a_killed_trainer_rank_is_named(start: Start):
     run, folder = start(ranks=2)
     first_step(run, folder)

@@ -104,6 +104,7 @@ def preempt(arguments: list[str], folder: RunFolder, *, pause_s: float) -> str:
     return run.stdout + run.stderr
 
 
+@pytest.mark.full
 def test_a_preempted_run_finishes_its_step_and_continues_as_if_it_had_not_been(workspace: Workspace, whole: RunFolder):
     preempted = workspace.run_folder("preempted")
     # What an earlier start left that was killed in its first step.

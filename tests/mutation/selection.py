@@ -25,7 +25,7 @@ INTEGRATION = {
     "slimrl.observability": ["test_trackers.py", "test_run_quickstart.py"],
     "slimrl.planner": ["test_plan.py", "test_plan_ranks.py"],
     "slimrl.resync": ["test_resync.py", "test_resync_folders.py", "test_resync_faults.py", "test_resync_fp8.py"],
-    "slimrl.rewards": ["test_run_quickstart.py"],
+    "slimrl.rewards": ["test_symbolic_rewards.py", "test_run_quickstart.py"],
     "slimrl.rollout": ["test_rollout.py", "test_resync.py", "test_run_engines.py"],
     "slimrl.runtime": _RUN,
     "slimrl.trainer": ["test_trainer.py", "test_layouts.py", "test_weights.py", "test_export.py", "test_offload.py"],

@@ -233,6 +233,9 @@ def test_a_config_says_what_it_was_read_from():
     parsed = BlockFp8.of_config({"quantization_config": config})
     assert parsed == BlockFp8(block=(64, 32), not_converted=("lm_head",))
     assert parsed.as_config() == config
+    # The name that compressed checkpoints of other makers give to the list.
+    config["ignored_layers"] = config.pop("modules_to_not_convert")
+    assert BlockFp8.of_config({"quantization_config": config}) == parsed
     assert BlockFp8.of_config({"quantization_config": None}) is None
     assert BlockFp8.of_config({}) is None
 

@@ -43,15 +43,16 @@ def test_a_run_that_ended_early_is_marked_and_one_that_is_complete_is_not(tmp_pa
     assert folder.requeue.read_text() == "3\n"
 
 
-def test_a_preempted_command_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_preempted_command_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, command: str):
     asked = {}
 
     def preempted(path, overrides, **options):
         asked.update(options)
         raise Preempted("preempted by SIGUSR1")
 
-    monkeypatch.setattr(commands, "train", preempted)
-    arguments = ["train", "recipe.yaml", "--resume-or-start", "--job", "7", "--ray-address", "10.0.0.1:6379"]
+    monkeypatch.setattr(commands, command, preempted)
+    arguments = [command, "recipe.yaml", "--resume-or-start", "--job", "7", "--ray-address", "10.0.0.1:6379"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == cli.PREEMPTED_EXIT_CODE == 75
     said = {"resume": None, "overwrite": False, "job": "7", "checkpoint_log": None, "ray_address": "10.0.0.1:6379"}

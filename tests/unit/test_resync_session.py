@@ -14,7 +14,7 @@ from slimrl.config.schema import PauseMode, TransportName, VerifyMode
 from slimrl.data.protocols import EngineError
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.resync.expectation import verified_names
-from slimrl.resync.fan_out import fan_out
+from slimrl.resync.fan_out import EnginesFailed, fan_out
 from slimrl.resync.report import Clock
 from slimrl.resync.sending import SendClock, Sending
 from slimrl.resync.transports.collective import CollectiveTransport
@@ -170,6 +170,22 @@ def test_a_tensor_that_arrived_wrong_is_named_with_its_engine():
     assert ["resume" in engine.calls for engine in engines] == [False, False]
 
 
+def test_no_engine_serves_a_version_that_arrived_wrong_on_another_node(monkeypatch: pytest.MonkeyPatch):
+    engine = Engine("engine 0")
+    resync = session(Source(weights()), [engine], config())
+    agree = resync._ranks.agree
+
+    def worst(verdict: int) -> int:
+        """Another rank finds wrong weights in its own engines."""
+        return max(agree(verdict), int("fingerprints" in engine.calls))
+
+    monkeypatch.setattr(resync._ranks, "agree", worst)
+    assert resync.run(1).mismatching == ()
+    resync.close()
+    assert "fingerprints" in engine.calls
+    assert "resume" not in engine.calls
+
+
 def test_a_version_that_arrived_wrong_can_be_sent_again():
     class CorruptingOnce(Engine):
         def end_update(self):
@@ -278,6 +294,16 @@ def test_fan_out_keeps_the_order_of_its_calls_and_runs_them_at_once():
 
     calls = {f"engine {i}": lambda i=i: call(i) for i in range(3)}
     assert list(fan_out(calls, "call", 10).items()) == [("engine 0", 0), ("engine 1", 1), ("engine 2", 2)]
+
+
+def test_the_deadline_of_a_fan_out_is_one_for_all_however_many_answer_before_it():
+    ended = threading.Event()
+    calls = {f"engine {i}": lambda i=i: ended.wait(0.15 * i if i < 5 else 20) for i in range(1, 6)}
+    with pytest.raises(EnginesFailed, match="engine 5: call did not finish within") as caught:
+        fan_out(calls, "call", 0.3)
+    ended.set()
+    # The fourth answers within 0.3 s of the third.
+    assert {"engine 4", "engine 5"} <= caught.value.failures.keys()
 
 
 def test_sends_that_overlap_are_counted_once():
