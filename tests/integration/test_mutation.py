@@ -5,6 +5,7 @@ from pathlib import Path
 import faults
 import pytest
 import run
+import selection
 from faults import Fault
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -55,6 +56,19 @@ def test_a_definition_is_found_in_the_module_to_which_it_moved(copy):
 def test_an_old_text_that_is_not_there_or_stands_twice_is_refused(copy, changes):
     with pytest.raises(ValueError, match=r"its old text stands (0|[2-9]) times"):
         faults.planted(copy, fault(**changes))
+
+
+def test_tests_of_the_package_come_before_those_of_modules_that_use_the_fault_s(copy):
+    for name, text in {
+        "slimrl/shop/__init__.py": "",
+        "slimrl/shop/till.py": "from slimrl.math.numbers import half\n",
+        "slimrl/shop/window.py": "",
+        "tests/unit/test_a_till.py": "from slimrl.shop.till import half\n",
+        "tests/unit/test_a_window.py": "import slimrl.shop.window\n",
+    }.items():
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text(text)
+    assert [path.name for path in selection.unit_files(copy, fault())] == ["test_numbers.py", "test_a_till.py"]
 
 
 def test_the_script_tells_the_faults_that_tests_notice_from_others(copy):

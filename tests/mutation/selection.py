@@ -1,7 +1,7 @@
-"""Which test files have to notice a fault: unit tests that import its package, then integration tests of the package.
+"""Which test files have to notice a fault: unit tests, chosen by their imports, then integration tests of its package.
 
-Unit tests are chosen by their imports, those of the fault's own module first. Integration tests drive whole commands,
-so their imports say little: a table has the files of each package, the shortest and closest first.
+Integration tests drive whole commands, so their imports say little: a table has the files of each package, the shortest
+and closest first.
 """
 
 import ast
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from faults import Fault
+from faults import SOURCES, Fault
 
 _RUN = ["test_run_quickstart.py", "test_run_engines.py", "test_run_resume.py"]
 INTEGRATION = {
@@ -35,15 +35,29 @@ INTEGRATION = {
 
 
 def unit_files(root: Path, fault: Fault) -> list[Path]:
-    """Unit tests that import the fault's package, those that import its module first."""
+    """Unit tests that import the fault's module, then its package, then a module that imports the fault's."""
     files = {path: _imported(path) for path in sorted((root / "tests" / "unit").glob("test_*.py"))}
     near = [path for path, names in files.items() if _has(names, fault.module)]
     far = [path for path, names in files.items() if _has(names, fault.package) and path not in near]
-    return near + far
+    users = [name for name, names in _sources(root).items() if _has(names, fault.module)]
+    indirect = [path for path, names in files.items() if any(_has(names, user) for user in users)]
+    return list(dict.fromkeys(near + far + indirect))
 
 
 def integration_files(root: Path, fault: Fault) -> list[Path]:
     return [root / "tests" / "integration" / name for name in INTEGRATION[fault.package]]
+
+
+@cache
+def _sources(root: Path) -> dict[str, frozenset[str]]:
+    """Dotted name of each module of the repository -> dotted names that it imports."""
+    return {
+        ".".join((top, *path.relative_to(root / folder).with_suffix("").parts)): frozenset(
+            _names(ast.parse(path.read_text()))
+        )
+        for top, folder in SOURCES.items()
+        for path in (root / folder).rglob("*.py")
+    }
 
 
 @cache
