@@ -43,10 +43,11 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start_trainer(checkpoint):
-    """Makes the one rank of a trainer of the checkpoint, and closes it at the end."""
+    """Makes the one rank of a trainer of the checkpoint, in place of the one before."""
     workers = []
 
     def start(**optimizer) -> TrainerWorker:
+        close_all()
         settings = OptimizerConfig(**optimizer)
         trainer = TrainerConfig(max_tokens_per_rank=64, precision=Precision.fp32, optimizer=settings)
         address = {"master_addr": "127.0.0.1", "master_port": free_port()}
@@ -55,9 +56,12 @@ def start_trainer(checkpoint):
         worker.load_hf()
         return worker
 
+    def close_all() -> None:
+        while workers:
+            workers.pop().close()
+
     yield start
-    for worker in workers:
-        worker.close()
+    close_all()
 
 
 def reference(checkpoint: Path) -> Qwen3MoeForCausalLM:
@@ -162,3 +166,15 @@ def test_updates_are_those_of_adamw_on_gradients_cut_to_the_clipping_norm(checkp
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
         np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=5e-7, err_msg=name)
+
+
+def test_a_resumed_run_follows_its_own_learning_rate_from_where_it_was(start_trainer, tmp_path):
+    def update(worker: TrainerWorker) -> float:
+        return worker.train_update(micro_batches(64), LOSSES["sft"][0], denominator=29.0, temperature=0.7).lr
+
+    first = start_trainer(lr=0.01, min_lr=0.001, warmup_steps=4)
+    assert update(first) == pytest.approx(0.01 / 4)
+    first.save_checkpoint(tmp_path / "checkpoint")
+    resumed = start_trainer(lr=0.03, min_lr=0.003, warmup_steps=4)
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert update(resumed) == pytest.approx(0.03 * 2 / 4)
