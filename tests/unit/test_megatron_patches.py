@@ -139,3 +139,21 @@ def test_an_optimizer_on_the_host_starts_from_zero_moments_and_its_state_is_plai
     assert not state["exp_avg"].any()
     assert not state["exp_avg_sq"].any()
     assert state["step"] == 0
+
+
+def test_the_auxiliary_loss_counts_the_tokens_of_all_ranks_that_share_its_sequences(monkeypatch):
+    megatron_patches.apply()
+    from megatron.core.transformer.moe import router
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    monkeypatch.setattr(router, "save_to_aux_losses_tracker", lambda *about, **groups: None)
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
+    of_four_ranks = SimpleNamespace(
+        config=SimpleNamespace(num_layers=1, mtp_num_layers=None), layer_number=1, calculate_per_token_loss=True,
+        tp_cp_group=SimpleNamespace(size=lambda: 4),
+    )  # fmt: skip
+    activation, loss = torch.ones(5, 3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    attach = router.TopKRouter.attach_and_log_load_balancing_loss
+    attach(of_four_ranks, activation, 0.1, loss, "load_balancing_loss", None).sum().backward()
+    # Five tokens here, and as many on each of the others.
+    assert loss.grad.item() == 20.0

@@ -1,6 +1,7 @@
 """`slimrl-tools verify` on toys: the verdict, its exit code, and that what differs is named."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,18 @@ def test_block_fp8_is_compared_dequantised_within_its_quantisation_error(toy, tm
     save_file(tensors, file)
     assert name in run("verify", toy, tmp_path / "fp8", code=1)
     run("verify", tmp_path / "fp8", tmp_path / "fp8")
+
+
+def test_two_block_fp8_checkpoints_are_compared_exactly(toy, tmp_path):
+    run("quantize", toy, tmp_path / "fp8", "--block", 16)
+    shutil.copytree(tmp_path / "fp8", tmp_path / "other")
+    tensors = load_file(tmp_path / "other" / FILE)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    # The least change that there is, which is within the error of a quantisation.
+    tensors[name].view(torch.uint8)[5, 7] ^= 1
+    save_file(tensors, tmp_path / "other" / FILE)
+    assert name in run("verify", tmp_path / "fp8", tmp_path / "other", code=1)
+    assert name not in run("verify", toy, tmp_path / "other")
 
 
 def test_what_mtp_layers_repeat_may_be_left_out(tmp_path):
