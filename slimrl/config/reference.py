@@ -27,7 +27,8 @@ Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/conf
 - `${run.name}` stands for another setting, `${oc.env:HOME}` for a variable of the environment.
 - Where settings are written, what is read from a variable is not: the run folder's recipes, its provenance, wandb's
   config, the driver's log and messages about a recipe have the reference in its place. A secret belongs there, not on
-  the command line. It still shows where the setting is used: a system prompt in samples, a path in an engine's log.
+  the command line. It still shows where the setting is used: a system prompt in samples, a path in an engine's log,
+  the project's name in wandb's own file.
 - A resumed run reads the variable again, and cannot tell that its value is another one now.
 - `\${` writes `${` itself, as in `'Write \${x} once'`; within double quotes YAML wants `"\\${x}"`.
 - Scalars follow YAML 1.2: `1e-6` is a number; `off`, `yes` and `1_000` are words, which no number or boolean takes.

@@ -113,7 +113,7 @@ def _how_to_continue(complete: Sequence[Path], *, contents: bool) -> list[str]:
     damaged, whole = _newest_whole(before, contents=contents)
     lines = [f"{path} is damaged too." for path in damaged]
     if whole is None:
-        return [*lines, "No checkpoint before it is whole."]
+        return [*lines, "No checkpoint before it is whole. Put back a copy of it, or start anew with --overwrite."]
     return [
         *lines,
         f"{whole} is whole. To continue from there, put the damaged aside and give the same command again:",

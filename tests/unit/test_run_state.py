@@ -183,7 +183,7 @@ def test_of_several_damaged_ones_all_have_to_go_and_where_none_is_whole_that_is_
     moved = [line.split()[1] for line in str(caught.value).splitlines() if line.startswith("  mv ")]
     assert moved == [str(tmp_path / "step_000030"), str(tmp_path / "step_000020")]
     flip(tmp_path / "step_000010" / "trainer" / "common.pt")
-    with pytest.raises(ValueError, match="No checkpoint before it is whole"):
+    with pytest.raises(ValueError, match="Put back a copy of it, or start anew with --overwrite"):
         newest_checkpoint(folder, contents=True)
 
 
