@@ -49,7 +49,7 @@ quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weigh
 	$(BIN)/slimrl eval $(RL) agent.tools=[] --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/without_calculator.json
 
 # Two test files at a time: they wait for processes about as long as they compute.
-test: $(STAMP) ## unit tests, then representative integration tests (about 20 minutes on 2 cores)
+test: $(STAMP) ## unit tests, then representative integration tests (20 to 30 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not gpu" tests/unit tests/integration
 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
