@@ -5,13 +5,11 @@ One sequence on one rank is the reference, whose gradient is compared with autog
 
 import numpy as np
 import pytest
-from megatron.core import parallel_state as mpu
 from ranks import run_ranks
-from trainer_cases import Run, packed_batches, save_initial_weights, start, trainer_config
+from trainer_cases import in_layouts, packed_batches, save_initial_weights
 
 from slimrl.config.schema import AlgorithmConfig
 from slimrl.trainer.objectives import gspo_objective, sft_objective
-from slimrl.trainer.parallel import destroy_parallel, init_model_parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -28,15 +26,8 @@ def weights(tmp_path_factory):
 def one_sequence(rank, num_ranks, port, weights, layouts):
     """Of each layout: tokens of this rank's micro-batches, sampled log-probs, an update of each objective."""
     results = []
-    for number, settings in enumerate(layouts):
-        trainer = trainer_config(num_ranks, **settings)
-        if number == 0:
-            layout = start(trainer, rank, num_ranks, port)
-        else:
-            mpu.destroy_model_parallel()
-            layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
-        run = Run(trainer, layout, weights)
-        batches = packed_batches(0, layout, trainer.max_tokens_per_rank, count=1)
+    for run in in_layouts(rank, num_ranks, port, layouts, weights):
+        batches = packed_batches(0, run.layout, run.trainer.max_tokens_per_rank, count=1)
         outputs = run.stepper.compute_logprobs(batches, 0.7, routing=True) or []
         sampled = [o.logprobs[b.mask] for b, o in zip(batches, outputs, strict=bool(outputs))]
         for batch in batches:
@@ -46,7 +37,6 @@ def one_sequence(rank, num_ranks, port, weights, layouts):
             run.stepper.train_update(batches, objective, denominator=3.0, temperature=0.7) for objective in OBJECTIVES
         ]
         results.append(([batch.num_tokens for batch in batches], sampled, updates))
-    destroy_parallel()
     return results
 
 

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from ranks import run_ranks
-from trainer_cases import LAYERS, VOCAB, Run, model_config, start, trainer_config
+from trainer_cases import LAYERS, VOCAB, Run, in_layouts, model_config, start, trainer_config
 
 from slimrl.config.schema import OptimizerConfig, Precision
 from slimrl.models.family import family_of
@@ -17,7 +16,7 @@ from slimrl.planner.model_state import state_bytes
 from slimrl.planner.parameters import ParameterTable, built_stages, stage_total
 from slimrl.planner.shape import Shape
 from slimrl.trainer.build import build_model, transformer_config
-from slimrl.trainer.parallel import destroy_parallel, init_model_parallel
+from slimrl.trainer.parallel import destroy_parallel
 from slimrl.trainer.source_layout import layers_of_stages
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
@@ -52,18 +51,10 @@ def held_bytes(run: Run) -> tuple[int, int, int]:
 def hold(rank, num_ranks, port, cases):
     """Of each case: pipeline rank, parameters, bytes held."""
     results = []
-    for number, settings in enumerate(cases):
-        trainer = trainer_config(num_ranks, **settings)
-        if number == 0:
-            layout = start(trainer, rank, num_ranks, port)
-        else:
-            mpu.destroy_model_parallel()
-            layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
-        run = Run(trainer, layout, None)
+    for run in in_layouts(rank, num_ranks, port, cases, None):
         run.optimizer.create_state()
         parameters = sum(p.numel() for chunk in run.chunks for p in chunk.parameters())
-        results.append((layout.pipeline_rank, parameters, held_bytes(run)))
-    destroy_parallel()
+        results.append((run.layout.pipeline_rank, parameters, held_bytes(run)))
     return results
 
 

@@ -9,6 +9,7 @@ from megatron.core import parallel_state as mpu
 from ranks import run_ranks
 from trainer_cases import (
     Run,
+    in_layouts,
     packed_batches,
     save_initial_weights,
     start,
@@ -19,7 +20,7 @@ from trainer_cases import (
 from slimrl.config.schema import OptimizerConfig, Precision
 from slimrl.trainer import checkpoint
 from slimrl.trainer.forward import vocab_parallel_logprobs
-from slimrl.trainer.parallel import destroy_parallel, init_model_parallel
+from slimrl.trainer.parallel import destroy_parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -65,15 +66,8 @@ def test_a_sharded_vocabulary_gives_the_log_softmax_and_gradient_of_the_whole():
 def logprob_layouts(rank, num_ranks, port, weights, layouts):
     """Log-probs, entropies, margins and experts by sequence, so that the order of micro-batches does not matter."""
     results = []
-    for number, settings in enumerate(layouts):
-        trainer = trainer_config(num_ranks, **settings)
-        if number == 0:
-            layout = start(trainer, rank, num_ranks, port)
-        else:
-            mpu.destroy_model_parallel()
-            layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
-        run = Run(trainer, layout, weights)
-        batches = packed_batches(0, layout, trainer.max_tokens_per_rank)
+    for run in in_layouts(rank, num_ranks, port, layouts, weights):
+        batches = packed_batches(0, run.layout, run.trainer.max_tokens_per_rank)
         outputs = run.stepper.compute_logprobs(batches, 0.7, routing=True)
         by_trajectory = {}
         for batch, output in zip(batches, outputs or [], strict=outputs is not None):
@@ -82,7 +76,6 @@ def logprob_layouts(rank, num_ranks, port, weights, layouts):
                 values = (output.logprobs, output.entropy, output.routing_margin, np.sort(output.routed_experts))
                 by_trajectory[int(trajectory)] = [value[chosen] for value in values]
         results.append(by_trajectory if outputs is not None else None)
-    destroy_parallel()
     return results
 
 

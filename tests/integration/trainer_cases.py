@@ -1,5 +1,6 @@
 """A tiny Qwen3-MoE, fixed packed data and one rank's work on it, shared by the trainer's integration tests."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,19 +169,24 @@ def start(trainer: TrainerConfig, rank: int, num_ranks: int, port: int) -> Layou
     )
 
 
-def run_layouts(
-    rank: int, num_ranks: int, port: int, weights: str, cases: list[tuple[dict[str, Any], str]], steps: int
-) -> list[list[UpdateResult]]:
-    """Several layouts of equally many ranks one after another in one process group, `steps` updates each."""
-    results = []
-    for number, (settings, loss) in enumerate(cases):
+def in_layouts(
+    rank: int, num_ranks: int, port: int, layouts: Sequence[dict[str, Any]], weights: str | None
+) -> Iterator[Run]:
+    """A run under each of several layouts of equally many ranks, one after another in one process group."""
+    for number, settings in enumerate(layouts):
         trainer = trainer_config(num_ranks, **settings)
         if number == 0:
             layout = start(trainer, rank, num_ranks, port)
         else:
             mpu.destroy_model_parallel()
             layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
-        run = Run(trainer, layout, weights)
-        results.append([run.update(step, loss) for step in range(steps)])
+        yield Run(trainer, layout, weights)
     destroy_parallel()
-    return results
+
+
+def run_layouts(
+    rank: int, num_ranks: int, port: int, weights: str, cases: list[tuple[dict[str, Any], str]], steps: int
+) -> list[list[UpdateResult]]:
+    """Several layouts of equally many ranks one after another in one process group, `steps` updates each."""
+    runs = in_layouts(rank, num_ranks, port, [settings for settings, _ in cases], weights)
+    return [[run.update(step, loss) for step in range(steps)] for run, (_, loss) in zip(runs, cases, strict=True)]
