@@ -48,12 +48,12 @@ quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weigh
 	$(BIN)/slimrl eval $(RL) --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/after.json
 	$(BIN)/slimrl eval $(RL) agent.tools=[] --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/without_calculator.json
 
-# Two test files at a time: they wait for processes about as long as they compute.
-test: $(STAMP) ## unit tests, then representative integration tests (20 to 30 minutes on 2 cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not gpu" tests/unit tests/integration
+# The long ones first: short ones fill the last minutes of both processes.
+test: $(STAMP) ## representative integration tests, then unit tests (20 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not full and not gpu" tests/integration tests/unit
 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" tests/unit tests/integration
+	$(BIN)/python -m pytest -m "not gpu" tests/integration tests/unit
 
 mutation: $(STAMP) ## plant the faults of tests/mutation one by one, and print those that no test notices (an hour)
 	$(BIN)/python tests/mutation/run.py --workers 2

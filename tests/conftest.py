@@ -1,10 +1,21 @@
-"""For all tests: those marked `gpu` are skipped where there is no CUDA device."""
+"""For all tests: one thread for each process, folders two files at a time, and `gpu` skipped without a CUDA device."""
+
+import os
+from pathlib import Path
 
 import pytest
-import torch
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the processes that tests start
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for a folder; none for single files and tests, which would wait for the imports of another one."""
+    return 2 if any(Path(argument).is_dir() for argument in config.args) else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # not above, since the process that only hands out the files reads this one too
+
     if torch.cuda.is_available():
         return
     for item in items:

@@ -86,7 +86,7 @@ def make_parser(name: str) -> Parser:
     """
     if ":" not in name:
         return _PARSERS[ParserName(name)]()
-    make = resolve(name)
+    make = resolve(name, classes=True)
     try:
         inspect.signature(make).bind()
     except TypeError as error:

@@ -13,13 +13,36 @@ from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema import Recipe
 
+NO_CLASS = {
+    "agent.tools": "A tool is a function.",
+    "reward.function": "A reward is a function, or an object that can be called.",
+    "reward.group_filters": "A filter is a function, or an object that can be called.",
+}
 
-def function_violations(recipe: Recipe, command: str, *, modules_needed: bool) -> Iterator[Violation]:
-    """Functions that their modules do not define, and tools that are classes.
 
-    Args:
-        modules_needed: also modules that are not on this machine.
-    """
+def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """Functions that their modules do not define, and classes where the recipe needs functions."""
+    for key, path, module, name in _import_paths(recipe, command):
+        folder_or_file = _find(module)
+        names = _defined_names(folder_or_file) if folder_or_file else None
+        if names is None:
+            continue
+        if name not in names:
+            public = [other for other in names if not other.startswith("_")]
+            yield key, f"{path}: {module} has no {name}." + suggestion(name, public)
+        elif key in NO_CLASS and isinstance(names[name], ast.ClassDef):
+            yield key, f"{path}: {name} is a class. {NO_CLASS[key]}"
+
+
+def absent_modules(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """Modules that are not on this machine."""
+    for key, path, module, _ in _import_paths(recipe, command):
+        if _find(module) is None:
+            yield key, f"{path}: no module {module}."
+
+
+def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str, str]]:
+    """Key, import path, module and name of each function that the recipe names and the command needs."""
     paths = {
         "agent.tools": recipe.agent.tools,
         "agent.parser": [recipe.agent.parser],
@@ -28,20 +51,9 @@ def function_violations(recipe: Recipe, command: str, *, modules_needed: bool) -
     }
     for key, given in paths.items():
         for path in given if is_needed(key, command) else ():
-            if not MODULE_FUNCTION.fullmatch(path):
-                continue
-            module, _, name = path.partition(":")
-            folder_or_file = _find(module)
-            if folder_or_file is None:
-                if modules_needed:
-                    yield key, f"{path}: no module {module}."
-                continue
-            names = _defined_names(folder_or_file)
-            if names is not None and name not in names:
-                public = [other for other in names if not other.startswith("_")]
-                yield key, f"{path}: {module} has no {name}." + suggestion(name, public)
-            elif names is not None and key == "agent.tools" and isinstance(names[name], ast.ClassDef):
-                yield key, f"{path}: {name} is a class. A tool is a function."
+            if MODULE_FUNCTION.fullmatch(path):
+                module, _, name = path.partition(":")
+                yield key, path, module, name
 
 
 def _find(module: str) -> Path | None:

@@ -26,6 +26,7 @@ SHORTEST_SECRET = 6
 """Characters of a value that is looked for in messages."""
 
 _RESOLVER = "oc.env"
+_UNSET = "Environment variable"
 _NUMBER = re.compile(r"[-+.0-9eE]+")
 _REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
@@ -144,4 +145,5 @@ def _reason(error: Exception) -> str:
 
 
 def _problem(entry: Entry, reason: str) -> Problem:
-    return Problem(where=entry.where, key=entry.key, message=f"{entry.value!r}: {reason}. {LITERALLY}")
+    remedy = f"Set it, or give a default: ${{{_RESOLVER}:NAME,default}}." if reason.startswith(_UNSET) else LITERALLY
+    return Problem(where=entry.where, key=entry.key, message=f"{entry.value!r}: {reason}. {remedy}")

@@ -7,8 +7,11 @@ from typing import Any
 from slimrl.config.problems import suggestion
 
 
-def resolve(path: str) -> Callable[..., Any]:
-    """The function that `module:function` names.
+def resolve(path: str, *, classes: bool = False) -> Callable[..., Any]:
+    """The function, or other object that can be called, that `module:function` names.
+
+    Args:
+        classes: let classes pass, which are called too; where a function is needed they are a mistake.
 
     Raises:
         ValueError: it is not written so, the module is not found, or it has no such function. An error inside the
@@ -30,6 +33,8 @@ def resolve(path: str) -> Callable[..., Any]:
         value = getattr(value, part)
     if not callable(value):
         raise ValueError(f"{path}: {name} is no function but {type(value).__name__}")
+    if isinstance(value, type) and not classes:
+        raise ValueError(f"{path}: {name} is a class; a function is needed, or an object that can be called")
     return value
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.check import check_recipe, file_violations
-from slimrl.config.functions import function_violations
+from slimrl.config.functions import absent_modules, function_violations
 from slimrl.config.load import Command, LoadedRecipe, read_recipe, trains
 from slimrl.config.problems import Problem, RecipeError, Violation
 from slimrl.config.schema import Precision, ResyncConfig
@@ -59,8 +59,10 @@ def read_planned(
     for key, message in file_violations(loaded.recipe, command):
         if files or key != "model.path":
             (problems if files else notes).append(loaded.problem(key, message, warning=not files))
-    for key, message in function_violations(loaded.recipe, command, modules_needed=files):
+    for key, message in function_violations(loaded.recipe, command):
         problems.append(loaded.problem(key, message))
+    for key, message in absent_modules(loaded.recipe, command):
+        (problems if files else notes).append(loaded.problem(key, message, warning=not files))
     hf_config, model = None, "not known here, so that nothing was checked against it"
     folder = Path(loaded.recipe.model.path)
     try:

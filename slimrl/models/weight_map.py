@@ -69,14 +69,30 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A rule at one layer and one expert."""
+    """A rule at one layer and one expert. Large models have half a million: names are made when they are asked for."""
 
     rule: Rule
-    megatron: tuple[str, ...]
-    hf: tuple[HfTensor, ...]
-    atomic: str | None
     layer: int | None = None
     expert: int | None = None
+
+    @cached_property
+    def megatron(self) -> tuple[str, ...]:
+        return tuple(map(self.named, self.rule.megatron))
+
+    @cached_property
+    def hf(self) -> tuple[HfTensor, ...]:
+        return tuple(
+            HfTensor(name=self.named(tensor.name), shape=tensor.shape, dtype=tensor.dtype, copies=tensor.copies)
+            for tensor in self.rule.hf
+        )
+
+    @property
+    def atomic(self) -> str | None:
+        return self.named(self.rule.atomic) if self.rule.atomic else None
+
+    def named(self, pattern: str) -> str:
+        """The name that a pattern of the rule stands for here."""
+        return pattern.replace("{layer}", str(self.layer)).replace("{expert}", str(self.expert))
 
     def slices(self, tensor: HfTensor, index: int, count: int) -> tuple[Slices, int]:
         """Part `index` of `count` of a Hugging Face tensor, and how many zeros follow it along the sharded dimension.
@@ -145,14 +161,19 @@ class WeightMap:
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.entries = tuple(_expand(rules))
-        self._index = {name: i for i, entry in enumerate(self.entries) for name in entry.megatron}
-        assert len(self._index) == sum(len(set(entry.megatron)) for entry in self.entries), "a Megatron name twice"
-        assert len(self.hf_tensors) == sum(len(entry.hf) for entry in self.entries), "a Hugging Face name twice"
 
     @cached_property
     def hf_tensors(self) -> dict[str, HfTensor]:
         """Every Hugging Face tensor by name, in export order; without copies."""
-        return {tensor.name: tensor for entry in self.entries for tensor in entry.hf}
+        tensors = {tensor.name: tensor for entry in self.entries for tensor in entry.hf}
+        assert len(tensors) == sum(len(entry.rule.hf) for entry in self.entries), "a Hugging Face name twice"
+        return tensors
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        index = {name: i for i, entry in enumerate(self.entries) for name in entry.megatron}
+        assert len(index) == sum(len(set(entry.rule.megatron)) for entry in self.entries), "a Megatron name twice"
+        return index
 
     def index_of(self, megatron_name: str) -> int | None:
         """Position in `entries` of the tensor with this global Megatron name; None where no rule has it."""
@@ -163,8 +184,8 @@ class WeightMap:
         return [
             TensorSpec(name=name, shape=tensor.shape, dtype=tensor.dtype or dtype, atomic=entry.atomic)
             for entry in self.entries
-            for tensor in entry.hf
-            for name in tensor.names
+            for tensor in entry.rule.hf
+            for name in (entry.named(tensor.name), *tensor.copies)
         ]
 
 
@@ -184,22 +205,4 @@ def _expand_experts(rules: Sequence[Rule], layer: int | None) -> Iterator[Entry]
         members = list(block)
         for expert in range(num_experts) if num_experts is not None else (None,):
             for rule in members:
-                yield _entry(rule, layer, expert)
-
-
-def _entry(rule: Rule, layer: int | None, expert: int | None) -> Entry:
-    # Half a million of them for a large model, so that format and dataclasses.replace would take seconds.
-    def named(pattern: str) -> str:
-        return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
-
-    return Entry(
-        rule=rule,
-        megatron=tuple(map(named, rule.megatron)),
-        hf=tuple(
-            HfTensor(name=named(tensor.name), shape=tensor.shape, dtype=tensor.dtype, copies=tensor.copies)
-            for tensor in rule.hf
-        ),
-        atomic=named(rule.atomic) if rule.atomic else None,
-        layer=layer,
-        expert=expert,
-    )
+                yield Entry(rule=rule, layer=layer, expert=expert)

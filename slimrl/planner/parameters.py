@@ -56,10 +56,10 @@ def model_parameters(weight_map: WeightMap, *, topk: int) -> ModelParameters:
     # The sum over experts is divided at the end, so that it is exact: they are all alike.
     unit = next((entry.rule.num_experts for entry in weight_map.entries if entry.rule.num_experts), 1)
     for entry in weight_map.entries:
-        size = sum(prod(tensor.shape) for tensor in entry.hf)
+        size = sum(prod(tensor.shape) for tensor in entry.rule.hf)
         total += size
         active += size * (topk if entry.rule.num_experts else unit)
-        if set(entry.megatron) == {"embedding.word_embeddings.weight"}:
+        if set(entry.rule.megatron) == {"embedding.word_embeddings.weight"}:
             embedding += size
     return ModelParameters(total=total, active=active // unit, active_without_embedding=active // unit - embedding)
 
@@ -110,11 +110,11 @@ class ParameterTable:
         self._outside: list[tuple[tuple[str, ...], int, int, bool]] = []
         for entry in weight_map.entries:
             shard = entry.rule.shard
-            size = sum(prod(tensor.shape) for tensor in entry.hf)
-            if not _is_parameter(entry.megatron):
+            size = sum(prod(tensor.shape) for tensor in entry.rule.hf)
+            if not _is_parameter(entry.rule.megatron):
                 continue
             if entry.layer is None:
-                rows = entry.hf[0].shape[0]
+                rows = entry.rule.hf[0].shape[0]
                 self._outside.append((entry.megatron, rows, size // rows, shard is not None))
             else:
                 counts[entry.layer][0 if shard is None else 2 if entry.expert is not None else 1] += size

@@ -87,7 +87,7 @@ class CliRun:
     def __init__(self, arguments: Sequence[str]) -> None:
         # The reward lies beside this file.
         search_path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search_path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "slimrl.cli", *arguments],
             env=environment,

@@ -60,7 +60,6 @@ class FakeJob:
             "FAKE_SLURM": str(state),
             "FAKE_SLURM_JOB_ID": str(self.job_id),
             "FAKE_SLURM_PYTHON": sys.executable,
-            "OMP_NUM_THREADS": "1",
         }
         self._output = (state / "job.log").open("w")
         self.process = subprocess.Popen(

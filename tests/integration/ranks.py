@@ -6,7 +6,6 @@ ended by its pid, and none outlives `run_ranks`.
 
 import contextlib
 import multiprocessing
-import os
 import queue
 import time
 import traceback
@@ -37,8 +36,6 @@ def run_ranks(
     processes = [
         context.Process(target=_rank, args=(body, rank, num_ranks, port, args, results)) for rank in range(num_ranks)
     ]
-    previous = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         for process in processes:
             process.start()
@@ -47,10 +44,6 @@ def run_ranks(
             process.join(10)
         return values
     finally:
-        if previous is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = previous
         for process in processes:
             if process.pid is not None:
                 process.kill()

@@ -21,8 +21,7 @@ LEFT_BY_SGLANG = ("sglang_loads_", "sem.mp-")
 def figures_of(name: str, out: Path, *arguments: str) -> dict[str, Any]:
     """What `python benchmarks/NAME.py ARGUMENTS --json OUT` wrote."""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, "--json", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads(out.read_text())
 

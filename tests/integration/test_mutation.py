@@ -78,6 +78,13 @@ def test_the_script_tells_the_faults_that_tests_notice_from_others(copy):
     assert (copy / "slimrl" / "math" / "numbers.py").read_text() == SOURCE
 
 
+def test_tests_that_do_not_end_with_a_fault_have_noticed_it(copy, monkeypatch):
+    monkeypatch.setattr(run, "UNIT_TIMEOUT_S", 5)
+    hanging = fault(old="    return x / 2", new="    while True:\n        pass")
+    assert run.judge(copy, hanging, unit_only=True).noticed_by == run.NO_END
+    assert (copy / "slimrl" / "math" / "numbers.py").read_text() == SOURCE
+
+
 def test_a_test_that_fails_without_the_fault_too_shows_nothing(copy):
     (copy / "tests" / "unit" / "test_numbers.py").write_text("import slimrl.math\n\n\ndef test():\n    assert False\n")
     with pytest.raises(ValueError, match="fails without a fault too"):

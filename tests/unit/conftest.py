@@ -1,19 +1,16 @@
-"""What several unit tests begin with."""
+"""What several unit tests begin with. Imports stand inside: the process that only hands out files reads this too."""
 
 import json
 import time
 from pathlib import Path
 
 import pytest
-from slimrl_tools.toy import write_toy
-from toy_tools import SMALL
-
-from slimrl.data.threads import task_threads
-from slimrl.models.versions import codec
 
 
 def pytest_unconfigure() -> None:
     """Tools that tests left hanging come back before the interpreter ends, which they would abort."""
+    from slimrl.data.threads import task_threads
+
     deadline = time.monotonic() + 10
     for thread in task_threads():
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -22,6 +19,9 @@ def pytest_unconfigure() -> None:
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     """A random Qwen3-MoE, the same each time."""
+    from slimrl_tools.toy import write_toy
+    from toy_tools import SMALL
+
     write_toy("qwen3_moe", tmp_path / "toy", SMALL, seed=1)
     return tmp_path / "toy"
 
@@ -29,6 +29,8 @@ def toy(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 kB in versions, so that a tensor of a test has several."""
+    from slimrl.models.versions import codec
+
     for module in ("codec", "blocks", "apply"):
         monkeypatch.setattr(f"slimrl.models.versions.{module}.BLOCK_BYTES", 4096)
     monkeypatch.setattr("slimrl.resync.delta_writer.BLOCK_BYTES", 4096)

@@ -167,7 +167,7 @@ def test_what_is_no_interpolation_is_named_with_its_line_and_how_to_escape_it(fo
     text = MINIMAL + 'agent:\n  system_prompt: "Write ${x once"\n'
     assert refused(text, "data.eval.held=${oc.env:SLIMRL_NOT_SET}")[:-1] == [
         "command line: data.eval.held: '${oc.env:SLIMRL_NOT_SET}': Environment variable 'SLIMRL_NOT_SET' not found. "
-        r"To write ${ itself, write \${.",
+        "Set it, or give a default: ${oc.env:NAME,default}.",
         "recipe.yaml:19: agent.system_prompt: 'Write ${x once': ${ begins a reference, and this is none. "
         r"To write ${ itself, write \${.",
     ]

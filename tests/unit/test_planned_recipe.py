@@ -38,6 +38,9 @@ def refused(*overrides: str, files: bool = False) -> list[str]:
          "slimrl.agent.calculator:calculater: slimrl.agent.calculator has no calculater. Did you mean calculator?"),
         ("agent.tools=[slimrl.agent.parsers:HermesParser]",
          "slimrl.agent.parsers:HermesParser: HermesParser is a class. A tool is a function."),
+        ("reward.function=slimrl.agent.parsers:HermesParser",
+         "slimrl.agent.parsers:HermesParser: HermesParser is a class. "
+         "A reward is a function, or an object that can be called."),
         ("agent.parser=slimrl.agent.parsers:HermesPasrer",
          "slimrl.agent.parsers:HermesPasrer: slimrl.agent.parsers has no HermesPasrer. Did you mean HermesParser?"),
         ("resync.bucket_bytes=1",
@@ -49,12 +52,16 @@ def test_what_a_start_would_not_find_is_refused_from_sources_and_the_config_alon
     assert refused(override) == [f"command line: {override.partition('=')[0]}: {message}"]
 
 
-def test_modules_that_are_not_here_are_refused_with_the_files_alone():
+def test_modules_that_are_not_here_are_noted_and_refused_with_the_files_alone():
     away = ["reward.function=somewhere.else:reward", "agent.tools=[slimrl.agent.nowhere:f]"]
-    assert planned(*away).loaded.recipe.reward.function == "somewhere.else:reward"
+    said = {
+        "reward.function": "somewhere.else:reward: no module somewhere.else.",
+        "agent.tools": "slimrl.agent.nowhere:f: no module slimrl.agent.nowhere.",
+    }
+    noted = [str(note) for note in planned(*away).notes]
+    assert {f"command line: {key}: warning: {message}" for key, message in said.items()} <= set(noted)
     lines = refused(*away, files=True)
-    assert "command line: reward.function: somewhere.else:reward: no module somewhere.else." in lines
-    assert "command line: agent.tools: slimrl.agent.nowhere:f: no module slimrl.agent.nowhere." in lines
+    assert {f"command line: {key}: {message}" for key, message in said.items()} <= set(lines)
 
 
 def test_functions_are_found_wherever_a_module_may_define_them_and_nothing_of_it_runs(tmp_path, monkeypatch):
@@ -73,7 +80,7 @@ def test_functions_are_found_wherever_a_module_may_define_them_and_nothing_of_it
     names += ["own_stars:getcwd", "own_made:a", "own_latin:about", "math:floor"]
     planned(f"agent.tools=[{', '.join(names)}]")
     (tmp_path / "own_class.py").write_text("class Both: pass\ndef Both(): pass\nclass Made: pass\n")
-    planned("agent.tools=[own_class:Both]", "agent.parser=own_class:Made", "reward.function=own_class:Made")
+    planned("agent.tools=[own_class:Both]", "agent.parser=own_class:Made")
     (line,) = refused("agent.tools=[own_rewards.some:deeper]")
     assert line.endswith("own_rewards.some has no deeper.")
 

@@ -230,6 +230,7 @@ async def test_an_asynchronous_tool_that_is_late_is_cancelled():
         ("slimrl.no_such:f", "no module slimrl.no_such"),
         ("os.path:no_such", "has no no_such"),
         ("os:sep", "no function but str"),
+        ("slimrl.agent.parsers:HermesParser", "HermesParser is a class"),
     ],
 )
 def test_an_import_path_that_names_no_function_is_refused(path, problem):

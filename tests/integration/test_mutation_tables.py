@@ -7,6 +7,8 @@ import pytest
 import run
 import selection
 
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
 ROOT = Path(__file__).parents[2]
 
 
