@@ -116,9 +116,10 @@ def _refuse_surrogates(value: dict[str, Any]) -> None:
 
 
 def summary(broken: list[str]) -> str:
-    """The first of these problems of lines, and how many there are."""
-    lines = broken[:MAX_SHOWN]
+    """How many problems of lines there are, and the first of them, one a line; a single one stands alone."""
+    if len(broken) == 1:
+        return broken[0]
+    lines = [f"{len(broken)} broken lines:", *broken[:MAX_SHOWN]]
     if len(broken) > MAX_SHOWN:
-        lines.append(f"and {len(broken) - MAX_SHOWN} more broken lines")
-    lines.append(f"{len(broken)} broken line{'s' if len(broken) > 1 else ''}.")
+        lines.append(f"and {len(broken) - MAX_SHOWN} more")
     return "\n".join(lines)

@@ -87,8 +87,8 @@ def test_a_prompt_that_leaves_no_room_to_answer_is_refused_by_its_line(model, tm
         load_task(loaded(model, train, *settings, f"rollout.max_trajectory_tokens={tokens}"), train=True, evaluate=True)
     said = f"{tokens} tokens leave no room to answer; rollout.max_trajectory_tokens is {tokens}"
     assert [(problem.key, problem.message) for problem in caught.value.problems] == [
-        ("data.train", f"{train}:2: {said}\n1 broken line."),
-        ("data.eval.heldout", f"{heldout}:1: {said}\n1 broken line."),
+        ("data.train", f"{train}:2: {said}"),
+        ("data.eval.heldout", f"{heldout}:1: {said}"),
     ]
 
 

@@ -50,7 +50,7 @@ def test_every_broken_line_is_named_with_what_is_wrong_with_it(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in [good, *lines]) + '{"group_id": \n')
     with pytest.raises(ValueError, match="9 broken lines") as caught:
         read_trajectories(path)
-    said = str(caught.value).splitlines()
+    _, *said = str(caught.value).splitlines()
     assert said[0] == f"{path}:2: not a trajectory: `segments` is missing"
     for number, (_, problem) in enumerate(BROKEN, 3):
         assert said[number - 2].startswith(f"{path}:{number}: not a trajectory: {problem}")
