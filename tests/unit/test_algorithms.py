@@ -95,30 +95,38 @@ def test_gspo_loss_and_gradient_equal_a_float64_reference():
 
 
 def test_gspo_split_over_places_adds_up_to_the_whole():
-    """Tokens dealt to three places (ranks or micro-batches): gradients and reported sums add up."""
+    """Tokens dealt to four places, two ranks of two micro-batches each: gradients and reported sums add up."""
     case = Case(1)
     whole = case.new.clone().requires_grad_()
     expected = gspo_loss(whole, case.old, case.mask, case.ids, case.advantages, case.counts, torch.zeros(7), **CLIP)
     expected.loss.backward()
-    place = torch.arange(len(case.ids)) % 3
+    place = torch.arange(len(case.ids)) % 4
     difference = torch.where(case.mask, case.new - case.old, torch.zeros(()))
-    totals = torch.zeros(7).index_add(0, case.ids, difference)
+
+    def total(there: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(7).index_add(0, case.ids[there], difference[there])
+
     gradient, reported = torch.zeros_like(case.new), dict.fromkeys(expected.reported, 0.0)
-    for p in range(3):
-        here = place == p
-        local_totals = torch.zeros(7).index_add(0, case.ids[here], difference[here])
+    for p in range(4):
+        here, micro_batch = place == p, place // 2 == p // 2
         part = case.new[here].clone().requires_grad_()
         inputs = (part, case.old[here], case.mask[here], case.ids[here], case.advantages, case.counts)
-        if p == 0:  # as on another context-parallel rank
-            sums = gspo_loss(*inputs, torch.zeros(7), **CLIP, sum_over_ranks=lambda _: totals)
-        else:  # as in another micro-batch
-            sums = gspo_loss(*inputs, totals - local_totals, **CLIP)
+        over_ranks = total(micro_batch)
+        sums = gspo_loss(*inputs, total(~micro_batch), **CLIP, sum_over_ranks=lambda _, found=over_ranks: found)
         sums.loss.backward()
         gradient[here] = part.grad
         for name, value in sums.reported.items():
             reported[name] += value.item()
     torch.testing.assert_close(gradient, whole.grad, atol=1e-7, rtol=1e-5)
     assert reported == pytest.approx({name: value.item() for name, value in expected.reported.items()}, abs=1e-5)
+
+
+def test_a_trajectory_counts_as_clipped_where_the_bound_on_its_advantage_s_side_is_passed():
+    ratio = torch.tensor([1.01, 1.01, 0.99, 0.99, 1.01, 0.99])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0])
+    ones, ids = torch.ones(6, dtype=torch.int64), torch.arange(6)
+    sums = gspo_loss(ratio.log(), torch.zeros(6), ones.bool(), ids, advantages, ones, torch.zeros(6), **CLIP)
+    assert sums.reported["clipped"].item() == 2
 
 
 def test_a_place_of_padding_alone_adds_nothing_and_still_has_a_gradient():

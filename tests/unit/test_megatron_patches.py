@@ -71,20 +71,21 @@ def one_rank():
     return SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
-def naive_attention(query, key, value, bounds):
+def naive_attention(query, key, value, bounds, scale):
     """Softmax attention token by token in float64; key-value heads shared by groups of query heads."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     output = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
     for start, end in itertools.pairwise(bounds):
         for t in range(start, end):
-            scores = torch.einsum("hd,shd->hs", query[t], key[start : t + 1]) / math.sqrt(query.shape[2])
+            scores = torch.einsum("hd,shd->hs", query[t], key[start : t + 1]) * scale
             output[t] = torch.einsum("hs,she->he", scores.softmax(-1), value[start : t + 1])
     return output.flatten(1)
 
 
-@pytest.mark.parametrize("value_channels", [8, 5])
-def test_packed_attention_equals_token_by_token_attention_with_its_gradient(value_channels):
+@pytest.mark.parametrize(("value_channels", "scale"), [(8, None), (5, None), (5, 0.7)])
+def test_packed_attention_equals_token_by_token_attention_with_its_gradient(value_channels, scale):
+    """`scale` is given by models whose positions are stretched (YaRN); others divide by the root of the channels."""
     megatron_patches.apply()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -92,7 +93,7 @@ def test_packed_attention_equals_token_by_token_attention_with_its_gradient(valu
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
     groups = SimpleNamespace(cp=one_rank())
-    attention = CoreAttention(config, 1, None, "self", k_channels=8, pg_collection=groups)
+    attention = CoreAttention(config, 1, None, "self", softmax_scale=scale, k_channels=8, pg_collection=groups)
     bounds = [0, 3, 4, 11]
     generator = torch.Generator().manual_seed(0)
     shapes = ((11, 4, 8), (11, 2, 8), (11, 2, value_channels))
@@ -101,7 +102,7 @@ def test_packed_attention_equals_token_by_token_attention_with_its_gradient(valu
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor(bounds), cu_seqlens_q_padded=None)
     weights = torch.randn(11, 4 * value_channels, generator=generator)
     ours = attention(*inputs, None, packed_seq_params=packed)
-    theirs = naive_attention(*doubles, bounds)
+    theirs = naive_attention(*doubles, bounds, 1 / math.sqrt(8) if scale is None else scale)
     torch.testing.assert_close(ours.double(), theirs, atol=1e-6, rtol=1e-5)
     (ours * weights).sum().backward()
     (theirs * weights).sum().backward()

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from slimrl.cli import app
+from slimrl.config.interpolation import FromEnvironment
 from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema import TrackingConfig, WandbMode
@@ -154,6 +155,11 @@ def test_a_rule_that_shows_a_value_shows_the_reference_and_numbers_stay(monkeypa
     assert loaded.problem("data.eval.held", f"{SECRET}: no such file; {SECRET!r}; 1234567 of 12").message == (
         "${oc.env:SLIMRL_TEST_SECRET}: no such file; '${oc.env:SLIMRL_TEST_SECRET}'; 1234567 of 12"
     )
+
+
+def test_of_two_values_of_which_one_begins_like_the_other_none_is_shown():
+    environment = FromEnvironment(variables={"SHORT": "abcdef", "LONG": "abcdef-and-more"})
+    assert environment.hide("abcdef-and-more abcdef") == "${oc.env:LONG} ${oc.env:SHORT}"
 
 
 def test_config_show_prints_references():
