@@ -1,7 +1,11 @@
 """Log-probs and entropy from logits against float64 formulas and numerical gradients."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
+from thread_meeting import Meeting
 
 from slimrl.trainer.forward import vocab_parallel_logprobs
 
@@ -82,3 +86,37 @@ def test_large_logits_do_not_overflow():
     logprobs_T, entropy_T = compute(logits_TV * 1e4, targets_T, 1.0)
     assert logprobs_T.isfinite().all()
     assert (entropy_T >= 0).all()
+
+
+@pytest.mark.parametrize(("count", "rows"), [(2, 20), (4, 10), (4, 20)])
+def test_shards_of_the_vocabulary_give_what_the_whole_gives_on_every_rank(monkeypatch, count, rows):
+    """Of the last four shards of 20 rows one has nothing but padding."""
+    logits_TV, targets_T = make(7)
+    logits_TV = torch.cat([logits_TV, torch.full((TOKENS, count * rows - ROWS), 50.0)], 1)
+    meeting = Meeting(count)
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
+        whole = torch.stack(meeting.exchange(group, tensor.clone()))
+        tensor.copy_(whole.amax(0) if op == dist.ReduceOp.MAX else whole.sum(0))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_rank", lambda group: group)
+
+    def on_rank(rank):
+        shard_TV = logits_TV[:, rank * rows : (rank + 1) * rows].clone().requires_grad_()
+        logprobs_T, entropy_T = vocab_parallel_logprobs(
+            shard_TV, targets_T, temperature=0.8, vocab_size=REAL, chunk_tokens=8, group=rank
+        )
+        (logprobs_T + 0.3 * entropy_T).sum().backward()
+        return logprobs_T.detach(), entropy_T.detach(), shard_TV.grad
+
+    with ThreadPoolExecutor(count) as threads:
+        found = list(threads.map(on_rank, range(count)))
+    theirs_TV = logits_TV.double().requires_grad_()
+    expected = reference(theirs_TV, targets_T, 0.8)
+    (expected[0] + 0.3 * expected[1]).sum().backward()
+    for logprobs_T, entropy_T, _ in found:
+        torch.testing.assert_close(logprobs_T.double(), expected[0].detach(), atol=2e-6, rtol=1e-6)
+        torch.testing.assert_close(entropy_T.double(), expected[1].detach(), atol=2e-6, rtol=1e-6)
+    gradient_TV = torch.cat([gradient for _, _, gradient in found], 1)
+    torch.testing.assert_close(gradient_TV.double(), theirs_TV.grad, atol=1e-6, rtol=1e-5)

@@ -1,8 +1,10 @@
 """The patches of megatron-core: the machinery refuses changed sources, and what is patched computes the right thing."""
 
+import contextlib
 import importlib
 import itertools
 import math
+import queue
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +13,9 @@ import pytest
 import torch
 
 import megatron_patches
-from megatron_patches.first_import import _hidden
+from megatron_patches.first_import import _compile_does_nothing, _hidden
 from megatron_patches.page import patches_page
-from megatron_patches.respell import respell
+from megatron_patches.respell import rebind, respell
 from megatron_patches.zigzag import zigzag_indices
 
 
@@ -158,3 +160,362 @@ def test_the_auxiliary_loss_counts_the_tokens_of_all_ranks_that_share_its_sequen
     attach(of_four_ranks, activation, 0.1, loss, "load_balancing_loss", None).sum().backward()
     # Five tokens here, and as many on each of the others.
     assert loss.grad.item() == 20.0
+
+
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="there these patches are left out")
+
+
+def core_attention(cp, **options):
+    megatron_patches.apply()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patches.core_attention import CoreAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    return CoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=cp), **options)
+
+
+def heads(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator) for shape in shapes]
+
+
+def test_sequences_end_where_their_padding_does():
+    inputs = heads((11, 4, 8), (11, 2, 8), (11, 2, 8))
+    padded = [0, 4, 11]
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 9]), cu_seqlens_q_padded=torch.tensor(padded))
+    found = core_attention(one_rank(), k_channels=8)(*inputs, None, packed_seq_params=packed)
+    expected = naive_attention(*(x.double() for x in inputs), padded, 1 / math.sqrt(8))
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_queries_of_a_context_parallel_rank_attend_to_all_that_lies_before_them(monkeypatch, ranks):
+    """Keys have other sizes than values, by which the stand-in for the gathering tells them apart."""
+    attention = core_attention(one_rank(), k_channels=8)
+    bounds = [0, 12, 36, 48]
+    query, key, value = heads((48, 4, 8), (48, 2, 8), (48, 2, 5))
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor(bounds), cu_seqlens_q_padded=None)
+    whole = naive_attention(query.double(), key.double(), value.double(), bounds, 1 / math.sqrt(8))
+    places = [zigzag_indices(bounds, ranks, rank) for rank in range(ranks)]
+
+    def gather(x, group):
+        return (key if x.shape[-1] == 8 else value)[torch.cat(places)]
+
+    monkeypatch.setattr("megatron_patches.core_attention.gather_from_sequence_parallel_region", gather)
+    for rank, place in enumerate(places):
+        attention.cp_group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        found = attention(query[place], key[place], value[place], None, packed_seq_params=packed)
+        torch.testing.assert_close(found.double(), whole[place], atol=1e-6, rtol=1e-5)
+
+
+def test_a_batch_of_equal_lengths_is_attended_sequence_by_sequence():
+    query, key, value = heads((7, 3, 4, 8), (7, 3, 2, 8), (7, 3, 2, 5))
+    found = core_attention(one_rank(), softmax_scale=0.3)(query, key, value, None)
+    assert found.shape == (7, 3, 20)
+    for sequence in range(3):
+        inputs = (x[:, sequence].double() for x in (query, key, value))
+        torch.testing.assert_close(
+            found[:, sequence].double(), naive_attention(*inputs, [0, 7], 0.3), atol=1e-6, rtol=1e-5
+        )
+
+
+def test_attention_drops_out_in_training_alone():
+    inputs = heads((64, 1, 4, 8), (64, 1, 4, 8), (64, 1, 4, 8))
+    without = core_attention(one_rank())
+    given = core_attention(one_rank(), attention_dropout=0.5)
+    assert (without.dropout, given.dropout) == (0.0, 0.5)
+    expected = without(*inputs, None)
+    assert not torch.allclose(given(*inputs, None), expected)
+    assert torch.equal(given.eval()(*inputs, None), expected)
+
+
+def test_what_the_attention_does_not_take_is_refused():
+    inputs = heads((4, 1, 4, 8), (4, 1, 4, 8), (4, 1, 4, 8))
+    with pytest.raises(ValueError, match="takes no bias"):
+        core_attention(one_rank())(*inputs, None, attention_bias=torch.zeros(4, 4))
+    two = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    with pytest.raises(ValueError, match="needs packed sequences"):
+        core_attention(two)(*inputs, None)
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 4]), cu_seqlens_q_padded=None)
+    with pytest.raises(AssertionError):
+        core_attention(two)(*(x[:, 0] for x in inputs), None, packed_seq_params=packed)
+
+
+def draws(seed, *counts):
+    """What a generator gives, so many numbers at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(count, generator=generator) for count in counts]
+
+
+@CPU_ONLY
+def test_a_tracked_random_state_takes_the_generator_s_place_and_gives_it_back():
+    megatron_patches.apply()
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    before = torch.get_rng_state()
+    tracker = CudaRNGStatesTracker()
+    torch.manual_seed(1)
+    tracker.add("a", 2)
+    tracker.add("b", 3)
+    outer, inner, other = draws(1, 1, 1, 1), draws(2, 2, 3, 4, 5), draws(3, 2, 2)
+    assert torch.equal(torch.rand(1), outer[0])
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(2), inner[0])
+    assert torch.equal(torch.rand(1), outer[1])
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(3), inner[1])
+        with tracker.fork("b"):
+            assert torch.equal(torch.rand(2), other[0])
+        assert torch.equal(torch.rand(4), inner[2])
+    with contextlib.suppress(KeyError), tracker.fork("a"):
+        assert torch.equal(torch.rand(5), inner[3])
+        raise KeyError
+    assert torch.equal(torch.rand(1), outer[2])
+    with tracker.fork("b"):
+        assert torch.equal(torch.rand(2), other[1])
+    with pytest.raises(AssertionError, match="random state c was not added"), tracker.fork("c"):
+        pass
+    torch.set_rng_state(before)
+
+
+@CPU_ONLY
+def test_norms_are_torch_s_and_say_whether_their_gradients_are_added_up():
+    megatron_patches.apply()
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    options = ("layernorm_zero_centered_gamma", "persist_layer_norm", "memory_efficient_layer_norm")
+    plain = {**dict.fromkeys(options, False), "params_dtype": torch.bfloat16, "sequence_parallel": True}
+    for name, kind in (("RMSNorm", torch.nn.RMSNorm), ("LayerNorm", torch.nn.LayerNorm)):
+        norm = WrappedTorchNorm(SimpleNamespace(**plain, normalization=name), 16, eps=1e-3)
+        assert type(norm) is kind
+        assert (norm.eps, tuple(norm.weight.shape), norm.weight.dtype) == (1e-3, (16,), torch.bfloat16)
+        assert all(parameter.sequence_parallel for parameter in norm.parameters())
+    alone = SimpleNamespace(**{**plain, "sequence_parallel": False}, normalization="RMSNorm")
+    assert not WrappedTorchNorm(alone, 16).weight.sequence_parallel
+    for option in options:
+        with pytest.raises(ValueError, match=f"{option} needs Transformer Engine or Apex"):
+            WrappedTorchNorm(SimpleNamespace(**{**plain, option: True}, normalization="RMSNorm"), 16)
+
+
+def test_down_projections_of_latent_attention_are_whole_on_every_rank():
+    megatron_patches.apply()
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.post_training.modelopt.layers import Linear
+
+    def attention(latent):
+        return get_gpt_layer_local_spec(multi_latent_attention=latent).submodules.self_attention.submodules
+
+    latent = attention(True)
+    assert latent.linear_q_down_proj is latent.linear_kv_down_proj is Linear
+    assert Linear not in (latent.linear_q_up_proj, latent.linear_kv_up_proj, latent.linear_proj)
+    assert Linear not in vars(attention(False)).values()
+
+
+@CPU_ONLY
+def test_unequal_pieces_are_gathered_and_added_up_in_the_order_of_their_ranks(monkeypatch):
+    megatron_patches.apply()
+    from megatron.core.tensor_parallel import mappings
+
+    pieces = [torch.full((1, 2), 1.0), torch.full((3, 2), 2.0), torch.full((2, 2), 3.0)]
+    group = SimpleNamespace(size=lambda: 3, rank=lambda: 1)
+
+    def all_gather(parts, own, group):
+        assert own.shape == (3, 2)
+        for part, piece in zip(parts, pieces, strict=True):
+            part[: len(piece)] = piece
+        assert torch.equal(own[:3], pieces[1])
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    found = mappings._gather_along_first_dim(pieces[1], group, [1, 3, 2])
+    assert torch.equal(found, torch.cat(pieces))
+    gradient = torch.arange(12.0).reshape(6, 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.mul_(10))
+    assert torch.equal(mappings._reduce_scatter_along_first_dim(gradient, group, [1, 3, 2]), 10 * gradient[1:4])
+    # What a rank gives stays as it is.
+    assert torch.equal(gradient, torch.arange(12.0).reshape(6, 2))
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    assert mappings._gather_along_first_dim(gradient, alone, [6]) is gradient
+    assert mappings._reduce_scatter_along_first_dim(gradient, alone, [6]) is gradient
+
+
+@CPU_ONLY
+def test_equal_pieces_go_megatron_s_own_way(monkeypatch):
+    megatron_patches.apply()
+    from megatron.core.tensor_parallel import mappings
+
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    mine, other = torch.ones(2, 3), torch.zeros(2, 3)
+    monkeypatch.setattr(
+        mappings, "dist_all_gather_func", lambda whole, own, group: whole.copy_(torch.cat([other, own]))
+    )
+    monkeypatch.setattr(
+        mappings, "dist_reduce_scatter_func", lambda part, whole, group: part.copy_(whole.chunk(2)[group.rank()])
+    )
+    assert torch.equal(mappings._gather_along_first_dim(mine, group), torch.cat([other, mine]))
+    assert torch.equal(mappings._reduce_scatter_along_first_dim(torch.cat([other, mine]), group), mine)
+
+
+@CPU_ONLY
+def test_split_sizes_become_numbers_where_they_are_asked_for_and_names_of_transformer_engine_are_absent():
+    megatron_patches.apply()
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    sizes = torch.tensor([3, 1, 2])
+    for module in (moe_utils, token_dispatcher):
+        assert module.maybe_move_tensor_to_cpu(sizes, as_numpy=True).tolist() == [3, 1, 2]
+        assert not torch.is_tensor(module.maybe_move_tensor_to_cpu(sizes, as_numpy=True))
+        assert module.maybe_move_tensor_to_cpu(sizes) is sizes
+        assert module.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+    assert moe_utils.te_general_gemm is None
+    assert not multi_latent_attention.HAVE_TE
+
+
+@CPU_ONLY
+def test_calls_for_a_gpu_mean_the_cpu():
+    megatron_patches.apply()
+    assert torch.zeros(1, device=torch.cuda.current_device()).device.type == "cpu"
+    assert not torch.cuda.is_available()
+    assert torch.cuda.device_count() == 0
+    torch.cuda.set_device(3)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.nvtx.range_push("a")
+    torch.cuda.nvtx.range_pop()
+    stream, event = torch.cuda.Stream(priority=1), torch.cuda.Event(enable_timing=True)
+    assert stream.wait_event(event) is stream
+    assert isinstance(torch.cuda.current_stream(), type(torch.cuda.default_stream()))
+    with torch.cuda.stream(stream):
+        event.record(stream)
+    assert type(stream) is torch.cuda.Stream
+    assert type(event) is torch.cuda.Event
+    assert torch.cuda.memory_allocated() == torch.cuda.max_memory_reserved(0) == 0
+    weight, module = torch.ones(2), torch.nn.Linear(1, 1)
+    assert weight.cuda(non_blocking=True) is weight
+    assert module.cuda(0) is module
+    with pytest.raises(AttributeError):
+        stream.__len__  # noqa: B018
+    before = torch.get_rng_state()
+    torch.cuda.manual_seed(5)
+    assert torch.equal(torch.rand(2), draws(5, 2)[0])
+    torch.cuda.manual_seed_all(6)
+    state = torch.cuda.get_rng_state()
+    assert torch.equal(torch.rand(2), draws(6, 2)[0])
+    for put_back in (torch.cuda.set_rng_state, torch.cuda.random.set_rng_state):
+        put_back(state)
+        assert torch.equal(torch.cuda.random.get_rng_state(), state)
+        assert torch.equal(torch.rand(2), draws(6, 2)[0])
+    torch.set_rng_state(before)
+
+
+def test_results_of_a_save_stay_in_this_process():
+    megatron_patches.apply()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    results = filesystem_async._get_write_results_queue()
+    assert type(results) is queue.Queue
+    assert filesystem_async._get_write_results_queue() is results
+
+
+def test_the_compiler_is_out_of_the_way_for_one_import_alone():
+    real = torch.compile
+    with _compile_does_nothing():
+        assert torch.compile(max) is max
+    assert torch.compile is real
+
+
+SOURCE = """
+import torch
+from functools import lru_cache
+
+class Base:
+    def size(self):
+        return 1
+
+class Derived(Base):
+    def size(self):
+        return super().size() + 10
+
+    @staticmethod
+    def plain(value):
+        return value + 10
+
+    @classmethod
+    def named(cls):
+        return cls.__name__ + "10"
+
+    @lru_cache
+    def cached(self):
+        return 10
+
+@torch.no_grad()
+def graph(x):
+    return x * 10
+
+def ten():
+    \"\"\"Ten.\"\"\"
+    return [
+        10
+        for _ in range(1)
+    ]
+"""
+
+
+@pytest.fixture
+def source_module(tmp_path, monkeypatch):
+    (tmp_path / "respelled_source.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("respelled_source")
+    del sys.modules["respelled_source"]
+
+
+def test_a_respelled_function_keeps_its_kind_its_class_and_its_names(source_module):
+    change = ("10", "20", 1)
+    for name in ("Derived.plain", "Derived.named", "graph", "ten"):
+        respell("respelled_source", name, change)
+    # One change after the other.
+    respell("respelled_source", "Derived.size", change, ("+ 20", "- 3", 1))
+    derived = source_module.Derived()
+    assert derived.size() == -2
+    assert (source_module.Derived.plain(1), derived.plain(1)) == (21, 21)
+    assert source_module.Derived.named() == "Derived20"
+    result = source_module.graph(torch.ones(1, requires_grad=True))
+    assert (result.item(), result.requires_grad) == (20.0, False)
+    assert source_module.ten() == [20]
+    assert (source_module.ten.__module__, source_module.ten.__qualname__) == ("respelled_source", "ten")
+    assert source_module.Derived.size.__qualname__ == "Derived.size"
+
+
+def test_a_function_whose_decorator_would_be_lost_is_refused(source_module):
+    with pytest.raises(RuntimeError, match=r"decorators \['@lru_cache'\] would be lost"):
+        respell("respelled_source", "Derived.cached", ("10", "20", 1))
+    with pytest.raises(RuntimeError, match="occurs 1 times, 2 expected"):
+        respell("respelled_source", "ten", ("10", "20", 2))
+    assert source_module.ten() == [10]
+
+
+def test_a_function_is_replaced_wherever_megatron_imported_it_and_nowhere_else(monkeypatch):
+    def old():
+        return "old"
+
+    def new():
+        return "new"
+
+    owner, copy, stranger = (
+        SimpleNamespace(__name__=name, function=old, again=old, number=1)
+        for name in ("megatron.core.owner", "megatron.core.copy", "elsewhere.copy")
+    )
+    for module in (owner, copy, stranger):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    rebind(owner, "function", new)
+    for module, expected in ((owner, new), (copy, new), (stranger, old)):
+        assert (module.function, module.again, module.number) == (expected, expected, 1)
+
+    class Kind:
+        function = new
+
+    rebind(Kind, "function", old)
+    assert Kind.function is old
+    # A function of a class is not looked for in modules.
+    assert copy.function is new

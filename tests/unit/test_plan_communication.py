@@ -107,3 +107,68 @@ def test_gradients_are_reduced_as_wide_as_they_are_kept_and_log_probs_have_none(
     narrow, _ = sent("Qwen3-30B-A3B", trainer(8, expert=4, megatron={"grad_reduce_in_fp32": False}))
     assert narrow.data_s == pytest.approx((2 + 2) * (dense + experts))
     assert replace(narrow, data_s=update.data_s) == update
+
+
+def test_an_interleaved_pipeline_hands_over_between_all_its_chunks_and_a_single_stage_not_at_all():
+    plain, _ = sent("Qwen3-30B-A3B", trainer(8, pipeline=4))
+    interleaved, _ = sent("Qwen3-30B-A3B", trainer(8, pipeline=4, virtual_pipeline=3))
+    assert interleaved.pipeline_s == pytest.approx(3 * plain.pipeline_s)
+    for virtual in (None, 2):
+        alone, logprobs = sent("Qwen3-30B-A3B", trainer(8, virtual_pipeline=virtual))
+        assert alone.pipeline_s == logprobs.pipeline_s == 0
+    # With sequence parallelism each tensor-parallel rank hands over its share, without it the whole.
+    cut, _ = sent("Qwen3-30B-A3B", trainer(8, pipeline=4, tensor=2, sequence=True))
+    assert cut.pipeline_s == pytest.approx(plain.pipeline_s / 2)
+    assert sent("Qwen3-8B", trainer(8, pipeline=4, tensor=2))[0].pipeline_s == pytest.approx(2 * plain.pipeline_s)
+
+
+def test_experts_that_are_cut_gather_their_tokens_and_scatter_their_results():
+    routed = TOKENS / 2 * 2048 * 2 * 8
+    layout = {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 2}
+    _, logprobs = sent("Qwen3-30B-A3B", trainer(8, **layout))
+    near = routed * 3 / 4 / NVLINK + 2 * routed / 2 / NVLINK
+    assert logprobs.expert_s == pytest.approx(5 * 48 * 2 * near)
+    # The ranks of 8 experts and 2 cuts are two nodes, those of a cut neighbours.
+    _, logprobs = sent("Qwen3-30B-A3B", trainer(16, **{**layout, "expert": 8}))
+    far = routed * 7 / 8 / NETWORK + 2 * routed / 2 / NVLINK
+    assert logprobs.expert_s == pytest.approx(5 * 48 * 2 * far)
+
+
+def test_a_busier_expert_rank_sends_more_and_wider_numbers_take_longer():
+    layout = {"tensor": 2, "sequence": True, "context": 2, "pipeline": 2, "expert": 4}
+    plain, _ = sent("Qwen3-30B-A3B", trainer(8, **layout))
+    assert min(vars(plain).values()) > 0
+    wide, _ = sent("Qwen3-30B-A3B", replace(trainer(8, **layout), precision=Precision.fp32))
+    # Gradients are in float32 either way, weights are not.
+    assert wide.data_s == pytest.approx(plain.data_s * 8 / 6)
+    assert replace(wide, data_s=0).total_s == pytest.approx(2 * replace(plain, data_s=0).total_s)
+    shape, config = shape_of("Qwen3-30B-A3B"), trainer(8, **layout)
+    layers = [list(range(24)), list(range(24, 48))]
+    busy = logprob_communication(shape, config, layers, BATCH, replace(HARDWARE, expert_load=1.5))
+    even = logprob_communication(shape, config, layers, BATCH, HARDWARE)
+    assert busy == replace(even, expert_s=pytest.approx(1.5 * even.expert_s))
+
+
+def test_groups_that_do_not_fit_into_a_node_use_the_network():
+    keys = 4 * 2 * 128 / 4 * TOKENS * 2
+    wide, _ = sent("Qwen3-30B-A3B", trainer(16, tensor=4, sequence=True, context=4))
+    assert wide.context_s == pytest.approx(5 * 48 * 3 * 3 * keys / NETWORK)
+    assert wide.data_s == pytest.approx(6 * (DENSE * 3 / 4 + EXPERTS * 15 / 16) / NETWORK)
+    # 8 ranks of one stage are one node.
+    near, _ = sent("Qwen3-30B-A3B", trainer(16, pipeline=2, tensor=2, sequence=True, expert=2))
+    assert near.data_s == pytest.approx(6 * (DENSE + EXPERTS) * 3 / 4 / NVLINK)
+    far, _ = sent("Qwen3-30B-A3B", trainer(16, tensor=16, sequence=True))
+    assert far.tensor_s == pytest.approx(5 * 48 * 4 * TOKENS * 2048 * 2 * 15 / 16 / NETWORK)
+
+
+def test_of_each_kind_the_busiest_stage_counts():
+    """The first stage has the dense layers and the fewest parameters, the second one most layers."""
+    shape, config = shape_of("DeepSeek-V3"), trainer(8, pipeline=2, tensor=2, sequence=True, context=2, expert=2)
+    stages = [(ChunkParameters(dense=(n, n), experts=(3 * n,)),) * 2 for n in (10**5, 10**6)]
+    layers = [list(range(6)), list(range(6, 13))]
+    update = update_communication(shape, config, stages, layers, BATCH, HARDWARE)
+    residual = TOKENS * 7168 * 2
+    assert update.tensor_s == pytest.approx(5 * 4 * 7 * 2 * residual / 2 / NVLINK)
+    assert update.context_s == pytest.approx(5 * 3 * 7 * 128 * (192 + 128) / 2 * TOKENS * 2 / NVLINK)
+    assert update.expert_s == pytest.approx(5 * 4 * 7 * residual / 2 * 8 / 2 / NVLINK)
+    assert update.data_s == pytest.approx(6 * (4 * 10**6 / 2 + 6 * 10**6 / 2) / NVLINK)

@@ -1,5 +1,6 @@
 """What a planned GPU and a planned host hold at a time, against sums by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from slimrl.config.schema import Precision, Recipe, TransportName
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
-from slimrl.planner.engine import GIB, static_fraction
+from slimrl.planner.engine import GIB, kv_bytes_per_token, plan_engine, static_fraction
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.layout_plan import engine_problems
 from slimrl.planner.memory import engine_gpu_bytes, host_bytes_per_node, stage_memory
@@ -124,6 +125,8 @@ CAPTURED = [n for n in CAPTURED if n != 36 and (n <= 1024 or n % 256 == 0) and (
         ("Qwen3-30B-A3B", {"max_running_requests": 64}, 2 * 64 + 8 * len(CAPTURED)),
         ("Qwen3-30B-A3B", {"max_total_tokens": 100}, 2 * 512 + 8 * (8 + 4)),
         ("Qwen3-30B-A3B", {"disable_prefill_cuda_graph": True}, 2 * 512),
+        ("Qwen3-30B-A3B", {"disable_decode_cuda_graph": True}, 8 * len(CAPTURED)),
+        ("Qwen3-30B-A3B", {"max_total_tokens": 100_000}, 2 * 512 + 8 * len(CAPTURED)),
         ("DeepSeek-V3", {}, 2 * 512 + 1536),
         ("DeepSeek-V3", {"disable_cuda_graph": True}, 0),
     ],
@@ -133,6 +136,82 @@ def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, gr
     # 512 MiB, 1.5 MiB for each of 8192 tokens, 1 GiB for 8 ranks, and graphs.
     reserved = 512 + 12288 + 1024 + graphs_mib
     assert static_fraction(recipe, shape_of(name), 80 * GIB) == pytest.approx(1 - reserved / 81920, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("gib", "ranks", "settings", "reserved_mib"),
+    [
+        # 512 MiB, 1.5 MiB a token that is prefilled, 128 MiB a rank, and 2 MiB a sequence of the decoding graphs.
+        (16, 1, {}, 512 + 2048 * 1.5 + 128 + 2 * 8),
+        (24, 1, {}, 512 + 4096 * 1.5 + 128 + 2 * 48),
+        (40, 2, {}, 512 + 4096 * 1.5 + 256 + 2 * 32),
+        (40, 4, {}, 512 + 4096 * 1.5 + 512 + 2 * 160),
+        # At least 10 GiB of a GPU of more than 60.
+        (80, 1, {"chunked_prefill_size": 2048}, 10240),
+        (60, 1, {"chunked_prefill_size": 2048}, 512 + 2048 * 1.5 + 128 + 2 * 256),
+        (60, 1, {"chunked_prefill_size": 1024}, 512 + 2048 * 1.5 + 128 + 2 * 256),
+        (80, 1, {}, 512 + 8192 * 1.5 + 128 + 2 * 256),
+        (141, 8, {}, 512 + 8192 * 1.5 + 1024 + 2 * 512),
+        (180, 1, {}, 512 + 16384 * 1.5 + 128 + 2 * 512),
+    ],
+)
+def test_sglangs_rule_goes_by_the_size_of_the_gpu(gib, ranks, settings, reserved_mib):
+    given = {**settings, "disable_prefill_cuda_graph": True}
+    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang=given, engine_tensor=ranks))
+    found = static_fraction(recipe, shape_of("Qwen3-8B"), gib * GIB)
+    assert found == pytest.approx(1 - reserved_mib / (gib * 1024), abs=6e-4)
+    # The other way round it is far more than one part of 1000.
+    assert static_fraction(recipe, shape_of("Qwen3-8B"), GIB) == 0.0
+
+
+def test_an_engine_fills_what_its_weights_leave_with_keys_and_values():
+    """Of a model whose parts, two of them cut and one whole, are on 4 GPUs of 40 GiB, 4 of them reserved."""
+    shape = shape_of("Qwen3-8B")
+    parts = [
+        SimpleNamespace(spec=SimpleNamespace(name=name), nbytes=8 * GIB) for name in ("cut", "norm", "x.k_proj.weight")
+    ]
+    weights = (2 + 8 + 2) * GIB
+    recipe = Recipe()
+    recipe.rollout.engine_tensor, recipe.rollout.num_engines, recipe.rollout.max_trajectory_tokens = 4, 3, 1000
+
+    def planned(**sglang):
+        recipe.rollout.sglang = sglang
+        return plan_engine(recipe, shape, parts, {"norm"}, gpu_bytes=40 * GIB, reserve_bytes=4 * GIB)
+
+    each = 36 * 2 * 2 * 128 * 2
+    for kind, width in (("auto", 2), ("fp8_e5m2", 1), ("bfloat16", 2)):
+        found = planned(mem_fraction_static=0.75, kv_cache_dtype=kind)
+        tokens = (27 * GIB - weights) // (each * width // 2)
+        assert found.weights == weights
+        assert (found.kv_bytes_per_token, found.kv_tokens) == (each * width // 2, tokens)
+        assert found.kv_cache == tokens * found.kv_bytes_per_token
+        assert found.trajectories == tokens // 1000 * 3
+        assert found.mem_fraction_static == 0.75
+    recipe.trainer.precision = Precision.fp32
+    assert planned(mem_fraction_static=0.75).kv_bytes_per_token == 2 * each
+    assert planned(mem_fraction_static=0.75, kv_cache_dtype="bfloat16").kv_bytes_per_token == each
+    few = planned(mem_fraction_static=0.75, max_total_tokens=2999)
+    assert (few.kv_tokens, few.kv_cache, few.trajectories) == (2999, 2999 * 2 * each, 6)
+    assert planned(mem_fraction_static=0.75, max_total_tokens=10**9).kv_tokens < 10**6
+    # Too small a share for the weights alone.
+    none = planned(mem_fraction_static=0.25)
+    assert (none.kv_cache, none.kv_tokens, none.trajectories) == (0, 0, 0)
+    assert planned().mem_fraction_static == static_fraction(recipe, shape, 40 * GIB)
+
+
+def test_an_engine_of_more_ranks_than_heads_holds_copies_of_keys_and_values_alone():
+    shape = replace(shape_of("Qwen3-8B"), kv_heads=2)
+    recipe = Recipe()
+    recipe.rollout.engine_tensor, recipe.rollout.max_trajectory_tokens = 8, 1000
+    names = ("q_proj.weight", "x.k_proj.weight", "x.v_proj.weight")
+    parts = [SimpleNamespace(spec=SimpleNamespace(name=name), nbytes=800) for name in names]
+
+    def weights(of):
+        return plan_engine(recipe, of, parts, (), gpu_bytes=80 * GIB, reserve_bytes=0).weights
+
+    assert weights(shape) == 100 + 400 + 400
+    assert weights(replace(shape, kv_latent=512)) == 300
+    assert kv_bytes_per_token(shape, 8, 1) == 36 * 2 * 128
 
 
 def test_engines_that_fill_a_node_are_not_told_to_grow():

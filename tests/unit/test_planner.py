@@ -5,6 +5,7 @@ from math import floor, prod
 from types import SimpleNamespace
 
 import pytest
+from slimrl_tools.toy_configs import ToySize, toy_config
 
 from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.config.trainer_rules import RECOMPUTABLE
@@ -15,7 +16,14 @@ from slimrl.planner.activations import kept, layer_bytes, logits_bytes, stage_ac
 from slimrl.planner.engine import engine_weight_bytes, kv_bytes_per_token
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.model_state import buffer_elements, state_bytes
-from slimrl.planner.parameters import ChunkParameters, ModelParameters, model_parameters
+from slimrl.planner.parameters import (
+    ChunkParameters,
+    ModelParameters,
+    ParameterTable,
+    built_stages,
+    model_parameters,
+    stage_total,
+)
 from slimrl.planner.schedule import bubble_fraction, chunks_in_flight
 from slimrl.planner.shape import Shape
 from slimrl.planner.suggest import divided_layers
@@ -293,3 +301,239 @@ def test_a_token_costs_two_operations_a_parameter_and_attention_over_half_of_its
 def test_hardware_that_cannot_be_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Hardware(**settings)
+
+
+DENSE_GQA = {"query_latent": 0, "kv_latent": 0, "rotary_columns": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        (
+            "DeepSeek-V3",
+            {
+                "hidden": 7168, "heads": 128, "query_columns": 128 + 64, "value_columns": 128, "kv_heads": 128,
+                "query_latent": 1536, "kv_latent": 512, "rotary_columns": 64, "qk_norm": False, "dense_columns": 18432,
+                "expert_columns": 2048, "shared_columns": 2048, "experts": 256, "topk": 8,
+                "sparse": (False,) * 3 + (True,) * 58, "vocab": 129280,
+            },
+        ),
+        (
+            "Moonlight-16B-A3B",
+            {"heads": 16, "query_latent": 0, "kv_latent": 512, "shared_columns": 2 * 1408, "experts": 64, "topk": 6},
+        ),
+        (
+            "GLM-4.5-Air",
+            {
+                "hidden": 4096, "heads": 96, "query_columns": 128, "value_columns": 128, "kv_heads": 8, **DENSE_GQA,
+                "qk_norm": False, "dense_columns": 10944, "expert_columns": 1408, "shared_columns": 1408,
+                "experts": 128, "topk": 8, "sparse": (False,) + (True,) * 45, "vocab": 151552,
+            },
+        ),
+        ("GLM-4.5", {"qk_norm": True, "sparse": (False,) * 3 + (True,) * 89}),
+        (
+            "Qwen3-30B-A3B",
+            {"qk_norm": True, "kv_heads": 4, "expert_columns": 768, "shared_columns": 0, "sparse": (True,) * 48},
+        ),
+        (
+            "Qwen3-8B",
+            {
+                "qk_norm": True, "kv_heads": 8, **DENSE_GQA, "dense_columns": 12288, "expert_columns": 0, "experts": 0,
+                "topk": 0, "sparse": (False,) * 36,
+            },
+        ),
+        ("Llama-3-8B", {"qk_norm": False, "kv_heads": 8, "query_columns": 128, "layers": 32}),
+    ],
+)  # fmt: skip
+def test_the_sizes_of_a_model_are_those_of_its_config(name, facts):
+    shape = shape_of(name)
+    assert {key: getattr(shape, key) for key in facts} == facts
+
+
+def test_every_so_many_layers_have_experts():
+    config = published_config("Qwen3-30B-A3B")
+    model = family_of(config).megatron_config(config)
+    sparse = replace(model, transformer={**model.transformer, "num_layers": 5, "moe_layer_freq": 2})
+    assert Shape.of(sparse).sparse == (True, False, True, False, True)
+
+
+def test_a_sparse_layer_with_latent_attention_keeps_what_its_table_says():
+    shape, tokens = shape_of("DeepSeek-V3"), 1000
+    hidden, heads, inner = 7168, 128, 2048
+    latents = 2 * (1536 + 512) + 64
+    projections = heads * (3 * 192 - 64 + 128)
+    for settings, s, t, e, load, width in (
+        ({}, 1, 1, 1, 1.0, 2),
+        ({"precision": Precision.fp32}, 1, 1, 1, 1.0, 4),
+        ({"tensor": 2, "sequence": True, "expert_tensor": 2}, 2, 2, 2, 1.5, 2),
+        ({"tensor": 4}, 1, 4, 1, 1.0, 2),
+    ):
+        found = layer_bytes(shape, trainer(8, **settings), sparse=True, expert_load=load)
+        columns = (4 * hidden + latents) / s + (projections + heads * 128 + 3 * inner) / t
+        routed = 8 / s * e * load * (hidden + 3 * inner / e)
+        in_float32 = heads / t + 3 * 256 / s
+        assert found.total == pytest.approx(tokens * (width * (columns + routed) + 4 * in_float32))
+        assert found.block == max(
+            found.latents + found.projections + found.attention,
+            found.expert_inputs + found.expert_gates + found.expert_products + found.shared,
+        )
+        # The first layers have an MLP in place of experts.
+        dense = layer_bytes(shape, trainer(8, **settings), sparse=False, expert_load=load)
+        assert dense.total == pytest.approx(tokens * (width * (columns + 3 * (18432 - inner) / t) + 4 * heads / t))
+
+
+def test_recomputed_blocks_and_groups_of_layers_keep_their_inputs_alone():
+    """Layers 1 to 8 of DeepSeek-V3, the first two of which are dense."""
+    shape, layers = shape_of("DeepSeek-V3"), range(1, 9)
+    dense, sparse = (layer_bytes(shape, trainer(), sparse=kind) for kind in (False, True))
+    whole = [dense.total] * 2 + [sparse.total] * 6
+    inputs = 7168 * 1000 * 2
+    block = max(dense.block, sparse.block)
+
+    def found(micro_batches=1, stage=0, **settings):
+        megatron = {f"recompute_{name}": settings.pop(name) for name in list(settings) if name not in PIPELINES}
+        given = trainer(8, megatron=megatron, **settings)
+        return stage_activations(shape, given, layers, stage, micro_batches=micro_batches)
+
+    two = {"pipeline": 2}
+    assert found(**two) == pytest.approx(sum(whole) + block)
+    assert found(**two, micro_batches=4) == pytest.approx(2 * sum(whole) + block)
+    # The norm before the output layer is on the last stage.
+    assert found(**two, stage=1, micro_batches=4) == pytest.approx(sum(whole) + block + 2 * inputs)
+    full = {"granularity": "full", **two}
+    for method, count, held, again in (
+        ("uniform", 1, 8 * inputs, sparse.total),
+        ("uniform", 3, 3 * inputs, 3 * sparse.total),
+        ("uniform", 100, inputs, sum(whole)),
+        ("block", 3, 3 * inputs + sum(whole[3:]), sparse.total),
+        ("block", 100, 8 * inputs, sparse.total),
+    ):
+        largest = max(again, dense.total) if count == 1 or method == "block" else again
+        assert found(**full, method=method, num_layers=count) == pytest.approx(held + largest + block)
+    # One layer where no number is given; core attention where no modules are.
+    assert found(**full, method="uniform") == pytest.approx(8 * inputs + max(whole) + block)
+    statistics = 8 * 128 * 4 * 1000
+    assert found(**two, granularity="selective") == pytest.approx(sum(whole) - statistics * 7 / 8 + block)
+    # Two chunks of four layers, of which the first stage has 5 on the way with 8 micro-batches.
+    interleaved = {"pipeline": 2, "virtual_pipeline": 2, "micro_batches": 8}
+    assert found(**interleaved) == pytest.approx(sum(whole) * 5 / 2 + block)
+    held = 2 * inputs + sum(whole[2:])
+    assert found(**interleaved, granularity="full", method="block", num_layers=1) == pytest.approx(
+        held * 5 / 2 + max(whole) + block
+    )
+    assert stage_activations(shape, trainer(), [], 0, micro_batches=1) == 0
+
+
+PIPELINES = ("pipeline", "virtual_pipeline")
+
+
+@pytest.mark.parametrize(
+    ("module", "parts"),
+    [
+        ("mla_up_proj", ["projections"]),
+        ("mlp", ["mlp"]),
+        ("shared_experts", ["shared"]),
+        ("moe", ["router", "expert_inputs", "expert_gates", "expert_products", "shared"]),
+    ],
+)
+def test_a_recomputed_module_gives_up_its_own_parts_and_no_others(module, parts):
+    for sparse in (True, False):
+        layer = layer_bytes(shape_of("DeepSeek-V3"), trainer(), sparse=sparse)
+        assert kept(layer, [module]) == replace(layer, **dict.fromkeys(parts, 0.0))
+
+
+def test_logits_of_float32_have_no_gradient_in_bf16_and_a_chunk_is_no_larger_than_its_micro_batch():
+    given = trainer(3, tensor=3, sequence=True, precision=Precision.fp32, logprob_chunk_tokens=5000)
+    rows = 50646  # a third of 151936, rounded up
+    assert logits_bytes(shape_of("Qwen3-30B-A3B"), given) == rows * (1000 * 8 + 1000 * 16)
+
+
+def test_states_follow_the_fields_that_make_them_wider_or_narrower():
+    total = DENSE + EXPERTS
+    narrow = {"grad_reduce_in_fp32": False}
+    state = state_bytes(BIG, trainer(1, megatron=narrow))
+    # The update makes a float32 copy of the gradients.
+    assert (state.gradients, state.optimizer) == (2 * total, 16 * total)
+    in_fp32 = state_bytes(BIG, trainer(1, megatron=narrow, precision=Precision.fp32))
+    assert (in_fp32.gradients, in_fp32.optimizer) == (4 * total, 8 * total)
+    aware = {"use_precision_aware_optimizer": True, "main_params_dtype": "float16", "exp_avg_dtype": "uint8"}
+    assert state_bytes(BIG, trainer(1, megatron=aware)).optimizer == (2 + 1 + 4) * total
+    assert state_bytes(BIG, trainer(1, megatron=aware, precision=Precision.fp32)).optimizer == (1 + 4) * total
+    # A fraction means nothing unless offloading is on, and a dtype nothing without the optimizer that takes it.
+    unused = {"optimizer_offload_fraction": 0.5, "exp_avg_dtype": "uint8"}
+    state = state_bytes(BIG, trainer(1, megatron=unused))
+    assert (state.optimizer, state.host) == (12 * total, 0)
+    half = {**aware, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    state = state_bytes(BIG, trainer(1, megatron=half))
+    assert (state.optimizer, state.host) == (7 * total / 2, (7 + 4) * total / 2)
+
+
+def test_buffers_of_odd_sizes_are_padded_for_the_ranks_that_share_them():
+    """One dense and one expert tensor of 100 elements on 6 ranks: 3 share the dense buffer, 2 the experts'."""
+    small = (ChunkParameters(dense=(100,), experts=(100,)),)
+    layout = {"tensor": 2, "sequence": True, "expert": 3}
+    state = state_bytes(small, trainer(6, **layout))
+    assert state.weights == 2 * (3 * 128 + 128)
+    assert state.optimizer == 12 * (128 + 128 // 2)
+    wide = state_bytes(small, trainer(6, **layout, megatron={"pad_buckets_for_high_nccl_busbw": True}))
+    assert wide.gradients == 4 * (3 * 2**16 + 2**16)
+    whole = state_bytes(small, trainer(6, **layout, distributed=False))
+    assert (whole.weights, whole.optimizer) == (2 * 200, 12 * 200)
+    both = state_bytes(small * 2, trainer(6, **layout))
+    assert both.optimizer == 2 * state.optimizer
+
+
+def table_of(name: str) -> ParameterTable:
+    config = published_config(name)
+    return ParameterTable(family_of(config).weight_map(config))
+
+
+def test_a_tied_embedding_counts_on_the_first_and_on_the_last_stage_padded_for_its_ranks():
+    hidden = 2560
+    whole, cut = 2 * hidden + 2 * 128, hidden * 128 * (32 + 2 * 8 + 32) + 3 * hidden * 9728
+    for tensor, rows in ((8, 151936 // 8), (7, 21706)):
+        stages = table_of("Qwen3-4B").stages(ParallelConfig(tensor=tensor), [range(10), range(10, 35), [35]])
+        layer = whole + cut // tensor
+        assert [stage_total(stage) for stage in stages] == [
+            10 * layer + rows * hidden, 25 * layer, layer + rows * hidden + hidden,
+        ]  # fmt: skip
+
+
+def test_a_stage_of_sparse_layers_has_its_share_of_the_experts_and_all_of_the_routers():
+    hidden, layers = 2048, [range(24), range(24, 48)]
+    parallel = ParallelConfig(tensor=4, expert=8, expert_tensor=2)
+    first, last = table_of("Qwen3-30B-A3B").stages(parallel, layers)
+    experts = 24 * 128 * 3 * hidden * 768 // 16
+    layer = 2 * hidden + 2 * 128 + 128 * hidden + hidden * 128 * (32 + 2 * 4 + 32) // 4
+    embedding = 151936 // 4 * hidden
+    assert first == (ChunkParameters(dense=(24 * layer + embedding,), experts=(experts,)),)
+    assert last == (ChunkParameters(dense=(24 * layer + embedding + hidden,), experts=(experts,)),)
+
+
+def test_the_bias_that_chooses_experts_is_no_parameter():
+    (stage,) = table_of("Moonlight-16B-A3B").stages(ParallelConfig(), [range(27)])
+    assert stage_total(stage) == counted("Moonlight-16B-A3B")[0].total - 26 * 64
+
+
+def test_modules_of_every_stage_have_as_many_parameters_as_the_table_says():
+    """A toy of four layers, whose first layer is dense, in several layouts."""
+    config = toy_config("glm4_moe", ToySize(layers=4, experts=2, hidden=32)) | {"vocab_size": 129}
+    family = family_of(config)
+    model, table = family.megatron_config(config), ParameterTable(family.weight_map(config))
+    for layers, settings in (
+        ([[0, 1], [2, 3]], {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}),
+        ([[0, 2], [1, 3]], {"pipeline": 2, "virtual_pipeline": 2}),
+        ([[0, 1, 2], [3]], {"pipeline": 2, "megatron": {"num_layers_in_last_pipeline_stage": 1, "fp8": "hybrid"}}),
+    ):
+        given = trainer(4, **settings)
+        built = built_stages(given, model)
+        assert [len(stage) for stage in built] == [settings.get("virtual_pipeline", 1)] * 2
+        for stage, counts in zip(built, table.stages(given.parallel, layers), strict=True):
+            for kind in ("dense", "experts"):
+                assert sum(sum(getattr(chunk, kind)) for chunk in stage) == sum(getattr(counts[0], kind))
+
+
+def test_layers_that_do_not_divide_over_stages_are_refused_by_setting():
+    config = toy_config("qwen3_moe", ToySize(layers=3)) | {"vocab_size": 128}
+    with pytest.raises(ValueError, match=r"trainer\.parallel: megatron-core refuses the layout"):
+        built_stages(trainer(2, pipeline=2), family_of(config).megatron_config(config))

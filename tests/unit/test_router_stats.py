@@ -86,3 +86,47 @@ def test_a_model_without_routers_has_no_load():
     found = summary_of([])
     assert math.isnan(found.expert_load_max_over_mean)
     assert math.isnan(found.router_entropy)
+
+
+def test_a_new_update_starts_from_no_counts():
+    router = HandRouter(2, UNEVEN, EVEN_LOGITS)
+
+    def again(stats):
+        stats.reset()
+        router.routing_map_TE, router.logits_TE = ONE_EXPERT, CERTAIN_LOGITS
+        with stats.observe(PADDING):
+            router(None)
+
+    found = summary_of([router], after=again)
+    assert found.expert_load_max_over_mean == pytest.approx(3 / 0.75)
+    assert found.router_entropy == pytest.approx(0.0)
+
+
+def test_a_stage_without_routers_takes_part_in_the_sums_of_the_others(monkeypatch):
+    """Two other ranks have a router of four experts in the second layer."""
+    entropy = 2.0
+
+    def all_reduce(values, op=dist.ReduceOp.SUM):
+        if values.shape == (1,):
+            assert op == dist.ReduceOp.MAX
+            values.fill_(4)
+        else:
+            assert op == dist.ReduceOp.SUM
+            values[1] += torch.tensor([6.0, 2.0, 0.0, 0.0, 4 * entropy, 4.0])
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    found = summary_of([])
+    assert found.expert_load_max_over_mean == pytest.approx(6 / 2)
+    assert found.router_entropy == pytest.approx(entropy)
+
+
+def test_an_observation_that_fails_is_over():
+    router = HandRouter(1, UNEVEN, EVEN_LOGITS)
+
+    def failing(stats):
+        with pytest.raises(KeyError), stats.observe(PADDING):
+            raise KeyError
+        router.routing_map_TE = ONE_EXPERT
+        router(None)
+
+    assert summary_of([router], after=failing).expert_load_max_over_mean == pytest.approx(2.0)

@@ -1,0 +1,313 @@
+"""A planned layout as a whole: its batch, its time and what keeps it from fitting, against sums by hand."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.config.schema import ParallelConfig, Precision, Recipe, SftConfig, TransportName
+from slimrl.planner.communication import Communication, logprob_communication, update_communication
+from slimrl.planner.engine import GIB, EnginePlan
+from slimrl.planner.generation import rollout_at_least_s
+from slimrl.planner.hardware import Hardware
+from slimrl.planner.layout_plan import LayoutPlan, plan_layout
+from slimrl.planner.memory import StageMemory
+from slimrl.planner.model_state import host_update_s
+from slimrl.planner.parameters import ChunkParameters, ModelParameters
+from slimrl.planner.plan import Plan, _notes, _transport, as_json
+from slimrl.planner.schedule import Batch, update_batch
+from slimrl.planner.shape import Shape
+from slimrl.planner.tables import print_plan
+from slimrl.planner.work import Work, step_work
+
+SHAPE = Shape(
+    hidden=64, heads=4, query_columns=16, value_columns=16, kv_heads=2, query_latent=0, kv_latent=0, rotary_columns=0,
+    qk_norm=False, dense_columns=128, expert_columns=0, shared_columns=0, experts=0, topk=0, sparse=(False,) * 4,
+    vocab=1000,
+)  # fmt: skip
+PARAMETERS = ModelParameters(total=10**9, active=10**9, active_without_embedding=9 * 10**8)
+ENGINE = EnginePlan(
+    weights=2 * GIB, kv_cache=30 * GIB, mem_fraction_static=0.5, kv_bytes_per_token=1000, kv_tokens=10**6,
+    trajectories=100,
+)  # fmt: skip
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def recipe(num_ranks: int, *, updates: int = 1, tokens: int = 1000, megatron: dict | None = None, **parallel) -> Recipe:
+    plain = Recipe(sft=SftConfig(batch_conversations=10, max_tokens=700))
+    trainer = replace(
+        plain.trainer, num_ranks=num_ranks, parallel=ParallelConfig(**parallel), precision=Precision.bf16,
+        max_tokens_per_rank=tokens, updates_per_rollout=updates, megatron=megatron or {},
+    )  # fmt: skip
+    rollout = replace(plain.rollout, prompts_per_step=33, samples_per_prompt=8, max_trajectory_tokens=1500)
+    return replace(plain, trainer=trainer, rollout=rollout)
+
+
+@pytest.mark.parametrize(
+    ("given", "sft", "mean_tokens", "sequences", "length", "micro_batches"),
+    [
+        # 264 trajectories on 2 ranks, one of the longest at a time.
+        (recipe(2), False, None, 264, 1500, 132),
+        # Half of them for each of two updates, three of 300 tokens at a time.
+        (recipe(2, updates=2), False, 300, 132, 300, 22),
+        # Two context-parallel ranks hold twice the tokens together; two pairs of ranks for each of two stages.
+        (recipe(16, tensor=2, context=2, pipeline=2), False, 900, 264, 900, 66),
+        # 33 micro-batches, for which an interleaved pipeline of 4 takes 36.
+        (recipe(16, tensor=2, pipeline=4, virtual_pipeline=2), False, 250, 264, 250, 36),
+        (recipe(16, tensor=2, pipeline=4, virtual_pipeline=1), False, 250, 264, 250, 33),
+        (recipe(2, updates=2), True, None, 10, 700, 5),
+        (recipe(2, updates=2), True, 400, 10, 400, 3),
+        # More ranks than conversations.
+        (recipe(16), True, None, 10, 700, 1),
+    ],
+)
+def test_an_update_has_as_many_micro_batches_as_full_ones_take(
+    given, sft, mean_tokens, sequences, length, micro_batches
+):
+    found = update_batch(given, sft=sft, mean_tokens=mean_tokens)
+    expected = Batch(tokens=sequences * length, trajectory_tokens=length, micro_batches=micro_batches)
+    assert found == expected
+
+
+def test_a_step_takes_its_operations_at_the_speed_that_the_gpus_reach():
+    hardware = Hardware(peak_tflops=500, mfu=0.5)
+    batch = Batch(tokens=200_000, trajectory_tokens=1000, micro_batches=9)
+    # Twice the parameters that multiply, and 4 heads of 16 and 16 columns over 4 layers and 1000 tokens.
+    each = 2 * 9e8 + 4 * 1000 * 4 * (16 + 16)
+    for megatron, passes in (({}, 3), (FULL, 4), ({"recompute_granularity": "selective"}, 3)):
+        given = recipe(16, updates=2, pipeline=4, megatron=megatron)
+        found = step_work(given, SHAPE, PARAMETERS, batch, hardware, engine=ENGINE)
+        speed = 16 * 500e12 * 0.5 * 9 / 12
+        assert found.bubble == pytest.approx(3 / 12)
+        assert found.logprob_flops == found.generation_flops == pytest.approx(2 * 200_000 * each)
+        assert found.training_flops == pytest.approx(passes * 2 * 200_000 * each)
+        assert found.logprob_s == pytest.approx(2 * 200_000 * each / speed)
+        assert found.training_s == pytest.approx(passes * 2 * 200_000 * each / speed)
+        assert found.rollout_at_least_s == rollout_at_least_s(
+            given, SHAPE, PARAMETERS, ENGINE, hardware, flops=found.generation_flops, length=1000
+        )
+    alone = step_work(given, SHAPE, PARAMETERS, batch, hardware, engine=None)
+    # `updates_per_rollout` is of rollouts.
+    assert alone.training_flops == pytest.approx(3 * 200_000 * each)
+    assert (alone.logprob_flops, alone.logprob_s, alone.generation_flops, alone.rollout_at_least_s) == (0, 0, 0, 0)
+
+
+def test_ranks_that_get_a_sequence_less_than_others_wait_for_them():
+    batch = Batch(tokens=10 * 700, trajectory_tokens=700, micro_batches=3)
+    even = step_work(recipe(10), SHAPE, PARAMETERS, batch, Hardware(), engine=None)
+    for given, share in (
+        (recipe(8), 10 / 16),
+        (recipe(32, tensor=2, context=2), 10 / 16),
+        (recipe(20), 10 / 20),
+        (recipe(5), 1.0),
+    ):
+        found = step_work(given, SHAPE, PARAMETERS, batch, Hardware(), engine=None)
+        assert found.training_s == pytest.approx(even.training_s * 10 / given.trainer.num_ranks / share)
+
+
+STAGES = [(ChunkParameters(dense=(10**8,), experts=()),), (ChunkParameters(dense=(2 * 10**8,), experts=()),)]
+LAYERS = [[0, 1], [2, 3]]
+
+
+def planned(given: Recipe, hardware: Hardware, *, sft: bool = False, mean_tokens: int | None = None) -> LayoutPlan:
+    facts = SimpleNamespace(shape=SHAPE, parameters=PARAMETERS, slot_bytes=GIB, engine=None if sft else ENGINE)
+    return plan_layout(facts, given, STAGES, LAYERS, hardware, sft=sft, mean_tokens=mean_tokens)
+
+
+OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+
+
+def test_a_step_is_made_of_work_communication_and_the_host_s_updates_each_as_often_as_it_happens():
+    given, hardware = recipe(8, updates=3, tensor=2, sequence=True, pipeline=2, megatron=OFFLOADED), Hardware()
+    given.resync.transport = TransportName.collective
+    found = planned(given, hardware, mean_tokens=400)
+    batch = update_batch(given, sft=False, mean_tokens=400)
+    assert (found.batch, found.updates) == (batch, 3)
+    update = update_communication(SHAPE, given.trainer, STAGES, LAYERS, batch, hardware)
+    logprobs = logprob_communication(SHAPE, given.trainer, LAYERS, batch, hardware)
+    # The second stage has more parameters.
+    on_host = host_update_s(STAGES[1], given.trainer, hardware)
+    assert on_host > 0
+    assert found.communication_s == pytest.approx(3 * (update.total_s + logprobs.total_s))
+    own = found.work.training_s + found.work.logprob_s
+    assert found.training_s == pytest.approx(own + found.communication_s + 3 * on_host)
+    assert found.step_s == pytest.approx(found.training_s + found.work.rollout_at_least_s)
+    assert found.work == step_work(given, SHAPE, PARAMETERS, batch, hardware, engine=ENGINE)
+    alone = planned(given, hardware, sft=True)
+    assert (alone.updates, alone.logprobs, alone.work.rollout_at_least_s, alone.engine_gpu) == (1, None, 0, None)
+    assert alone.batch.trajectory_tokens == 700
+    assert alone.communication_s == pytest.approx(alone.communication.total_s)
+
+
+def test_the_time_that_is_sent_is_the_sum_over_all_kinds_of_parallelism():
+    sent = Communication(tensor_s=1, context_s=2, expert_s=4, pipeline_s=8, data_s=16)
+    assert sent.total_s == 31
+
+
+def test_a_layout_fits_where_every_gpu_and_every_host_holds_its_share():
+    given = recipe(4, pipeline=2)
+    given.resync.transport = TransportName.collective
+    plenty = planned(given, Hardware())
+    assert (plenty.fits, plenty.problems) == (True, [])
+    totals = [stage.total for stage in plenty.memory]
+    # The last stage has twice the parameters, and the logits.
+    assert totals[1] > totals[0]
+    assert plenty.worst == 1
+    assert plenty.engine_gpu == 2 * GIB + 30 * GIB + GIB + 4 * GIB
+    assert plenty.most_bytes == plenty.engine_gpu > totals[1]
+
+    little = planned(given, Hardware(gpu_memory_gib=(totals[0] + totals[1]) / 2 / GIB))
+    names = [problem.partition(":")[0] for problem in little.problems]
+    assert names == ["train, stage 1", "a GPU of an engine"]
+    assert little.problems[1].startswith("a GPU of an engine: 37.0 GiB of ")
+    exact = planned(given, Hardware(gpu_memory_gib=37))
+    assert exact.fits
+
+    offloaded = recipe(4, pipeline=2, megatron=OFFLOADED)
+    offloaded.resync.transport = TransportName.collective
+    host = planned(offloaded, Hardware())
+    # Main weights, two moments and gradients in float32 of 2 * 10**8 parameters over two ranks, four on a node.
+    nbytes = 4 * 16 * 10**8
+    assert host.problems == []
+    assert host.memory[1].host == pytest.approx(nbytes / 4, rel=1e-4)
+    (problem,) = planned(offloaded, Hardware(host_memory_gib=5)).problems
+    assert problem == "the host of a node: 6 GiB of 5"
+
+
+def test_engines_that_span_nodes_or_hold_no_trajectory_do_not_fit():
+    given = recipe(4, pipeline=2)
+    given.resync.transport = TransportName.collective
+    given.rollout.engine_tensor = 16
+    (problem,) = planned(given, Hardware()).problems
+    assert problem.startswith("rollout.engine_tensor: 16 GPUs, but an engine runs on one node, which has 8.")
+    assert planned(given, Hardware(gpus_per_node=16)).fits
+
+
+def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = None) -> Plan:
+    """Of figures that are all different."""
+    memory = [
+        StageMemory(parts={"weights": 2 * GIB, "logits": 0}, host=3 * host, phases={"train": 5 * GIB}),
+        StageMemory(parts={"weights": 3 * GIB, "logits": GIB}, host=host, phases={"train": 7 * GIB, "save": 6 * GIB}),
+    ]
+    work = Work(
+        training_flops=3e18, logprob_flops=1e18, generation_flops=2e18, training_s=30.0, logprob_s=10.0,
+        rollout_at_least_s=0.0 if sft else 100.0, bubble=0.25,
+    )  # fmt: skip
+    sent = Communication(tensor_s=0.5, context_s=0.0, expert_s=0.0, pipeline_s=0.25, data_s=0.25)
+    given = recipe(4, pipeline=2)
+    given.resync.transport = TransportName.collective
+    layout = LayoutPlan(
+        recipe=given, stages=STAGES, layers=LAYERS, memory=memory, engine_gpu=engine_gpu, work=work,
+        batch=Batch(tokens=4000, trajectory_tokens=400, micro_batches=6), communication=sent,
+        logprobs=None if sft else replace(sent, data_s=0.0), host_update_s=2.0, updates=1 if sft else 3,
+        problems=["too large"] if host else [],
+    )  # fmt: skip
+    engine = None if sft else ENGINE
+    resync = None if sft else SimpleNamespace(sent_bytes=5, seconds=7.0, link_bytes={"nvlink": 4 * 10**9})
+    return Plan(
+        planned=SimpleNamespace(recipe=given, model="a model", sft=sft),
+        hardware=Hardware(), facts=SimpleNamespace(parameters=PARAMETERS, engine=engine),
+        cluster=SimpleNamespace(gpus=12, num_nodes=2), layout=layout, resync=resync, notes=["a note"],
+    )  # fmt: skip
+
+
+def test_a_plan_as_json_has_the_worst_stage_in_gib_and_a_step_that_adds_up():
+    found = as_json(whole_plan(host=10 * GIB, engine_gpu=9 * GIB))
+    memory = found["memory_gib"]
+    assert (found["world_size"], found["gpus"], found["nodes"], found["fits"]) == (4, 12, 2, False)
+    assert found["parameters"] == {
+        "total": 10**9, "active": 10**9, "per_rank_min": 10**8, "per_rank_max": 2 * 10**8,
+        "per_stage": [10**8, 2 * 10**8],
+    }  # fmt: skip
+    assert memory == {
+        "weights": 3.0, "logits": 1.0, "engine_weights": 2.0, "kv_cache": 30.0, "total": 9.0, "limit": 80.0,
+        # Four ranks on a node, were all of them of the stage that keeps most on the host.
+        "host": 10.0, "host_of_node": 4 * 30.0, "stage": 1, "phases": {"train": 7.0, "save": 6.0}, "engine_gpu": 9.0,
+    }  # fmt: skip
+    assert found["step"] == {
+        "rollout_at_least": 100.0, "logprobs": 10.0, "training": 30.0, "communication": 3 * (1.0 + 0.75),
+        "host_optimizer": 6.0, "resync": 7.0,
+    }  # fmt: skip
+    assert found["step_seconds"] == pytest.approx(sum(found["step"].values()))
+    assert found["resync"] == {"bytes": 5, "seconds": 7.0, "links": {"nvlink": 4 * 10**9}}
+    assert (found["kv_cache_tokens"], found["concurrent_trajectories"]) == (10**6, 100)
+    assert found["logprob_communication"]["data_s"] == 0.0
+    assert found["update_communication"]["data_s"] == 0.25
+
+    alone = as_json(whole_plan(sft=True))
+    assert alone["step"] == {
+        "rollout_at_least": 0.0, "logprobs": 10.0, "training": 30.0, "communication": 1.0, "host_optimizer": 2.0,
+        "resync": 0.0,
+    }  # fmt: skip
+    assert alone["step_seconds"] == pytest.approx(43.0)
+    assert [alone[name] for name in ("resync", "logprob_communication", "kv_cache_tokens")] == [None] * 3
+    assert (alone["fits"], alone["memory_gib"]["engine_gpu"], alone["memory_gib"]["total"]) == (True, None, 7.0)
+
+
+def rows_of(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_a_plan_for_people_has_the_same_figures(capsys):
+    print_plan(whole_plan(host=10 * GIB, engine_gpu=9 * GIB))
+    rows = rows_of(capsys.readouterr().out)
+    for row in (
+        "model: a model",
+        "world: 4 trainer ranks, 12 GPUs, 2 nodes",
+        "groups: tensor 1, context 1, data 2, pipeline 2 x 1; expert 1, expert tensor 1, expert data 2; optimizer "
+        "states over 2 and 2 ranks",
+        "engines: 1 of 1 GPUs, experts in 1 parts, on GPUs of their own",
+        "1 2 200,000,000 7.0 6.0",
+        "memory of a GPU of stage 1",
+        "= train 7.00 held at a time",
+        "limit 80.00 --gpu-memory-gib",
+        "= host of a node 120.00 of a node's 1,800, --host-memory-gib",
+        "held on a GPU 9.00 GiB",
+        "pipeline bubble 25.0%",
+        "training 30.0 s at 0.4 of 989 TFLOPS, 3,000 PFLOP a step",
+        "communication 5.2 s, if nothing of it is hidden",
+        "rollout at least 100.0 s, 2,000 PFLOP",
+        "optimizer 6.0 s on the host",
+        "= step at least 158.2 s",
+        "note: a note",
+        "it does not fit: too large",
+    ):
+        assert row in rows, row
+    print_plan(whole_plan(sft=True))
+    alone = rows_of(capsys.readouterr().out)
+    assert "= step 43.0 s" in alone
+    assert "it fits" in alone
+    assert not any(row.startswith(("engines", "log-probs", "rollout", "resync", "host ")) for row in alone)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sft", "mean_tokens", "says"),
+    [
+        ({}, False, None, ["longest length, 1,500 tokens"]),
+        ({}, True, None, ["longest length, 700 tokens"]),
+        ({}, False, 10, []),
+        ({"fp8": "hybrid"}, False, 10, ["FP8 training"]),
+        ({"transport": TransportName.ipc}, False, 10, ["both keep all of their memory"]),
+        ({"transport": TransportName.ipc}, True, 10, []),
+        ({"transport": TransportName.ipc, "colocated": True}, False, 10, []),
+        ({"transport": TransportName.delta}, False, 10, ["a whole version through the disk"]),
+        ({"transport": TransportName.delta}, True, 10, []),
+    ],
+)
+def test_a_plan_notes_what_it_takes_for_granted(settings, sft, mean_tokens, says):
+    given = recipe(4, megatron={"fp8": settings.get("fp8")})
+    given.resync.transport = settings.get("transport", TransportName.collective)
+    given.rollout.colocated = settings.get("colocated", False)
+    longest = given.sft.max_tokens if sft else given.rollout.max_trajectory_tokens
+    found = _notes(SimpleNamespace(recipe=given, sft=sft, longest_tokens=longest), mean_tokens)
+    assert len(found) == len(says)
+    for note, text in zip(found, says, strict=True):
+        assert text in note
+
+
+def test_a_resync_of_differences_is_planned_through_the_disk():
+    given = recipe(4)
+    for transport in TransportName:
+        given.resync.transport = transport
+        expected = TransportName.disk if transport is TransportName.delta else transport
+        assert _transport(given) is expected
