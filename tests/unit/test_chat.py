@@ -134,3 +134,20 @@ def test_a_tokenizer_without_template_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         ChatFormat(tokenizer)
+
+
+def test_the_end_of_a_turn_is_found_behind_a_marker_that_opens_it(tokenizer):
+    marked = build_tokenizer()
+    marked.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.role == 'assistant' %}<tool_call>{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    assert ChatFormat(marked).end_of_turn_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    marked.chat_template = marked.chat_template.replace("<|im_end|>", " ")
+    with pytest.raises(ValueError, match="no reserved token at the end of the assistant's turn"):
+        ChatFormat(marked)
+
+
+def test_a_text_of_several_tokens_is_none_to_stop_at(chat):
+    with pytest.raises(ValueError, match=r"1\+1 is 3 tokens of this tokenizer; it must be one to stop at it"):
+        chat.token_id("1+1")

@@ -25,6 +25,10 @@ def test_text_of_a_recipe_is_printed_as_it_is(monkeypatch):
     shown = CliRunner().invoke(app, ["config", "show", recipe, "agent.system_prompt='[red]a:b:c'"])
     assert "agent.system_prompt" in shown.output
     assert "[red]a:b:c" in shown.output
+    long = " ".join(str(number) for number in range(60))
+    piped = CliRunner().invoke(app, ["config", "show", recipe, f"agent.system_prompt='{long}'"])
+    (line,) = [line.strip() for line in piped.output.splitlines() if "agent.system_prompt" in line]
+    assert line.split(None, 1)[1] == f"{long}  command line"
 
 
 def test_a_report_says_where_it_is(tmp_path: Path):

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from slimrl.config.bounds import BOUNDS, bound_violations
 from slimrl.config.check import check_loaded, check_recipe
+from slimrl.config.keys import KEY_TYPES
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.trainer_rules import padded_tokens
@@ -77,6 +79,28 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "3 is not a multiple of tensor 1 x pipeline 1 x context 2 = 2. Use 2 or 4."),
         ("trainer.num_ranks=2 trainer.parallel.expert=4", "trainer.parallel.expert",
          "expert 4 x expert_tensor 1 x pipeline 1 = 4 does not divide trainer.num_ranks 2. Use 2."),
+        ("trainer.num_ranks=3 trainer.parallel.pipeline=2", "trainer.num_ranks",
+         "3 is not a multiple of tensor 1 x pipeline 2 x context 1 = 2. Use 2 or 4."),
+        ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.expert_tensor=2", "trainer.parallel.expert",
+         "expert 1 x expert_tensor 2 x pipeline 2 = 4 does not divide trainer.num_ranks 2."),
+        ("trainer.num_ranks=2 trainer.parallel.expert=2 trainer.megatron.moe_token_dispatcher_type=allgather",
+         "trainer.megatron.moe_token_dispatcher_type",
+         "allgather needs equally many tokens on every expert-parallel rank, and packed micro-batches differ in "
+         "length. Use alltoall."),
+        ("trainer.num_ranks=8 trainer.parallel.expert=5 trainer.parallel.expert_tensor=2", "trainer.parallel.expert",
+         "5 does not divide the model's 128 experts. Use 4."),
+        ("trainer.num_ranks=8 trainer.parallel.expert=5 trainer.parallel.pipeline=2", "trainer.parallel.expert",
+         "5 does not divide the model's 128 experts. Use 4."),
+        ("trainer.num_ranks=8 trainer.parallel.expert_tensor=5 trainer.parallel.expert=2",
+         "trainer.parallel.expert_tensor", "5 does not divide the model's 768 columns of an expert. Use 4."),
+        ("trainer.num_ranks=8 trainer.parallel.expert_tensor=5 trainer.parallel.pipeline=2",
+         "trainer.parallel.expert_tensor", "5 does not divide the model's 768 columns of an expert. Use 4."),
+        ("trainer.num_ranks=8 trainer.parallel.tensor=3 trainer.parallel.pipeline=2 trainer.parallel.context=2",
+         "trainer.parallel.tensor", "3 does not divide the model's 32 attention heads. Use 2."),
+        *((f"trainer.num_ranks=6 trainer.parallel.pipeline=3 trainer.parallel.sequence=true trainer.parallel.{name}=2",
+           "trainer.parallel.pipeline", "3 does not divide the model's 8 layers. Use 1, or set "
+           "trainer.megatron.num_layers_in_last_pipeline_stage: 2.")
+          for name in ("tensor", "context", "expert", "expert_tensor")),
         ("trainer.num_ranks=12 trainer.parallel.expert=12", "trainer.parallel.expert",
          "12 does not divide the model's 128 experts. Use 4."),
         ("trainer.num_ranks=8 trainer.parallel.tensor=8 trainer.parallel.sequence=true", "trainer.parallel.tensor",
@@ -86,6 +110,8 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("trainer.num_ranks=3 trainer.parallel.pipeline=3", "trainer.parallel.pipeline",
          "3 does not divide the model's 8 layers. Use 1, or set "
          "trainer.megatron.num_layers_in_last_pipeline_stage: 2."),
+        ("trainer.num_ranks=5 trainer.parallel.pipeline=5", "trainer.parallel.pipeline",
+         "5 does not divide the model's 8 layers. Use 1."),
         ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=3",
          "trainer.parallel.virtual_pipeline",
          "pipeline 2 x virtual_pipeline 3 = 6 does not divide the model's 8 layers. Use 2 or 4."),
@@ -247,6 +273,134 @@ def test_a_size_that_a_refusal_proposes_is_not_refused(folder, key):
     assert proposals
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(f"trainer.parallel.{name}" for name in ("tensor", "pipeline", "expert", "expert_tensor", "context")),
+        *("trainer.num_ranks", "rollout.engine_tensor", "rollout.engine_expert"),
+        *(f"trainer.megatron.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
+    ],
+)
+def test_a_size_of_nothing_is_all_that_is_said_since_other_rules_divide_by_it(folder, key):
+    (problem,) = problems_of([f"{key}=0", "rollout.samples_per_prompt=1"])
+    assert (problem.key, problem.message, problem.warning) == (key, "0: must be at least 1.", False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken", "refused"),
+    [
+        ("steps rollout.num_engines resync.bucket_bytes resync.keep sft.max_tokens checkpoint.keep "
+         "trainer.max_skipped_steps rollout.max_turns trainer.updates_per_rollout", [1], [0, -1]),
+        ("trainer.optimizer.lr trainer.optimizer.eps algorithm.clip_low rollout.request_timeout_s resync.timeout_s "
+         "algorithm.max_logprob_mismatch checkpoint.grace_s trainer.timeout_s", [1e-9, 5.0], [0, -1]),
+        ("seed trainer.optimizer.warmup_steps trainer.optimizer.weight_decay rollout.sampling.temperature "
+         "eval.every_steps checkpoint.every_steps rollout.max_replacements tracking.trajectories_per_step "
+         "trainer.optimizer.clip_grad trainer.optimizer.min_lr", [0, 1], [-1]),
+        ("agent.max_result_chars", [16], [15]),
+        ("rollout.max_failed_fraction trainer.megatron.optimizer_offload_fraction", [0, 1], [-0.01, 1.01]),
+        ("trainer.optimizer.beta1 trainer.optimizer.beta2", [0, 0.999], [-0.1, 1]),
+        ("rollout.sampling.top_p rollout.eval_sampling.top_p", [0.01, 1], [0, 1.01]),
+        ("rollout.sampling.top_k rollout.eval_sampling.top_k", [-1, 1], [0, -2]),
+    ],
+)  # fmt: skip
+def test_each_number_has_its_range_with_the_ends_that_belong_to_it(keys, taken, refused):
+    for key in keys.split():
+        holds = BOUNDS[key][0]
+        assert [value for value in [*taken, *refused] if holds(value)] == taken, key
+
+
+def test_every_number_of_a_recipe_has_a_range():
+    unbounded = {"trainer.parallel.virtual_pipeline"}
+    kinds = (int, float, int | None, float | None)
+    assert {key for key, kind in KEY_TYPES.items() if kind in kinds} - set(BOUNDS) == unbounded
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fraction", "told"),
+    [
+        ("rollout.colocated=true", 0.85, None),
+        ("rollout.colocated=true", 0.86, "leaves a colocated trainer 14% of a device"),
+        ("rollout.colocated=false resync.transport=collective", 0.86, None),
+        ("rollout.colocated=true", 1, "1: must lie between 0 and 1, both excluded."),
+        ("rollout.colocated=true", 0, "0: must lie between 0 and 1, both excluded."),
+    ],
+)
+def test_a_share_of_memory_has_its_limits(folder, overrides, fraction, told):
+    problems = problems_of([*overrides.split(), f"rollout.sglang.mem_fraction_static={fraction}"])
+    assert len(problems) == (0 if told is None else 1)
+    assert all(told in problem.message and problem.key.endswith("mem_fraction_static") for problem in problems)
+
+
+def test_an_engine_larger_than_the_trainer_whose_devices_it_shares_is_told_its_size(folder):
+    colocated = ["rollout.colocated=true", "rollout.sglang.mem_fraction_static=0.5"]
+    (problem,) = problems_of([*colocated, "rollout.engine_tensor=4", "trainer.num_ranks=2"])
+    assert problem.key == "rollout.num_engines"
+    assert problem.message.endswith("Use rollout.engine_tensor 2 or less, or colocated false.")
+    fit = ["rollout.engine_tensor=2", "rollout.num_engines=2", "trainer.num_ranks=4"]
+    assert problems_of([*colocated, *fit]) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ("rollout.sglang.context_length=511", "rollout.sglang.context_length"),
+        ("rollout.eval_sampling.max_new_tokens=512", "rollout.eval_sampling.max_new_tokens"),
+        ("rollout.request_timeout_s=601", "rollout.request_timeout_s"),
+    ],
+)
+def test_lengths_and_deadlines_within_each_other_may_be_equal_where_it_makes_sense(folder, overrides, key):
+    (problem,) = [problem for problem in problems_of(overrides.split()) if not problem.warning]
+    assert problem.key == key
+    equal = "rollout.sglang.context_length=512 rollout.eval_sampling.max_new_tokens=511 rollout.request_timeout_s=600"
+    assert problems_of([*equal.split(), "rollout.tool_timeout_s=600", "rollout.routed_experts=true"]) == []
+
+
+def test_folders_that_the_transport_uses_and_devices_of_its_own_are_no_warning(folder):
+    disk = ["resync.transport=disk", "resync.dir=versions"]
+    delta = ["resync.transport=delta", "resync.dir=versions", "resync.local_dir=copies"]
+    assert problems_of(disk) == problems_of(delta) == []
+    fraction = "rollout.sglang.mem_fraction_static=0.5"
+    assert problems_of([fraction, "resync.transport=collective"]) == problems_of([fraction, *disk]) == []
+    assert problems_of([fraction, "rollout.colocated=true"]) == []
+
+
+@pytest.mark.parametrize("key", ["run.dir", "model.path", "model.megatron", "data.train", "resync.dir"])
+@pytest.mark.parametrize(
+    ("path", "variable"),
+    [
+        ("~", "HOME"),
+        ("~/x", "HOME"),
+        ("a/$B_1/c", "B_1"),
+        ("a${C}", "C"),
+        ("~me/x", None),
+        ("a~/x", None),
+        ("a$", None),
+    ],
+)
+def test_what_a_shell_would_replace_is_named_in_each_path(folder, key, path, variable):
+    recipe = load_recipe("recipe.yaml", GIVEN).recipe
+    section, name = key.split(".")
+    wrong = replace(recipe, **{section: replace(getattr(recipe, section), **{name: path})})
+    said = [message for at, message in bound_violations(wrong) if at == key]
+    assert len(said) == (variable is not None)
+    assert all(f"${{oc.env:{variable}}}" in message for message in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "right"), [("a-1_b.c", True), ("0", True), ("", False), (".a", False), ("a/b", False)]
+)
+def test_names_of_runs_and_of_sets_are_those_of_files(folder, name, right):
+    recipe = load_recipe("recipe.yaml", GIVEN).recipe
+    wrong = replace(recipe, run=replace(recipe.run, name=name), data=replace(recipe.data, eval={name: "x.jsonl"}))
+    assert [key for key, _ in bound_violations(wrong)] == ([] if right else ["run.name", f"data.eval.{name}"])
+
+
+def test_an_import_path_of_a_parser_is_taken(folder):
+    assert problems_of(["agent.parser=my.calls:Parser"]) == []
+    (problem,) = problems_of(["agent.parser=my.calls:Parser:x"])
+    assert problem.message == "'my.calls:Parser:x' is neither hermes nor an import path module:name."
+
+
 def test_expert_parallelism_of_a_dense_model_is_refused(folder):
     (problem,) = problems_of(["trainer.num_ranks=2", "trainer.parallel.expert=2"], model=DENSE)
     assert (problem.key, problem.message) == ("trainer.parallel.expert", "2: the model has no experts. Use 1.")
@@ -348,10 +502,61 @@ def test_what_runs_but_is_probably_not_meant_is_a_warning(folder, overrides, key
     assert [(p.key, p.message) for p in problems_of(overrides.split()) if p.warning] == [(key, message)]
 
 
+def test_ranks_that_share_a_trajectory_count_once_for_those_that_have_work(folder):
+    layout = ["tensor=2", "sequence=true", "pipeline=2", "context=2", "expert=2"]
+    of_8 = [f"trainer.parallel.{part}" for part in layout]
+    few = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "trainer.updates_per_rollout=4"]
+    assert problems_of([*of_8, *few, "trainer.num_ranks=16"]) == []
+    (problem,) = problems_of([*of_8, *few, "trainer.num_ranks=32"])
+    assert problem.warning
+    assert problem.message.startswith("2 trajectories of an update leave 2 of 4 data-parallel ranks")
+
+
+def test_an_interleaved_pipeline_of_uneven_ends_has_whole_chunks_everywhere(folder):
+    ends = [f"trainer.megatron.num_layers_in_{end}_pipeline_stage=2" for end in ("first", "last")]
+    layout = ["trainer.num_ranks=4", "trainer.parallel.pipeline=4", *ends]
+    assert problems_of([*layout, "trainer.parallel.virtual_pipeline=2"]) == []
+    (problem,) = problems_of([*layout, "trainer.parallel.virtual_pipeline=3"])
+    assert problem.message == "3 does not divide the 2 layers of a stage. Use 2."
+    (problem,) = problems_of(["trainer.num_ranks=2", "trainer.parallel.pipeline=2", *ends])
+    assert (problem.key, problem.message) == (
+        "trainer.megatron.num_layers_in_last_pipeline_stage", "needs trainer.parallel.pipeline above 2."
+    )  # fmt: skip
+    (problem,) = problems_of(["trainer.num_ranks=5", "trainer.parallel.pipeline=5", *ends])
+    assert problem.message == "2 and 2 of the model's 8 layers leave 4, which do not divide over the other 3 stages."
+    by_hand = ["trainer.num_ranks=5", "trainer.parallel.pipeline=5"]
+    assert problems_of([*by_hand, "trainer.megatron.account_for_loss_in_pipeline_split=true"]) == []
+
+
+def test_rules_of_settings_that_a_command_does_not_read_say_nothing(folder):
+    trainer, engine = ["trainer.num_ranks=3", "trainer.parallel.context=2"], ["rollout.engine_tensor=3"]
+    batch = ["rollout.samples_per_prompt=1"]
+    keys = {
+        command: {problem.key for problem in problems_of([*trainer, *engine, *batch], command=command)}
+        for command in ("train", "train --trajectories", "sft", "rollout", "export", "resync bench")
+    }
+    ranks, tensor, samples = "trainer.num_ranks", "rollout.engine_tensor", "rollout.samples_per_prompt"
+    assert keys == {
+        "train": {ranks, tensor, samples}, "train --trajectories": {ranks, tensor, samples}, "sft": {ranks},
+        "rollout": {tensor}, "export": {ranks}, "resync bench": {ranks, tensor},
+    }  # fmt: skip
+
+
+def test_evaluations_in_training_need_a_set_and_may_be_left_out(folder):
+    assert problems_of(["eval.every_steps=0"]) == []
+    (problem,) = problems_of(["eval.every_steps=5"])
+    assert (problem.key, problem.message) == ("eval.every_steps", "5, but data.eval names no evaluation set. Use 0.")
+    assert problems_of(["eval.every_steps=5", "data.eval.a=a.jsonl"]) == []
+    assert problems_of(["eval.every_steps=5"], command="sft") == []
+
+
 def test_a_clip_range_made_for_token_ratios_is_a_warning(folder):
     (problem,) = problems_of(["algorithm.clip_high=0.2"])
     assert problem.warning
     assert problem.key == "algorithm.clip_high"
+    assert problems_of(["algorithm.clip_high=0.01", "algorithm.clip_low=0.01"]) == []
+    both = problems_of(["algorithm.clip_high=0.011", "algorithm.clip_low=0.011"])
+    assert [problem.key for problem in both] == ["algorithm.clip_low", "algorithm.clip_high"]
 
 
 def test_sft_is_measured_by_its_own_conversation_length(folder):

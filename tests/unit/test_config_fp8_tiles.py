@@ -79,3 +79,54 @@ def test_modules_that_keep_their_precision_may_be_cut_anywhere(refused):
     assert len(refused("Qwen3-30B-A3B", 8, 1, modules_to_not_convert=all_but_one)) == 1
     last = f"model.layers.{layers - 1}.mlp"
     assert refused("Qwen3-30B-A3B", 8, 1, modules_to_not_convert=[*all_but_one, last]) == []
+
+
+LATENT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 96,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 1024,
+}
+
+
+def test_heads_of_latent_attention_are_of_their_two_parts_and_cut_only_where_ranks_share_them(refused):
+    # 4 heads of 96 + 64 on 2 ranks are 320 rows each, of 96 + 128 they are 448.
+    text = "each, no whole number of FP8 tiles of 128. Use 1."
+    queries = ("rollout.engine_tensor", f"2: the 640 rows of the queries on 2 ranks are 320 {text}")
+    assert refused(LATENT, 2) == [
+        queries,
+        ("rollout.engine_tensor", f"2: the 896 rows of keys and values on 2 ranks are 448 {text}"),
+    ]
+    assert refused(LATENT, 1) == []
+    assert refused(LATENT, 2, modules_to_not_convert=["self_attn.q_b_proj", "self_attn.kv_b_proj"]) == []
+    direct = {**LATENT, "q_lora_rank": None}
+    assert refused(direct, 2, modules_to_not_convert=["self_attn.q_proj", "self_attn.kv_b_proj"]) == []
+    assert refused({**LATENT, "qk_nope_head_dim": 64, "v_head_dim": 192}, 2) == []
+    # 4 x 96 columns of the output are 192 on each of 2 ranks.
+    narrow = {**LATENT, "qk_nope_head_dim": 64, "v_head_dim": 96}
+    messages = [message for _, message in refused(narrow, 2)]
+    assert any(
+        message.startswith("2: the 384 columns of attention's output on 2 ranks are 192") for message in messages
+    )
+
+
+def test_without_groups_or_a_size_of_heads_every_head_has_keys_and_an_equal_part_of_the_width(refused):
+    # 384 columns over 4 heads are 96 each; two ranks hold 192 rows of queries, of keys and no whole tile.
+    model = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 384, "intermediate_size": 512}
+    messages = [message.partition(" each")[0] for _, message in refused(model, 2)]
+    assert messages == [f"2: the 384 rows of the {noun} on 2 ranks are 192" for noun in ("queries", "keys")]
+    assert refused(model, 1) == []
+    assert refused({**model, "head_dim": 128}, 2) == []
+
+
+def test_tiles_that_are_not_square_are_whole_by_rows_on_one_rank_and_both_ways_on_several(refused):
+    model = {"num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 192}
+    assert refused(model, 1, weight_block_size=[64, 128]) == []
+    messages = [message for _, message in refused(model, 2, weight_block_size=[64, 128])]
+    assert messages == [
+        "2: the 192 columns of a dense layer on 2 ranks are 96 each, no whole number of FP8 tiles of 128. Use 1."
+    ]

@@ -9,8 +9,12 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+import yaml
 
+from slimrl.config import package_fields
 from slimrl.config.check import check_recipe
+from slimrl.config.interpolation import escaped, is_reference, without_openings
+from slimrl.config.keys import meant_key
 from slimrl.config.load import LoadedRecipe, intended_command, load_recipe, read_recipe
 from slimrl.config.package_fields import megatron_fields, package_folder, sglang_fields
 from slimrl.config.problems import RecipeError
@@ -184,6 +188,40 @@ def test_escaped_openings_are_text_which_the_resolved_yaml_keeps(folder, text):
     assert again.recipe.seed == 3
 
 
+def test_escaped_openings_within_lists_and_mappings_are_kept_by_the_resolved_yaml(folder):
+    loaded = load(MINIMAL, r"rollout.sglang.lora_paths=['\${a}=x', plain]", r"agent.tools=['\${b}']", "seed=${steps}")
+    assert loaded.recipe.rollout.sglang["lora_paths"] == ["${a}=x", "plain"]
+    assert loaded.recipe.agent.tools == ["${b}"]
+    again = load_recipe(write("resolved.yaml", dump_resolved(loaded)))
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(loaded.recipe)
+    mapping = {"a": ["${x}", 1], "b": {"c": "\\${y}"}}
+    assert escaped(mapping) == {"a": [r"\${x}", 1], "b": {"c": "\\\\\\${y}"}}
+    assert without_openings(mapping) == {"a": ["$x}", 1], "b": {"c": "\\$y}"}}
+    assert [is_reference(value) for value in (mapping, {"a": [r"\${x}"]}, [["${x}"]], [1, {}], None)] == [
+        True, False, True, False, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("trainer.max_token", "trainer.max_tokens_per_rank"),
+        ("max_tokens", "sft.max_tokens"),
+        ("rollout.precision", "trainer.precision"),
+        ("rolout.num_engine", "rollout.num_engines"),
+        ("extend", "extends"),
+        ("zebra", None),
+    ],
+)
+def test_the_key_that_was_meant_is_one_of_that_name_or_a_sibling_before_others(key, meant):
+    assert meant_key(key) == meant
+
+
+def test_an_empty_section_is_none_given(folder):
+    recipe = load(MINIMAL, "rollout.sglang={}", "trainer.parallel={}").recipe
+    assert (recipe.rollout.sglang, recipe.trainer.parallel) == ({}, Recipe().trainer.parallel)
+
+
 def test_escaped_text_is_no_number(folder):
     assert r"seed: expected int, got '${x}'." in refused(MINIMAL, r"seed=\${x}")[0]
 
@@ -322,6 +360,18 @@ def test_a_missing_recipe_file_is_one_problem(folder):
         load_recipe("absent.yaml")
 
 
+def test_sections_without_settings_are_shown_as_one_that_is_empty(folder):
+    shown = {key: (value, origin) for key, value, origin in show(load(MINIMAL, "rollout.sglang.page_size=1"))}
+    assert shown["trainer.megatron"] == shown["data.eval"] == ("{}", "default")
+    assert shown["rollout.sglang.page_size"] == ("1", "command line")
+    assert "rollout.sglang" not in shown
+    assert shown["resync.verify"][0] == VerifyMode.sampled.value
+    assert show(load_recipe(write("sft.yaml", "sft: {max_tokens: 9}\n" + MINIMAL), command="sft"))
+    evaluated = load_recipe(write("eval.yaml", MINIMAL.replace("steps: 3\n", "")), command="eval")
+    assert ("steps", "-", "default") in show(evaluated)
+    assert "steps" not in yaml.safe_load(dump_resolved(evaluated))
+
+
 def test_the_resolved_yaml_reads_back_as_the_same_recipe(folder):
     loaded = load(MINIMAL, "agent.tools=['a:f']", "data.eval.x=y", "rollout.sglang.page_size=1", "resync.verify=off")
     again = load_recipe(write("resolved.yaml", dump_resolved(loaded)))
@@ -358,6 +408,52 @@ def test_words_of_sglang_fields_are_the_lists_that_its_source_makes_when_it_runs
         assert fields[name].words == tuple(lists[words])
     assert fields["log_requests_format"].words == ("text", "json")
     assert fields["served_model_name"].words == ()
+
+
+def test_lists_of_a_packages_source_are_taken_as_they_are_written_and_nothing_else_is(tmp_path):
+    (tmp_path / "choices.py").write_text("A = ['x', 1]\nB = ('y',)\nC = 'word'\nD = 3\nE = list(range(3))\nF = A\n")
+    assert package_fields._named_lists(tmp_path / "choices.py") == {
+        "A": ("x", 1), "B": ("y",), "C": (), "D": (), "E": (), "F": (),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("annotation", "right", "wrong"),
+    [
+        ("bool", [True, False], [1, 0, None, "true"]),
+        ("int", [1, 0], [True, 1.0, None, "1"]),
+        ("float", [1.5, 1], [True, None, "1"]),
+        ("str | None", ["a", None], [1, True]),
+        ("Optional[int]", [1, None], [1.5, "a"]),
+        ("Union[int, str]", [1, "a"], [None, 1.5]),
+        ("Annotated[float, Arg(help='x')]", [1, 0.5], ["a", None]),
+        ("list[int]", [[1]], [1, {}]),
+        ("Dict[str, int] | Tuple[int, ...]", [{}, [1]], ["a", 1]),
+        ("Literal['a', 'b']", ["a", "b"], ["c", None, 1]),
+        ("Optional[Literal['a']]", ["a", None], ["b"]),
+        ("torch.dtype", ["float32", "uint8"], ["fp32", 1]),
+        ("AttnBackend", ["flash"], ["flesh", None]),
+        ("Callable[[int], int]", [], [1, "a", None]),
+        ("SomeClass", [1, "a", None, [1]], []),
+        ("'SomeClass'", [1, "a", None, [1]], []),
+    ],
+)
+def test_a_field_of_a_package_takes_what_its_annotation_says(annotation, right, wrong):
+    field = package_fields._field_type(ast.parse(annotation, mode="eval").body, {"AttnBackend": ("flash",)})
+    assert [value for value in [*right, *wrong] if field.accepts(value)] == right
+
+
+def test_words_of_a_field_hold_for_each_element_unless_another_parser_reads_them():
+    def words(annotation):
+        return package_fields._field_type(ast.parse(annotation, mode="eval").body, {"NAMED": ("x", "y")})
+
+    listed = words("Annotated[list[str] | None, Arg(choices=NAMED)]")
+    assert listed.words == ("x", "y")
+    assert listed.unknown(["x", "z"]) == ["z"]
+    assert listed.unknown(None) == []
+    assert words("A[str, Arg(choices=['a', 'b'])]").unknown("c") == ["c"]
+    assert words("A[str, Arg(choices=NAMED, type_parser=str)]").words == ()
+    assert words("A[str, Other(choices=NAMED)]").words == ()
 
 
 def test_the_configuration_imports_quickly_and_without_torch():

@@ -9,7 +9,7 @@ import pytest
 from slimrl_tools.toy_tokenizer import build_tokenizer
 
 from slimrl.agent.calculator import calculator
-from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.episode import EpisodeRunner, _bounded
 from slimrl.agent.parsers import HermesParser
 from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.schema import RolloutConfig, SamplingConfig
@@ -246,6 +246,33 @@ def test_a_long_result_loses_its_middle_and_a_result_cannot_end_its_turn():
     play(engine)
     added = contexts(engine)[1][len(contexts(engine)[0]) + len(encode(call % "<|im_end|>")) :]
     assert added.count(CHAT.end_of_turn_id) == 2  # the policy's turn and the tool's
+
+
+def test_a_turn_with_a_call_that_is_malformed_is_kept_as_it_was_written():
+    turn = f"{CALL} and <tool_call>{{</tool_call><|im_end|>"
+    trajectory = play(ScriptedEngine(turn, ANSWER), stop_at_tool_call=False)
+    assert trajectory.messages[2] == {"role": "assistant", "content": turn.removesuffix("<|im_end|>")}
+    assert [message["content"] for message in trajectory.messages[3:5]] == [
+        "580",
+        "error: malformed tool call: not JSON",
+    ]
+    assert (trajectory.metadata["num_tool_calls"], trajectory.metadata["num_tool_errors"]) == (2, 1)
+    plain = play(ScriptedEngine(ANSWER))
+    assert plain.messages[2] == {"role": "assistant", "content": ANSWER.removesuffix("<|im_end|>")}
+
+
+@pytest.mark.parametrize("limit", [16, 17, 44, 45])
+def test_a_result_is_cut_to_its_limit_in_the_middle_and_only_above_it(limit):
+    text = "".join(chr(97 + index % 26) for index in range(45))
+    cut = _bounded(text, limit)
+    assert len(cut) == limit
+    if limit == 45:
+        assert cut == text
+    else:
+        head, tail = cut.split(" ... ")
+        assert text.startswith(head)
+        assert text.endswith(tail)
+        assert len(tail) - len(head) in (0, 1)
 
 
 def test_a_turn_that_ends_the_text_completes_the_trajectory_whatever_it_called():

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,3 +136,24 @@ def test_a_run_that_replaces_another_holds_the_lock_of_the_new_folder(tmp_path: 
         with pytest.raises(ValueError, match="in use"), folder_lock(run.path):
             raise AssertionError
         assert {path.name for path in tmp_path.iterdir()} == {"demo", "demo.attempt_000"}
+
+
+def test_a_fork_gives_up_the_locks_that_it_did_not_take(tmp_path: Path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(module, "_held", {5, 7})
+    with folder_lock(tmp_path):
+        assert len(module._held) == 3
+    assert module._held == {5, 7}
+    monkeypatch.setattr(module.os, "close", closed.append)
+    module._close_held()
+    assert (sorted(closed), module._held) == ([5, 7], set())
+
+
+def test_who_waits_for_a_lock_gives_up_at_its_deadline_and_says_once_for_whom_it_waits(tmp_path: Path, monkeypatch):
+    now, said = [10.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    with folder_lock(tmp_path):
+        monkeypatch.setattr(module, "time", clock)
+        with pytest.raises(ValueError, match="End that one first"), folder_lock(tmp_path, wait_s=3.0, say=said.append):
+            raise AssertionError
+    assert (now[0], len(said)) == (13.0, 1)

@@ -1,9 +1,11 @@
 """What `slimrl launch slurm` refuses before it submits."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from slimrl_tools.toy import ToySize, write_toy
@@ -11,7 +13,8 @@ from typer.testing import CliRunner
 
 from slimrl.cli import app
 from slimrl.config.problems import RecipeError
-from slimrl.launch.job_check import check_job
+from slimrl.launch import job_check
+from slimrl.launch.job_check import _check_settings, check_job
 from slimrl.launch.submit import SlurmJob, check_sbatch, job_script
 from slimrl.launch.time_limit import check_time_limit, time_limit_s
 from slimrl.observability.run_folder import RunFolder, open_run_folder
@@ -81,6 +84,42 @@ def test_a_recipe_for_sft_is_launched_and_shown_as_one():
     shown = CliRunner().invoke(app, ["config", "show", recipe])
     assert shown.exit_code == 0, shown.output
     assert "sft.max_tokens" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"nodes": 0}, "--nodes 0 --spares 0: at least one node, and no less than 0 spares."),
+        ({"spares": -1}, "--nodes 1 --spares -1: at least one node"),
+        ({"container": "i", "venv": Path("v")}, "--container and --venv exclude each other."),
+        ({"container_mounts": "/a:/b"}, "--container-mounts needs --container."),
+        ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude each other."),
+        ({"signal_s": 60}, "--signal-s 60: more than the 60 s that the requeue may take."),
+        ({"time": "6"}, "--time 6: the job would be asked for a checkpoint at once"),
+        ({"sbatch": ("--array=1",)}, "--array cannot be given"),
+    ],
+)
+def test_settings_of_a_job_that_contradict_each_other_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _check_settings(TINY, replace(SlurmJob(nodes=1), **wrong))
+
+
+def test_settings_of_a_job_at_their_limits_are_taken():
+    job = SlurmJob(nodes=1, spares=0, signal_s=61, time="3")
+    _check_settings(TINY, job)
+    _check_settings(TINY, replace(job, container="i", container_mounts="/a:/b", resume=True))
+    _check_settings(TINY, replace(job, venv=Path("v"), overwrite=True, spares=1, time=None))
+
+
+def test_a_job_of_too_few_nodes_says_how_many_it_needs_and_one_without_gpus_is_left_to_its_nodes(monkeypatch):
+    needed = []
+    monkeypatch.setattr(job_check, "nodes_needed", lambda recipe, gpus, *, sft: needed.append((gpus, sft)) or 1)
+    loaded = SimpleNamespace(recipe=None, path="r.yaml")
+    with pytest.raises(ValueError, match=r"r\.yaml: needs 1 node of 4 GPUs; --nodes 2 leaves some without work"):
+        job_check._check_nodes(loaded, SlurmJob(nodes=2, gpus_per_node=4, sft=True))
+    job_check._check_nodes(loaded, SlurmJob(nodes=1, gpus_per_node=4))
+    job_check._check_nodes(loaded, SlurmJob(nodes=9, gpus_per_node=0))
+    assert needed == [(4, True), (4, False)]
 
 
 def test_options_of_sbatch_are_passed_on_but_not_those_that_the_script_sets():

@@ -23,8 +23,9 @@ from slimrl.launch import job as job_module
 from slimrl.launch.attempt import MOST_UNOPENED, AttemptFolder, Preempted, Step, attempt_folder, wait_for
 from slimrl.launch.job import Job
 from slimrl.launch.options import add_options, check_rest, container_options
+from slimrl.launch.ports import port_block
 from slimrl.launch.preflight import compute_problems, judge_gpus
-from slimrl.launch.reports import LaunchError, Selection
+from slimrl.launch.reports import LaunchError, NodeReport, Selection, write_report
 from slimrl.launch.slurm import PREEMPTED, Allocation, named_nodes
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
@@ -254,6 +255,223 @@ def test_a_signal_while_an_srun_is_ended_is_not_left_waiting():
     assert [step.name for step in caught.value.steps] == ["preflight"]
 
 
+def test_a_command_that_saves_has_the_grace_for_it_and_is_asked_once(watched, monkeypatch, capsys):
+    job = watched(None, "--grace-s", "100")
+    said = []
+    monkeypatch.setattr(job._folder.__class__, "say", lambda self, word: said.append(word))
+    now = [50.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 30
+        if now[0] == 110:
+            job._note(signal.SIGUSR1, None)
+
+    monkeypatch.setattr(
+        job_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0], strftime=lambda f: f)
+    )
+    ray = SimpleNamespace(code=None)
+    assert job._watch(ray, SimpleNamespace(code=None)) == PREEMPTED
+    # Asked at 110 s, and waited for until more than 100 s are over.
+    assert (now[0], said) == (230.0, ["preempt"])
+    assert capsys.readouterr().out.endswith("no new checkpoint within 100 s\n")
+
+    class Saves:
+        @property
+        def code(self) -> int | None:
+            return PREEMPTED if now[0] >= 320 else None
+
+    job._signal, now[0] = None, 50.0
+    assert job._watch(ray, SimpleNamespace(code=0)) == 0
+    now[0] = 230.0
+    job._note(signal.SIGTERM, None)
+    assert job._watch(ray, Saves()) == PREEMPTED
+    assert (now[0], said) == (320.0, ["preempt"] * 2)
+    assert "no new checkpoint" not in capsys.readouterr().out
+
+
+def test_a_ray_that_ends_before_the_command_ends_the_job_with_its_own_words(watched):
+    job = watched(None)
+    dead = SimpleNamespace(code=1, failure=lambda: "ray ended with code 1")
+    with pytest.raises(LaunchError, match="ray ended with code 1"):
+        job._watch(dead, SimpleNamespace(code=None))
+    assert job._watch(dead, SimpleNamespace(code=PREEMPTED)) == PREEMPTED
+
+
+def test_of_a_command_that_fails_it_is_said_whether_ray_ended_with_it(watched, monkeypatch, capsys):
+    job = watched(None)
+    now = [0.0]
+
+    class Ray:
+        dies_s = 4.0
+
+        @property
+        def code(self) -> int | None:
+            return 9 if now[0] >= self.dies_s else None
+
+        def failure(self) -> str:
+            return "ray ended with code 9"
+
+    sleep = lambda seconds: now.__setitem__(0, now[0] + 1)  # noqa: E731
+    monkeypatch.setattr(
+        job_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0], strftime=lambda f: "T")
+    )
+    driver = SimpleNamespace(code=3, failure=lambda: "driver ended with code 3")
+    ray = Ray()
+    assert job._watch(ray, driver) == 3
+    assert capsys.readouterr().out == "T driver ended with code 3\nT failed: ray ended with code 9\n"
+    assert now[0] == 4
+    now[0], ray.dies_s = 0.0, 10**9
+    assert job._watch(ray, driver) == 3
+    assert capsys.readouterr().out == "T driver ended with code 3\n"
+    assert now[0] == job_module.NOTICE_S
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_every_node_is_asked_by_itself_and_what_is_wrong_with_it_is_told(watched, monkeypatch, capsys, late):
+    job = watched(0, "--gpus-per-node", "4", "--min-free-gib", "9.5", "--spares", "2", "--preflight-timeout-s", "30")
+    nodes = ["a", "b", "c"]
+    job._allocation = replace(job._allocation, nodes=nodes)
+    job._container = ["--container-image=i"]
+    asked = []
+
+    def start_alone(folder, name, node, command, *, container, gpus) -> Step:
+        asked.append((name, node, command, container, gpus))
+        folder.log(name, node).write_text(f"last of {node}\n")
+        if node == "c":
+            write_report(folder.path / "preflight", NodeReport("c", cores=5))
+        if node == "a":
+            write_report(folder.path / "preflight", NodeReport("a", ["it is full"]))
+        return Step(name, [node], SimpleNamespace(poll=lambda: 0), folder)
+
+    def wait(steps, timeout_s, stop):
+        assert (timeout_s, stop) == (30.0, job._is_preempted)
+        return [step for step in steps if not (late and step.nodes == ["b"])]
+
+    monkeypatch.setattr(job_module, "start_alone", start_alone)
+    monkeypatch.setattr(job_module, "wait_for", wait)
+    selection = Job._preflight(job)
+    missing = f"sent no report{' within 30 s' if late else ''}: last of b"
+    assert selection == Selection(["c"], {"a": "it is full", "b": missing})
+    assert [node for _, node, *_ in asked] == nodes
+    (name, _, command, container, gpus) = asked[0]
+    assert (name, container, gpus) == ("preflight", ["--container-image=i"], 4)
+    assert command == [
+        str(Path.cwd() / ".venv" / "bin" / "python"), "-m", "slimrl.launch.preflight",
+        f"--folder={job._folder.path}", "--gpus=4", "--min-free-gib=9.5", f"--first-port={port_block(7).first}",
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "preflight: left out a: it is full\n" in said
+    assert f"preflight: left out b: {missing}\n" in said
+    job._options.spares = 1
+    with pytest.raises(LaunchError, match="1 of 3 nodes are good, 2 needed"):
+        Job._preflight(job)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """In place of srun: notes how it is started."""
+    calls = []
+
+    def start(command, *, stdin, stdout, stderr, start_new_session):
+        calls.append((command, stdout.name))
+        assert (stdin, stderr, start_new_session) == (subprocess.DEVNULL, stdout, True)
+        return SimpleNamespace(poll=lambda: None)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return calls
+
+
+def test_steps_have_logs_of_their_nodes_and_of_srun(tmp_path: Path, started):
+    folder = AttemptFolder(tmp_path)
+    step = attempt.start_step(folder, "ray", ["a", "b"], ["python", "-x"], container=["--container-image=i"], gpus=4)
+    (command, log) = started[0]
+    assert log == str(tmp_path / "ray.srun.log")
+    expected = {"--nodelist=a,b", "--nodes=2", f"--output={tmp_path}/ray.%N.log", "--gpus-per-node=4"}
+    assert {*expected, "--kill-on-bad-exit=1", "--wait=0"} <= set(command)
+    assert command[-3:] == ["--container-image=i", "python", "-x"]
+    assert (step.name, step.nodes, step.code) == ("ray", ["a", "b"], None)
+    attempt.start_step(folder, "sum", ["a", "b"], ["x"], container=[], gpus=0, stop_together=False)
+    assert "--kill-on-bad-exit=0" in started[1][0]
+    assert not any(word.startswith("--gpus") for word in started[1][0])
+    alone = attempt.start_alone(folder, "preflight", "b", ["x"], container=["-c"], gpus=2)
+    (command, log) = started[2]
+    assert log == str(tmp_path / "preflight.b.log")
+    assert {"--nodelist=b", "--nodes=1", "--ntasks=1", "--gpus-per-node=2"} <= set(command)
+    assert not any(word.startswith("--output") for word in command)
+    assert (alone.name, alone.nodes) == ("preflight", ["b"])
+
+
+def test_without_srun_the_job_fails(tmp_path: Path, monkeypatch):
+    def absent(*arguments, **how):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(subprocess, "Popen", absent)
+    with pytest.raises(LaunchError, match="no srun on PATH"):
+        attempt.start_step(AttemptFolder(tmp_path), "ray", ["a"], ["x"], container=[], gpus=0)
+
+
+def test_a_job_starts_its_programs_with_the_plan_and_the_control_file(watched, monkeypatch):
+    job, calls = watched(0, "--gpus-per-node", "3"), []
+    monkeypatch.setattr(job_module, "start_step", lambda *arguments, **how: calls.append((arguments, how)))
+    Job._start(job, "driver", ["a"], "slimrl.launch.driver", "--", "train")
+    ((folder, name, nodes, command), how) = calls[0]
+    assert (folder, name, nodes) == (job._folder, "driver", ["a"])
+    assert command[1:] == [
+        "-m", "slimrl.launch.driver", f"--plan={folder.plan}", f"--control={folder.control}", "--", "train",
+    ]  # fmt: skip
+    assert how == {"container": [], "gpus": 3}
+
+
+def test_a_step_that_goes_on_is_given_time_before_its_srun_is_told(monkeypatch):
+    events: list[str] = []
+    monkeypatch.setattr(attempt, "END_TIMEOUT_S", 0.01)
+    waits = []
+    monkeypatch.setattr(attempt, "_await_end", lambda steps, timeout_s, stop: waits.append((len(steps), timeout_s)))
+    Step("ray", ["a"], HangingProcess(events), AttemptFolder(Path())).end(5.0)
+    assert events == ["srun is told", "srun is killed"]
+    assert waits == [(1, 5.0), (1, 0.01), (1, 0.01)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "failure", "exit_code", "said"),
+    [
+        (["r.yaml"], 0, None, 0, "job 7, attempt 2, nodes a, b\n"),
+        (["r.yaml"], 3, None, 3, "job 7, attempt 2, nodes a, b\n"),
+        (["r.yaml"], PREEMPTED, None, PREEMPTED, "its end is awaited\n"),
+        (["r.yaml"], 0, LaunchError("node a died"), 1, "failed: node a died\n"),
+        (["--spares", "2", "r.yaml"], 0, None, 1, "failed: --spares 2 of 2 nodes leaves none\n"),
+        (["--spares", "1"], 0, None, 1, "failed: no recipe is given\n"),
+    ],
+)
+def test_a_job_ends_with_the_commands_code_and_with_1_for_its_own_failures(
+    tmp_path: Path, monkeypatch, capsys, arguments, code, failure, exit_code, said
+):
+    class StandIn:
+        def __init__(self, options, allocation, folder) -> None:
+            assert folder == attempt_folder(tmp_path / "logs", 7, 2)
+            assert folder.control.read_text() == "run\n"
+            assert folder.canary.read_text().startswith("7 2 ")
+            assert (folder.path.parent / "latest").resolve() == folder.path
+
+        def run(self) -> int:
+            if failure is not None:
+                raise failure
+            return code
+
+        def await_end(self) -> None:
+            print("its end is awaited")
+
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").touch()
+    monkeypatch.setattr(job_module, "this_allocation", lambda: Allocation(7, 2, ["a", "b"], {"a": "a", "b": "b"}))
+    monkeypatch.setattr(job_module, "Job", StandIn)
+    monkeypatch.setattr(sys, "argv", ["job", "--log-dir", "logs", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        job_module.main()
+    assert ended.value.code == exit_code
+    assert capsys.readouterr().out.endswith(said)
+
+
 def test_a_command_that_fails_is_not_queued_again(watched, monkeypatch):
     monkeypatch.setattr(WatchedJob, "_explain", lambda self, ray, driver: None)
     job = watched(3)
@@ -404,6 +622,23 @@ def test_a_failed_step_shows_the_log_of_the_node_that_srun_names(tmp_path: Path)
     assert "last of node12" in said
     assert "last of node13" in said
     assert "last of node1\n" not in said
+
+
+def test_of_a_step_of_many_nodes_five_are_shown_with_their_last_five_lines(tmp_path: Path):
+    nodes = [f"n{index}" for index in range(1, 8)]
+    for node in nodes:
+        (tmp_path / f"ray.{node}.log").write_text("".join(f"{node} line {number}\n" for number in range(8)))
+    (tmp_path / "ray.srun.log").write_text("".join(f"srun {number}\n" for number in range(7)) + "n[1-7]: Killed\n")
+    step = Step("ray", nodes, SimpleNamespace(poll=lambda: 137), AttemptFolder(tmp_path))
+    lines = step.failure().splitlines()
+    assert lines[:6] == ["ray ended with code 137", *(f"  srun {n}" for n in (3, 4, 5, 6)), "  n[1-7]: Killed"]
+    assert [line for line in lines[6:] if line.endswith(":")] == [f"  {tmp_path}/ray.{node}.log:" for node in nodes[:5]]
+    assert lines[7:12] == [f"      n1 line {number}" for number in (3, 4, 5, 6, 7)]
+    assert len(lines) == 6 + 5 * 6
+    # Where srun names nobody it is the first.
+    (tmp_path / "ray.srun.log").unlink()
+    assert step.failure().splitlines()[1] == f"  {tmp_path}/ray.n1.log:"
+    assert "n2" not in step.failure()
 
 
 def test_of_a_node_without_a_report_the_last_that_it_printed_is_told(tmp_path: Path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from slimrl.cli import app
 from slimrl.config.schema import Recipe, TransportName
+from slimrl.launch import meeting as meeting_module
 from slimrl.launch import ray_node, slurm
 from slimrl.launch.attempt import AttemptFolder
 from slimrl.launch.meeting import Meeting
@@ -25,7 +27,7 @@ from slimrl.launch.ports import NAMED, NUM_BLOCKS, port_block
 from slimrl.launch.preflight import canary_problems, judge_gpus, port_problems
 from slimrl.launch.reports import LaunchError, NodeReport, Selection, read_reports, select_nodes, write_report
 from slimrl.launch.slurm import Allocation, srun_command
-from slimrl.launch.submit import nodes_needed
+from slimrl.launch.submit import MARGIN_S, SIGNAL_S, SlurmJob, nodes_needed
 from slimrl.rollout.ports import FIRST_PORT
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +152,16 @@ def test_the_command_is_told_its_job_and_what_to_do_with_a_run_of_another():
     assert command("--container", "i.sqsh", "r.yaml")[0] == "python3"
 
 
+def test_what_a_script_leaves_out_is_what_a_job_has_by_default():
+    plain, job = options("r.yaml"), SlurmJob(nodes=1)
+    same = {"spares", "gpus_per_node", "log_dir", "cores_per_node", "sft", "resume", "overwrite"}
+    assert {name: getattr(plain, name) for name in same} == {name: getattr(job, name) for name in same}
+    assert plain.grace_s == SIGNAL_S - MARGIN_S == 240
+    assert (plain.venv, plain.container, plain.command) == (Path(".venv"), None, False)
+    assert (plain.min_free_gib, plain.object_store_gib) == (8.0, 16.0)
+    assert (plain.preflight_timeout_s, plain.meeting_timeout_s) == (300.0, 180.0)
+
+
 def test_steps_run_in_the_container_with_one_task_on_each_node():
     container = container_options(options("--container", "i.sqsh", "--container-mounts", "/data:/data", "r.yaml"))
     command = srun_command(["a", "b"], Path("ray.%N.log"), ["python3"], container=container, gpus=8)
@@ -204,6 +216,84 @@ def test_nodes_that_no_other_reaches_are_left_out_and_spares_take_their_places(
     nodes = [f"n{index}" for index in range(count)]
     met = MeetingWithBadNodes(tmp_path, nodes, bad).meet(Selection(nodes[: count - len(bad)], {}))
     assert met.nodes == [node for node in nodes if node not in bad]
+
+
+def test_nodes_in_reserve_stay_there_while_those_in_front_come_through(tmp_path: Path):
+    nodes = ["n0", "n1", "n2", "n3"]
+    assert MeetingWithBadNodes(tmp_path, nodes, set()).meet(Selection(nodes[:2], {})).nodes == ["n0", "n1"]
+    left_out = MeetingWithBadNodes(tmp_path, nodes, set()).meet(Selection(["n1", "n3"], {"n0": "full"}))
+    assert left_out.nodes == ["n1", "n2"]
+
+
+def test_a_round_gives_each_group_a_port_and_all_of_them_a_deadline(tmp_path: Path, monkeypatch):
+    started, waits = [], []
+    meet = MeetingWithBadNodes(tmp_path, ["n0", "n1", "n2", "n3"], set())
+    meet._options = options("--gpus-per-node", "4", "--meeting-timeout-s", "50", "--venv", "/v", "r.yaml")
+    meet._container = ["--container-image=i"]
+
+    def start(folder, name, nodes, command, **how):
+        started.append((folder, name, nodes, command, how))
+        write_report(tmp_path / name, NodeReport("n1", addresses={"10.0.0.1": "ib0"}))
+        return SimpleNamespace(wait=lambda *asked: waits.append(asked))
+
+    monkeypatch.setattr(meeting_module, "start_step", start)
+    for number, groups in enumerate([[["n0", "n1"], ["n3", "n2"]], [["n1"]]]):
+        assert list(Meeting._round(meet, groups)) == ["n1"]
+        (folder, name, nodes, command, how) = started[number]
+        assert (folder.path, name, nodes) == (tmp_path, f"allreduce_{number}", [node for g in groups for node in g])
+        plan = tmp_path / name / "groups.plan"
+        assert command == [
+            "/v/bin/python", "-m", "slimrl.launch.allreduce", f"--plan={plan}", "--gpus=4", "--timeout-s=50.0",
+        ]  # fmt: skip
+        assert how == {"container": ["--container-image=i"], "gpus": 4, "stop_together": False}
+        first = port_block(77).port("preflight")
+        assert json.loads(plan.read_text())["groups"] == [
+            {"nodes": group, "hosts": {node: node for node in group}, "port": first + index}
+            for index, group in enumerate(groups)
+        ]
+    assert waits == [(50.0 + 60.0, meet._stop)] * 2
+
+
+def test_the_plan_says_what_every_node_needs(tmp_path: Path):
+    meeting = MeetingWithBadNodes(tmp_path, ["n1", "n2"], set()).meet(Selection(["n1", "n2"], {}))
+    first = port_block(77).first
+    own = {"interface": "ib0", "first_port": first, "cores": 4}
+    assert meeting.plan() == {
+        "job_id": 77, "head_address": "10.0.0.1", "ray_address": f"10.0.0.1:{first}", "first_port": first,
+        "token_file": str(tmp_path / "token"), "gpus": 8, "object_store_bytes": 16 * 2**30,
+        "nodes": {"n1": {"rank": 0, "address": "10.0.0.1", **own}, "n2": {"rank": 1, "address": "10.0.0.2", **own}},
+    }  # fmt: skip
+    meeting._options = options("--cores-per-node", "3", "--object-store-gib", "0.5", "r.yaml")
+    plan = meeting.plan()
+    assert [own["cores"] for own in plan["nodes"].values()] == [3, 3]
+    assert plan["object_store_bytes"] == 2**29
+
+
+def test_more_nodes_of_one_address_than_there_are_ports_for_end_the_job(tmp_path: Path):
+    nodes = [f"n1{letter}" for letter in "abcdefghijk"]
+    with pytest.raises(LaunchError, match="11 nodes of the job have one address"):
+        MeetingWithBadNodes(tmp_path, nodes, set()).meet(Selection(nodes, {})).plan()
+
+
+def test_where_every_pair_comes_through_those_without_an_answer_are_named(tmp_path: Path):
+    nodes = ["n0", "n1", "n2"]
+
+    class MeetingInPairs(MeetingWithBadNodes):
+        def _round(self, groups):
+            all_of = super()._round(groups)
+            return {node: all_of[node] for group in groups for node in (group[:2] if len(group) > 2 else group)}
+
+    with pytest.raises(LaunchError, match=r"all-reduce of 3 nodes failed, but every node comes through beside") as said:
+        MeetingInPairs(tmp_path, nodes, set()).meet(Selection(nodes, {}))
+    assert "Without an answer were n2. Logs: " in str(said.value)
+
+
+def test_a_node_that_meets_nobody_and_fails_is_left_out_for_the_next(tmp_path: Path):
+    class AloneOnly(MeetingWithBadNodes):
+        def _round(self, groups):
+            return {} if groups == [["n0"]] else super()._round(groups)
+
+    assert AloneOnly(tmp_path, ["n0", "n1"], set()).meet(Selection(["n0"], {})).nodes == ["n1"]
 
 
 def test_where_good_nodes_are_too_few_or_no_node_can_be_blamed_the_job_ends(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -13,7 +14,8 @@ from slimrl.config.load import load_recipe
 from slimrl.config.schema import Recipe
 from slimrl.launch.mounts import unmounted_paths
 from slimrl.launch.options import add_options
-from slimrl.launch.submit import SlurmJob, job_script, nodes_needed, quote
+from slimrl.launch.reports import LaunchError
+from slimrl.launch.submit import SlurmJob, job_script, nodes_needed, quote, submit
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,6 +86,40 @@ def test_what_a_user_gives_reaches_sbatch_and_the_job_as_it_is(tmp_path: Path):
     assert given == {name: getattr(options, name) for name in given}
     assert {"container_mounts", "cores_per_node", "min_free_gib", "object_store_gib", "log_dir"} <= set(given)
     assert options.grace_s == job.signal_s - 60
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (FileNotFoundError("no sbatch"), "sbatch: no sbatch. The script is "),
+        (subprocess.TimeoutExpired("sbatch", 60), "timed out after 60 seconds. The script is "),
+        ((1, "", "invalid account\n"), "sbatch: invalid account The script is "),
+        ((0, "Submitted batch job 5\n", ""), None),
+    ],
+)
+def test_a_script_is_kept_whatever_sbatch_makes_of_it(tmp_path: Path, monkeypatch, answer, said):
+    asked = []
+
+    def run(command, *, check, **how):
+        asked.append(command)
+        assert (check, how) == (False, {"capture_output": True, "text": True, "timeout": 60})
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess(command, *answer)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    folder = tmp_path / "new" / "logs"
+    if said is None:
+        assert submit("script", "demo", folder)[1] == "Submitted batch job 5"
+        submit("again", "demo", folder)
+    else:
+        with pytest.raises(LaunchError, match=re.escape(said)):
+            submit("script", "demo", folder)
+    file = Path(asked[0][1])
+    assert asked[0] == ["sbatch", str(file)]
+    assert file.parent == folder
+    assert re.fullmatch(r"demo-\d{8}-\d{6}\.sbatch", file.name)
+    assert file.read_text() in ("script", "again")
 
 
 def test_paths_that_a_container_does_not_see_are_told():

@@ -1,11 +1,13 @@
 """What a process takes of memory, as seen from outside."""
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
 
 from slimrl.models.shared_buffer import FileBuffer
+from slimrl.observability import memory
 from slimrl.observability.memory import MemoryWatch, anonymous_bytes, session_members, shared_bytes
 
 MB = 2**20
@@ -21,6 +23,17 @@ def test_the_peak_counts_and_not_what_is_left_at_the_end():
         del taken
     assert 60 * MB < memory.extra_bytes < 80 * MB
     assert anonymous_bytes(os.getpid()) < held - 60 * MB
+    assert "memory-watch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_block_that_takes_and_ends_between_two_looks_is_counted(monkeypatch):
+    monkeypatch.setattr(memory, "INTERVAL_S", 1000.0)
+    figures = iter([(5, 1), (7, 2), (100, 100)])
+    monkeypatch.setattr(memory, "anonymous_bytes", lambda pid: pid * (now := next(figures))[0] + now[1] - now[1])
+    monkeypatch.setattr(memory, "shared_bytes", lambda pid: 0)
+    with MemoryWatch([10]) as watch:
+        assert watch.extra_bytes == 0
+    assert watch.extra_bytes == 20
 
 
 def test_shared_memory_counts_for_the_process_that_made_it_and_once():

@@ -3,23 +3,28 @@
 import ast
 import io
 import json
+import logging
+import os
 import re
 import shutil
+import warnings
 from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.observability import logs, provenance, run_folder
 from slimrl.observability import progress as progress_module
-from slimrl.observability import run_folder
 from slimrl.observability.metrics import METRIC_NAMES, MetricsWriter, is_metric, read_metrics
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
 from slimrl.observability.report import mean_series, series, write_curve
 from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
 from slimrl.observability.samples import write_samples
+from slimrl.observability.terminal import plain_console
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -230,6 +235,22 @@ def test_without_a_terminal_progress_is_plain_lines(monkeypatch):
     assert "\x1b" not in output.getvalue()
 
 
+def test_titles_stand_above_the_first_row_above_each_twentieth_and_above_other_columns():
+    out = io.StringIO()
+    progress = Progress(50, Console(file=out, width=200))
+    for step in range(1, 24):
+        progress.summary(step, {"reward/mean": 0.5, **({"time/step_s": 2.0} if step > 21 else {})})
+    lines = out.getvalue().splitlines()
+    titles = [number for number, line in enumerate(lines) if "reward" in line]
+    # Before rows 1, 21 and 22; there are 23 rows.
+    assert titles == [0, 21, 23]
+    assert len(lines) == 26
+    assert lines[1].split() == ["1/50", "0.500"]
+    assert lines[23].split() == ["step", "reward", "total"]
+    assert lines[24].split() == ["22/50", "0.500", "2.0s"]
+    assert len({len(line) for line in lines[:23]}) == 1
+
+
 def test_lines_and_stages_are_said_as_they_are():
     for terminal in (False, True):
         output = io.StringIO()
@@ -319,6 +340,58 @@ def test_a_run_without_rewards_is_drawn_with_its_loss(tmp_path, monkeypatch):
     assert drawn == {"sft/loss": [2.0, 1.0]}
 
 
+def test_what_was_never_a_number_is_not_drawn(tmp_path, monkeypatch):
+    figure = drawn_by(monkeypatch)
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        for step in (1, 2):
+            writer.log(
+                step, {"reward/mean": float("nan"), "sft/loss": 2.0 / step, "policy/clip_fraction": float("inf")}
+            )
+    write_curve([tmp_path / "m.jsonl"], tmp_path / "curve.png")
+    (main,) = figure().axes
+    assert [line.get_label() for line in main.get_lines()] == ["sft/loss"]
+    assert main.get_ylabel() == "loss"
+
+
+def drawn_by(monkeypatch):
+    """The figure that write_curve makes, as it is when it is written."""
+    from matplotlib.figure import Figure
+
+    kept = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *given, **how: kept.append(self) or save(self, *given, **how))
+    return lambda: kept[0]
+
+
+def test_small_panels_begin_at_zero_or_at_a_power_of_ten(tmp_path, monkeypatch):
+    figure = drawn_by(monkeypatch)
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        for step in range(3):
+            values = {"policy/clip_fraction": 0.1 + step / 10, "mismatch/logprob_abs_mean": 2e-3 * (step + 1)}
+            writer.log(step, {"reward/mean": step / 4, **values})
+    write_curve([tmp_path / "m.jsonl"], tmp_path / "curve.png", "of a run")
+    main, clip, mismatch = figure().axes
+    assert (main.get_title(), main.get_ylabel(), main.get_ylim()) == ("of a run", "reward, accuracy", (-0.02, 1.02))
+    assert (clip.get_title(), clip.get_yscale(), clip.get_ylim()[0]) == ("clip fraction", "linear", 0)
+    assert 0.3 < clip.get_ylim()[1] < 0.32
+    assert (mismatch.get_yscale(), mismatch.get_ylim()) == ("log", (pytest.approx(1e-3), pytest.approx(1e-2)))
+    assert (clip.get_xlabel(), mismatch.get_xlabel()) == ("", "step")
+
+
+def test_a_reward_beyond_one_keeps_its_range(tmp_path, monkeypatch):
+    figure = drawn_by(monkeypatch)
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        for step in range(2):
+            writer.log(step, {"reward/mean": 3.0 * step - 1, "eval/b/accuracy": 0.5, "eval/a/accuracy": 0.25})
+    write_curve([tmp_path / "m.jsonl"], tmp_path / "curve.png")
+    (main,) = figure().axes
+    low, high = main.get_ylim()
+    assert low < -1
+    assert high > 2
+    labels = [line.get_label() for line in main.get_lines()]
+    assert labels == ["reward/mean (training)", "eval/a/accuracy", "eval/b/accuracy"]
+
+
 def test_a_run_with_nothing_to_draw_is_refused(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
         writer.log(0, {"resync/version": 0})
@@ -331,6 +404,28 @@ def test_a_curve_without_steps_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no steps"):
         write_curve([tmp_path / "metrics.jsonl"], tmp_path / "curve.png")
+
+
+@pytest.mark.parametrize(
+    ("answers", "git"),
+    [
+        (["M x\n", "abc\n"], {"commit": "abc", "dirty": True}),
+        (["\n", "abc\n"], {"commit": "abc", "dirty": False}),
+        ([None, None], {"commit": None, "dirty": None}),
+        ([FileNotFoundError(), TimeoutExpired("git", 20)], {"commit": None, "dirty": None}),
+    ],
+)
+def test_provenance_names_the_commit_where_git_answers(monkeypatch, answers, git):
+    def run(command, *, cwd, **how):
+        assert command[0] == "git"
+        assert (cwd, how["check"]) == (Path(provenance.__file__).parent, False)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return CompletedProcess(command, 0 if answer else 128, answer or "fatal\n", "")
+
+    monkeypatch.setattr("subprocess.run", run)
+    assert collect_provenance({}, {}, ["slimrl"])["git"] == git
 
 
 def test_provenance_grows_by_one_entry_at_each_start(tmp_path):
@@ -371,3 +466,72 @@ def test_a_run_that_ends_before_its_first_metrics_and_checkpoint_is_marked(tmp_p
     logs.logs.mkdir(parents=True)
     logs.note_early_end()
     assert not any(folder.ended_early.exists() for folder in (begun, saved, logs))
+
+
+def test_an_export_takes_the_place_of_the_one_before(tmp_path):
+    run = open_run_folder(tmp_path, "demo", "seed: 1\n")
+    assert run.fresh_export() == run.path / "export" / "hf"
+    run.export.mkdir(parents=True)
+    (run.export / "old.safetensors").touch()
+    assert not run.fresh_export().exists()
+    assert run.config.is_file()
+
+
+def test_a_worker_writes_everything_into_its_log(tmp_path, monkeypatch):
+    replaced, told = [], []
+    monkeypatch.setattr(logs.os, "dup2", lambda source, target: replaced.append((os.fstat(source).st_ino, target)))
+    monkeypatch.setattr(logs.faulthandler, "enable", lambda *, file: told.append(file))
+    monkeypatch.setattr(logs, "log_to_file", lambda path, level: told.append((path, level)))
+    path = tmp_path / "logs" / "trainer_0.log"
+    before = len(os.listdir("/proc/self/fd"))
+    path.parent.mkdir()
+    path.write_text("of the attempt before\n")
+    logs.capture_output(path, logging.DEBUG)
+    inode = path.stat().st_ino
+    assert replaced == [(inode, 1), (inode, 2)]
+    assert told == [(path, logging.DEBUG), 2]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert path.read_text() == "of the attempt before\n"
+    logs.capture_output(tmp_path / "deeper" / "logs" / "a.log")
+    assert told[2] == (tmp_path / "deeper" / "logs" / "a.log", logging.INFO)
+
+
+def test_records_are_written_without_what_is_hidden_and_requests_are_left_out(tmp_path):
+    root, httpx = logging.getLogger(), logging.getLogger("httpx")
+    before, levels = root.handlers[:], (root.level, httpx.level)
+    path = tmp_path / "logs" / "driver.log"
+    try:
+        logs.log_to_file(path, hide=lambda text: text.replace("secret", "***"))
+        assert len(root.handlers) == 1
+        logging.getLogger("a.b").info("a secret")
+        logging.getLogger("a.b").debug("not so much")
+        httpx.info("GET /health")
+        httpx.warning("slow")
+        try:
+            raise ValueError("secret")
+        except ValueError:
+            logging.getLogger("a.b").exception("broken")
+        warnings.warn("of a library", stacklevel=1)
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.handlers[:] = before
+        root.setLevel(levels[0])
+        httpx.setLevel(levels[1])
+        logging.captureWarnings(False)
+    text = path.read_text()
+    assert "INFO a.b: a ***\n" in text
+    assert "WARNING httpx: slow" in text
+    assert "ValueError: ***" in text
+    assert not any(word in text for word in ("secret", "health", "not so much"))
+
+
+def test_what_is_piped_has_its_own_width_and_text_goes_out_as_it_is(capsys):
+    assert plain_console(piped_columns=500).width == 500
+    assert plain_console().width != 500
+    text = "[red]a:smile:b [/x] " + "1.5 " * 100
+    plain_console().print(text)
+    plain_console(stderr=True).print(text)
+    assert capsys.readouterr() == (text + "\n", text + "\n")
+    plain_console(soft_wrap=False, piped_columns=40).print("word " * 20)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40

@@ -103,6 +103,41 @@ def test_a_layout_aligns_by_its_sizes_and_tiles_and_is_the_same_layout_with_othe
     assert plain.sizes() == tiled.sizes()
 
 
+def test_stages_that_interleave_take_micro_batches_by_the_size_of_the_pipeline():
+    ones = dict.fromkeys(("world_size", "expert", "expert_tensor", "data", "tensor", "context"), 1)
+    places = dict.fromkeys(("rank", "tensor_rank", "pipeline_rank", "context_rank", "data_rank"), 0)
+    layout = Layout(**ones, **places, pipeline=4, virtual_pipeline=1, sequence=False)
+    assert layout.micro_batch_multiple == 1
+    assert replace(layout, virtual_pipeline=2).micro_batch_multiple == 4
+    assert replace(layout, pipeline=1).micro_batch_multiple == 1
+
+
+def test_of_the_ranks_that_compute_one_batch_the_first_of_the_last_stage_reports():
+    ones = dict.fromkeys(("world_size", "expert", "expert_tensor", "data", "virtual_pipeline"), 1)
+    layouts = [
+        Layout(
+            **ones, tensor=2, pipeline=3, context=2, sequence=True, rank=0, data_rank=0,
+            tensor_rank=tensor, pipeline_rank=stage, context_rank=context,
+        )
+        for tensor in range(2) for stage in range(3) for context in range(2)
+    ]  # fmt: skip
+    reporting = [(one.tensor_rank, one.pipeline_rank, one.context_rank) for one in layouts if one.reports]
+    assert reporting == [(0, 2, 0)]
+    assert sum(one.is_last_stage for one in layouts) == 4
+
+
+def test_where_evenly_spread_sequences_find_no_room_there_is_a_micro_batch_more():
+    """Two micro-batches of 6 hold 3 + 3 and 2 + 2 + 2, but not 3 + 2 and 3 + 2 with another 2."""
+    rng = np.random.default_rng(0)
+    sequences = [sequence(length + 1, index, rng) for index, length in enumerate((3, 3, 2, 2, 2))]
+    for ranks, count in ((1, 3), (2, 4)):
+        parts = pack(sequences, np.zeros(5, np.float32), budget_tokens=6, alignment=1, data_parallel=ranks)
+        micro_batches = [m for part in parts for m in part]
+        assert len(micro_batches) == count
+        assert max(m.num_tokens for m in micro_batches) <= 6
+        assert sum(m.num_tokens for m in micro_batches) == 12
+
+
 def test_segments_of_one_trajectory_count_together():
     rng = np.random.default_rng(1)
     sequences = [sequence(40, 0, rng), sequence(40, 0, rng), sequence(30, 1, rng)]
@@ -124,6 +159,31 @@ def test_fewer_sequences_than_ranks_leave_pure_padding():
     parts = pack([sequence(10, 0, rng)], np.zeros(1, np.float32), budget_tokens=64, alignment=4, data_parallel=3)
     assert [len(part) for part in parts] == [1, 1, 1]
     assert sorted(m.num_tokens for part in parts for m in part) == [0, 0, 9]
+
+
+def test_without_sequences_every_rank_has_one_piece_of_padding():
+    parts = pack([], np.zeros(0, np.float32), budget_tokens=64, alignment=4, data_parallel=2, micro_batch_multiple=2)
+    assert [[len(m.tokens) for m in part] for part in parts] == [[4, 4], [4, 4]]
+    for m in (m for part in parts for m in part):
+        assert m.padding.all()
+        assert not m.mask.any()
+        assert (len(m.trajectories), len(m.advantages), len(m.num_sampled), len(m.elsewhere_log_ratio)) == (0,) * 4
+    assert first_fit_decreasing([], 4) == []
+    assert balanced_partition([], 2) == [[], []]
+    with pytest.raises(ValueError, match="3 items cannot be dealt into 2 equal parts"):
+        balanced_partition([1.0, 2.0, 3.0], 2)
+
+
+def test_arrays_of_a_micro_batch_have_the_dtypes_that_they_say():
+    (m,) = pack(batch(0, 2), np.zeros(2), budget_tokens=128, alignment=1, data_parallel=1)[0]
+    dtypes = {
+        "tokens": np.int64, "targets": np.int64, "mask": np.bool_, "padding": np.bool_, "position_ids": np.int64,
+        "cu_seqlens": np.int32, "trajectory_ids": np.int64, "rollout_logprobs": np.float32, "trajectories": np.int64,
+        "num_sampled": np.int64, "advantages": np.float32, "elsewhere_log_ratio": np.float32,
+    }  # fmt: skip
+    assert {name: getattr(m, name).dtype for name in dtypes} == dtypes
+    assert not m.elsewhere_log_ratio.any()
+    assert not m.rollout_logprobs[~m.mask].any()
 
 
 def test_a_sequence_above_the_budget_is_refused():

@@ -41,12 +41,20 @@ BROKEN_PROMPTS = [
     ({"messages": [{"role": "assistant", "content": "a"}], "label": 1}, "ends with an assistant message"),
     ({"prompt": "q", "label": 1, "metadata": 3}, "`metadata` must be an object"),
     ({"prompt": "q", "label": 1, "id": "same"}, "id same is that of line 1 too"),
+    ({"prompt": 3, "label": 1}, "`prompt` must be a text"),
+    ({"messages": [], "label": 1}, "`messages` must be a list that is not empty"),
+    ({"messages": {"role": "user"}, "label": 1}, "`messages` must be a list that is not empty"),
+    ({"messages": ["q"], "label": 1}, "messages[0] must be an object"),
+    ({"prompt": "q", "label": 1, "id": ""}, "`id` must be a text that is not empty"),
+    ({"prompt": "q", "label": 1, "id": 7}, "`id` must be a text that is not empty"),
+    ({"messages": [{"role": "user", "content": None}], "label": 1}, "messages[0].content must be a text"),
+    ({"prompt": "q", "label": 1, "tools": []}, "unknown key tools; known are id, label, messages, metadata, prompt"),
 ]
 
 
 def test_every_broken_line_is_named_in_one_error(tmp_path):
     path = write(tmp_path / "p.jsonl", {"prompt": "q", "label": 1, "id": "same"}, *(line for line, _ in BROKEN_PROMPTS))
-    with pytest.raises(ValueError, match="12 broken lines") as caught:
+    with pytest.raises(ValueError, match="20 broken lines") as caught:
         read_prompts(path)
     lines = str(caught.value).splitlines()
     for number, (_, problem) in enumerate(BROKEN_PROMPTS, 2):
@@ -97,12 +105,31 @@ def test_a_conversation_keeps_its_calls_its_tools_and_where_it_stands(tmp_path):
             "arguments must be an object",
         ),
         ({"messages": [{"role": "user", "content": "u", "tool_calls": []}]}, "in an assistant message"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tool": []}, "unknown key tool; known are id, messages"),
+        ({"messages": []}, "`messages` must be a list that is not empty"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}], "tools": ["f"]},
+            "`tools` must be a list of JSON schemas",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "tool_calls must be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "tool_calls[0].function.name is missing"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}, "name is missing"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content must be a text"),
     ],
 )
 def test_a_broken_conversation_is_named(tmp_path, line, problem):
     with pytest.raises(ValueError, match=r"sft\.jsonl:1: ") as caught:
         read_conversations(write(tmp_path / "sft.jsonl", line))
     assert problem in str(caught.value)
+
+
+def test_a_conversation_may_have_no_tools_and_arguments_as_text(tmp_path):
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    messages = [{"role": "user", "content": ""}, called]
+    lines = [{"messages": messages, "tools": []}, {"messages": messages, "id": "x", "metadata": {"a": 1}}]
+    first, second = read_conversations(write(tmp_path / "sft.jsonl", *lines))
+    assert (first.conversation_id, first.tools, first.messages) == ("sft:1", None, messages)
+    assert (second.conversation_id, second.source) == ("x", f"{tmp_path / 'sft.jsonl'}:2")
 
 
 def test_each_epoch_has_every_item_once_in_another_order():
@@ -125,6 +152,15 @@ def test_a_restored_sampler_goes_on_with_what_would_have_come_next(taken):
     resumed = Sampler(range(10), seed=1, shuffle=True)
     resumed.restore(json.loads(json.dumps(uninterrupted.state())))
     assert resumed.take(25) == uninterrupted.take(25)
+
+
+def test_a_position_is_the_epoch_and_the_items_of_it_that_were_taken():
+    sampler = Sampler("abcd", seed=1, shuffle=False)
+    for taken, epoch, index in ((0, 0, 0), (3, 0, 3), (1, 0, 4), (1, 1, 1), (10, 3, 3)):
+        sampler.take(taken)
+        assert sampler.state() == {"epoch": epoch, "index": index, "num_items": 4}
+    with pytest.raises(ValueError, match="at least one item"):
+        Sampler([], seed=1, shuffle=False)
 
 
 def test_a_position_in_another_file_is_refused():
@@ -183,6 +219,29 @@ def test_what_looks_like_it_and_is_right_is_read(tmp_path):
     escaped, plain = read_prompts(path)
     assert [message["content"] for message in (*escaped.messages, *plain.messages)] == [said, said]
     assert escaped.label == label
+
+
+def test_values_may_be_a_hundred_deep_in_each_other_and_no_deeper(tmp_path):
+    for depth, right in ((100, True), (101, False)):
+        # The line itself and its metadata are two.
+        inner = "[" * (depth - 2) + "]" * (depth - 2)
+        path = write(tmp_path / f"{depth}.jsonl", f'{{"prompt": "q", "label": 1, "metadata": {{"a": {inner}}}}}')
+        if right:
+            assert len(read_prompts(path)) == 1
+        else:
+            with pytest.raises(ValueError, match="more than 100 deep in each other"):
+                read_prompts(path)
+    wide = write(tmp_path / "wide.jsonl", {"prompt": "q", "label": [[]] * 200})
+    assert len(read_prompts(wide)[0].label) == 200
+
+
+def test_twenty_broken_lines_are_all_shown_and_one_stands_alone(tmp_path):
+    for count in (1, 20, 21):
+        with pytest.raises(ValueError, match="not JSON") as caught:
+            read_prompts(write(tmp_path / "p.jsonl", *["{"] * count))
+        lines = str(caught.value).splitlines()
+        assert len(lines) == {1: 1, 20: 21, 21: 22}[count]
+        assert (lines[-1] == "and 1 more") is (count == 21)
 
 
 def test_a_file_of_the_other_kind_is_called_what_it_is_and_said_once(tmp_path):

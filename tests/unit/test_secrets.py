@@ -162,6 +162,11 @@ def test_of_two_values_of_which_one_begins_like_the_other_none_is_shown():
     assert environment.hide("abcdef-and-more abcdef") == "${oc.env:LONG} ${oc.env:SHORT}"
 
 
+def test_short_values_and_numbers_are_no_secrets():
+    environment = FromEnvironment(variables={"FIVE": "on-on", "SIX": "on_off", "NUMBER": "-12.5e+30"})
+    assert environment.hide("on-on on_off -12.5e+30") == "on-on ${oc.env:SIX} -12.5e+30"
+
+
 def test_config_show_prints_references():
     result = CliRunner().invoke(app, ["config", "show", "recipe.yaml"])
     assert result.exit_code == 0

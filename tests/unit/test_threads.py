@@ -2,10 +2,13 @@
 
 import asyncio
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
-from slimrl.data.threads import TaskCodeExited, in_thread
+from slimrl.data import threads
+from slimrl.data.threads import TaskCodeExited, end_process_if_calls_hang, in_thread, task_threads
 
 
 def raises(error):
@@ -33,3 +36,44 @@ async def test_what_is_no_ordinary_error_is_named_at_once(error):
 async def test_code_that_calls_exit_is_named_at_once():
     with pytest.raises(TaskCodeExited, match=r"SystemExit\('bye'\)"):
         await asyncio.wait_for(in_thread(lambda: sys.exit("bye")), 5)
+
+
+def noted_ends(monkeypatch):
+    """What the end of this process would be, in order."""
+    events: list[object] = []
+    monkeypatch.setattr(threads.os, "_exit", lambda code: events.append(code))
+    monkeypatch.setattr(threads.atexit, "_run_exitfuncs", lambda: events.append("atexit"))
+    monkeypatch.setattr(threads.logging, "shutdown", lambda: events.append("logging"))
+    for name in ("stdout", "stderr"):
+        stream = SimpleNamespace(flush=lambda name=name: events.append(name))
+        monkeypatch.setattr(threads.sys, name, stream)
+    return events
+
+
+async def test_a_process_whose_task_hangs_ends_by_its_code_after_everything_else(monkeypatch):
+    ends = noted_ends(monkeypatch)
+    release = threading.Event()
+    hanging = in_thread(lambda: release.wait(20))
+    try:
+        (thread,) = task_threads()
+        assert thread.daemon
+        end_process_if_calls_hang(3)
+        assert ends == ["atexit", "logging", "stdout", "stderr", 3]
+    finally:
+        release.set()
+    assert await hanging is True
+    thread.join(10)
+    assert task_threads() == []
+    end_process_if_calls_hang(4)
+    assert len(ends) == 5
+
+
+async def test_what_comes_after_a_call_was_given_up_is_dropped():
+    release = threading.Event()
+    future = in_thread(lambda: release.wait(20))
+    future.cancel()
+    release.set()
+    for thread in task_threads():
+        thread.join(10)
+    await asyncio.sleep(0)
+    assert future.cancelled()

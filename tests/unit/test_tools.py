@@ -316,6 +316,22 @@ def test_the_bound_of_the_calculator_is_where_it_says():
     assert Fraction(calculator(f"2**{MAX_BITS // 2}")) == 2 ** (MAX_BITS // 2)
     with pytest.raises(ToolError, match="too large"):
         calculator(f"2**{MAX_BITS}")
+    longest = f"2**{MAX_BITS // 2}*2**{MAX_BITS // 2 - 1}"
+    assert int(calculator(longest)).bit_length() == MAX_BITS
+    assert calculator(f"1/({longest})") != "0"
+    for larger in (f"{longest}*2", f"1/({longest})/2"):
+        with pytest.raises(ToolError, match="too large"):
+            calculator(larger)
+    assert calculator(f"(1/3)**{MAX_BITS // 2}*3**{MAX_BITS // 2}") == "1"
+    with pytest.raises(ToolError, match="too large"):
+        calculator(f"(1/3)**{MAX_BITS // 2 + 1}")
+    assert calculator("1" + "+1" * 199 + " ") == "200"
+    with pytest.raises(ToolError, match="longer than 400 characters"):
+        calculator("1" + "+1" * 200)
+    assert (calculator("1e400/1e400"), calculator("1e-400*1e400")) == ("1", "1")
+    for number in ("1e401", "1e-401"):
+        with pytest.raises(ToolError, match="too large"):
+            calculator(number)
 
 
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "}"]}}\n</tool_call>'

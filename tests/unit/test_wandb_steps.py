@@ -1,6 +1,7 @@
 """What wandb is told of a run, and of one that is resumed, by a stand-in that counts steps as wandb's server does."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,12 @@ class Server:
     def __init__(self) -> None:
         self.rows: dict[str, list[dict[str, float]]] = {}
         self.axes: dict[str, str] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.ended: list[int] = []
         self._steps: dict[str, int] = {}
 
     def init(self, *, id: str, **settings: Any) -> SimpleNamespace:
+        self.asked.append(settings)
         rows = self.rows.setdefault(id, [])
 
         def log(data: dict[str, float], step: int | None = None) -> None:
@@ -34,7 +38,9 @@ class Server:
         def define_metric(name: str, step_metric: str) -> None:
             self.axes[name] = step_metric
 
-        return SimpleNamespace(log=log, define_metric=define_metric, finish=lambda exit_code: None)
+        return SimpleNamespace(
+            log=log, define_metric=define_metric, finish=lambda exit_code: self.ended.append(exit_code)
+        )
 
 
 @pytest.fixture
@@ -60,3 +66,46 @@ def test_after_a_resume_wandb_gets_every_step_again_that_the_run_makes_again(tmp
     file = {line["step"]: line["reward/mean"] for line in map(json.loads, run.metrics.read_text().splitlines())}
     assert latest == file
     assert all("policy/loss" not in row for row in rows)
+
+
+def test_wandb_is_told_how_a_run_ended_once(tmp_path: Path, server: Server):
+    run, tracking = open_run_folder(tmp_path, "demo", ""), TrackingConfig(wandb=WandbMode.offline, wandb_project="p")
+    with Trackers(run, tracking, {"seed": 1}) as trackers:
+        trackers.log(1, {"reward/mean": 0.5})
+        trackers.close()
+    with pytest.raises(ZeroDivisionError), Trackers(run, tracking, {}, keep_through_step=1) as trackers:
+        raise ZeroDivisionError
+    assert server.ended == [0, 1]
+    with pytest.raises(ValueError, match="closed"):
+        trackers.log(2, {"reward/mean": 0.5})
+    first, again = server.asked
+    settings = first.pop("settings")
+    assert first == {
+        "project": "p", "name": "demo", "resume": None, "dir": str(run.path), "mode": "offline", "config": {"seed": 1},
+    }  # fmt: skip
+    assert settings["silent"]
+    assert settings["console"] == "off"
+    private = ("disable_git", "disable_code", "disable_job_creation", "x_disable_stats", "x_disable_machine_info")
+    assert all(settings[name] is True for name in private)
+    assert again["config"] == {}
+    assert list(server.rows) == [(run.wandb / "run_id").read_text()]
+
+
+def test_a_run_that_goes_on_online_is_taken_up_there(tmp_path: Path, server: Server, monkeypatch):
+    for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
+        monkeypatch.delenv(f"WANDB_{name}_DIR", raising=False)
+    monkeypatch.setenv("WANDB_DATA_DIR", "/mine")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
+    run = open_run_folder(tmp_path, "demo", "")
+    Trackers(run, TrackingConfig(wandb=WandbMode.online), {}).close(failed=True)
+    assert (server.asked[0]["resume"], server.ended) == ("allow", [1])
+    assert (os.environ["WANDB_CACHE_DIR"], os.environ["WANDB_DATA_DIR"]) == (str(run.wandb / "cache"), "/mine")
+    assert os.environ["WANDB_ERROR_REPORTING"] == "false"
+
+
+def test_without_wandb_the_file_is_all(tmp_path: Path, server: Server):
+    run = open_run_folder(tmp_path, "demo", "")
+    with Trackers(run, TrackingConfig(wandb=WandbMode.disabled), {}) as trackers:
+        trackers.log(1, {"reward/mean": 0.5})
+    assert server.asked == []
+    assert json.loads(run.metrics.read_text()) == {"step": 1, "reward/mean": 0.5}
