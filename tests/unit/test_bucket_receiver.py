@@ -5,8 +5,10 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -19,7 +21,7 @@ from thread_meeting import Meeting
 from slimrl import device
 from slimrl.data.protocols import BucketSpec, GroupSpec, TensorPart, TensorSpec
 from slimrl.models.broadcast_group import UNDER_WAY, BroadcastGroup, GroupError, serve_store
-from slimrl.models.broadcast_pieces import cut_pieces, encode_pieces
+from slimrl.models.broadcast_pieces import cut_pieces, decode_pieces, encode_pieces
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.rollout.bucket_loader import around_destroy_group, open_payload, received_payload, update
 from slimrl.rollout.bucket_receiver import EngineReceivers
@@ -306,6 +308,28 @@ def test_a_receiver_can_leave_as_soon_as_the_trainer_drops_a_group_that_another_
     assert kept.value is not None
 
 
+def test_an_error_that_is_kept_keeps_no_connection_of_a_group_that_was_dropped():
+    class Connection:
+        def broadcast(self, tensors, options):
+            return SimpleNamespace(wait=fails, connection=self)
+
+    def fails(limit):
+        raise RuntimeError("the peer left")
+
+    member = object.__new__(BroadcastGroup)
+    member._timeout, member._streams = timedelta(seconds=1), [[Connection(), Connection()]]
+    alive = [weakref.ref(connection) for connection in member._streams[0]]
+    with pytest.raises(GroupError, match="the peer left") as kept:
+        member.broadcast(*torch.zeros(UNDER_WAY - 1).split(1))
+    assert all(reference() is not None for reference in alive)
+    member.drop()
+    for thread in threading.enumerate():
+        if thread.name == "drop-group":
+            thread.join(5)
+    assert [reference() for reference in alive] == [None, None]
+    assert kept.value is not None
+
+
 def test_a_group_carries_any_number_of_tensors_in_order():
     spec, store = group_of(1)
     tensors = [torch.full((number,), number) for number in range(1, 3 * UNDER_WAY)]
@@ -420,3 +444,19 @@ def test_a_member_that_does_not_join_is_an_error_within_the_deadline():
     spec, store = group_of(1, timeout_s=0.5)
     with pytest.raises(GroupError, match="joining group slimrl-test"):
         BroadcastGroup(spec, 0, store)
+
+
+def test_pieces_cover_a_bucket_without_gaps_and_come_back_from_their_table():
+    sizes = {"a": 4, "b": 8, "c": 2, "d": 1, "e": 9, "f": 8}
+    parts, end = [], 0
+    for name, size in sizes.items():
+        spec = TensorSpec(name=name, shape=(size * 2 if name == "f" else size,), dtype="uint8")
+        parts.append(TensorPart(spec=spec, start=0, stop=size, offset=end, nbytes=size))
+        end += size
+    bucket = BucketSpec(parts=tuple(parts), nbytes=end)
+    pieces = cut_pieces(bucket, 8, {4: 2})
+    assert [(piece.name, piece.offset, piece.nbytes, piece.source) for piece in pieces] == [
+        ("", 0, 4, 0), ("b", 4, 8, 2), ("", 12, 3, 0), ("e", 15, 9, 0), ("", 24, 8, 0),
+    ]  # fmt: skip
+    assert decode_pieces(encode_pieces(pieces)) == pieces
+    assert [(piece.offset, piece.nbytes) for piece in cut_pieces(bucket, None, {4: 2})] == [(0, end)]

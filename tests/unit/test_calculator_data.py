@@ -95,3 +95,20 @@ def test_the_recipes_system_prompt_is_that_of_the_conversations(folder):
     assert recipe["agent"]["system_prompt"] == SYSTEM_PROMPT
     first = json.loads((folder / "sft.jsonl").read_text().splitlines()[0])
     assert first["messages"][0] == {"role": "system", "content": SYSTEM_PROMPT}
+
+
+@pytest.mark.parametrize(
+    ("value", "guessed"),
+    [
+        (12345, 12000),
+        (9876543, 9900000),
+        (-12745, -13000),
+        (1200, 1300),
+        (-1200, -1100),
+        (1250, 1200),
+        (37, 38),
+        (5, 6),
+    ],
+)
+def test_a_guess_has_two_digits_and_is_never_right(value, guessed):
+    assert guess(value) == guessed

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import zstandard
 
 from slimrl.config.schema import DeltaEncoding
 from slimrl.models.versions.codec import BLOCK_BYTES, BlockCodec
@@ -74,6 +75,23 @@ def test_a_damaged_or_misplaced_frame_is_refused(encoding):
             codec.apply(bytes(broken), old.copy(), 2)
     with pytest.raises(ValueError, match=r"due for one of|changes element"):
         codec.apply(frame, old[:30_000].copy(), 2)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_frame_of_more_than_a_block_can_have_is_refused_before_it_takes_memory(encoding):
+    frame = zstandard.ZstdCompressor().compress(bytes(4 * BLOCK_BYTES + 1))
+    assert len(frame) < 10_000
+    with pytest.raises(ValueError, match="a damaged frame: it is of more bytes than a block can have"):
+        BlockCodec(encoding).apply(frame, np.zeros(8, dtype=np.uint8), 2)
+
+
+def test_an_element_beyond_the_block_is_not_overwritten():
+    old = np.zeros(200, dtype=np.uint8)
+    new = old.copy()
+    new[190] = 1
+    frame = BlockCodec(DeltaEncoding.overwrite).encode(old, new, 2)
+    with pytest.raises(ValueError, match="changes element 95 of 95"):
+        BlockCodec(DeltaEncoding.overwrite).apply(frame, np.zeros(190, dtype=np.uint8), 2)
 
 
 def test_sparse_changes_take_little_and_small_changes_of_float32_take_less_than_themselves():

@@ -175,6 +175,44 @@ def test_latent_projections_lie_one_on_the_other_and_their_expansions_are_sharde
         assert (piece.hf_name, piece.shard_dim) == (f"model.layers.1.self_attn.{name}.weight", 0)
 
 
+def test_the_shape_is_read_under_the_names_that_families_use():
+    qwen = SimpleNamespace(
+        num_attention_heads=32, num_key_value_heads=4, vocab_size=99, num_experts=128, moe_intermediate_size=768,
+        intermediate_size=6144,
+    )  # fmt: skip
+    expected = EngineShape(
+        num_heads=32, num_kv_heads=4, num_experts=128, vocab_size=99, tensor_parallel=8, expert_parallel=4,
+        expert_width=768, dense_width=6144,
+    )  # fmt: skip
+    assert EngineShape.of_config(qwen, 8, 4) == expected
+    deepseek = SimpleNamespace(
+        num_attention_heads=16, num_key_value_heads=16, vocab_size=99, n_routed_experts=64, n_shared_experts=2,
+        moe_intermediate_size=1536, original_moe_intermediate_size=1408, intermediate_size=11264,
+        original_intermediate_size=10944, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
+        quantization_config={"weight_block_size": [64, 32]},
+    )  # fmt: skip
+    expected = EngineShape(
+        num_heads=16, num_kv_heads=16, num_experts=64, vocab_size=99, tensor_parallel=2, kv_latent=576,
+        expert_width=1408, shared_width=2816, dense_width=10944, tile_rows=64,
+    )  # fmt: skip
+    assert EngineShape.of_config(deepseek, 2) == expected
+    glm = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, vocab_size=9, num_local_experts=4)
+    assert EngineShape.of_config(glm, 1).num_experts == 4
+
+
+def test_each_mlp_keeps_the_width_that_it_has_without_the_engine_s_padding():
+    shape = EngineShape(
+        num_heads=1, num_kv_heads=1, num_experts=2, vocab_size=9, expert_width=5, shared_width=10, dense_width=20
+    )
+    layer = "model.layers.1.mlp"
+    for path, width in ((layer, 20), (f"{layer}.shared_experts", 10)):
+        for name in ("gate_up_proj", "down_proj"):
+            assert {piece.size for piece in engine_slices(f"{path}.{name}.weight", shape)} == {width}
+            assert {piece.size for piece in engine_slices(f"{path}.{name}.weight_scale_inv", shape)} == {None}
+    for name in ("w13_weight", "w2_weight"):
+        assert {piece.size for piece in engine_slices(f"{layer}.experts.{name}", shape)} == {5}
+
+
 @pytest.mark.parametrize(("block", "tiles"), [(None, (12, 5)), ([128, 128], (12, 5)), ([64, 32], (24, 9))])
 def test_scales_of_latent_projections_are_taken_apart_at_a_tile(block, tiles):
     """DeepSeek-V3's sizes: 12 tiles of queries, 4.5 of keys and values; in smaller tiles 24 and 9."""

@@ -1,11 +1,14 @@
 """Weight maps against transformers: every parameter of the full-size models, by name and shape, exactly once."""
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slimrl.models.checkpoint import MAX_LISTED, check_tensors
 from slimrl.models.family import FAMILIES, UNSUPPORTED, family_of
 from slimrl.models.hf_config import published_config, published_names, read_hf_config
 
@@ -139,6 +142,21 @@ def test_both_spellings_of_megatron_s_layers_lead_to_one_entry():
     assert weight_map.index_of("decoder.layers.0.mlp.experts.linear_fc1.weight0") is None
 
 
+def test_only_routed_experts_are_cut_over_the_ranks_of_the_experts_tensor_group():
+    for name in ("Qwen3-30B-A3B", "DeepSeek-V3", "GLM-4.5-Air"):
+        hf_config = {**published_config(name), "num_hidden_layers": 4}
+        groups = {
+            tensor.name: entry.rule.shard.group
+            for entry in family_of(hf_config).weight_map(hf_config).entries
+            if entry.rule.shard is not None
+            for tensor in entry.hf
+        }
+        routed = {name for name in groups if ".mlp.experts." in name}
+        assert {name for name, group in groups.items() if group == "expert_tensor"} == routed
+        assert {groups[name] for name in groups.keys() - routed} == {"tensor"}
+        assert routed
+
+
 def test_a_tied_head_is_the_embedding_on_the_last_stage():
     tied = {**TINY_MOE, "tie_word_embeddings": True}
     weight_map = family_of(tied).weight_map(tied)
@@ -186,3 +204,36 @@ def test_a_config_that_is_missing_or_broken_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"a": 1,\n}')
     with pytest.raises(ValueError, match=r"config\.json:2: not JSON"):
         read_hf_config(tmp_path)
+
+
+def test_a_checkpoint_of_other_tensors_than_its_config_implies_is_told_all_of_them():
+    family = family_of(TINY_MOE)
+    good = {spec.name: spec for spec in family.hf_tensor_specs(TINY_MOE)}
+    names = list(good)
+
+    def problems(specs):
+        with pytest.raises(ValueError, match=r"does not match its config\.json, which is of a qwen3_moe: ") as raised:
+            check_tensors(SimpleNamespace(path="here", specs=specs), family, TINY_MOE)
+        counts, *listed = str(raised.value).partition("qwen3_moe: ")[2].splitlines()
+        return counts, [line.strip() for line in listed]
+
+    assert check_tensors(SimpleNamespace(path="here", specs=good), family, TINY_MOE) is False
+    norm = good["model.norm.weight"]
+    changed = {name: spec for name, spec in good.items() if name != "lm_head.weight"} | {
+        "odd": norm,
+        norm.name: replace(norm, shape=(15,)),
+        names[1]: replace(good[names[1]], dtype="float64"),
+    }
+    assert problems(changed) == (
+        "1 tensors missing, 1 unknown, 2 of another shape or type",
+        [
+            "lm_head.weight: missing",
+            "odd: not part of this model",
+            f"{names[1]}: float64 is not supported, convert it to bfloat16 or float32 first",
+            "model.norm.weight: shape [15], config.json implies [16]",
+        ],
+    )
+    for missing, more in ((MAX_LISTED, []), (MAX_LISTED + 3, ["and 3 more"])):
+        assert problems({name: good[name] for name in names[missing:]})[1] == [
+            *(f"{name}: missing" for name in names[:MAX_LISTED]), *more,
+        ]  # fmt: skip

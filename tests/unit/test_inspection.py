@@ -124,3 +124,20 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
     for path, says in [(tmp_path / "file", "a file; a checkpoint is a folder"), (tmp_path / "no", "no such folder")]:
         with pytest.raises(ValueError, match=says):
             find_checkpoint(path)
+
+
+def test_only_what_a_model_has_is_among_the_facts_of_its_architecture(tmp_path):
+    write_toy("qwen3", tmp_path / "toy", SIZE, 0)
+    assert inspect_checkpoint(tmp_path / "toy")["architecture"] == {
+        "layers": 2,
+        "hidden": 32,
+        "attention heads": 4,
+        "key-value heads": 2,
+        "head dimension": 16,
+        "dense MLP width": json.loads((tmp_path / "toy" / "config.json").read_text())["intermediate_size"],
+        "vocabulary": json.loads((tmp_path / "toy" / "config.json").read_text())["vocab_size"],
+        "tied embeddings": False,
+        "rotary base": 1000.0,
+        "longest position": json.loads((tmp_path / "toy" / "config.json").read_text())["max_position_embeddings"],
+        "MTP layers": 0,
+    }

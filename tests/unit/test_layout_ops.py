@@ -100,3 +100,31 @@ def test_biases_take_the_same_operation_as_weights():
 def test_a_dimension_that_does_not_divide_is_refused_by_name():
     with pytest.raises(ValueError, match="gate: dimension 0 of 8 does not divide over 3 ranks"):
         shards(GATE_UP, random_weights(GATE_UP), 3)
+
+
+def test_columns_are_padded_on_the_side_where_the_last_shards_lie():
+    tensor = torch.arange(1.0, 31.0).view(2, 3, 5)
+    rule = Rule(megatron=("w",), hf=(HfTensor(name="w", shape=(2, 3, 5)),), shard=Shard(dim=1, padded_size=8))
+    shards = [entry_of(rule).to_megatron(lambda _, part: tensor[part], index, 4) for index in range(4)]
+    assert [tuple(shard.shape) for shard in shards] == [(2, 2, 5)] * 4
+    assert torch.equal(torch.cat(shards, dim=1)[:, :3], tensor)
+    assert not torch.cat(shards, dim=1)[:, 3:].any()
+    assert torch.equal(entry_of(rule).to_hf(shards)[0], tensor)
+
+
+def test_groups_are_views_of_the_weight_with_the_rows_of_each_tensor():
+    q, k, v = (torch.randn(rows, HIDDEN) for rows in (GROUPS * QUERIES * DIM, GROUPS * DIM, GROUPS * DIM))
+    fused = GroupedQKV(QUERIES, DIM).to_megatron(q, k, v)
+    for groups, tensor in zip(GroupedQKV(QUERIES, DIM).groups(fused), (q, k, v), strict=True):
+        assert groups.shape[0] == GROUPS
+        assert torch.equal(groups.flatten(0, 1), tensor)
+    gate, up = torch.randn(2, WIDE, HIDDEN)
+    both = GateUp().to_megatron(gate, up)
+    assert [groups.shape for groups in GateUp().groups(both)] == [(1, WIDE, HIDDEN)] * 2
+    assert all(torch.equal(g[0], t) for g, t in zip(GateUp().groups(both), (gate, up), strict=True))
+    assert [tuple(Identity().groups(torch.ones(shape))[0].shape) for shape in ((), (3,), (2, 3))] == [
+        (1, 1), (1, 3), (1, 2, 3),
+    ]  # fmt: skip
+    both_views = GateUp().groups(both)
+    both.zero_()
+    assert not any(groups.any() for groups in both_views)

@@ -101,3 +101,14 @@ def test_a_misspelt_model_is_noted_where_it_need_not_be_here_and_refused_where_i
     told = "models/Qwen3-30B-A3b: no such folder. Did you mean models/Qwen3-30B-A3B?"
     assert f"command line: model.path: warning: {told}" in notes
     assert refused("model.path=models/Qwen3-30B-A3b")[0].endswith("Qwen3-Next-80B-A3B; Qwen3-30B-A3B is nearest.")
+
+
+@pytest.mark.parametrize(("precision", "row"), [("bf16", 4096), ("fp32", 8192)])
+def test_a_bucket_takes_at_least_a_row_of_the_embedding_in_the_precision_of_the_weights(precision, row):
+    for nbytes, too_few in ((row, False), (row - 1, True)):
+        told = refused(
+            f"trainer.precision={precision}",
+            f"resync.bucket_bytes={nbytes}",
+            "reward.function=slimrl.rewards.math:nope",
+        )
+        assert any(f"{nbytes} bytes are too few: one row" in line for line in told) is too_few

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from slimrl_tools import quantize as quantize_module
 from slimrl_tools import rewrite
 from slimrl_tools import safetensors_writer as writer
 from slimrl_tools.cli import app
+from slimrl_tools.exit_codes import CheckFailed
 from toy_tools import run
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 from slimrl.models.fp8 import dequantize, quantize
 from slimrl.models.hf_checkpoint import open_hf_checkpoint
+from slimrl.models.safetensors_folder import SafetensorsFolder
 
 SMALL_FILES = ("--shard-gb", "0.00002")
 
@@ -77,6 +79,36 @@ def test_transformers_computes_with_it_what_it_computes_with_ours_dequantised(to
             logits[name] = model(ids).logits
     torch.testing.assert_close(logits["fp8"], logits["plain"], rtol=0, atol=1e-6)
     assert not torch.equal(logits["fp8"], logits["toy"])
+
+
+def test_matrices_of_many_tiles_pass_their_check(toy, tmp_path):
+    block = 3
+    run("quantize", toy, tmp_path / "fp8", "--block", block)
+    before, after = tensors_of(toy), tensors_of(tmp_path / "fp8")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert len(before[name]) > quantize_module.CHECKED_TILE_ROWS * block
+    assert torch.equal(after[f"{name}_scale_inv"], quantize(before[name], (block, block))[1])
+
+
+def test_the_check_refuses_a_result_with_other_tensors_or_shapes(toy, tmp_path):
+    run("quantize", toy, tmp_path / "fp8", "--block", 16)
+    good, file = tensors_of(tmp_path / "fp8"), tmp_path / "fp8" / "model-00001-of-00001.safetensors"
+    norm = "model.norm.weight"
+    cases = {
+        "other tensors than in the source: model.norm.weight$": {k: v for k, v in good.items() if k != norm},
+        "other tensors than in the source: more$": {**good, "more": torch.ones(1)},
+        r"model.norm.weight: shape \(31,\), the source's is \(32,\)": {**good, norm: good[norm][:31].clone()},
+    }
+    for message, tensors in cases.items():
+        save_file(tensors, file)
+        (tmp_path / "fp8" / "model.safetensors.index.json").unlink(missing_ok=True)
+        file.rename(tmp_path / "fp8" / "model.safetensors")
+        with (
+            SafetensorsFolder(toy) as src,
+            SafetensorsFolder(tmp_path / "fp8") as result,
+            pytest.raises(CheckFailed, match=message),
+        ):
+            quantize_module.check_quantized(src, result, (16, 16), lambda nbytes: None)
 
 
 def test_what_comes_back_is_the_rounded_weight_and_a_plain_config(toy, tmp_path):

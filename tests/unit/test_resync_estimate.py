@@ -8,7 +8,7 @@ from slimrl.config.schema import TransportName
 from slimrl.data.protocols import EnginePlace, SourcePiece, SourceTensor, TensorSpec
 from slimrl.models.fp8 import BlockFp8
 from slimrl.resync.buckets import Transform
-from slimrl.resync.estimate.estimate import Estimate, estimate
+from slimrl.resync.estimate.estimate import Estimate, as_json, estimate
 from slimrl.resync.estimate.machine import GB, Machine
 from slimrl.resync.plan import plan_resync
 from slimrl.resync.transform import Quantize
@@ -60,6 +60,32 @@ def test_on_one_node_each_byte_is_written_once_and_read_once_per_engine():
         "nvlink": NBYTES // 2 + 3 * NBYTES // 2,
     }
     assert (result.gathered_bytes, result.sent_bytes, result.buckets, result.tensors) == (NBYTES, NBYTES, 1, 1)
+
+
+def test_a_node_gathers_as_long_as_its_leader_s_memory_or_the_links_into_it_need():
+    tensors, engines = layout([(0,), (1,), (2,), (3,)]), [engine("x", "a")]
+    for machine, seconds in (
+        (replace(SMOOTH, memory_gb_per_s=4.0, nvlink_gb_per_s=2.0), 3 * NBYTES / 4 / (2 * GB)),
+        (replace(SMOOTH, memory_gb_per_s=1.0, nvlink_gb_per_s=2.0), 2 * NBYTES / 4 / GB),
+    ):
+        result = estimated(tensors, ["a"] * 4, engines, machine=machine)
+        assert result.stage_seconds["gather"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"network_gb_per_s": 0.0}, "network_gb_per_s 0.0: must be above 0"),
+        ({"nvlink_gb_per_s": -1.0}, "nvlink_gb_per_s -1.0: must be above 0"),
+        ({"hop_us": -1.0}, "hop_us -1.0: must be at least 0"),
+        ({"bucket_ms": float("nan")}, "bucket_ms nan: must be a finite number"),
+        ({"pcie_gb_per_s": float("inf")}, "pcie_gb_per_s inf: must be a finite number"),
+    ],
+)
+def test_a_speed_or_an_overhead_that_cannot_be_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        Machine(**change)
+    assert Machine(hop_us=0.0, gather_us=0, load_us=0, bucket_ms=0).hop_us == 0
 
 
 def test_what_every_engine_rank_holds_is_read_by_each():
@@ -120,8 +146,15 @@ def test_a_receiver_gets_a_bucket_while_the_engine_loads_the_one_before():
 
 
 def test_an_engine_beside_the_trainer_is_reached_without_the_network():
-    result = estimated(layout([(0,)]), ["a"], [engine("x", "a", num_ranks=2)], TransportName.collective)
+    engines = [engine("x", "a", num_ranks=2), engine("y", "a", num_ranks=2)]
+    result = estimated(layout([(0,)]), ["a"], engines, TransportName.collective)
     assert "network" not in result.link_bytes
+    # Two receivers, and the second rank of each engine, which takes a half.
+    assert result.link_bytes["nvlink"] == 2 * NBYTES + 2 * NBYTES // 2
+    assert result.stage_seconds["send"] == pytest.approx(NBYTES / (SMOOTH.nvlink_gb_per_s * GB))
+    elsewhere = estimated(layout([(0,)]), ["a"], [engine("x", "b"), engine("y", "c")], TransportName.collective)
+    assert elsewhere.link_bytes["network"] == 2 * NBYTES
+    assert "nvlink" not in elsewhere.link_bytes
 
 
 def test_a_bucket_is_sent_while_the_next_is_gathered():
@@ -170,6 +203,26 @@ def test_a_checkpoint_on_disk_is_written_once_and_read_once_per_node():
         layout([(0,)]), ["a"], engines, TransportName.disk, machine=replace(machine, disk_read_total_gb_per_s=1.0)
     )
     assert shared.stage_seconds["end"] == pytest.approx(NBYTES / GB * (2 + 1 / 2 / 10))
+
+
+def test_each_tensor_of_a_checkpoint_takes_an_engine_s_time_where_there_is_one():
+    machine = replace(SMOOTH, load_us=100.0)
+    engines = [engine("x", "b")]
+    ends = [
+        estimated(layout([(0,)], tensors=4), ["a"], engines, TransportName.disk, machine=each).stage_seconds["end"]
+        for each in (SMOOTH, machine)
+    ]
+    assert ends[1] - ends[0] == pytest.approx(4 * 1e-4)
+    alone = estimated(layout([(0,)], tensors=4), ["a"], [], TransportName.disk, machine=machine)
+    assert "end" not in alone.stage_seconds
+    assert alone.link_bytes["disk"] == 4 * NBYTES
+
+
+def test_the_figures_come_with_the_speeds_that_they_rest_on():
+    result = estimated(layout([(0,)]), ["a"], [engine("x", "a")])
+    told = as_json(result, SMOOTH)
+    assert (told["buckets"], told["seconds"], told["machine"]["hop_us"]) == (1, result.seconds, 0)
+    assert told["machine"]["network_gb_per_s"] == 50.0
 
 
 def test_delta_is_refused_with_the_reason():

@@ -209,6 +209,21 @@ def test_leaders_are_the_lowest_ranks_of_their_nodes_and_those_with_engines_send
         assert (sender.rank, len(sender.engines)) == (0, 3)
 
 
+def test_a_node_without_a_sender_writes_only_what_it_passes_on():
+    plan = plan_resync(TENSORS, "aabb", [engine("e", "x")], transport=TransportName.collective, bucket_bytes=1000)
+    (bucket,) = plan.buckets
+    written = [
+        sorted((block.part.spec.name, block.target[0].start) for block in plan.writes(bucket, rank))
+        for rank in range(4)
+    ]
+    assert written == [
+        [("columns", 0), ("everywhere", 0), ("rows", 0)],
+        [("columns", 0), ("rows", 2)],
+        [("rows", 4)],
+        [("on_last", 0), ("rows", 6)],
+    ]
+
+
 @pytest.mark.parametrize("nodes", [("x",), ("a", "b")])
 def test_ipc_needs_each_engine_on_one_node_of_the_trainer(nodes):
     place = EnginePlace(name="engine 0", nodes=nodes)

@@ -12,11 +12,13 @@ from resync_engines import Engine, Source, config, session, weights
 from slimrl import device
 from slimrl.config.schema import PauseMode, TransportName, VerifyMode
 from slimrl.data.protocols import EngineError
+from slimrl.models.fp8 import BlockFp8
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.resync.expectation import verified_names
 from slimrl.resync.fan_out import EnginesFailed, fan_out
 from slimrl.resync.report import Clock
 from slimrl.resync.sending import SendClock, Sending
+from slimrl.resync.transform import Quantize
 from slimrl.resync.transports.collective import CollectiveTransport
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
@@ -198,6 +200,38 @@ def test_a_version_that_arrived_wrong_can_be_sent_again():
     assert [resync.run(1).mismatching for _ in range(2)] == [("engine 0: w2",), ()]
     resync.close()
     assert engine.calls.count("resume") == 1
+
+
+def test_other_engines_get_the_next_version_and_those_that_went_do_not():
+    engines = [Engine(f"engine {number}") for number in range(3)]
+    source = Source(weights())
+    resync = session(source, engines[:2], config(), run_id="others")
+    assert resync.run(1).mismatching == ()
+    resync.use(engines[1:])
+    source.weights = weights(2)
+    report = resync.run(2)
+    resync.close()
+    assert (report.mismatching, report.failed_engines) == ((), {})
+    assert [engine.version for engine in engines] == [1, 2, 2]
+    assert all(torch.equal(engines[2].loaded[name], tensor) for name, tensor in source.weights.items())
+
+
+def test_what_was_gathered_wrongly_and_then_quantised_is_named_and_nobody_serves_it(monkeypatch: pytest.MonkeyPatch):
+    original = Quantize.apply
+
+    def spoils(self, part, value, outputs):
+        value[0, 0] += 1
+        original(self, part, value, outputs)
+
+    monkeypatch.setattr(Quantize, "apply", spoils)
+    engine = Engine("engine 0")
+    transform = Quantize(BlockFp8(block=(4, 4)), ["w0", "w2"])
+    source = Source({"w0": torch.randn(8, 5), "w2": torch.randn(4, 4)})
+    resync = session(source, [engine], config(bucket_bytes=1000), transform=transform)
+    report = resync.run(1)
+    resync.close()
+    assert report.mismatching == ("gathering: w0", "gathering: w2")
+    assert "resume" not in engine.calls
 
 
 def test_a_bucket_is_gathered_while_the_one_before_is_loaded():

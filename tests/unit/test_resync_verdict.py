@@ -7,6 +7,7 @@ from thread_meeting import Meeting
 
 from slimrl.data.protocols import EngineError
 from slimrl.resync.fleet import Fleet
+from slimrl.resync.ranks import Ranks
 from slimrl.resync.report import ResyncError
 from slimrl.resync.verdict import SourceFailed, StartAgain, settle
 
@@ -84,3 +85,9 @@ def test_weights_that_cannot_be_sent_are_nobody_else_s_fault():
     found = settled(fleets(True, False), (None, ValueError("w: NaN")))
     assert [type(error) for error in found] == [ResyncError] * 2
     assert "w: NaN" in str(found[0])
+
+
+def test_what_is_nobody_s_fault_but_ours_is_raised_as_it_is():
+    for engines in (fleets(True)[0], Fleet([], 1.0)):
+        with pytest.raises(KeyError, match="a bug"):
+            settle(Ranks("", 5), engines, 7, "at bucket 3", KeyError("a bug"))

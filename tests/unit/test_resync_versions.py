@@ -302,3 +302,18 @@ def test_a_bucket_that_a_stalled_disk_takes_late_meets_no_other_file(tmp_path, m
     send(transport, [engine], 2, random_weights(2))
     assert_equal(engine.weights, random_weights(2))
     transport.close()
+
+
+@pytest.mark.parametrize("kind", [disk_transport, delta_transport])
+def test_a_version_that_is_closed_in_the_middle_leaves_no_folder_and_no_open_file(tmp_path, model_dir, kind):
+    transport = kind(tmp_path, model_dir)
+    before = set(os.listdir("/proc/self/fd"))
+    transport.connect([CopyEngine()], 1)
+    transport.begin(1)
+    bucket = buckets()[0]
+    transport.send(bucket, SimpleNamespace(tensor=torch.zeros(bucket.nbytes, dtype=torch.uint8)), {})
+    assert (tmp_path / "versions" / ".v000001.partial").is_dir()
+    transport.close()
+    transport.close()
+    assert list((tmp_path / "versions").iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) <= before

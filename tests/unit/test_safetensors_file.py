@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from slimrl.data.protocols import TensorSpec
 from slimrl.models import safetensors_file
-from slimrl.models.safetensors_file import read_header, read_tensor, write_safetensors_file
+from slimrl.models.safetensors_file import MAX_HEADER_BYTES, read_header, read_tensor, write_safetensors_file
+from slimrl.models.tensor_bytes import read_into
 
 DTYPES = ("float8_e4m3fn", "bool", "bfloat16", "float32", "int64", "int8", "float16", "float64", "float8_e8m0fnu")
 
@@ -73,6 +74,40 @@ def test_slices_of_what_the_library_writes_are_read_bit_for_bit(tmp_path):
     os.close(descriptor)
 
 
+def test_slices_of_tensors_without_elements_have_the_shape_that_was_asked_for(tmp_path):
+    file = tmp_path / "a.safetensors"
+    tensors = {"no rows": torch.zeros(0, 4), "no columns": torch.zeros(3, 0, 4), "full": torch.zeros(2, 2)}
+    save_file(tensors, file)
+    places, descriptor = read_header(file), os.open(file, os.O_RDONLY)
+    cases = {
+        "no rows": [(slice(0, 0), slice(1, 3)), (slice(0, 0), slice(0, 4))],
+        "no columns": [(slice(1, 3), slice(0, 0), slice(1, 2)), (slice(1, 2), slice(0, 0), slice(0, 4))],
+        "full": [(slice(1, 1), slice(0, 1))],
+    }
+    for name, ways in cases.items():
+        for slices in ways:
+            assert same(read_tensor(descriptor, file, places[name], slices), tensors[name][slices]), (name, slices)
+    os.close(descriptor)
+
+
+def test_a_part_of_the_columns_is_read_in_bands_of_rows(tmp_path, monkeypatch):
+    file, tensor = tmp_path / "a.safetensors", torch.arange(77.0).view(11, 7)
+    save_file({"x": tensor}, file)
+    place, descriptor, read = read_header(file)["x"], os.open(file, os.O_RDONLY), []
+
+    def counting(descriptor, file, out, offset):
+        read.append(len(out))
+        read_into(descriptor, file, out, offset)
+
+    monkeypatch.setattr(safetensors_file, "read_into", counting)
+    for band_bytes, heights in ((3 * 28, [3, 3, 2]), (1, [1] * 8), (1000, [8])):
+        monkeypatch.setattr(safetensors_file, "BAND_BYTES", band_bytes)
+        read.clear()
+        assert torch.equal(read_tensor(descriptor, file, place, (slice(2, 10), slice(1, 6))), tensor[2:10, 1:6])
+        assert read == heights
+    os.close(descriptor)
+
+
 def test_a_read_tensor_has_memory_of_its_own(tmp_path):
     file = tmp_path / "a.safetensors"
     save_file({"x": torch.zeros(4, 4)}, file)
@@ -102,8 +137,9 @@ def broken_files(good: bytes) -> dict[str, tuple[bytes, str]]:
 
     x, y = header["x"], header["y"]
     return {
-        "empty": (b"", "not a safetensors file"),
-        "a text": (b"version https://git-lfs.github.com/spec/v1\n", "not a safetensors file"),
+        "empty": (b"", "not a safetensors file$"),
+        "seven bytes": (bytes(7), "not a safetensors file$"),
+        "a text": (b"version https://git-lfs.github.com/spec/v1\n", "not a safetensors file$"),
         "not JSON": (b"\x03" + bytes(7) + b"{]}" + data, "not a safetensors file"),
         "a list": (b"\x02" + bytes(7) + b"[]", "not a safetensors file"),
         "cut in the header": (good[:20], "cut short within its header"),
@@ -125,6 +161,14 @@ def test_broken_files_are_refused_with_name_and_reason(tmp_path):
     for raw, message in broken_files(file.read_bytes()).values():
         file.write_bytes(raw)
         with pytest.raises(ValueError, match=rf"model\.safetensors: .*{message}"):
+            read_header(file)
+
+
+def test_a_length_that_no_header_has_is_not_read(tmp_path):
+    file = tmp_path / "model.safetensors"
+    for length, message in ((MAX_HEADER_BYTES + 1, "not a safetensors file$"), (MAX_HEADER_BYTES, "cut short within")):
+        file.write_bytes(length.to_bytes(8, "little"))
+        with pytest.raises(ValueError, match=message):
             read_header(file)
 
 

@@ -29,6 +29,16 @@ def test_a_layout_divides_the_model_that_is_made_for_it():
     assert config["num_key_value_heads"] % 2 == 0
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_width_divides_by_both_tensor_parallel_sizes(family):
+    parallel = ParallelConfig(tensor=3, expert_tensor=5)
+    for nbytes in (500_000_000, 700_000_000, 1_000_000_000, 1_300_000_000):
+        config = sized_config(family, nbytes, "bfloat16", parallel)
+        width = config["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"]
+        assert width % (32 * 3 * 5) == 0
+    assert (config["num_attention_heads"] % config["num_key_value_heads"], config["num_key_value_heads"] % 3) == (0, 0)
+
+
 def test_a_size_below_the_smallest_model_is_refused():
     with pytest.raises(ValueError, match=r"the smallest has 0\.0\d+ GB in float32"):
         sized_config("qwen3_moe", 1_000_000, "float32", ParallelConfig())

@@ -2,6 +2,7 @@
 
 import io
 import random
+import zipfile
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -68,6 +69,16 @@ def test_any_other_tensor_is_loaded_by_torch(tmp_path, kind):
 def test_a_block_of_the_other_byte_order_is_loaded_by_torch(tmp_path):
     raw = saved(torch.arange(4.0)).replace(b"little", b"bigger")
     assert plain_layout(io.BytesIO(raw)) is None
+
+
+def test_a_block_of_an_older_torch_which_does_not_say_its_byte_order_is_read(tmp_path):
+    raw = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(PLAIN["float32"]))) as new, zipfile.ZipFile(raw, "w") as old:
+        for entry in new.infolist():
+            if not entry.filename.endswith("/byteorder"):
+                old.writestr(entry, new.read(entry))
+    assert plain_layout(io.BytesIO(raw.getvalue())) is not None
+    assert torch.equal(read_block(tmp_path, stored(tmp_path, raw.getvalue())), PLAIN["float32"])
 
 
 def test_a_block_that_is_no_tensor_is_refused_or_read_by_torch(tmp_path):

@@ -1,16 +1,24 @@
 """`slimrl-tools verify` on toys: the verdict, its exit code, and that what differs is named."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from slimrl_tools import verification
 from slimrl_tools.cli import app
+from slimrl_tools.compare import EXACT, Comparison, TensorDifference, fp8_limit
+from slimrl_tools.logits import compare_logits
+from slimrl_tools.open_checkpoint import FoundCheckpoint
 from slimrl_tools.toy import write_toy
+from slimrl_tools.verification import Verification
 from toy_tools import SMALL, run
 from typer.testing import CliRunner
+
+from slimrl.data.protocols import TensorSpec
 
 FILE = "model-00001-of-00001.safetensors"
 
@@ -135,3 +143,38 @@ def test_what_mtp_layers_repeat_may_be_left_out(tmp_path):
 def test_what_is_no_checkpoint_is_refused(toy, tmp_path):
     assert "no such folder" in run("verify", toy, tmp_path / "nothing", code=2)
     assert "one of fp32, bf16" in run("verify", toy, toy, "--logits", 1, "--logits-dtype", "int8", code=2)
+
+
+def test_a_limit_is_that_of_the_quantisation_of_one_side_alone_or_the_one_that_is_given():
+    spec = TensorSpec(name="w", shape=(1,), dtype="float32")
+    one, none = frozenset({"w"}), frozenset()
+    assert verification._limits(one, none, None)(spec, spec) == fp8_limit("float32")
+    assert verification._limits(none, one, None)(spec, spec) == fp8_limit("float32")
+    assert (
+        verification._limits(one, one, None)(spec, spec) == verification._limits(none, none, None)(spec, spec) == EXACT
+    )
+    given = verification._limits(one, none, 0.25)(spec, spec)
+    assert (given.absolute, given.relative, given.of_largest) == (0.25, 0.0, 0.0)
+
+
+def test_each_kind_of_difference_is_a_reason_of_its_own(tmp_path):
+    found = FoundCheckpoint(format="huggingface", path=tmp_path, hf_dir=tmp_path)
+    within = TensorDifference(name="w", max_abs=1.0, max_relative=math.inf, where=(0,), limit=EXACT, within=True)
+
+    def verdict(*, config=(), logits=None, ignore_dtype=False, **tensors):
+        return Verification(
+            a=found, b=found, config=list(config), tensors=Comparison(**tensors), logits=logits,
+            ignore_dtype=ignore_dtype,
+        )  # fmt: skip
+
+    assert verdict(differences=[within]).same
+    assert verdict(config=["layers: 1 and 2"]).reasons == ["configs"]
+    assert verdict(missing=["a"], extra=["b"]).reasons == ["missing tensors", "additional tensors"]
+    assert verdict(shapes=[("a", (1,), (2,))], dtypes=[("a", "float32", "float16")]).reasons == ["shapes", "dtypes"]
+    assert verdict(dtypes=[("a", "float32", "float16")], ignore_dtype=True).same
+    assert verdict(differences=[within, replace(within, within=False)]).reasons == ["values"]
+    for b, reasons in ((torch.ones(1, 1, 2), []), (torch.zeros(1, 1, 2), ["logits"])):
+        assert verdict(logits=compare_logits(torch.ones(1, 1, 2), b, "float32")).reasons == reasons
+    told = verdict(differences=[within]).as_dict()
+    assert told["tensors"]["differences"][0]["max_relative"] == "inf"
+    json.dumps(told, allow_nan=False)

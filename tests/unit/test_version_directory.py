@@ -1,13 +1,23 @@
 """Which versions are kept, and what leads from one to another."""
 
 import dataclasses
+import os
 
+import numpy as np
 import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
 
 from slimrl.config.schema import DeltaEncoding
 from slimrl.data.protocols import TensorSpec
+from slimrl.models.versions import apply
+from slimrl.models.versions.blocks import file_hash
+from slimrl.models.versions.codec import BlockCodec
 from slimrl.models.versions.directory import VersionDirectory, superfluous
+from slimrl.models.versions.local_copy import LocalCopy
 from slimrl.models.versions.manifest import Block, Manifest, StoredTensor, VersionRef, read_manifest, write_manifest
+from slimrl.resync.mirror import Mirror
 
 
 def ref(version: int, writing: str = "a") -> VersionRef:
@@ -136,3 +146,112 @@ def test_a_run_that_goes_back_writes_its_versions_anew(directory):
     assert directory.has(ref(6, "b"))
     assert not directory.has(ref(6))
     assert not directory.has(ref(7))
+
+
+def test_a_version_that_is_written_again_stays_until_the_new_writing_is_whole(directory):
+    partial = directory.begin(7)
+    assert directory.versions() == [1, 2, 3, 4, 5, 6, 7]
+    assert directory.has(ref(7))
+    (partial / "data").write_bytes(b"data")
+    write_manifest(partial, manifest(7, None, writing="b"))
+    directory.publish(partial, 7)
+    assert directory.has(ref(7, "b"))
+    assert sorted(path.name for path in directory.root.iterdir()) == [f"v{version:06d}" for version in range(1, 8)]
+
+
+def test_a_delta_on_a_version_that_is_not_before_it_breaks_the_chain(directory):
+    for base in (4, 5):
+        value = dataclasses.replace(manifest(4, 3), base=ref(base))
+        if base == 4:
+            write_manifest(directory.folder(4), value)
+        with pytest.raises(
+            ValueError, match=rf"version 4 \(a4\) is a delta on version {base} .*, which is not before it"
+        ):
+            directory.chain(value, None)
+
+
+def test_a_version_whose_manifest_cannot_be_read_needs_no_other(directory):
+    (directory.folder(6) / "manifest.json").write_text("{}")
+    directory.prune(2)
+    assert directory.versions() == [6, 7]
+
+
+def test_a_file_that_ends_early_is_named_with_the_byte(tmp_path):
+    file = tmp_path / "data"
+    file.write_bytes(b"0123456789")
+    descriptor = os.open(file, os.O_RDONLY)
+    assert file_hash(descriptor, file, 2, 8) == xxhash.xxh3_64_hexdigest(b"23456789")
+    assert file_hash(descriptor, file, 4, 0) == xxhash.xxh3_64_hexdigest(b"")
+    with pytest.raises(ValueError, match="data: cut short: it ends at byte 10"):
+        file_hash(descriptor, file, 2, 9)
+    os.close(descriptor)
+
+
+BROKEN_BLOCKS = {
+    "backwards": [(4, 4)],
+    "beyond the end": [(0, 20)],
+    "one over the other": [(0, 8), (4, 12)],
+    "out of order": [(8, 12), (0, 4)],
+    "too many bytes": [(0, 16)],
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_BLOCKS)
+def test_blocks_that_no_writer_makes_are_refused(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(apply, "BLOCK_BYTES", 12)
+    spec = TensorSpec(name="w", shape=(8,), dtype="bfloat16")
+    (tmp_path / "base").mkdir()
+    save_file({"w": torch.zeros(8, dtype=torch.bfloat16)}, tmp_path / "base" / "model.safetensors")
+    frames, blocks = b"", []
+    for start, stop in BROKEN_BLOCKS[kind]:
+        size = max(2, min(stop - start, 12))
+        frame = BlockCodec(DeltaEncoding.xor).encode(np.zeros(size, np.uint8), np.ones(size, np.uint8), 2)
+        blocks.append(Block(file="data", offset=len(frames), nbytes=len(frame), start=start, stop=stop))
+        frames += frame
+    (tmp_path / "data").write_bytes(frames)
+    tensors = {"w": StoredTensor(spec=spec, xxh3="0" * 16, blocks=tuple(blocks))}
+    value = dataclasses.replace(manifest(2, 1), tensors=tensors)
+    with pytest.raises(
+        ValueError, match=r"version 2 .*model\.safetensors: w: a block of the bytes \d+ to \d+, behind byte"
+    ):
+        apply.apply_delta(tmp_path, value, tmp_path / "base")
+
+
+def test_a_delta_is_applied_to_tensors_of_its_names_and_shapes_alone(tmp_path):
+    frame = BlockCodec(DeltaEncoding.xor).encode(np.zeros(16, np.uint8), np.ones(16, np.uint8), 2)
+    (tmp_path / "data").write_bytes(frame)
+    block = Block(file="data", offset=0, nbytes=len(frame), start=0, stop=16)
+    spec = TensorSpec(name="w", shape=(8,), dtype="bfloat16")
+    tensors = {"w": StoredTensor(spec=spec, xxh3=xxhash.xxh3_64_hexdigest(bytes([1] * 16)), blocks=(block,))}
+    value = dataclasses.replace(manifest(2, 1), tensors=tensors)
+    (tmp_path / "base").mkdir()
+    for base in ({"v": torch.zeros(8, dtype=torch.bfloat16)}, {"w": torch.zeros(2, 4, dtype=torch.bfloat16)}):
+        save_file(base, tmp_path / "base" / "model.safetensors")
+        with pytest.raises(ValueError, match="has no w of this shape and type; it is no base"):
+            apply.apply_delta(tmp_path, value, tmp_path / "base")
+    save_file({"w": torch.zeros(8, dtype=torch.bfloat16)}, tmp_path / "base" / "model.safetensors")
+    apply.apply_delta(tmp_path, value, tmp_path / "base")
+    assert load_file(tmp_path / "base" / "model.safetensors")["w"].view(torch.uint8).tolist() == [1] * 16
+
+
+def test_a_whole_version_with_a_tensor_that_its_manifest_lacks_is_refused(tmp_path):
+    (tmp_path / "v").mkdir()
+    save_file({"w": torch.zeros(2), "more": torch.zeros(2)}, tmp_path / "v" / "model.safetensors")
+    spec = TensorSpec(name="w", shape=(2,), dtype="float32")
+    tensors = {"w": StoredTensor(spec=spec, xxh3=xxhash.xxh3_64_hexdigest(bytes(8)))}
+    value = dataclasses.replace(manifest(2, None), files={"model.safetensors": 1}, tensors=tensors)
+    with pytest.raises(ValueError, match="more is not of this version"):
+        apply.copy_whole(tmp_path / "v", value, tmp_path / "copy")
+
+
+def test_a_place_for_copies_that_is_no_folder_is_named_with_its_setting(tmp_path):
+    publish(VersionDirectory(tmp_path / "versions"), manifest(1, None))
+    (tmp_path / "local").write_text("a file")
+    with (
+        pytest.raises(OSError, match=r"resync\.local_dir: ") as raised,
+        LocalCopy(tmp_path / "local" / "engine").at(tmp_path / "versions" / "v000001", 5),
+    ):
+        pass
+    assert raised.value.filename == str(tmp_path / "local" / "engine")
+    with pytest.raises(OSError, match=r"resync\.local_dir: "):
+        Mirror(tmp_path / "local" / "engine", [])

@@ -1,0 +1,286 @@
+"""Resyncs of a trainer of several ranks on two nodes, all threads of this process, with engines that live in it too."""
+
+import time
+
+import pytest
+import torch
+from resync_engines import Engine, config, session
+from thread_dist import ThreadDist
+
+from slimrl import device
+from slimrl.config.schema import TransportName
+from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceTensor, TensorSpec
+from slimrl.models.fp8 import BlockFp8, quantize
+from slimrl.resync import contribution, exchange, ranks
+from slimrl.resync.ranks import Ranks
+from slimrl.resync.report import ResyncError
+from slimrl.resync.transform import Quantize
+from slimrl.resync.transports.collective import CollectiveTransport
+
+pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
+
+NODES = "aabb"
+SHAPES = {
+    "rows": (8, 4),
+    "columns": (3, 4),
+    "halves": (3, 4),
+    "everywhere": (5,),
+    "on last": (6, 2),
+    "on second": (7, 3),
+}
+REGIONS = {
+    "rows": [((2 * rank, 2 * rank + 2, 0, 4), (rank,)) for rank in range(4)],
+    "columns": [((0, 3, 0, 2), (0, 2)), ((0, 3, 2, 4), (1, 3))],
+    "halves": [((0, 3, 0, 2), (1,)), ((0, 3, 2, 4), (2,))],
+    "everywhere": [((0, 5), (0, 1, 2, 3))],
+    "on last": [((0, 6, 0, 2), (3,))],
+    "on second": [((0, 7, 0, 3), (1,))],
+}
+"""Of each tensor the pieces: first and end of every dimension, and the ranks that hold it."""
+
+
+def region_of(edges):
+    return tuple(slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True))
+
+
+class Source:
+    """What one rank holds of the weights."""
+
+    def __init__(self, rank, weights):
+        self._rank, self.weights = rank, weights
+
+    def layout(self):
+        return [
+            SourceTensor(
+                spec=TensorSpec(name=name, shape=shape, dtype="float32"),
+                pieces=tuple(SourcePiece(region=region_of(edges), holders=holders) for edges, holders in REGIONS[name]),
+            )
+            for name, shape in SHAPES.items()
+        ]
+
+    def piece(self, name):
+        # Those that lead no node are late.
+        time.sleep(0.002 * (self._rank % 2))
+        (edges,) = [edges for edges, holders in REGIONS[name] if self._rank in holders]
+        return self.weights[name][region_of(edges)].contiguous()
+
+    def groups(self, name):
+        return self.piece(name)[None]
+
+
+def random_weights(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def engine_on(*nodes, kind=Engine):
+    engine = kind(f"engine on {nodes[0]}")
+    engine.place = EnginePlace(name=engine.name, nodes=nodes)
+    return engine
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    threads = ThreadDist(len(NODES))
+    for module in (ranks, exchange):
+        monkeypatch.setattr(module, "dist", threads)
+    yield threads
+    assert threads.left == threads.made
+
+
+def resynced(threads, engines, settings, versions=((1, 0),), *, nodes=NODES, weights=random_weights, **options):
+    """By rank, what each gets of every (version, seed of its weights): a report, None, or an error."""
+
+    def run(rank):
+        own = {name: value(rank) for name, value in options.items()}
+        resync = session(Source(rank, weights()), engines, settings, rank=rank, node=nodes[rank], run_id="ranks", **own)
+        results = []
+        try:
+            for version, seed in versions:
+                resync._source.weights = weights(seed)
+                try:
+                    results.append(resync.run(version))
+                except ResyncError as error:
+                    results.append(error)
+        finally:
+            resync.close()
+        return results
+
+    return threads.run(run)
+
+
+def assert_loaded(engine, weights):
+    assert engine.loaded.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(engine.loaded[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("nodes", "engine_nodes"), [("aabb", "ab"), ("aabb", "a"), ("aabb", "b"), ("abcd", "abcd"), ("abcd", "bd")]
+)
+def test_engines_on_the_trainer_s_nodes_get_what_lies_on_all_of_its_ranks(threads, nodes, engine_nodes):
+    engines = [engine_on(node) for node in engine_nodes]
+    results = resynced(threads, engines, config(bucket_bytes=100), ((1, 1), (5, 2)), nodes=nodes)
+    for engine in engines:
+        assert_loaded(engine, random_weights(2))
+        assert (engine.version, engine.calls.count("resume")) == (5, 2)
+    assert results[1:] == [[None, None]] * 3
+    for report in results[0]:
+        assert (report.mismatching, report.failed_engines) == ((), {})
+        assert report.verified_tensors == len(engines) * len(SHAPES)
+        assert report.bytes == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
+
+
+@pytest.mark.parametrize("in_place_bytes", [None, 30])
+def test_an_engine_elsewhere_gets_what_ranks_of_the_sender_s_node_send_from_where_it_lies(
+    threads, monkeypatch, in_place_bytes
+):
+    sent, left = [], []
+
+    class Watched(contribution.Contribution):
+        def send(self, live):
+            sent.append(sorted(value.numel() for value in live.own.values()))
+            super().send(live)
+
+        def leave(self):
+            super().leave()
+            assert self._group is None
+            left.append(threads.get_rank())
+
+    monkeypatch.setattr("slimrl.resync.session.Contribution", Watched)
+
+    def transport(rank):
+        made = CollectiveTransport("127.0.0.1", "slimrl-ranks", 20.0, bucket_bytes=200)
+        made.in_place_bytes = in_place_bytes
+        return made
+
+    engine = engine_on("x")
+    settings = config(bucket_bytes=200, transport=TransportName.collective)
+    results = resynced(threads, [engine], settings, ((1, 1), (2, 2)), transport=transport)
+    assert [report.mismatching for report in results[0]] == [(), ()]
+    assert_loaded(engine, random_weights(2))
+    # The second rank alone has a tensor of its own; the first sends the one that all have.
+    assert [each for each in sent if each] == ([] if in_place_bytes is None else [[7 * 3 * 4]] * 2)
+    assert engine.calls.count("leave") == 1
+    assert set(left) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "aaaa"])
+def test_what_is_quantised_on_the_way_is_that_of_the_whole_matrices(threads, nodes):
+    engines = [engine_on(node) for node in sorted(set(nodes))]
+    transform = Quantize(BlockFp8(block=(4, 4)), ["rows"])
+    results = resynced(threads, engines, config(bucket_bytes=200), nodes=nodes, transform=lambda _: transform)
+    assert results[0][0].mismatching == ()
+    codes, scales = quantize(random_weights()["rows"], (4, 4))
+    for engine in engines:
+        assert torch.equal(engine.loaded["rows"].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(engine.loaded["rows_scale_inv"], scales)
+        assert torch.equal(engine.loaded["columns"], random_weights()["columns"])
+
+
+def test_what_was_gathered_wrongly_is_named_once_and_no_node_s_engines_resume(threads, monkeypatch):
+    original = Quantize.apply
+
+    def spoils(self, part, value, outputs):
+        if part.spec.name == "rows":
+            value[0, 0] += 1
+        original(self, part, value, outputs)
+
+    monkeypatch.setattr(Quantize, "apply", spoils)
+    engines = [engine_on("a"), engine_on("b")]
+    transform = Quantize(BlockFp8(block=(4, 4)), ["rows"])
+    results = resynced(threads, engines, config(bucket_bytes=1000), transform=lambda _: transform)
+    # Engines have what was made of it, as the first sender hashed it.
+    assert results[0][0].mismatching == ("gathering: rows",)
+    assert not any("resume" in engine.calls for engine in engines)
+
+
+def test_a_matrix_that_cannot_be_quantised_fails_the_version_on_every_rank_and_engines_stay_paused(threads):
+    def weights(seed=0):
+        spoilt = random_weights(seed)
+        spoilt["rows"][7, 3] = float("nan")
+        return spoilt
+
+    engines = [engine_on("a"), engine_on("b")]
+    transform = Quantize(BlockFp8(block=(4, 4)), ["rows"])
+    results = resynced(threads, engines, config(bucket_bytes=1000), weights=weights, transform=lambda _: transform)
+    for (error,) in results:
+        assert "resync of version 1 failed at bucket 1 of 1 (rows): rows: " in str(error)
+    assert [engine.calls for engine in engines] == [["pause", "begin"]] * 2
+
+
+def test_a_tensor_that_arrived_wrong_on_another_node_is_in_the_report_and_nobody_resumes(threads):
+    class Corrupting(Engine):
+        def end_update(self):
+            super().end_update()
+            self.loaded["columns"][2, 3] += 1
+
+    engines = [engine_on("a"), engine_on("b", kind=Corrupting)]
+    results = resynced(threads, engines, config())
+    assert results[0][0].mismatching == ("engine on b: columns",)
+    assert not any("resume" in engine.calls for engine in engines)
+
+
+def test_an_engine_that_refuses_a_bucket_on_one_node_has_all_start_again(threads):
+    engines = [engine_on("a"), engine_on("b")]
+    engines[1].fails_at = ("load", 2)
+    results = resynced(threads, engines, config())
+    assert (results[0][0].mismatching, results[0][0].failed_engines) == ((), {})
+    for engine in engines:
+        assert_loaded(engine, random_weights())
+        assert (engine.calls.count("pause"), engine.calls.count("resume")) == (2, 1)
+
+
+def test_an_engine_of_another_node_that_is_taken_out_is_in_the_report_and_the_others_serve(threads):
+    class Refusing(Engine):
+        def load_shared_bucket(self, segment, bucket):
+            raise EngineError(f"{self.name}: refused")
+
+    engines = [engine_on("a"), engine_on("b", kind=Refusing)]
+    results = resynced(threads, engines, config())
+    report = results[0][0]
+    assert report.failed_engines == {"engine on b": "engine on b: refused"}
+    assert report.verified_tensors == len(SHAPES)
+    assert_loaded(engines[0], random_weights())
+    assert "resume" in engines[0].calls
+    assert "resume" not in engines[1].calls
+
+
+def test_ranks_tell_each_other_values_and_let_go_of_their_groups(threads):
+    def talk(rank):
+        own = Ranks(NODES[rank], 5)
+        values = torch.tensor([rank, 10])
+        own.add(values)
+        told = own.nodes, own.agree(rank % 3), own.gather_objects(rank * rank), values.tolist()
+        own.meet_on_node()
+        own.close()
+        own.close()
+        return told
+
+    assert threads.run(talk) == [(tuple(NODES), 2, [0, 1, 4, 9], [6, 40])] * 4
+
+
+def test_without_other_ranks_a_rank_agrees_with_itself():
+    alone = Ranks("a", 5)
+    values = torch.tensor([3])
+    alone.add(values)
+    alone.meet_on_node()
+    assert (alone.agree(2), alone.gather_objects("x"), values.tolist(), alone.nodes) == (2, ["x"], [3], ("a",))
+    alone.close()
+
+
+def test_a_rank_that_is_gone_is_an_error_of_the_resync(monkeypatch):
+    def gone(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    def talk(rank):
+        own = Ranks(NODES[rank], 5)
+        for name in ("all_reduce", "all_gather_object", "barrier"):
+            monkeypatch.setattr(threads, name, gone)
+        for call in (lambda: own.agree(0), lambda: own.gather_objects(0), own.meet_on_node, lambda: own.add(None)):
+            with pytest.raises(ranks.RankError, match="a rank of the trainer died or is late: Connection closed"):
+                call()
+
+    threads = ThreadDist(1)
+    monkeypatch.setattr(ranks, "dist", threads)
+    threads.run(talk)

@@ -1,0 +1,99 @@
+"""The part of torch.distributed that a resync needs, for ranks that are threads of the test's process."""
+
+import queue
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from thread_meeting import TIMEOUT_S, Meeting
+
+
+class Group:
+    def __init__(self, ranks):
+        self.ranks, self._meeting = ranks, Meeting(len(ranks))
+
+    def exchange(self, rank, value):
+        return self._meeting.exchange(self.ranks.index(rank), value)
+
+
+class Receipt:
+    def __init__(self, tensor, box):
+        self._tensor, self._box = tensor, box
+
+    def wait(self):
+        self._tensor.copy_(self._box.get(timeout=TIMEOUT_S))
+
+
+class ThreadDist:
+    """Stands in for the module; groups are made by all ranks together, in one order."""
+
+    ReduceOp = dist.ReduceOp
+    isend, irecv = "send", "receive"
+
+    def __init__(self, size):
+        self._size, self._groups, self._here, self._lock = size, {}, threading.local(), threading.Lock()
+        self._boxes = defaultdict(queue.SimpleQueue)
+        self.left = set()
+
+    def run(self, work):
+        """What `work` gives for each rank, called in a thread as that rank."""
+
+        def as_rank(rank):
+            self._here.rank, self._here.made = rank, 0
+            return work(rank)
+
+        with ThreadPoolExecutor(self._size) as pool:
+            return list(pool.map(as_rank, range(self._size)))
+
+    @property
+    def made(self):
+        """(rank, ranks of the group) of all groups and members, as `left` has those that were left."""
+        return {(rank, group.ranks) for group in self._groups.values() for rank in group.ranks}
+
+    def is_initialized(self):
+        return hasattr(self._here, "rank")
+
+    def get_rank(self):
+        return self._here.rank
+
+    def get_world_size(self):
+        return self._size
+
+    def new_group(self, ranks, timeout=None, backend=None):
+        with self._lock:
+            group = self._groups.setdefault(self._here.made, Group(tuple(ranks)))
+        self._here.made += 1
+        assert group.ranks == tuple(ranks)
+        return group
+
+    def destroy_process_group(self, group):
+        assert group in self._groups.values()
+        self.left.add((self._here.rank, group.ranks))
+
+    def all_reduce(self, value, op=ReduceOp.SUM, group=None):
+        values = torch.stack(group.exchange(self._here.rank, value.clone()))
+        value.copy_(values.amax(0) if op == self.ReduceOp.MAX else values.sum(0))
+
+    def all_gather_object(self, values, value, group=None):
+        values[:] = group.exchange(self._here.rank, value)
+
+    def barrier(self, group=None):
+        group.exchange(self._here.rank, None)
+
+    def broadcast(self, tensor, source, group=None):
+        tensor.copy_(group.exchange(self._here.rank, tensor.clone())[group.ranks.index(source)])
+
+    def P2POp(self, function, tensor, peer, group=None):
+        assert {self._here.rank, peer} <= set(group.ranks)
+        return function, tensor, peer
+
+    def batch_isend_irecv(self, operations):
+        receipts = []
+        for function, tensor, peer in operations:
+            if function == self.isend:
+                self._boxes[self._here.rank, peer].put(tensor.clone())
+            else:
+                receipts.append(Receipt(tensor, self._boxes[peer, self._here.rank]))
+        return receipts
