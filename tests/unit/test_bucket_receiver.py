@@ -12,6 +12,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from slimrl.models.broadcast_group import UNDER_WAY, BroadcastGroup, GroupError,
 from slimrl.models.broadcast_pieces import cut_pieces, decode_pieces, encode_pieces
 from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.rollout.bucket_loader import around_destroy_group, open_payload, received_payload, update
-from slimrl.rollout.bucket_receiver import EngineReceivers
+from slimrl.rollout.bucket_receiver import BucketReceiver, EngineReceivers
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the receivers here take host memory")
 
@@ -460,3 +461,30 @@ def test_pieces_cover_a_bucket_without_gaps_and_come_back_from_their_table():
     ]  # fmt: skip
     assert decode_pieces(encode_pieces(pieces)) == pieces
     assert [(piece.offset, piece.nbytes) for piece in cut_pieces(bucket, None, {4: 2})] == [(0, end)]
+
+
+def test_every_wait_of_a_receiver_is_for_half_of_the_groups_deadline():
+    spec = GroupSpec(
+        name="g", address="127.0.0.1", port=1, world_size=2, backend="gloo", bucket_bytes=8, timeout_s=40.0
+    )  # fmt: skip
+    receiver, waits = BucketReceiver(spec, 1), []
+
+    def wait_for(holds, timeout_s):
+        waits.append(timeout_s)
+        return holds()
+
+    changed = MagicMock()
+    changed.wait_for = wait_for
+    receiver._changed = changed
+    receiver._thread = SimpleNamespace(join=waits.append, is_alive=lambda: True)
+    with pytest.raises(GroupError, match="the version before has not ended"):
+        receiver.open_version({})
+    with pytest.raises(GroupError, match="bucket 3 has not come within 20 s"):
+        receiver.bucket(3)
+    receiver.close()
+    assert waits == [20.0] * 3
+    receiver._error = "broken"
+    receiver._thread = SimpleNamespace(join=waits.append, is_alive=lambda: False)
+    for ask in (lambda: receiver.open_version({}), lambda: receiver.bucket(3)):
+        with pytest.raises(GroupError, match=r"^broken$"):
+            ask()

@@ -1,6 +1,8 @@
 """What becomes of a run when an engine's server ends: which endings a rollout survives, and until when."""
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +11,16 @@ import pytest
 from slimrl.config.schema import Recipe
 from slimrl.data.protocols import EngineError
 from slimrl.observability.run_folder import RunFolder
+from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.control import EngineMemory
+from slimrl.rollout.lockstep import LockstepEngine
+from slimrl.rollout.pinned import PinnedEngines
 from slimrl.rollout.process import ServerError
 from slimrl.runtime import engine_actor, engine_group
 from slimrl.runtime.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.engine_group import EngineGroup
 from slimrl.runtime.errors import StageError
+from slimrl.runtime.placement import Node
 
 
 class Actors:
@@ -23,8 +29,11 @@ class Actors:
     def __init__(self, names: list[str]) -> None:
         self.names = names
         self.ended: dict[str, str] = {}
+        self.calls: list[str] = []
+        self.timeouts: dict[str, float] = {}
 
     def kill(self, *names: str) -> None:
+        self.calls.append("kill")
         self.ended |= {name: f"{name} was ended by SIGKILL (log: {name}.log)" for name in names}
 
     def begin(self, method, arguments=None):
@@ -34,9 +43,11 @@ class Actors:
         return refs
 
     def wait(self, refs, method, *, timeout_s):
+        self.timeouts[f"wait for {method}"] = timeout_s
         return refs
 
     def call(self, method, arguments=None, *, timeout_s):
+        self.timeouts[method] = timeout_s
         return {name: getattr(self, method)(name) for name in (self.names if arguments is None else arguments)}
 
     def start(self, name):
@@ -45,25 +56,30 @@ class Actors:
     def ending(self, name):
         return self.ended.get(name, "")
 
+    def stop(self, name):
+        self.calls.append(f"stop {name}")
+
     def restart(self, name):
         self.ended.pop(name)
-        return self.start(name)
+        return replace(self.start(name), pids=(1, 3))
 
 
 class Router:
     def __init__(self, urls, log, *, timeout_s, request_timeout_s, port) -> None:
-        self.port = port or 1234
-        self.ended = False
+        self.port, self.asked_port = port or 1234, port
+        self.url, self.urls, self.timeouts = "http://router", urls, (timeout_s, request_timeout_s)
+        self.process = SimpleNamespace(pid=9)
+        self.ended = self.ready = self.stopped = False
 
     def wait_ready(self) -> None:
-        pass
+        self.ready = True
 
     def check(self) -> None:
         if self.ended:
             raise ServerError("router ended with exit code 1: no memory")
 
     def stop(self) -> None:
-        pass
+        self.stopped = True
 
 
 Start = Callable[..., tuple[EngineGroup, Actors]]
@@ -212,3 +228,169 @@ def test_an_engine_that_lives_and_refuses_to_give_memory_is_an_error(monkeypatch
     actor.control, actor.server = SimpleNamespace(release_memory=refuse), SimpleNamespace(check=lambda: None)
     with pytest.raises(EngineError, match="400"):
         actor.release_memory(list(EngineMemory))
+
+
+PARTS = (("actor", 1), ("server", 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "urls"),
+    [
+        ({}, SglangEngine, ["http://router"]),
+        ({"engines": 1}, PinnedEngines, ["http://engine 0"]),
+        ({"router": False}, PinnedEngines, [f"http://engine {i}" for i in range(3)]),
+        ({"deterministic": True}, LockstepEngine, [f"http://engine {i}" for i in range(3)]),
+    ],
+)
+def test_episodes_talk_to_the_router_where_there_is_one_and_else_to_the_engines(start: Start, settings, kind, urls):
+    group, _ = start(**settings)
+    client = group.client(vocab_size=50, routed_experts_shape=(2, 3))
+    assert type(client) is kind
+    ends = [client] if kind is SglangEngine else client._engines
+    assert [end._url for end in ends] == urls
+    every = [f"http://engine {i}" for i in range(3)]
+    assert [list(end._engine_urls) for end in ends] == ([every] if kind is SglangEngine else [[url] for url in urls])
+    assert all((end._vocab_size, end._routed_experts_shape) == (50, (2, 3)) for end in ends)
+    parts = [(f"engine {i}, {part} on host", pid) for i in range(len(group.addresses)) for part, pid in PARTS]
+    assert group.roles == (*parts, *([("router", 9)] if kind is SglangEngine else []))
+
+
+def test_the_router_of_replaced_engines_is_another_one_at_the_same_port(start: Start):
+    group, actors = start(startup_timeout_s=100.0, request_timeout_s=7.0)
+    first = group._router
+    assert (first.urls, first.asked_port, first.timeouts, first.ready) == (
+        ["http://engine 0", "http://engine 1", "http://engine 2"], None, (100.0, 7.0), True,
+    )  # fmt: skip
+    actors.kill("engine 1")
+    first.port = 4321
+    group.replace(["engine 1"])
+    assert group._router is not first
+    assert (first.stopped, group._router.asked_port, group._router.ready) == (True, 4321, True)
+    assert [address.name for address in group.addresses] == ["engine 0", "engine 1", "engine 2"]
+    assert [address.pids for address in group.addresses] == [(1, 2), (1, 3), (1, 2)]
+    # Engines have their own deadlines, within that of the call.
+    assert actors.timeouts["wait for start"] > 100.0
+    assert actors.timeouts["restart"] > 100.0 + engine_group.STOP_TIMEOUT_S
+    assert actors.timeouts["ending"] == engine_group.CHECK_TIMEOUT_S
+
+
+def test_the_router_and_the_engines_are_stopped_before_their_actors_end(start: Start, monkeypatch):
+    group, actors = start()
+    group.stop()
+    assert group._router.stopped
+    assert actors.calls == ["stop engine 0", "stop engine 1", "stop engine 2", "kill"]
+    assert actors.timeouts["stop"] == engine_group.STOP_TIMEOUT_S
+    actors.calls.clear()
+
+    def late(name):
+        raise StageError(f"{name}: stop did not finish")
+
+    monkeypatch.setattr(actors, "stop", late)
+    group.stop()
+    assert actors.calls == ["kill"]
+    # Before they have answered there is no server that could be told to end.
+    actors.calls.clear()
+    group.addresses, group._router = [], None
+    group.stop()
+    assert actors.calls == ["kill"]
+
+
+def test_memory_moves_on_all_engines_within_the_deadlines_of_all_their_calls(start: Start, monkeypatch):
+    group, actors = start()
+    group._recipe.resync.timeout_s = 20.0
+    moved = []
+
+    def call(method, arguments=None, *, timeout_s):
+        moved.append((method, arguments))
+        assert 60.0 < timeout_s <= 120.0
+
+    monkeypatch.setattr(actors, "call", call)
+    group.release_memory({EngineMemory.kv_cache})
+    group.resume_memory({EngineMemory.weights})
+    names = [f"engine {i}" for i in range(3)]
+    assert moved == [
+        ("release_memory", dict.fromkeys(names, ([EngineMemory.kv_cache],))),
+        ("resume_memory", dict.fromkeys(names, ([EngineMemory.weights],))),
+    ]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An engine's actor whose servers and controls only note what is asked of them."""
+    journal: list[tuple] = []
+
+    class Server:
+        def __init__(self, index, rollout, model, log, **given) -> None:
+            journal.append(("server", index, model, log.name, given))
+            self.port, self.url = given["port"] or 7000, "http://engine"
+            self.process = SimpleNamespace(pid=77)
+
+        def wait_ready(self) -> None:
+            journal.append(("ready",))
+
+        def stop(self) -> None:
+            journal.append(("stop",))
+
+    class Control:
+        def __init__(self, name, url, *, timeout_s) -> None:
+            journal.append(("control", name, url, timeout_s))
+
+        def __getattr__(self, method):
+            return lambda *given: journal.append((method, *given))
+
+    monkeypatch.setattr(engine_actor, "EngineServer", Server)
+    monkeypatch.setattr(engine_actor, "SglangControl", Control)
+    monkeypatch.setattr(engine_actor, "capture_output", lambda path: journal.append(("log", path.name)))
+    monkeypatch.setattr(engine_actor, "clean_stale_segments", lambda: journal.append(("clean",)))
+    monkeypatch.setattr(engine_actor.os, "chdir", lambda path: journal.append(("cd", path)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    recipe = Recipe(seed=3)
+    recipe.resync.timeout_s, recipe.rollout.engine_tensor = 30.0, 2
+
+    def make(devices=()):
+        actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
+        node = Node(node_id="n", name="host-a", address="10.0.0.3", slots=1)
+        actor.__init__(recipe, Path("/model"), tmp_path, Path("/work"), 4, node, devices)
+        return actor, journal
+
+    return make
+
+
+def test_an_engine_listens_on_its_nodes_address_and_starts_again_at_its_port_paused(engine):
+    actor, journal = engine()
+    address = actor.start()
+    assert journal[:2] == [("log", "engine_4_actor.log"), ("cd", Path("/work"))]
+    kind, index, model, log, given = journal[2]
+    assert (kind, index, model, log) == ("server", 4, Path("/model"), "engine_4.log")
+    assert (given["host"], given["port"], given["precision"]) == ("10.0.0.3", None, actor.recipe.trainer.precision)
+    assert journal[3:] == [("ready",), ("control", "engine 4", "http://engine", 30.0)]
+    assert (address.name, address.url, address.tensor, address.node) == ("engine 4", "http://engine", 2, "host-a")
+    assert address.pids == (os.getpid(), 77)
+    seed = given["seed"]
+    for again, colocated in ((1, False), (2, True)):
+        journal.clear()
+        actor.recipe.rollout.colocated = colocated
+        assert actor.restart() == address
+        assert [entry[0] for entry in journal[:3]] == ["stop", "close", "server"]
+        assert journal[2][3] == f"engine_4_start_{again}.log"
+        assert (journal[2][4]["port"], journal[2][4]["seed"]) == (7000, seed)
+        released = [("release_memory", [EngineMemory.kv_cache])] if colocated else []
+        assert journal[4:] == [("control", "engine 4", "http://engine", 30.0), ("pause",), *released]
+    journal.clear()
+    actor.resume_memory([EngineMemory.weights])
+    actor.resume_memory([EngineMemory.kv_cache])
+    actor.flush_cache()
+    assert journal == [
+        ("resume_memory", [EngineMemory.weights]), ("resume_memory", [EngineMemory.kv_cache]), ("resume",),
+        ("flush_when_idle",),
+    ]  # fmt: skip
+    journal.clear()
+    actor.stop()
+    assert journal == [("stop",), ("clean",)]
+
+
+def test_an_engine_of_several_gpus_sees_all_of_them_and_another_what_its_process_sees(engine):
+    engine()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    engine(("2", "5"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5"

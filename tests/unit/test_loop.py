@@ -94,6 +94,12 @@ class Stages:
         assert RunFolder(directory.parents[1]).curve.is_file()
         self._note("export")
 
+    def release_memory(self, parts):
+        self._note(f"away with {', '.join(sorted(part.value for part in parts))}")
+
+    def resume_memory(self, parts):
+        self._note(f"take {', '.join(sorted(part.value for part in parts))}")
+
     def check(self) -> None:
         if self.asked and self.asked_in.startswith("rollout"):
             raise StepDropped
@@ -192,6 +198,7 @@ def test_a_step_goes_round_the_ring_and_a_checkpoint_comes_before_the_evaluation
     assert [line["resync/version"] for line in (first, second, third)] == [0, 1, 2]
     for phase in ("rollout", "logprobs", "train", "resync", "step"):
         assert second[f"time/{phase}_s"] >= 0
+    assert first["time/step_s"] >= 0
     assert ("time/eval_s" in first, "time/eval_s" in second, "time/eval_s" in third) == (True, False, True)
 
 
@@ -269,6 +276,16 @@ def test_a_resumed_run_without_evaluations_writes_the_step_that_waited_for_one(t
     assert lines(folder)[2]["policy/loss"] == 2.0
 
 
+def test_a_resumed_run_whose_line_was_written_and_lost_writes_none_anew(tmp_path: Path):
+    recipe = recipe_of(2, every=1)
+    stages = Stages()
+    stages.asked_in = "train"
+    folder = play(recipe, stages, tmp_path)
+    folder.metrics.unlink()
+    play(recipe, Stages(), tmp_path, resume=True)
+    assert [line["step"] for line in lines(folder)] == [2]
+
+
 def test_a_dropped_step_leaves_the_step_before_it_with_a_checkpoint(tmp_path: Path):
     recipe = recipe_of(3, every_steps=3)
     whole = play(recipe, Stages(), tmp_path / "whole")
@@ -323,3 +340,42 @@ def test_what_comes_after_a_steps_end_is_not_in_its_seconds(monkeypatch: pytest.
         pass
     assert later.metrics == {"time/train_s": 3.0, "time/step_s": 6.0, "time/eval_s": 20.0}
     assert "time/eval_s" not in step.metrics
+
+
+def test_devices_that_are_shared_are_handed_over_at_every_turn(tmp_path: Path):
+    """Engines hold a cache of keys and values, the trainer gradients and an optimizer; both hold weights."""
+    recipe = recipe_of(1)
+    recipe.rollout.colocated = True
+    stages = Stages()
+    play(recipe, stages, tmp_path)
+    order = [str(i) for i in Sampler(range(5), seed=3, shuffle=True).take(2)]
+    assert stages.calls == [
+        "connect",
+        "away with kv_cache", "take weights", "resync 0", "away with weights", "take kv_cache", "line 0",
+        f"rollout step_000001 of {order[0]}, {order[1]}",
+        "away with kv_cache, weights", "take gradients, optimizer, weights", "prepare", "logprobs", "train",
+        "away with gradients, optimizer", "take weights", "resync 1", "away with weights", "take kv_cache", "line 1",
+        "away with kv_cache", "take optimizer, weights", "checkpoint", "away with optimizer, weights", "take kv_cache",
+        "away with kv_cache", "take weights", "export",
+    ]  # fmt: skip
+
+
+def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tmp_path: Path, monkeypatch):
+    seen = []
+
+    def noted(name, result=None):
+        return lambda *given, **named: seen.append((name, *given)) or result
+
+    monkeypatch.setattr(train_run, "apply_truncation_rule", noted("rule"))
+    monkeypatch.setattr(train_run, "rollout_metrics", noted("figures", {"rollout/tokens": 5}))
+    monkeypatch.setattr(train_run, "write_samples", noted("samples"))
+    recipe = recipe_of(1)
+    recipe.tracking.trajectories_per_step = 3
+    folder = play(recipe, Stages(), tmp_path)
+    batch = ["a trajectory"]
+    assert seen == [
+        ("rule", batch, recipe.algorithm.truncated),
+        ("figures", batch, 1.0),
+        ("samples", folder.sample_file(1), batch, 3),
+    ]
+    assert lines(folder)[1]["rollout/tokens"] == 5

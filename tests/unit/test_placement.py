@@ -103,6 +103,8 @@ def test_a_planned_cluster_has_as_few_nodes_as_the_run_needs(made, num_ranks, nu
     [
         (recipe(colocated=False, engine_tensor=16), r"rollout.engine_tensor = 16, and each engine is on one node"),
         (recipe(engine_tensor=4), r"rollout.num_engines = 3 with rollout.engine_tensor = 4 do not fit on those that"),
+        (recipe(engine_tensor=8), r"rollout.num_engines = 3 with rollout.engine_tensor = 8 do not fit on those that"),
+        (recipe(engine_tensor=16), r"8 GPUs is enough: rollout.engine_tensor = 16, and each engine is on one node"),
     ],
 )
 def test_engines_for_which_no_number_of_nodes_is_enough_are_refused(made, message):
@@ -130,3 +132,10 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_is_there_and_what_is_n
 ):
     with pytest.raises(StageError, match=message):
         place(made, cluster(*slots), num_ranks=num_ranks, num_engines=num_engines, unit="GPUs")
+
+
+def test_a_planned_cluster_may_need_a_node_for_each_process_and_engines_alone_need_no_trainers_node():
+    placement, count = place_on_fewest(recipe(colocated=False), 1, num_ranks=2, num_engines=2)
+    assert (shown(placement)[0], count) == ("node0node1", 4)
+    placement, count = place_on_fewest(recipe(engine_tensor=4), 8, num_ranks=0, num_engines=5)
+    assert ([slots[0].number for slots in placement.engines], count) == ([0, 4, 0, 4, 0], 3)

@@ -12,7 +12,7 @@ from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
 from slimrl.rollout.client import batch_body, parse_answer, request_body
 from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.process import find_cause
-from slimrl.rollout.server import engine_arguments
+from slimrl.rollout.server import engine_arguments, engine_environment
 
 
 def request_of(session, seed=1, **changes):
@@ -220,3 +220,101 @@ async def test_a_request_out_of_turn_or_without_seed_is_refused():
         await lockstep.generate(request_of("a", seed=None))
     with pytest.raises(ValueError, match="already open"):
         lockstep.open(["a"], at_once=9)
+
+
+async def test_when_all_sessions_have_ended_no_round_is_under_way_and_the_next_ones_begin_anew():
+    engines = [RecordingEngine(), RecordingEngine()]
+    lockstep = LockstepEngine(engines)
+    for _ in range(2):
+        lockstep.open(["a", "b"], at_once=9)
+        await asyncio.gather(play(lockstep, "a", 1), play(lockstep, "b", 1))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+    # Both times over both engines: what has left counts no more.
+    assert [engine.batches for engine in engines] == [[["a"], ["a"]], [["b"], ["b"]]]
+
+
+async def test_connections_are_closed_and_a_round_under_way_ends_before():
+    journal = []
+
+    class Stuck(RecordingEngine):
+        async def generate_batch(self, requests):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                journal.append("round ended")
+
+        async def aclose(self):
+            journal.append("closed")
+
+    lockstep = LockstepEngine([Stuck(), Stuck()])
+    lockstep.open(["a"], at_once=1)
+    waiting = asyncio.create_task(lockstep.generate(request_of("a")))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await lockstep.aclose()
+    assert journal == ["round ended", "closed", "closed"]
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+def flags_of(rollout, **given) -> dict[str, str]:
+    """SGLang's command line by flag; a bare flag has no value."""
+    options = {"host": "h", "port": 7, "precision": Precision.bf16, "cuda": False, "seed": 5, **given}
+    words = engine_arguments(rollout, "m", **options)
+    following = [*words[1:], "--"]
+    return {a: "" if b.startswith("--") else b for a, b in zip(words, following, strict=True) if a.startswith("--")}
+
+
+def test_the_command_line_of_an_engine():
+    rollout = RolloutConfig(
+        engine_tensor=4, engine_expert=2, max_trajectory_tokens=5000, max_concurrency_per_engine=8, routed_experts=True
+    )
+    common = {
+        "--model-path": "m",
+        "--host": "h",
+        "--port": "7",
+        "--dtype": "bfloat16",
+        "--tp-size": "4",
+        "--ep-size": "2",
+        "--random-seed": "5",
+        "--skip-server-warmup": "",
+        "--weight-version": "0",
+        "--enable-return-routed-experts": "",
+        "--disable-shared-experts-fusion": "",
+        "--sleep-on-idle": "",
+        "--log-level": "warning",
+    }
+    cpu = {"--device": "cpu", "--attention-backend": "torch_native", "--mem-fraction-static": "0.1"}
+    assert flags_of(rollout) == {**common, **cpu, "--max-total-tokens": "40000"}
+    small = RolloutConfig(max_trajectory_tokens=100, max_concurrency_per_engine=1, routed_experts=False)
+    assert flags_of(small)["--max-total-tokens"] == "16384"
+    assert "--enable-return-routed-experts" not in flags_of(small)
+    for colocated in (True, False):
+        rollout.colocated = colocated
+        saver = {"--enable-memory-saver": ""} if colocated else {}
+        assert flags_of(rollout, cuda=True) == {**common, **saver}
+    plain = flags_of(rollout, cuda=True, dequantize=True)
+    assert plain == {**common, "--json-model-override-args": '{"quantization_config": null}'}
+    nothing = RolloutConfig(max_trajectory_tokens=100, sglang={"random_seed": None, "page_size": (1, 2)})
+    assert "--random-seed" not in flags_of(nothing)
+    words = engine_arguments(nothing, "m", host="h", port=7, precision=Precision.fp32, cuda=True, seed=5)
+    assert words[words.index("--page-size") :][:3] == ["--page-size", "1", "2"]
+
+
+def test_the_ranks_of_an_engine_on_a_cpu_have_cores_of_their_own():
+    rollout = RolloutConfig(engine_tensor=3, threads_per_engine=2)
+    found = engine_environment(rollout, cuda=False)
+    assert found["SGLANG_CPU_OMP_THREADS_BIND"] == "0-1|2-3|4-5"
+    assert (found["OMP_NUM_THREADS"], found["SGLANG_USE_CPU_ENGINE"]) == ("2", "1")
+    # What a step frees is kept for the next one.
+    assert found["MALLOC_TRIM_THRESHOLD_"] == str(2**30)
+    rollout.threads_per_engine = 1
+    assert engine_environment(rollout, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2"
+    rollout.engine_tensor = 1
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in engine_environment(rollout, cuda=False)
+    assert engine_environment(rollout, cuda=True) == {
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    }

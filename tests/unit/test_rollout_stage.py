@@ -183,6 +183,8 @@ def test_the_engine_hears_of_each_session_before_it_asks_and_when_it_has_ended(s
     episodes = Episodes()
     episodes.takes_s = 0.002
     batch = start(episodes, max_concurrency_per_engine=3).rollout(PROMPTS, label="step_000001")
+    # Ten, three at a time.
+    assert 4 * 0.002 <= batch.seconds < 60
     names = [t.trajectory_id for t in batch.trajectories]
     assert episodes.announced == [(names, 3)]
     assert episodes.most_under_way == 3

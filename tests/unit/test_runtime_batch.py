@@ -99,6 +99,13 @@ def test_a_group_filter_that_fails_is_named():
         select([trajectory("mixed", i, float(i)) for i in range(2)], settings, [lambda group: 1 / 0])
 
 
+def test_a_trajectory_without_a_sampled_token_counts_in_the_baseline_alone():
+    batch = [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0), trajectory("a", 2, 0.0, Status.aborted, lengths=())]
+    chosen = select(batch, recipe(advantage=AdvantageName.dr_grpo), [])
+    assert [t.trajectory_id for t in chosen.trajectories] == ["a/0", "a/1"]
+    assert chosen.advantages == pytest.approx([2 / 3, -1 / 3])
+
+
 def test_equal_groups_stay_with_zero_advantage_when_the_recipe_keeps_them():
     batch = [trajectory("equal", i, 1.0) for i in range(3)]
     chosen = select(batch, recipe(skip_zero_variance=False), [])

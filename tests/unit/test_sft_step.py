@@ -12,8 +12,10 @@ from slimrl.data.training import UpdateResult
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
-from slimrl.runtime.sft import sft_loop
+from slimrl.runtime.errors import RunError
+from slimrl.runtime.sft import _update, sft_loop
 from slimrl.runtime.state import RunState
+from slimrl.runtime.step import Step
 
 
 class Trainers:
@@ -23,21 +25,27 @@ class Trainers:
 
     def __init__(self) -> None:
         self.denominators: list[float] = []
+        self.budgets: list[int] = []
+        self.saved: list[str] = []
+        self.skips = False
 
     def train_update(self, parts, objective, *, denominator, temperature):
         assert (objective, temperature) == ("sft", 1.0)
         self.denominators.append(denominator)
+        self.budgets += [len(batch.tokens) for part in parts for batch in part]
         num_targets = sum(int(batch.mask.sum()) for part in parts for batch in part)
         return UpdateResult(
-            sums={"loss": 0.5 * num_targets}, grad_norm=1.0, skipped=False, lr=0.1, num_tokens=100,
+            sums={"loss": 0.5 * num_targets}, grad_norm=1.0, skipped=self.skips, lr=0.1, num_tokens=100,
             expert_load_max_over_mean=float("nan"), router_entropy=float("nan"),
         )  # fmt: skip
 
     def save_checkpoint(self, directory):
+        self.saved.append(directory.parent.name)
         directory.mkdir()
         return {}
 
     def export_hf(self, directory):
+        self.saved.append("export")
         directory.mkdir(parents=True)
 
 
@@ -64,3 +72,98 @@ def test_the_loss_of_a_step_is_the_mean_over_the_tokens_that_are_learned_from(tm
     (line,) = read_metrics(folder.metrics)
     assert trainers.denominators == [7]
     assert line["sft/loss"] == pytest.approx(0.5)
+
+
+class Asked:
+    """Asked to make room once `after` steps are made."""
+
+    def __init__(self, after: int = 99) -> None:
+        self.after, self.shown = after, []
+
+    def summary(self, step, metrics):
+        self.shown.append(step)
+
+    def say(self, text):
+        pass
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.shown) and self.shown[-1] >= self.after
+
+
+def run_of(tmp_path, recipe, state, *, asked=99):
+    """A run on the conversations of 4 to 8 tokens; who was trained, and what was shown."""
+    folder, trainers, seen = RunFolder(tmp_path), Trainers(), Asked(asked)
+    for path in (folder.logs, folder.checkpoints):
+        path.mkdir(exist_ok=True)
+    recipe.tracking.wandb = WandbMode.disabled
+    recipe.sft.batch_conversations, recipe.trainer.max_tokens_per_rank = 1, 64
+    examples = Sampler([conversation(4 + i, 1 + i) for i in range(5)], seed=0, shuffle=False)
+    if state.cursor:
+        examples.restore(state.cursor)
+    with Trackers(folder, recipe.tracking, {}, keep_through_step=state.step) as trackers:
+        sft_loop(recipe, examples, trainers, folder, trackers, seen, state, seen)
+    return folder, trainers, seen
+
+
+@pytest.mark.parametrize(("every", "saved"), [(0, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_checkpoints_lie_where_the_recipe_says_and_the_model_comes_last(tmp_path, every, saved):
+    recipe = Recipe(steps=5)
+    recipe.checkpoint.every_steps, recipe.checkpoint.keep, recipe.sft.summary_every_steps = every, 2, 3
+    folder, trainers, seen = run_of(tmp_path, recipe, RunState())
+    assert trainers.saved == [*(f".partial_step_{step:06d}" for step in saved), "export"]
+    assert len(list(folder.checkpoints.iterdir())) == min(2, len(saved))
+    assert seen.shown == [1, 3, 5]
+    assert [line["step"] for line in read_metrics(folder.metrics)] == [1, 2, 3, 4, 5]
+    assert trainers.denominators == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_makes_room_saves_its_step_and_goes_on_with_the_next_conversation(tmp_path):
+    recipe, state = Recipe(steps=4), RunState()
+    recipe.sft.summary_every_steps = 1
+    _, trainers, _ = run_of(tmp_path, recipe, state, asked=2)
+    assert trainers.saved == [".partial_step_000002"]
+    assert (state.step, trainers.denominators) == (2, [1, 2])
+    folder, trainers, _ = run_of(tmp_path, recipe, state)
+    assert (state.step, trainers.denominators) == (4, [3, 4])
+    assert trainers.saved == [".partial_step_000004", "export"]
+    assert [line["step"] for line in read_metrics(folder.metrics)] == [1, 2, 3, 4]
+
+
+def test_skipped_updates_are_counted_and_too_many_in_a_row_stop_the_run(tmp_path, monkeypatch):
+    recipe, state = Recipe(steps=9), RunState()
+    recipe.trainer.max_skipped_steps = 3
+    monkeypatch.setattr(Trainers, "__init__", skipping(Trainers.__init__))
+    with pytest.raises(RunError, match="3 optimizer updates in a row"):
+        run_of(tmp_path, recipe, state)
+    found = read_metrics(RunFolder(tmp_path).metrics)
+    assert [line["train/skipped_steps"] for line in found] == [1, 2]
+    assert [line["sft/tokens"] for line in found] == [100, 100]
+
+
+def skipping(make):
+    def made(trainers):
+        make(trainers)
+        trainers.skips = True
+
+    return made
+
+
+def test_a_context_parallel_group_holds_the_tokens_of_all_its_ranks(tmp_path):
+    recipe, trainers = Recipe(steps=1), Trainers()
+    recipe.trainer.max_tokens_per_rank, recipe.trainer.parallel.context = 8, 2
+    step = Step(1)
+    _update(recipe, [conversation(9, 8), conversation(9, 8)], trainers, RunState(), step)
+    assert trainers.budgets == [16]
+    recipe.trainer.parallel.context = 1
+    _update(recipe, [conversation(9, 8), conversation(9, 8)], trainers, RunState(), step)
+    assert trainers.budgets == [16, 8, 8]
+
+
+def test_micro_batches_come_in_the_groups_that_the_schedule_takes():
+    recipe, trainers = Recipe(steps=1), Trainers()
+    recipe.trainer.max_tokens_per_rank = 8
+    trainers.layout = SimpleNamespace(alignment=4, data=1, micro_batch_multiple=2)
+    _update(recipe, [conversation(9, 8)], trainers, RunState(), Step(1))
+    assert len(trainers.budgets) == 2
+    assert trainers.denominators == [8]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slimrl.rollout.sglang_cpu import batched_attention, batched_experts
 from slimrl.rollout.sglang_cpu.batched_attention import paged_attention
 from slimrl.rollout.sglang_cpu.batched_experts import around_forward, experts_forward
 from slimrl.rollout.sglang_cpu.decode_cache import DecodeCache
@@ -15,12 +16,14 @@ from slimrl.rollout.sglang_cpu.seeded_sampling import sample, uniforms
 HEADS, KV_HEADS, SIZE, SLOTS = 4, 2, 8, 600
 
 
-def attention_reference(query_HD, keys_LGD, values_LGD, window=None):
+def attention_reference(query_HD, keys_LGD, values_LGD, window=None, scale=None):
     """One query that sees all the keys; float64 [H, D]."""
     repeats = query_HD.shape[0] // keys_LGD.shape[1]
     keys = keys_LGD.double().repeat_interleave(repeats, 1)
     values = values_LGD.double().repeat_interleave(repeats, 1)
-    scores_HL = torch.einsum("hd,lhd->hl", query_HD.double(), keys) * query_HD.shape[-1] ** -0.5
+    scores_HL = torch.einsum("hd,lhd->hl", query_HD.double(), keys) * (
+        query_HD.shape[-1] ** -0.5 if scale is None else scale
+    )
     if window is not None:
         scores_HL[:, : max(0, len(keys) - 1 - window)] = -torch.inf
     return torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), values)
@@ -94,6 +97,70 @@ def test_decode_equals_a_loop_while_requests_come_and_go_and_leave_nan_behind(wi
         for row, request in enumerate(batch):
             expected = attention_reference(query[row], *pool.context(request, lengths[request]), window)
             torch.testing.assert_close(output[row].double(), expected, atol=2e-6, rtol=0, msg=f"step {step}")
+
+
+@pytest.mark.parametrize("most_scores", [1, 300, 1 << 24])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_has_the_models_scale_however_little_is_held_at_once(monkeypatch, most_scores, window):
+    monkeypatch.setattr(batched_attention, "_MAX_SCORES", most_scores)
+    pool = Pool()
+    prefix, new = [0, 0, 6, 5], [9, 12, 10, 8]
+    requests = torch.tensor([3, 0, 5, 1])
+    for request, a, b in zip(requests.tolist(), prefix, new, strict=True):
+        pool.grow(request, 0, a + b)
+    query = torch.randn(sum(new), HEADS, SIZE)
+    output = torch.full_like(query, torch.nan)
+    found = paged_attention(
+        query, output, pool.keys, pool.values, pool.table, requests, prefix, new, scale=0.9, window=window
+    )
+    assert found is output
+    row = 0
+    for request, a, b in zip(requests.tolist(), prefix, new, strict=True):
+        for position in range(a, a + b):
+            expected = attention_reference(query[row], *pool.context(request, position + 1), window, 0.9)
+            torch.testing.assert_close(output[row].double(), expected, atol=2e-6, rtol=0)
+            row += 1
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_decode_has_the_models_scale_and_takes_either_precision(dtype, atol, window):
+    pool, cache = Pool(), DecodeCache(max_tokens=16 * 64)
+    pool.keys, pool.values = pool.keys.to(dtype), pool.values.to(dtype)
+    lengths = [9, 4, 7]
+    for request, length in enumerate(lengths):
+        slots = [pool.free.pop() for _ in range(length)]
+        pool.table[request, :length] = torch.tensor(slots, dtype=torch.int32)
+    batch = torch.tensor([2, 0, 1])
+    cache.begin_step(pool.table, batch, torch.tensor(lengths)[batch])
+    query = torch.randn(3, HEADS, SIZE).to(dtype)
+    output = cache.attend(query, pool.keys, pool.values, 0.9, window)
+    for row, request in enumerate(batch.tolist()):
+        expected = attention_reference(query[row], *pool.context(request, lengths[request]), window, 0.9)
+        torch.testing.assert_close(output[row].double(), expected, atol=atol, rtol=0)
+
+
+def test_layers_have_copies_of_their_own_which_grow_and_are_given_up_when_they_would_grow_too_large():
+    pool, cache = Pool(), DecodeCache(max_tokens=16 * 128)
+    other = torch.randn(SLOTS, KV_HEADS, SIZE)
+    for request, start, end in ((0, 0, 63), (1, 0, 40)):
+        pool.grow(request, start, end)
+    for length in (64, 65, 66):
+        pool.grow(0, length - 1, length)
+        pool.grow(1, length - 24, length - 23)
+        lengths = torch.tensor([length, length - 23])
+        cache.begin_step(pool.table, torch.tensor([0, 1]), lengths)
+        for keys in (pool.keys, other):
+            query = torch.randn(2, HEADS, SIZE)
+            output = cache.attend(query, keys, pool.values, None, None)
+            for row, tokens in enumerate(lengths.tolist()):
+                slots = pool.table[row, :tokens].long()
+                expected = attention_reference(query[row], keys[slots], pool.values[slots])
+                torch.testing.assert_close(output[row].double(), expected, atol=2e-6, rtol=0)
+    # 16 rows of 128 tokens are the limit, and so are the 32 of 64 that 17 requests need: the copies begin afresh.
+    cache.begin_step(torch.zeros(40, 128, dtype=torch.int64), torch.arange(17), torch.full((17,), 5))
+    assert cache.ready
+    assert cache._layers == {}
 
 
 def test_a_batch_larger_than_the_dense_cache_is_not_taken_and_a_later_one_is():
@@ -175,6 +242,30 @@ def test_what_batched_experts_do_not_know_or_gain_from_goes_to_the_original(toke
     assert (
         around_forward(lambda *args: "original", layer_of(8, 4, 4), torch.randn(tokens, 4), topk, config) == "original"
     )
+
+
+@pytest.mark.parametrize(
+    ("loads", "way"),
+    [
+        # Pairs of eight experts: fewer than eight pairs, or more than four times as many when padded, gain nothing.
+        ([1] * 7, "original"),
+        ([1] * 8, "batched"),
+        ([4] + [1] * 4, "batched"),
+        ([5] + [1] * 4, "original"),
+        ([128] * 8, "batched"),
+        ([129] + [128] * 7, "original"),
+    ],
+)
+def test_experts_are_batched_where_padding_costs_little(monkeypatch, loads, way):
+    monkeypatch.setattr(batched_experts, "experts_forward", lambda *given: "batched")
+    layer = layer_of(8, 4, 4)
+    experts = torch.cat([torch.full((load,), expert) for expert, load in enumerate(loads)])[:, None]
+    topk = (torch.ones(experts.shape), experts, None)
+    hidden = torch.randn(len(experts), 4)
+    assert around_forward(lambda *given: "original", layer, hidden, topk, PLAIN) == way
+    for bias in ("w13_weight_bias", "w2_weight_bias"):
+        biased = SimpleNamespace(**vars(layer), **{bias: torch.zeros(8, 4)})
+        assert around_forward(lambda *given: "original", biased, hidden, topk, PLAIN) == "original"
 
 
 PLAIN = SimpleNamespace(activation="silu", gemm1_alpha=None, apply_router_weight_on_input=False)

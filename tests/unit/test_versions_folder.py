@@ -1,5 +1,6 @@
 """Two runs of one name do not write their versions into one folder."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from slimrl.models.versions.directory import VersionDirectory
 from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.progress import Progress
 from slimrl.runtime import start
+from slimrl.runtime import versions_folder as versions_folder_module
 from slimrl.runtime.versions_folder import versions_folder
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
@@ -65,3 +67,15 @@ def test_other_transports_and_versions_in_the_run_s_own_folder_need_no_owner(ver
     own = load_recipe(RECIPE, [f"run.dir={versions.parents[1]}", "run.name=demo", "resync.transport=disk"])
     with start.open_run(own, Progress(0)) as run, folder_lock(run.path / "logs"):
         assert not versions.exists()
+
+
+def test_a_run_waits_for_its_versions_folder_as_long_as_it_is_told(versions: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def lock(folder, **how):
+        asked.append((folder, how))
+        return nullcontext()
+
+    monkeypatch.setattr(versions_folder_module, "folder_lock", lock)
+    with versions_folder(recipe(versions, "first"), wait_s=7.0, say=print):
+        assert asked == [(versions, {"wait_s": 7.0, "say": print})]

@@ -1,0 +1,193 @@
+"""Which failure of several actors is raised, after how long, and what it says; Ray is a clock and a table here."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+
+from slimrl.rollout.process import ServerError
+from slimrl.runtime import actors
+from slimrl.runtime.actors import ActorGroup
+from slimrl.runtime.errors import StageError
+from slimrl.runtime.placement import Node
+
+NEVER = float("inf")
+METHODS = ("train", "save", "start", "ending", "__ray_ready__")
+NODES = {name: Node(node_id=name, name=f"host-{name[-1]}", address="", slots=1) for name in ("rank 0", "rank 1")}
+
+
+def raised(cause: Exception) -> RayTaskError:
+    return RayTaskError("call", "all tracebacks", cause, proctitle="p", pid=1, ip="10.0.0.1")
+
+
+BROKEN = raised(RuntimeError("[gloo/transport] Connection closed by peer"))
+OWN = raised(ValueError("no such tensor"))
+DIED = RayActorError()
+
+
+class Ray:
+    """Each call has come to its end at a second: (second, what it returned or raised), by actor."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ends: dict[str, tuple[float, object]] = {}
+        self.asked: list[tuple[str, str, tuple]] = []
+        self.killed: list[object] = []
+        self.probe: Exception | None = None
+        self.probed_for_s = 0.0
+
+    def actor(self, name: str):
+        def method(called: str):
+            def remote(*given):
+                self.asked.append((name, called, given))
+                return "probe" if called == "__ray_ready__" else f"ref of {name}"
+
+            return SimpleNamespace(remote=remote)
+
+        return SimpleNamespace(**{called: method(called) for called in METHODS})
+
+    def wait(self, refs, *, num_returns, timeout):
+        # As Ray does, which returns at once when all are there.
+        assert len(set(refs)) == len(refs) == num_returns
+        ends = {ref: self.ends[ref.removeprefix("ref of ")][0] for ref in refs}
+        self.now = min(self.now + timeout, max(self.now, *ends.values()))
+        return [ref for ref in refs if ends[ref] <= self.now], [ref for ref in refs if ends[ref] > self.now]
+
+    def get(self, ref, timeout=None):
+        if ref == "probe":
+            self.probed_for_s = timeout
+            if self.probe is not None:
+                raise self.probe
+            return None
+        _, value = self.ends[ref.removeprefix("ref of ")]
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    fake = Ray()
+    monkeypatch.setattr(actors.ray, "wait", fake.wait)
+    monkeypatch.setattr(actors.ray, "get", fake.get)
+    monkeypatch.setattr(actors.ray, "kill", fake.killed.append)
+    monkeypatch.setattr(actors, "time", SimpleNamespace(monotonic=lambda: fake.now))
+    monkeypatch.setattr(actors, "is_alive", lambda node: True)
+    return fake
+
+
+@pytest.fixture
+def group(ray: Ray, tmp_path: Path) -> ActorGroup:
+    handles = {name: ray.actor(name) for name in NODES}
+    return ActorGroup(handles, {name: tmp_path / f"{name}.log" for name in NODES}, NODES)
+
+
+def test_results_come_by_name_whoever_answered_first_and_the_display_moves_meanwhile(ray: Ray, group: ActorGroup):
+    ray.ends = {"rank 0": (1.0, "a"), "rank 1": (0.3, "b")}
+    looks = []
+    results = group.call("train", timeout_s=5.0, while_waiting=lambda: looks.append(ray.now))
+    assert list(results.items()) == [("rank 0", "a"), ("rank 1", "b")]
+    assert looks == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ray.asked == [("rank 0", "train", ()), ("rank 1", "train", ())]
+    assert group.call("save", {"rank 1": ("here", 2)}, timeout_s=5.0) == {"rank 1": "b"}
+    assert ray.asked[2:] == [("rank 1", "save", ("here", 2))]
+    assert group.names == list(NODES)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message", "after_s"),
+    [
+        # A cause of its own: the other one may report for two seconds.
+        ((1.0, OWN), (NEVER, None), "rank 0: train: ValueError: no such tensor", 3.0),
+        ((1.0, OWN), (2.5, DIED), "rank 1: its process died during train", 2.5),
+        ((1.0, OWN), (3.5, DIED), "rank 0: train: ValueError: no such tensor", 3.0),
+        ((1.0, OWN), (2.0, raised(ValueError("later"))), "rank 0: train: ValueError: no such tensor", 2.0),
+        # What follows from another's end waits for that one, but not longer than for an answer.
+        ((1.0, BROKEN), (NEVER, None), "rank 0: train: RuntimeError: .gloo", 61.0),
+        ((1.0, BROKEN), (50.0, DIED), "rank 1: its process died during train", 50.0),
+        ((1.0, BROKEN), (50.0, OWN), "rank 1: train: ValueError: no such tensor", 50.0),
+        ((95.0, BROKEN), (NEVER, None), "rank 0: train: RuntimeError: .gloo", 100.0),
+        # The moment that a cause leaves is not prolonged by what follows from it.
+        ((1.0, OWN), (2.0, BROKEN), "rank 0: train: ValueError: no such tensor", 2.0),
+        ((1.0, DIED), (NEVER, None), "rank 0: its process died during train", 3.0),
+    ],
+)
+def test_the_likeliest_cause_of_several_failures_is_raised_as_soon_as_it_is_known(
+    ray: Ray, group: ActorGroup, first, second, message: str, after_s: float
+):
+    ray.ends = {"rank 0": first, "rank 1": second}
+    with pytest.raises(StageError, match=message):
+        group.call("train", timeout_s=100.0)
+    assert ray.now == pytest.approx(after_s, abs=0.45)
+
+
+def test_who_does_not_answer_in_time_is_named_with_the_log(ray: Ray, group: ActorGroup, tmp_path: Path):
+    ray.ends = {"rank 0": (1.0, None), "rank 1": (NEVER, None)}
+    with pytest.raises(StageError) as caught:
+        group.call("train", timeout_s=7.0)
+    assert str(caught.value) == f"rank 1: train did not finish within 7 s (log: {tmp_path / 'rank 1.log'})"
+    assert ray.now == pytest.approx(7.0, abs=0.45)
+    ray.ends["rank 0"] = (NEVER, None)
+    with pytest.raises(StageError, match=r"^rank 0, rank 1: train did not finish .*rank 0\.log\)$"):
+        group.call("train", timeout_s=7.0)
+
+
+def test_answers_are_read_without_waiting_and_a_failure_is_told_before_the_others_answer(ray: Ray, group: ActorGroup):
+    ray.ends = {"rank 0": (5.0, "a"), "rank 1": (1.0, "b")}
+    refs = group.begin("ending")
+    for now, expected in ((0.0, None), (2.0, None), (5.0, {"rank 0": "a", "rank 1": "b"})):
+        ray.now = now
+        assert group.answers(refs, "ending") == expected
+        assert ray.now == now
+    ray.now, ray.ends["rank 1"] = 2.0, (1.0, OWN)
+    with pytest.raises(StageError, match="rank 1: ending: ValueError"):
+        group.answers(refs, "ending")
+
+
+@pytest.mark.parametrize(
+    ("error", "log", "alive", "message"),
+    [
+        (raised(ServerError("engine 0 ended with exit code 1")), "", True, "engine 0 ended with exit code 1"),
+        (DIED, "", True, "rank 0: its process died during start, without an error of its own; it may have been killed"),
+        (
+            DIED,
+            "Fatal Python error: Aborted\nmore\nFatal Python error: Segmentation fault\n\nCurrent thread",
+            True,
+            "rank 0: its process died during start: Fatal Python error: Segmentation fault",
+        ),
+        (DIED, "Fatal Python error: Aborted", False, "rank 0: its node host-0 was lost during start"),
+        (WorkerCrashedError(), "", True, "rank 0: start: WorkerCrashedError"),
+    ],
+)
+def test_a_failure_says_what_became_of_the_process_or_its_node(
+    ray: Ray, group: ActorGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error, log, alive, message
+):
+    monkeypatch.setattr(actors, "is_alive", lambda node: node is not NODES["rank 0"] or alive)
+    path = tmp_path / "rank 0.log"
+    if log:
+        path.write_text(log)
+    ray.ends = {"rank 0": (0.1, error), "rank 1": (0.1, None)}
+    with pytest.raises(StageError) as caught:
+        group.call("start", timeout_s=5.0)
+    where = "" if isinstance(error, RayTaskError) else f" (log: {path})"
+    assert str(caught.value) == message + where
+    assert caught.value.details == str(error)
+
+
+@pytest.mark.parametrize("probe", [DIED, GetTimeoutError(), None])
+def test_of_an_actor_that_cannot_be_reached_the_cluster_is_asked(ray: Ray, group: ActorGroup, probe):
+    error = ActorUnavailableError("cannot be reached", None)
+    ray.ends = {"rank 0": (0.1, None), "rank 1": (0.1, error)}
+    ray.probe = probe
+    with pytest.raises(StageError, match="rank 1: ") as caught:
+        group.call("start", timeout_s=5.0)
+    assert ("rank 1", "__ray_ready__", ()) in ray.asked
+    assert ray.probed_for_s == actors.CONSEQUENCE_GRACE_S
+    assert caught.value.details == str(DIED if probe is DIED else error)
+
+
+def test_all_processes_are_ended_at_once(ray: Ray, group: ActorGroup):
+    group.kill()
+    assert ray.killed == list(group._actors.values())
+    assert group.first is ray.killed[0]

@@ -1,0 +1,462 @@
+"""What each command starts, gives to its parts and leaves behind; the parts are stand-ins that note it."""
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from slimrl.config.schema import Recipe, TruncatedRule
+from slimrl.data.prompts import Sampler
+from slimrl.data.trajectory import Prompt
+from slimrl.observability.run_folder import RunFolder
+from slimrl.resync.report import ResyncReport
+from slimrl.rollout.evaluate import EvalResult
+from slimrl.runtime import commands, resync_bench, start
+from slimrl.runtime.errors import Preempted, RunError, StageError
+from slimrl.runtime.processes import Processes
+from slimrl.runtime.state import RunState
+from slimrl.runtime.trainer_actor import TrainerActor
+
+PROMPTS = [Prompt(prompt_id=str(i), messages=[], label=None) for i in range(7)]
+
+
+class Parts:
+    """Engines, trainer, stage and terminal at once; `noted` has what was asked of them."""
+
+    layout = None
+    num_replaced = 0
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.recipe = Recipe(steps=4)
+        self.recipe.run.dir, self.recipe.run.name = str(tmp_path / "runs"), "run"
+        self.recipe.trainer.updates_per_rollout, self.recipe.rollout.prompts_per_step = 3, 2
+        self.recipe.data.shuffle = False
+        self.folder = RunFolder(tmp_path / "runs" / "run")
+        self.noted: list[tuple] = []
+        self.started: dict = {}
+        self.prepared: tuple = ()
+        self.opened: dict = {}
+        self.said: list[str] = []
+        self.total_steps = None
+        self.keep = None
+        self.failing = None
+
+    def say(self, text):
+        self.said.append(text)
+
+    @contextmanager
+    def stage(self, name):
+        yield
+
+    def summary(self, step, metrics):
+        self.noted.append(("summary", step))
+
+    def export_hf(self, out):
+        self.noted.append(("export", out))
+
+    def log(self, step, metrics):
+        self.noted.append(("log", step, set(metrics) - {"time/step_s"}))
+
+    def rollout(self, prompts, *, label):
+        self.noted.append(("rollout", [prompt.prompt_id for prompt in prompts], label))
+        return SimpleNamespace(trajectories=["a", "b"])
+
+    def evaluate(self, name, prompts, *, label):
+        self.noted.append(("evaluate", name, len(prompts), label))
+        return EvalResult(
+            name=name, accuracy=0.5, num_prompts=len(prompts), turns_mean=1.25, tool_calls_mean=0.75,
+            truncated_fraction=0.0, failed_fraction=0.0,
+        ), None  # fmt: skip
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
+    made = Parts(tmp_path)
+    task = SimpleNamespace(train=PROMPTS, eval_sets={"one": PROMPTS[:2], "two": PROMPTS[:3]}, group_filters=["filter"])
+
+    @contextmanager
+    def progress(total_steps):
+        made.total_steps = total_steps
+        yield made
+
+    def prepare(path, overrides, command, progress, read, **more):
+        made.prepared = (list(overrides), command, getattr(read, "keywords", read), more)
+        return SimpleNamespace(recipe=made.recipe), task
+
+    @contextmanager
+    def open_run(loaded, progress, **how):
+        made.opened = how
+        yield made.folder
+
+    @contextmanager
+    def started(recipe, folder, progress, **how):
+        made.started = how
+        yield Processes(engines=made if how["with_engines"] else None, trainers=made)
+
+    @contextmanager
+    def logs_of_command(directory, command, loaded):
+        made.noted.append(("logs", directory, command))
+        yield made.folder
+
+    @contextmanager
+    def rollout_stage(recipe, task, engines, progress):
+        yield made
+
+    @contextmanager
+    def trackers(folder, tracking, resolved, *, keep_through_step):
+        made.keep = keep_through_step
+        yield made
+
+    for name, value in {
+        "Progress": progress, "prepare": prepare, "open_run": open_run, "started": started,
+        "logs_of_command": logs_of_command, "rollout_stage": rollout_stage, "Trackers": trackers,
+        "resolved_dict": lambda loaded: {},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(commands, name, value)
+    return made
+
+
+HOW = {"resume": None, "overwrite": True, "job": "7", "checkpoint_log": Path("log")}
+
+
+def checkpointed(monkeypatch, parts: Parts, step: int | None, *, has_checksums: bool = True) -> Path:
+    """The folder has a checkpoint of this step, or none."""
+    path = parts.folder.checkpoints / f"step_{step or 0:06d}"
+    path.mkdir(parents=True)
+    sampler = Sampler(PROMPTS, seed=parts.recipe.seed, shuffle=False)
+    sampler.take(3)
+    state = RunState(step=step or 0, cursor=sampler.state())
+    found = None if step is None else SimpleNamespace(path=path, state=state, has_checksums=has_checksums)
+
+    def resume_point(folder, recipe, *, contents):
+        assert contents is True
+        return found
+
+    monkeypatch.setattr(commands, "resume_point", resume_point)
+    return path
+
+
+def test_a_fresh_run_trains_from_the_first_prompt_for_all_its_updates(parts: Parts, monkeypatch):
+    runs = []
+
+    def loop(run):
+        runs.append((run.state.step, [p.prompt_id for p in run._prompts.take(2)]))
+        run.state.step = 4
+
+    monkeypatch.setattr(commands, "train_loop", loop)
+    commands.train(Path("r.yaml"), ["a=1"], **HOW, ray_address="head:1")
+    assert runs == [(0, ["0", "1"])]
+    assert parts.prepared == (["a=1"], "train", {"train": True, "evaluate": True}, {"ray_address": "head:1"})
+    assert parts.opened == HOW
+    assert parts.started == {
+        "with_engines": True, "total_updates": 12, "checkpoint": None, "ray_address": "head:1"
+    }  # fmt: skip
+    assert (parts.keep, parts.total_steps) == (-1, 4)
+    assert not parts.folder.requeue.exists()
+
+
+@pytest.mark.parametrize(("step", "has_checksums"), [(2, True), (2, False), (None, True)])
+def test_a_resumed_run_goes_on_with_its_state_and_says_from_where(parts: Parts, monkeypatch, step, has_checksums):
+    path = checkpointed(monkeypatch, parts, step, has_checksums=has_checksums)
+    runs = []
+    monkeypatch.setattr(
+        commands, "train_loop", lambda run: runs.append((run.state.step, [p.prompt_id for p in run._prompts.take(2)]))
+    )
+    with pytest.raises(Preempted, match=f"after step {step or 0} of 4"):
+        commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
+    if step is None:
+        assert (runs, parts.started["checkpoint"], parts.keep, parts.said) == ([(0, ["0", "1"])], None, -1, [])
+        return
+    assert runs == [(2, ["3", "4"])]
+    assert (parts.started["checkpoint"], parts.keep) == (path, 2)
+    taken = [] if has_checksums else [f"{path} was written without checksums: its files are taken as they are"]
+    assert parts.said == [*taken, f"continuing after step 2 of 4, from {path}"]
+
+
+def test_a_checkpoint_of_a_file_with_another_number_of_lines_is_refused(parts: Parts, monkeypatch):
+    checkpointed(monkeypatch, parts, 2)
+    monkeypatch.setattr(commands, "train_loop", lambda run: pytest.fail("it trains"))
+    monkeypatch.setattr("test_commands.PROMPTS", PROMPTS)
+    parts.recipe.data.train = "data.jsonl"
+    other = SimpleNamespace(train=PROMPTS[:5], eval_sets={}, group_filters=[])
+    monkeypatch.setattr(commands, "prepare", lambda *_, **__: (SimpleNamespace(recipe=parts.recipe), other))
+    with pytest.raises(ValueError, match=r"^data\.train = data\.jsonl: "):
+        commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
+
+
+def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts: Parts, monkeypatch):
+    path = checkpointed(monkeypatch, parts, 2)
+    given = []
+
+    def loop(recipe, sampler, trainers, folder, trackers, progress, state, preemption):
+        given.append((state.step, [p.prompt_id for p in sampler.take(1)], preemption.asked))
+        state.step = 4
+
+    monkeypatch.setattr(
+        commands,
+        "prepare",
+        lambda path, overrides, command, progress, read: (SimpleNamespace(recipe=parts.recipe), PROMPTS),
+    )
+    monkeypatch.setattr(commands, "sft_loop", loop)
+    commands.sft(Path("r.yaml"), [], **HOW, ray_address="head:1")
+    assert given == [(2, ["3"], False)]
+    assert parts.opened == HOW
+    assert parts.started == {
+        "with_engines": False, "total_updates": 4, "checkpoint": path, "ray_address": "head:1"
+    }  # fmt: skip
+    assert (parts.keep, parts.total_steps) == (2, 4)
+
+
+def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the_first_mismatch_alone(
+    parts: Parts, monkeypatch
+):
+    learned = []
+
+    class Learner:
+        def __init__(self, recipe, trainers, state, filters) -> None:
+            assert (state.step, filters) == (0, ["filter"])
+
+        def prepare(self, step, batch):
+            learned.append(("prepare", step.number, batch))
+            return "updates"
+
+        def compute_old_logprobs(self, step, updates, *, enforce_limit):
+            learned.append(("logprobs", updates, enforce_limit))
+
+        def train(self, step, updates):
+            learned.append(("train", updates))
+
+    batch = ["t"]
+    ruled = []
+    monkeypatch.setattr(commands, "Learner", Learner)
+    monkeypatch.setattr(commands, "read_trajectories", lambda path: batch)
+    monkeypatch.setattr(commands, "apply_truncation_rule", lambda *given: ruled.append(given))
+    parts.recipe.algorithm.truncated = TruncatedRule.zero
+    commands.train_on_file(
+        Path("r.yaml"), ["a=1"], trajectories=Path("t.jsonl"), steps=2, overwrite=True, ray_address="head:1"
+    )
+    assert learned == [
+        ("prepare", 1, batch), ("logprobs", "updates", True), ("train", "updates"),
+        ("prepare", 2, batch), ("logprobs", "updates", False), ("train", "updates"),
+    ]  # fmt: skip
+    assert ruled == [(batch, TruncatedRule.zero)]
+    assert parts.prepared[:3] == (["a=1", "steps=2"], "train --trajectories", {"train": False, "evaluate": False})
+    assert (parts.opened, parts.keep) == ({"overwrite": True}, -1)
+    assert parts.started == {"with_engines": False, "total_updates": 6, "ray_address": "head:1"}
+    timed = {"time/logprobs_s", "time/train_s"}
+    assert parts.noted == [
+        ("log", 1, timed), ("summary", 1), ("log", 2, timed), ("summary", 2), ("export", parts.folder.export),
+    ]  # fmt: skip
+
+
+def test_an_evaluation_reports_every_set_and_starts_no_trainer(parts: Parts, tmp_path: Path):
+    checkpoint, report = tmp_path / "model", tmp_path / "deep" / "report.json"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    commands.evaluate(Path("r.yaml"), ["a=1"], checkpoint=checkpoint, json_file=report, ray_address="head:1")
+    assert parts.prepared[:3] == (["a=1", f"model.path={checkpoint}"], "eval", {"train": False, "evaluate": True})
+    assert parts.started == {"with_engines": True, "total_updates": None, "ray_address": "head:1"}
+    logs = ("logs", parts.recipe.run.dir, "eval")
+    assert parts.noted == [logs, ("evaluate", "one", 2, "eval"), ("evaluate", "two", 3, "eval")]
+    written = json.loads(report.read_text())
+    assert written["checkpoint"] == str(checkpoint)
+    assert {name: figures["num_prompts"] for name, figures in written["sets"].items()} == {"one": 2, "two": 3}
+    assert parts.said[0] == "one: accuracy 0.500 on 2 prompts, 1.25 turns and 0.75 tool calls on average"
+    commands.evaluate(Path("r.yaml"), [], checkpoint=checkpoint, json_file=None, ray_address=None)
+
+
+def test_only_a_hugging_face_folder_is_evaluated(parts: Parts, tmp_path: Path):
+    folder = tmp_path / "model"
+    for said in ("no such folder", "holds no config.json", "slimrl export r.yaml --checkpoint"):
+        with pytest.raises(ValueError, match=said):
+            commands.evaluate(Path("r.yaml"), [], checkpoint=folder, json_file=None, ray_address=None)
+        (folder / "trainer").mkdir(parents=True, exist_ok=True) if folder.is_dir() else folder.mkdir()
+    assert parts.started == {}
+
+
+def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(
+    parts: Parts, tmp_path: Path, monkeypatch
+):
+    written = []
+    monkeypatch.setattr(commands, "write_trajectories", lambda path, batch: written.append((path, batch)))
+    out = tmp_path / "deep" / "t.jsonl"
+    commands.rollout(Path("r.yaml"), [], out=out, ray_address="head:1")
+    assert written == [(out, ["a", "b"])]
+    assert out.parent.is_dir()
+    assert parts.prepared[1:3] == ("rollout", {"train": True, "evaluate": False})
+    assert parts.started == {"with_engines": True, "total_updates": None, "ray_address": "head:1"}
+    assert parts.noted[-1] == ("rollout", ["0", "1"], "step_000001")
+    out.touch()
+    with pytest.raises(ValueError, match="exists; remove it or give another --out"):
+        commands.rollout(Path("r.yaml"), [], out=out, ray_address=None)
+
+
+def test_an_export_checks_the_checkpoint_before_anything_starts(parts: Parts, tmp_path: Path, monkeypatch):
+    checkpoint, out = tmp_path / "step_000002", tmp_path / "out"
+    checked = []
+    monkeypatch.setattr(commands, "check_exported", lambda path: checked.append(path))
+    monkeypatch.setattr(commands, "check_checkpoint_model", lambda path, recipe: checked.append((path, recipe)))
+    with pytest.raises(ValueError, match="no checkpoint of a run"):
+        commands.export(Path("r.yaml"), [], checkpoint=checkpoint, out=out, ray_address=None)
+    (checkpoint / "trainer").mkdir(parents=True)
+    commands.export(Path("r.yaml"), [], checkpoint=checkpoint, out=out, ray_address="head:1")
+    assert checked == [checkpoint, (checkpoint, parts.recipe)]
+    assert parts.started == {
+        "with_engines": False, "total_updates": 12, "checkpoint": checkpoint, "ray_address": "head:1"
+    }  # fmt: skip
+    assert parts.noted[-1] == ("export", out)
+    out.mkdir()
+    with pytest.raises(ValueError, match="an export never overwrites"):
+        commands.export(Path("r.yaml"), [], checkpoint=checkpoint, out=out, ray_address=None)
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_the_client_of_a_rollout_knows_the_models_sizes(monkeypatch, routed: bool):
+    config = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "vocab_size": 50}
+    made = []
+    monkeypatch.setattr(start, "read_hf_config", lambda path: config)
+    monkeypatch.setattr(start, "RolloutStage", lambda *given, **named: made.append((given, named)))
+    engines = SimpleNamespace(client=lambda **sizes: sizes, watch="watch", flush_caches="flush")
+    recipe = Recipe()
+    recipe.rollout.routed_experts = routed
+    start.rollout_stage(recipe, "task", engines, "progress")
+    ((_, task, client, progress), named) = made[0]
+    assert client == {"vocab_size": 50, "routed_experts_shape": (3, 2) if routed else None}
+    assert (task, progress, named) == ("task", "progress", {"watch": "watch", "flush_caches": "flush"})
+
+
+def test_an_engine_that_ended_is_the_cause_of_what_failed_after_it():
+    def check():
+        raise StageError("engine 1 was ended by SIGKILL")
+
+    error = RunError("trainer 0: resync failed")
+    with pytest.raises(StageError, match="engine 1 was ended") as caught:
+        start._raise_if_engine_ended(SimpleNamespace(addresses=["a"], check=check), error)
+    assert caught.value.__cause__ is error
+    start._raise_if_engine_ended(SimpleNamespace(addresses=["a"], check=lambda: None), error)
+    # Engines that have not started are not asked.
+    start._raise_if_engine_ended(SimpleNamespace(addresses=[], check=check), error)
+    start._raise_if_engine_ended(None, error)
+
+
+def report(version: int, seconds: float, **changes) -> ResyncReport:
+    values = {
+        "version": version, "bytes": 4 * 10**9, "buckets": 5, "seconds": seconds + 1.0,
+        "stage_seconds": {"gather": seconds / 2, "verify": 1.0}, "verified_tensors": 9, "mismatching": (),
+        "failed_engines": {}, "stale_requests": 0, "peak_extra_bytes": 70,
+    }  # fmt: skip
+    return ResyncReport(**{**values, **changes})
+
+
+def bench(monkeypatch, reports: list[ResyncReport]):
+    """A benchmark of three repeats with these reports."""
+    copies = iter([8.0, 4.0])
+    asked, order = [], []
+
+    class Watch:
+        def __init__(self, pids) -> None:
+            self.extra_bytes = sum(pids)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+    @contextmanager
+    def started(recipe, logs, progress, **how):
+        assert how == {"with_engines": True, "total_updates": 1}
+        yield Processes(engines=engines, trainers=trainers)
+
+    @contextmanager
+    def nothing(*_, **__):
+        yield None
+
+    def resync(version):
+        asked.append(version)
+        return reports[version - 1]
+
+    address = SimpleNamespace(name="engine 0", url="u", pids=(1, 20))
+    engines = SimpleNamespace(addresses=[address], release_memory=order.append, resume_memory=order.append)
+    trainers = SimpleNamespace(
+        pids=(3, 4), connect_engines=lambda addresses: order.append("connect"), resync=resync, export_hf="export",
+        release_memory=order.append, resume_memory=order.append,
+    )  # fmt: skip
+    monkeypatch.setattr(resync_bench, "memcpy_gb_per_s", lambda: next(copies))
+    monkeypatch.setattr(resync_bench, "session_members", lambda pid: [pid, pid + 1])
+    monkeypatch.setattr(resync_bench, "MemoryWatch", Watch)
+    monkeypatch.setattr(resync_bench, "started", started)
+    monkeypatch.setattr(resync_bench, "versions_folder", nothing)
+    monkeypatch.setattr(resync_bench, "logs_of_command", nothing)
+    monkeypatch.setattr(resync_bench, "over_disk", lambda export, urls, folder, timeout_s: (1.5, 2.0))
+    recipe = Recipe()
+    recipe.resync.bucket_bytes = 100
+    loaded = SimpleNamespace(recipe=recipe)
+    result = resync_bench._run(loaded, "logs", SimpleNamespace(say=print), Path("f"), "qwen3_moe", 3)
+    assert asked == [1, 2, 3, 4]
+    return result
+
+
+def test_a_benchmark_leaves_the_first_resync_out_and_its_rates_are_of_the_median(monkeypatch):
+    result = bench(monkeypatch, [report(1, 90.0), report(2, 4.0), report(3, 1.0), report(4, 2.0)])
+    assert (result.seconds, result.first_seconds, result.verify_seconds) == (2.0, 90.0, 1.0)
+    assert result.gb_per_s == pytest.approx(2.0)
+    assert result.memcpy_gb_per_s == pytest.approx(6.0)
+    assert result.memcpy_fraction == pytest.approx(1 / 3)
+    assert result.stage_seconds == {"gather": 1.0, "verify": 1.0}
+    assert (result.export_seconds, result.reload_seconds, result.disk_seconds) == (1.5, 2.0, 3.5)
+    assert (result.peak_extra_bytes, result.engines_extra_bytes, result.planned_extra_bytes) == (7, 41, 70)
+    assert (result.bytes, result.buckets, result.bucket_bytes, result.repeats) == (4 * 10**9, 5, 100, 3)
+    assert (result.fingerprints_equal, result.verified_tensors) == (True, 9)
+
+
+def test_a_benchmark_says_whether_what_was_loaded_is_what_was_sent(monkeypatch):
+    good = [report(number, 1.0) for number in (1, 2, 3, 4)]
+    assert bench(monkeypatch, [report(1, 1.0, mismatching=("w",)), *good[1:]]).fingerprints_equal is False
+    assert bench(monkeypatch, [*good[:3], report(4, 1.0, mismatching=("w",))]).fingerprints_equal is False
+    assert bench(monkeypatch, [*good[:3], report(4, 1.0, verified_tensors=0)]).fingerprints_equal is None
+    with pytest.raises(RunError, match=r"^engine 0: gone$"):
+        bench(monkeypatch, [good[0], report(2, 1.0, failed_engines={"engine 0": "gone"}), *good[2:]])
+
+
+def test_a_trainer_rank_counts_its_micro_batches_and_closes_all_that_it_holds(monkeypatch):
+    # Megatron's takes seconds to import.
+    objectives = ModuleType("slimrl.trainer.objectives")
+    objectives.gspo_objective, objectives.sft_objective = lambda algorithm: ("gspo", algorithm), lambda: "sft"
+    monkeypatch.setitem(sys.modules, objectives.__name__, objectives)
+    actor = object.__new__(TrainerActor.__ray_metadata__.modified_class)
+    seen = []
+    actor.done, actor.total = 5, 9
+
+    def compute(micro_batches, temperature, *, routing):
+        seen.append((micro_batches, temperature, routing, actor.progress()))
+        actor._advance()
+        return actor.progress()
+
+    def train(micro_batches, objective, *, denominator, temperature):
+        return objective, micro_batches, denominator, temperature, actor.progress()
+
+    noted = []
+    actor.worker = SimpleNamespace(
+        compute_logprobs=compute, train_update=train, load_hf=lambda: noted.append("hf"),
+        load_megatron=lambda path: noted.append(path), close=lambda: noted.append("worker"),
+    )  # fmt: skip
+    assert actor.compute_logprobs(["m"] * 3, 0.7, True) == (1, 3)
+    assert seen == [(["m"] * 3, 0.7, True, (0, 3))]
+    actor.recipe = Recipe()
+    assert actor.train_update(["m"] * 2, "sft", 6.0, 1.0) == ("sft", ["m"] * 2, 6.0, 1.0, (0, 2))
+    assert actor.train_update([], "policy", 6.0, 1.0)[0] == ("gspo", actor.recipe.algorithm)
+    actor.resync_session = SimpleNamespace(run=lambda version, progress: (version, progress(2, 8)))
+    assert actor.resync(7) == (7, None)
+    assert actor.progress() == (2, 8)
+    actor.load_weights()
+    actor.recipe.model.megatron = "weights"
+    actor.load_weights()
+    assert noted == ["hf", Path("weights")]
+    actor.resync_session = SimpleNamespace(close=lambda: noted.append("session"))
+    actor.controls = [SimpleNamespace(close=lambda: noted.append("control"))]
+    actor.close()
+    assert noted[2:] == ["session", "control", "worker"]

@@ -1,0 +1,281 @@
+"""What a run takes of a Ray cluster, and how a cluster of its own begins and ends, with tables in place of Ray."""
+
+import os
+import subprocess
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from slimrl.runtime import cluster, guard, reservation
+from slimrl.runtime.errors import StageError
+from slimrl.runtime.placement import Node, Placement, Slot
+from slimrl.runtime.reservation import Reservation, cluster_nodes
+
+
+def entry(node_id: str, host: str, *, alive: bool = True, **resources: float) -> dict:
+    return {
+        "NodeID": node_id, "NodeManagerHostname": host, "NodeManagerAddress": f"10.0.0.{ord(node_id[0])}",
+        "Alive": alive, "Resources": resources,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch):
+    def nodes(*entries: dict, mine: str = "m") -> None:
+        context = SimpleNamespace(get_node_id=lambda: mine)
+        monkeypatch.setattr(reservation.ray, "get_runtime_context", lambda: context)
+        monkeypatch.setattr(reservation.ray, "nodes", lambda: list(entries))
+
+    return nodes
+
+
+def test_the_drivers_node_comes_first_and_the_others_by_name(known):
+    known(entry("z", "b", GPU=8), entry("y", "a", GPU=4, CPU=9), entry("m", "c", GPU=2), entry("x", "d", alive=False))
+    nodes, resource = cluster_nodes(private=False)
+    assert resource == "GPU"
+    assert [(node.name, node.node_id, node.slots) for node in nodes] == [("c", "m", 2), ("a", "y", 4), ("b", "z", 8)]
+    assert [node.address for node in nodes] == ["10.0.0.109", "10.0.0.121", "10.0.0.122"]
+
+
+def test_slots_are_gpus_where_any_node_has_one_and_a_part_of_one_is_none(known):
+    known(entry("m", "a", CPU=16), entry("n", "b", CPU=16, GPU=1))
+    nodes, resource = cluster_nodes(private=False)
+    assert (resource, [node.slots for node in nodes]) == ("GPU", [0, 1])
+    known(entry("m", "a", CPU=16), entry("n", "b", CPU=4, GPU=0.5, alive=True))
+    nodes, resource = cluster_nodes(private=True)
+    assert (resource, [node.slots for node in nodes]) == ("CPU", [16, 4])
+    assert {node.address for node in nodes} == {"127.0.0.1"}
+
+
+def test_nodes_of_one_machine_have_names_of_their_own(known):
+    known(entry("m" * 20, "a", CPU=1), entry("k" * 20, "a", CPU=1), entry("n", "b", CPU=1), mine="m" * 20)
+    nodes, _ = cluster_nodes(private=True)
+    assert [node.name for node in nodes] == ["a/mmmmmmmm", "a/kkkkkkkk", "b"]
+
+
+A, B = (Node(node_id=name, name=f"host-{name}", address="", slots=2) for name in "ab")
+SLOTS = [Slot(node=node, number=number) for node in (A, B) for number in range(2)]
+
+
+@pytest.fixture
+def ray_group(monkeypatch: pytest.MonkeyPatch):
+    """A placement group that is granted; `asked` has what was reserved, GPUs are numbered from 40."""
+    made = SimpleNamespace(asked=[], granted=True, waited=[], gpus=[], lost=None)
+
+    def placement_group(bundles, *, bundle_label_selector):
+        made.asked.append((bundles, bundle_label_selector))
+        return SimpleNamespace(wait=lambda seconds: made.waited.append(seconds) or made.granted)
+
+    def options(*, num_cpus, num_gpus, scheduling_strategy):
+        assert (num_cpus, num_gpus) == (0, 1)
+        return SimpleNamespace(
+            remote=lambda: made.gpus.append(scheduling_strategy[1]) or str(40 + scheduling_strategy[1])
+        )
+
+    def get(refs, timeout):
+        assert timeout == reservation.RESERVE_TIMEOUT_S
+        if made.lost is not None:
+            raise made.lost
+        return refs
+
+    monkeypatch.setattr(reservation, "placement_group", placement_group)
+    monkeypatch.setattr(
+        reservation,
+        "PlacementGroupSchedulingStrategy",
+        lambda group, *, placement_group_bundle_index: (group, placement_group_bundle_index),
+    )
+    monkeypatch.setattr(reservation, "_gpu_id", SimpleNamespace(options=options))
+    monkeypatch.setattr(reservation.ray, "get", get)
+    monkeypatch.setattr(reservation.ray, "available_resources", lambda: {"GPU": 3.0})
+    return made
+
+
+def test_each_slot_is_a_bundle_of_its_node_and_a_process_asks_for_its_share(ray_group):
+    placement = Placement(ranks=tuple(SLOTS[:3]), engines=((SLOTS[0],), (SLOTS[3],), (SLOTS[0],)))
+    taken = Reservation(placement, "CPU")
+    ((bundles, labels),) = ray_group.asked
+    assert bundles == [{"CPU": 1}] * 4
+    assert labels == [{"ray.io/node-id": node} for node in "aabb"]
+    assert ray_group.waited == [reservation.RESERVE_TIMEOUT_S]
+    options = taken.options(SLOTS[0], 3)
+    # Three processes share it, in thousandths rounded down.
+    assert (options["num_cpus"], options["num_gpus"]) == (0.333, 0)
+    assert options["scheduling_strategy"][1] == 0
+    assert options["runtime_env"] == {"env_vars": {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}}
+    alone = Reservation(placement, "GPU").options(SLOTS[3], 1)
+    assert (alone["num_cpus"], alone["num_gpus"], alone["scheduling_strategy"][1]) == (0, 1.0, 3)
+    assert taken.devices(tuple(SLOTS)) == ()
+    assert ray_group.gpus == []
+
+
+def test_engines_of_several_gpus_are_told_which_and_others_see_their_own(ray_group):
+    placement = Placement(ranks=(SLOTS[0],), engines=((SLOTS[1],), (SLOTS[2], SLOTS[3])))
+    taken = Reservation(placement, "GPU")
+    assert ray_group.gpus == [2, 3]
+    assert taken.devices((SLOTS[2], SLOTS[3])) == ("42", "43")
+    assert taken.devices((SLOTS[1],)) == ()
+    assert Reservation(placement, "CPU").devices((SLOTS[2], SLOTS[3])) == ()
+    ray_group.lost = GetTimeoutError("late")
+    with pytest.raises(StageError, match="which GPUs the engines have is not known: GetTimeoutError"):
+        Reservation(placement, "GPU")
+
+
+def test_a_cluster_in_use_is_refused_with_what_is_free(ray_group):
+    ray_group.granted = False
+    with pytest.raises(StageError, match="needs 2 GPUs, and 3 were free for 60 s"):
+        Reservation(Placement(ranks=tuple(SLOTS[:2]), engines=()), "GPU")
+
+
+@pytest.fixture
+def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ray that notes how it is started, in a system whose temporary folder is a test's."""
+    made = SimpleNamespace(journal=[], fails=None, environment={})
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "before")
+
+    def init(**given):
+        made.environment = dict(os.environ)
+        made.journal.append(("init", given))
+        if made.fails is not None:
+            raise made.fails
+
+    @contextmanager
+    def guarded(folder, temporary_files):
+        made.journal.append(("guard", folder, temporary_files))
+        yield
+        made.journal.append("guard ends")
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: made.journal.append("shutdown"))
+    monkeypatch.setattr(cluster, "guarded", guarded)
+    return made
+
+
+def test_a_run_without_an_address_has_a_cluster_and_a_temporary_folder_that_go_with_it(ray_start, tmp_path: Path):
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+    folder = tmp_path / f"slimrl-ray-{os.getpid()}"
+    dead = next(pid for pid in range(2**22 - 1, 0, -1) if not psutil.pid_exists(pid))
+    kept = [tmp_path / f"slimrl-ray-{os.getppid()}", tmp_path / "slimrl-ray-x", tmp_path / "other"]
+    for path in (*kept, tmp_path / f"slimrl-ray-{dead}"):
+        (path / "deep").mkdir(parents=True)
+    with cluster.ray_cluster(None, num_slots=5):
+        assert not (tmp_path / f"slimrl-ray-{dead}").exists()
+        assert folder.is_dir()
+        assert os.environ["TMPDIR"] == "before"
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    guarding, (_, given), *rest = ray_start.journal
+    assert guarding == ("guard", folder, folder / "tmp")
+    assert rest == ["shutdown", "guard ends"]
+    chosen = {"address": "local", "num_cpus": 5, "include_dashboard": False, "log_to_driver": False}
+    assert {**given, **chosen, "_temp_dir": str(folder)} == given
+    assert ray_start.environment["TMPDIR"] == str(folder / "tmp")
+    assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / f"slimrl-compiled-{os.getuid()}")
+    assert ray_start.environment["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_cluster_that_does_not_start_leaves_nothing_and_a_cache_that_is_set_is_used(ray_start, tmp_path: Path):
+    ray_start.fails = RuntimeError("no port")
+    with pytest.raises(StageError, match="Ray did not start: no port"), cluster.ray_cluster(None, num_slots=1):
+        raise AssertionError
+    assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == "before"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "before"
+    assert ray_start.journal[-1] == "shutdown"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_joins_the_cluster_at_its_address_and_leaves_it(ray_start, tmp_path: Path):
+    with cluster.ray_cluster("head:6379", num_slots=5):
+        assert list(tmp_path.iterdir()) == []
+    (_, given), last = ray_start.journal
+    assert (given["address"], given["log_to_driver"], last) == ("head:6379", False, "shutdown")
+    assert "num_cpus" not in given
+    ray_start.fails = ConnectionError("refused")
+    with pytest.raises(StageError, match=r"no Ray cluster answers at head:6379: refused"):
+        cluster.ray_cluster("head:6379", num_slots=5).__enter__()
+    assert ray_start.journal[-1] == "shutdown"
+
+
+class Process:
+    def __init__(self, pid: int, tmpdir: str | None, *, zombie: bool = False, stubborn: bool = False) -> None:
+        self.pid, self.tmpdir, self.zombie, self.stubborn = pid, tmpdir, zombie, stubborn
+        self.killed = False
+
+    def environ(self) -> dict[str, str]:
+        if self.tmpdir == "hidden":
+            raise psutil.AccessDenied(self.pid)
+        return {} if self.tmpdir is None else {"TMPDIR": self.tmpdir}
+
+    def status(self) -> str:
+        return psutil.STATUS_ZOMBIE if self.zombie else psutil.STATUS_SLEEPING
+
+    def kill(self) -> None:
+        self.killed = True
+        if not self.stubborn:
+            raise psutil.NoSuchProcess(self.pid)
+
+
+def test_what_is_left_of_a_killed_drivers_cluster_is_ended_after_a_while_and_its_folder_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    inside = str(tmp_path / "tmp")
+    first, second = Process(1, inside), Process(2, inside, stubborn=True)
+    others = [Process(3, "/tmp"), Process(4, None), Process(5, "hidden"), Process(6, inside, zombie=True)]
+    others.append(Process(os.getpid(), inside))
+    clock, cleaned = SimpleNamespace(now=0.0), []
+
+    def alive():
+        # The first one has gone once it was killed; the second one never does.
+        return [p for p in (*others, first, second) if p is not first or not p.killed]
+
+    def sleep(seconds: float) -> None:
+        assert not (first.killed and clock.now < guard.GRACE_S)
+        clock.now += seconds
+
+    monkeypatch.setattr(guard.psutil, "process_iter", alive)
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr("slimrl.resync.shared_buffer.clean_stale_segments", lambda: cleaned.append(True))
+    assert guard.members(tmp_path / "tmp") == [first, second]
+    (tmp_path / "tmp").mkdir()
+    guard.end_what_is_left(tmp_path, tmp_path / "tmp")
+    assert (first.killed, second.killed) == (True, True)
+    assert not any(process.killed for process in others)
+    assert clock.now == pytest.approx(guard.GRACE_S + guard.END_TIMEOUT_S, abs=0.5)
+    assert cleaned == [True]
+    assert not tmp_path.exists()
+    # Where all end by themselves nobody waits.
+    clock.now = 0.0
+    monkeypatch.setattr(guard.psutil, "process_iter", lambda: others)
+    guard.end_what_is_left(tmp_path, tmp_path / "tmp")
+    assert clock.now == 0.0
+
+
+def test_a_guard_is_apart_from_the_terminal_and_ends_with_the_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    journal = []
+
+    def begin(command, **how):
+        journal.append((command, how))
+        return SimpleNamespace(kill=lambda: journal.append("kill"), wait=lambda seconds: journal.append(seconds))
+
+    monkeypatch.setattr(guard.subprocess, "Popen", begin)
+
+    def guard_it(failure) -> None:
+        with guard.guarded(tmp_path, tmp_path / "tmp"):
+            assert len(journal) == 1
+            if failure is not None:
+                raise failure
+
+    for failure in (None, ValueError("x")):
+        journal.clear()
+        with nullcontext() if failure is None else pytest.raises(ValueError, match="x"):
+            guard_it(failure)
+        (command, how), *end = journal
+        assert command[1:] == ["-m", "slimrl.runtime.guard", str(os.getpid()), str(tmp_path), str(tmp_path / "tmp")]
+        assert how["start_new_session"] is True
+        assert {how["stdin"], how["stdout"], how["stderr"]} == {subprocess.DEVNULL}
+        assert end == ["kill", guard.END_TIMEOUT_S]

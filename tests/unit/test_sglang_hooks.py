@@ -1,0 +1,423 @@
+"""The hooks in SGLang's engine process, called with stand-ins for what SGLang gives them."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from slimrl import device
+from slimrl.rollout import bucket_loader, dequantized_loading, sglang_plugin, version_loader
+from slimrl.rollout.nameless_queue import after_wait_until_ready
+from slimrl.rollout.paused_engine import after_paused_round
+from slimrl.rollout.running_requests import after_get_internal_state
+from slimrl.rollout.sglang_cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
+from slimrl.rollout.sglang_cpu import install as install_stand_ins
+from slimrl.rollout.sglang_cpu.decode_cache import DecodeCache
+from slimrl.rollout.sglang_cpu.seeded_sampling import (
+    after_from_schedule_batch,
+    multinomial_with_seed,
+    sampling_from_probs,
+)
+
+
+class Request:
+    def __init__(self, finished: bool) -> None:
+        self._finished = finished
+
+    def finished(self) -> bool:
+        return self._finished
+
+
+def test_requests_under_way_are_counted_once_and_finished_ones_not():
+    running, prefilled, done = Request(False), Request(False), Request(True)
+    for chunked, expected in ((None, 1), (running, 1), (prefilled, 2), (done, 1)):
+        scheduler = SimpleNamespace(collect_inflight_reqs=lambda: [running, done], chunked_req=chunked)
+        answer = SimpleNamespace(internal_state={"other": 1})
+        found = after_get_internal_state(answer, SimpleNamespace(scheduler=scheduler), None)
+        assert found.internal_state == {"other": 1, "slimrl_running_requests": expected}
+
+
+def test_a_paused_engine_sleeps_unless_requests_wait_to_be_taken_in():
+    slept = []
+    sleeper = SimpleNamespace(maybe_sleep=lambda: slept.append(True))
+    for idle_sleeper, deferred in ((sleeper, ["a request"]), (None, [])):
+        after_paused_round(None, SimpleNamespace(idle_sleeper=idle_sleeper, _deferred_input_requests=deferred))
+    assert slept == []
+    after_paused_round(None, SimpleNamespace(idle_sleeper=sleeper, _deferred_input_requests=[]))
+    assert slept == [True]
+
+
+@pytest.mark.parametrize(("is_writer", "readers", "unlinked"), [(True, 2, True), (False, 2, False), (True, 0, False)])
+def test_the_writer_takes_the_name_of_the_queue_when_others_read_it(is_writer: bool, readers: int, unlinked: bool):
+    calls = []
+    buffer = SimpleNamespace(shared_memory=SimpleNamespace(unlink=lambda: calls.append(True)), is_creator=True)
+    after_wait_until_ready(None, SimpleNamespace(_is_writer=is_writer, n_local_reader=readers, buffer=buffer))
+    assert (calls == [True], buffer.is_creator) == (unlinked, not unlinked)
+
+
+@pytest.fixture
+def sglang_structs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("sglang.srt.managers.io_struct")
+    module.UpdateWeightFromDiskReqOutput = lambda **given: given
+    names = ("sglang", "sglang.srt", "sglang.srt.managers")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(
+        "msgspec.structs.replace", lambda request, **changes: SimpleNamespace(**vars(request) | changes)
+    )
+
+
+def test_a_version_is_loaded_from_a_folder_that_all_ranks_have_and_that_is_held_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, sglang_structs
+):
+    held, reported = [], []
+
+    @contextmanager
+    def checkpoint(version: Path, local_dir, timeout_s) -> Iterator[Path]:
+        assert (version, timeout_s) == (Path("/v/7"), 3.0)
+        if local_dir is None:
+            raise ValueError("w differs")
+        held.append(local_dir)
+        yield Path(local_dir)
+        held.clear()
+
+    def of_all_ranks(problem, group):
+        reported.append((problem, group))
+        return sorted({problem, *elsewhere} - {""})
+
+    def original(manager, request):
+        assert held or request.manifest is None or "slimrl_version" not in request.manifest
+        return (manager, request.model_path)
+
+    monkeypatch.setattr(version_loader, "_checkpoint", checkpoint)
+    monkeypatch.setattr(version_loader, "_of_all_ranks", of_all_ranks)
+    manager = SimpleNamespace(tp_cpu_group="ranks")
+
+    def load(local_dir):
+        request = SimpleNamespace(**version_loader.version_request("/v/7", local_dir, 3.0))
+        return version_loader.around_update_from_disk(original, manager, request)
+
+    elsewhere = set()
+    assert load("/local") == (manager, "/local")
+    assert held == []
+    assert load(None) == {"success": False, "message": "w differs"}
+    elsewhere = {"rank 1: no space"}
+    assert load("/local") == {"success": False, "message": "rank 1: no space"}
+    assert load(None) == {"success": False, "message": "rank 1: no space; w differs"}
+    assert reported == [("", "ranks"), ("w differs", "ranks"), ("", "ranks"), ("w differs", "ranks")]
+    # Requests of others are left to SGLang.
+    for manifest in (None, {}, {"other": 1}):
+        plain = SimpleNamespace(manifest=manifest, model_path="/m")
+        assert version_loader.around_update_from_disk(original, manager, plain) == (manager, "/m")
+    assert len(reported) == 4
+
+
+def test_the_problems_of_all_ranks_are_told_once_each(monkeypatch: pytest.MonkeyPatch):
+    def gather(problems, problem, group):
+        assert group == "ranks"
+        problems[:] = ["", "b", problem, "b"]
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 4)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    assert version_loader._of_all_ranks("a", "ranks") == ["a", "b"]
+    assert version_loader._of_all_ranks("", "ranks") == ["b"]
+
+
+@pytest.mark.parametrize(("asked", "split", "told"), [(False, False, False), (False, True, True), (True, False, True)])
+def test_the_end_of_an_update_lets_go_of_memory_that_it_did_not_use(asked: bool, split: bool, told: bool):
+    model = SimpleNamespace(slimrl_mapped_segments={"a": 1, "b": 2}, slimrl_used_segments={"b"})
+    if split:
+        model.slimrl_split_tensors = True
+    ended = []
+    updater = SimpleNamespace(get_model=lambda: model)
+    bucket_loader.around_end_update(
+        lambda updater, *, run_post_load: ended.append(run_post_load), updater, run_post_load=asked
+    )
+    assert ended == [told]
+    # The next update begins with nothing used and nothing split.
+    assert vars(model) == {"slimrl_mapped_segments": {"b": 2}}
+    bucket_loader.around_end_update(lambda updater, *, run_post_load: None, updater, run_post_load=False)
+    assert vars(model) == {"slimrl_mapped_segments": {}}
+
+
+def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pytest.MonkeyPatch):
+    opened = []
+
+    def open_shared(segment):
+        opened.append(segment)
+        return torch.arange(16, dtype=torch.float32).view(torch.uint8)
+
+    monkeypatch.setattr("slimrl.models.shared_segment.open_shared", open_shared)
+    loaded, rows = [], []
+    model = SimpleNamespace(load_weights=lambda tensors: loaded.append([(name, t.tolist()) for name, t in tensors]))
+    monkeypatch.setattr("slimrl.rollout.split_tensors.load_rows", lambda model, parts: rows.extend(parts))
+    ranks = SimpleNamespace(rank=0, per_node=1, exchange=lambda value: [value])
+    whole = ["a", [2, 2], "float32", 0, 2, 16]
+    scalar = ["s", [], "float32", 0, 0, 4]
+    part = ["b", [9, 2], "float32", 5, 7, 0]
+    value = {"slimrl_segment": "seg", "parts": [whole, scalar, part]}
+    for _ in range(2):
+        assert bucket_loader.update(model, value, ranks) == (True, "Success")
+    assert opened == ["seg"]
+    assert loaded == [[("a", [[4.0, 5.0], [6.0, 7.0]]), ("s", 1.0)]] * 2
+    assert [(name, first, tensor.tolist()) for name, first, tensor in rows] == [("b", 5, [[0.0, 1.0], [2.0, 3.0]])] * 2
+    assert model.slimrl_split_tensors is True
+    assert model.slimrl_used_segments == {"seg"}
+    loaded.clear()
+    bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [part]}, ranks)
+    assert loaded == []
+    failing = SimpleNamespace(rank=0, per_node=1, exchange=lambda value: [value, "", "full"])
+    bad = {"slimrl_segment": "seg", "parts": [["a", [2], "float5", 0, 2, 0]]}
+    with pytest.raises(AttributeError, match="float5"):
+        bucket_loader.load_bucket(model, open_shared("seg"), bad["parts"])
+    monkeypatch.setattr(model, "load_weights", lambda tensors: {}["a"])
+    success, message = bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [whole]}, failing)
+    assert (success, message) == (False, "rank 0: KeyError: 'a'; rank 2: full")
+
+
+def test_messages_of_others_are_left_to_sglang(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slimrl.rollout.bucket_receiver.EngineRanks", lambda: "ranks")
+    monkeypatch.setattr(bucket_loader, "update", lambda model, value, ranks: (model, ranks))
+    updater = SimpleNamespace(get_model=lambda: "model")
+    for value in ({"slimrl_segment": "s"}, {"slimrl_open_version": {}}, {"slimrl_received_bucket": "g"}):
+        assert bucket_loader.around_update(None, updater, value) == ("model", "ranks")
+    assert bucket_loader.around_update(lambda *given: given, updater, {"x": 1}) == (updater, {"x": 1})
+
+
+def test_every_request_of_a_batch_has_a_seed_its_own_or_a_drawn_one():
+    seeds = [5, None, 7, None]
+    requests = [SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)) for seed in seeds]
+    batch = SimpleNamespace(reqs=requests)
+    first, second = (
+        after_from_schedule_batch(SimpleNamespace(sampling_seed=None), type, batch, 9).sampling_seed for _ in range(2)
+    )
+    assert first.dtype == torch.int64
+    assert first[[0, 2]].tolist() == second[[0, 2]].tolist() == [5, 7]
+    assert len({*first[[1, 3]].tolist(), *second[[1, 3]].tolist()}) == 4
+    info = SimpleNamespace(sampling_seed="given")
+    assert after_from_schedule_batch(info, type, batch, 9).sampling_seed == "given"
+    probs, seeds, positions = torch.rand(40, 6), torch.arange(40), torch.arange(40)
+    drawn = sampling_from_probs(probs, seeds, positions)
+    assert (drawn.dtype, drawn.shape) == (torch.int32, (40,))
+    assert torch.equal(multinomial_with_seed(probs.log(), seeds, positions)[:, 0], drawn.long())
+    for given in ((None, positions), (seeds, None)):
+        with pytest.raises(ValueError, match="without seeds"):
+            sampling_from_probs(probs, *given)
+
+
+def test_a_block_fp8_checkpoint_is_read_by_ours_and_others_by_sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    read = []
+
+    @contextmanager
+    def folder(path, dtype):
+        read.append((path, dtype))
+        yield SimpleNamespace(specs={"a": 0, "b": 0})
+
+    monkeypatch.setattr("slimrl.models.hf_checkpoint.is_block_fp8", lambda path: path == tmp_path / "fp8")
+    monkeypatch.setattr("slimrl.models.hf_checkpoint.open_hf_checkpoint", folder)
+    monkeypatch.setattr("slimrl.models.checkpoint_reader.read_whole", lambda folder, name: f"tensor {name}")
+
+    def load(name: str):
+        config = SimpleNamespace(dtype=torch.bfloat16)
+        source = SimpleNamespace(model_or_path=str(tmp_path / name), model_config=config, prefix="p.")
+        return dequantized_loading.around_weights_iterator(
+            lambda loader, source, **kwargs: ("SGLang's", loader, kwargs), "loader", source, more=1
+        )
+
+    assert load("plain") == ("SGLang's", "loader", {"more": 1})
+    assert list(load("fp8")) == [("p.a", "tensor a"), ("p.b", "tensor b")]
+    assert read == [(tmp_path / "fp8", "bfloat16")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the hooks of a CPU")
+@pytest.mark.parametrize("computes_fp8", [True, False])
+def test_a_hook_that_is_not_in_place_is_named(monkeypatch: pytest.MonkeyPatch, computes_fp8: bool):
+    monkeypatch.setattr(device, "computes_block_fp8", lambda: computes_fp8)
+    found = sglang_plugin.hooks()
+    targets = [target for target, _, _ in found]
+    assert len(set(targets)) == len(targets)
+    assert any(target.endswith("._get_weights_iterator") for target in targets) == (not computes_fp8)
+    # Those of CPU engines alone are among them.
+    assert any("TorchNativeAttnBackend" in target for target in targets)
+    registered = {}
+    registry = SimpleNamespace(
+        register=lambda target, function, kind: registered.update({target: (kind, function)}), _patched=set(targets)
+    )
+    module = ModuleType("sglang.srt.plugins.hook_registry")
+    module.HookRegistry, module.HookType = registry, lambda kind: f"kind {kind}"
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    sglang_plugin.register()
+    assert registered == {target: (f"kind {kind}", function) for target, kind, function in found}
+    sglang_plugin.require_applied()
+    registry._patched -= {targets[3], targets[1]}
+    with pytest.raises(RuntimeError, match="lacks what slimrl hooks into: ") as caught:
+        sglang_plugin.require_applied()
+    assert str(caught.value).endswith(": " + ", ".join(sorted([targets[3], targets[1]])))
+
+
+def test_stand_ins_are_put_where_a_package_is_missing_and_the_compiler_is_off_without_triton(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
+    for missing, disabled in (({"sgl_kernel", "torchvision"}, "0"), ({"triton"}, "1")):
+        for name, stub in (("sgl_kernel", sgl_kernel_stub), ("torchvision", torchvision_stub), ("triton", triton_stub)):
+            monkeypatch.setattr(stub, "install", lambda name=name, missing=missing: name in missing)
+        assert set(install_stand_ins()) == missing
+        assert os.environ["TORCH_COMPILE_DISABLE"] == disabled
+    for stub in (sgl_kernel_stub, torchvision_stub, triton_stub):
+        monkeypatch.undo()
+        monkeypatch.setattr(stub, "is_missing", lambda name: False)
+        monkeypatch.setattr(stub, "enter", lambda module: pytest.fail("the real one is there"))
+        assert stub.install() is False
+
+
+def test_a_stand_in_can_be_imported_and_says_what_it_is_when_called(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    assert mock.is_missing("slimrl_no_such_package")
+    assert not mock.is_missing("json")
+    for name in ("slimrl_no_such_package", "slimrl_no_such_package.below"):
+        mock.enter(ModuleType(name))
+    assert sys.modules["slimrl_no_such_package"].below is sys.modules["slimrl_no_such_package.below"]
+    assert not mock.is_missing("slimrl_no_such_package")
+    refuse = mock.unavailable("torchvision.ops.nms")
+    assert refuse.__name__ == "nms"
+    with pytest.raises(NotImplementedError, match=r"torchvision\.ops\.nms does not exist without a GPU"):
+        refuse(1, a=2)
+
+
+def test_new_cache_slots_go_to_each_requests_row_in_order():
+    table = torch.full((4, 6), -1, dtype=torch.int32)
+    rows, starts, ends = torch.tensor([2, 0]), torch.tensor([1, 0]), torch.tensor([4, 2])
+    sgl_kernel_stub.assign_req_to_token_pool_cpu(rows, table, starts, ends, torch.tensor([10, 11, 12, 13, 14]), 6)
+    expected = torch.full((4, 6), -1, dtype=torch.int32)
+    expected[2, 1:4] = torch.tensor([10, 11, 12])
+    expected[0, :2] = torch.tensor([13, 14])
+    assert torch.equal(table, expected)
+
+
+def test_what_stands_in_for_triton_is_importable_decorates_and_is_false(monkeypatch: pytest.MonkeyPatch):
+    entered = []
+    monkeypatch.setattr(triton_stub, "enter", entered.append)
+    triton = triton_stub._Mock("triton")
+
+    def kernel() -> int:
+        return 3
+
+    assert triton.jit(kernel) is kernel
+    assert triton.jit(do_not_specialize=["n"])(kernel) is kernel
+    assert triton.autotune([1], key=["n"])(kernel) is kernel
+    assert triton.heuristics([1])(kernel) is kernel
+    assert not triton.runtime
+    assert entered[0].__name__ == "triton.jit"
+    assert issubclass(triton.OutOfResources, Exception)
+    assert isinstance(triton.Config, type)
+    language = triton_stub._Mock("triton.language")
+    assert isinstance(language.constexpr, type)
+    assert language.constexpr(4).value == 4
+    assert not isinstance(language.load, type)
+    with pytest.raises(AttributeError):
+        triton.__path__  # noqa: B018
+    assert [triton_stub._cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [triton_stub._next_power_of_2(n) for n in (1, 2, 3, 4, 5, 1000)] == [1, 2, 4, 4, 8, 1024]
+    finder = triton_stub._Finder()
+    assert finder.find_spec("triton.a.b").name == "triton.a.b"
+    assert finder.find_spec("tritonless") is None
+
+
+class Cache:
+    def __init__(self, ready: bool) -> None:
+        self.ready, self.calls = ready, []
+
+    def begin_step(self, *given):
+        self.calls.append("begin")
+
+    def forget(self, requests):
+        self.calls.append(requests)
+
+    def attend(self, query, *given):
+        self.calls.append("attend")
+        return query + 1
+
+
+@pytest.mark.parametrize(("is_decode", "rows", "planned"), [(True, 3, True), (True, 2, False), (False, 3, False)])
+def test_a_decode_step_of_more_than_two_is_planned_and_all_else_is_forgotten(is_decode: bool, rows: int, planned: bool):
+    backend = SimpleNamespace(slimrl_decode_cache=Cache(True), req_to_token_pool=SimpleNamespace(req_to_token=None))
+    mode = SimpleNamespace(is_decode=lambda: is_decode)
+    batch = SimpleNamespace(forward_mode=mode, seq_lens=torch.ones(rows), req_pool_indices=torch.arange(rows) + 4)
+    batched_attention.after_init_forward_metadata(None, backend, batch)
+    assert backend.slimrl_decode_cache.calls == (["begin"] if planned else [[4 + i for i in range(rows)]])
+
+
+@pytest.mark.parametrize(
+    ("rows", "encoder", "cross", "ready", "dtype", "way"),
+    [
+        (3, None, False, True, torch.float32, "copy"),
+        (2, None, False, True, torch.float32, "original"),
+        (3, torch.ones(3), False, True, torch.float32, "original"),
+        (3, None, True, True, torch.float32, "original"),
+        (3, None, False, False, torch.float32, "pages"),
+        (3, None, False, True, torch.bfloat16, "pages"),
+    ],
+)
+def test_a_decode_batch_goes_the_way_that_knows_it(monkeypatch, rows, encoder, cross, ready, dtype, way):
+    seen = []
+
+    def paged(query, output, *given, scale, window):
+        seen.append((given[-2:], scale, window))
+        return "pages"
+
+    def original(backend, query, output, *given, **named):
+        assert named == {"scaling": 0.5, "sliding_window_size": 7, "is_cross_attn": cross}
+        assert given[-1] is encoder
+        return "original"
+
+    monkeypatch.setattr(batched_attention, "paged_attention", paged)
+    query, output = torch.zeros(rows, 2, 4), torch.zeros(rows, 2, 4)
+    pool = torch.zeros(8, 1, 4, dtype=dtype)
+    lens = torch.arange(rows) + 5
+    found = batched_attention.around_decode(
+        original, SimpleNamespace(slimrl_decode_cache=Cache(ready)), query, output, pool, pool, None,
+        torch.arange(rows), lens, encoder, scaling=0.5, sliding_window_size=7, is_cross_attn=cross,
+    )  # fmt: skip
+    if way == "copy":
+        assert found is output
+        assert (output == 1).all()
+    else:
+        assert found == way
+    assert seen == ([(([4, 5, 6], [1, 1, 1]), 0.5, 7)] if way == "pages" else [])
+
+
+@pytest.mark.parametrize(
+    ("encoder", "causal", "is_original"), [(None, True, False), (torch.ones(1), True, True), (None, False, True)]
+)
+def test_a_prefill_that_is_causal_is_batched(monkeypatch, encoder, causal, is_original):
+    monkeypatch.setattr(batched_attention, "paged_attention", lambda *given, scale, window: (given[-2:], scale, window))
+
+    def original(*given, **named):
+        assert named == {"scaling": 0.5, "causal": causal, "sliding_window_size": None, "more": 1}
+        return "original"
+
+    found = batched_attention.around_extend(
+        original, None, None, None, None, None, None, None, torch.tensor([5]), torch.tensor([3]), torch.tensor([2]),
+        encoder, scaling=0.5, causal=causal, sliding_window_size=None, more=1,
+    )  # fmt: skip
+    assert found == ("original" if is_original else (([3], [2]), 0.5, None))
+
+
+def test_the_dense_copy_may_be_twice_as_large_as_the_pool():
+    backend = SimpleNamespace()
+    batched_attention.after_init(None, backend, SimpleNamespace(max_total_num_tokens=1024))
+    cache = backend.slimrl_decode_cache
+    assert isinstance(cache, DecodeCache)
+    table = torch.zeros(40, 200, dtype=torch.int64)
+    for rows, length, fits in ((16, 128, True), (17, 128, False), (16, 129, False), (32, 64, True), (33, 64, False)):
+        cache.begin_step(table, torch.arange(rows), torch.full((rows,), length))
+        assert cache.ready == fits, (rows, length)
