@@ -55,7 +55,7 @@ test: $(STAMP) ## representative integration tests, then unit tests (20 minutes 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
 	$(BIN)/python -m pytest -m "not gpu" tests/integration tests/unit
 
-mutation: $(STAMP) ## plant the faults of tests/mutation one by one, and print those that no test notices (an hour)
+mutation: $(STAMP) ## plant the faults of tests/mutation one by one, and print those that no test notices (hours)
 	$(BIN)/python tests/mutation/run.py --workers 2
 
 lint: $(STAMP) ## ruff and mypy

@@ -15,7 +15,7 @@ _RUN = ["test_run_quickstart.py", "test_run_engines.py", "test_run_resume.py"]
 INTEGRATION = {
     "megatron_patches": ["test_trainer.py", "test_layouts.py"],
     "slimrl.agent": ["test_rollout.py", "test_run_quickstart.py"],
-    "slimrl.algorithms": ["test_trainer.py", "test_run_quickstart.py"],
+    "slimrl.algorithms": ["test_update_scale.py", "test_trainer.py", "test_run_quickstart.py"],
     "slimrl.cli": ["test_run_quickstart.py", "test_plan.py"],
     "slimrl.config": ["test_plan.py", "test_run_quickstart.py"],
     "slimrl.data": ["test_trainer.py", "test_rollout.py", "test_run_quickstart.py"],
@@ -28,7 +28,14 @@ INTEGRATION = {
     "slimrl.rewards": ["test_symbolic_rewards.py", "test_run_quickstart.py"],
     "slimrl.rollout": ["test_rollout.py", "test_resync.py", "test_run_engines.py"],
     "slimrl.runtime": _RUN,
-    "slimrl.trainer": ["test_trainer.py", "test_layouts.py", "test_weights.py", "test_export.py", "test_offload.py"],
+    "slimrl.trainer": [
+        "test_update_scale.py",
+        "test_trainer.py",
+        "test_layouts.py",
+        "test_weights.py",
+        "test_export.py",
+        "test_offload.py",
+    ],
     "slimrl_tools": ["test_convert.py", "test_checkpoint_tools.py"],
 }
 """Package -> files of tests/integration."""

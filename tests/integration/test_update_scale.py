@@ -21,6 +21,8 @@ from slimrl.rollout.ports import free_port
 from slimrl.trainer.objectives import gspo_objective, sft_objective
 from slimrl.trainer.worker import TrainerWorker
 
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
 VOCAB, LENGTHS = 37, (21, 9, 14)
 CLIP_LOW, CLIP_HIGH = 0.05, 0.1
 """At a temperature of 0.7 no ratio is clipped, at 1.3 one of the three is."""
