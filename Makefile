@@ -48,7 +48,7 @@ quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weigh
 	$(BIN)/slimrl eval $(RL) --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/after.json
 	$(BIN)/slimrl eval $(RL) agent.tools=[] --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/without_calculator.json
 
-# The long ones first: short ones fill the last minutes of both processes.
+# The long ones first: short ones fill the last minutes of all processes.
 test: $(STAMP) ## representative integration tests, then unit tests (20 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not full and not gpu" tests/integration tests/unit
 

@@ -137,7 +137,7 @@ class ActorGroup:
             message = str(cause) if is_server else f"{name}: {method}: {type(cause).__name__}: {cause}"
             distance = _CONSEQUENCE if any(text in str(cause) for text in _CONSEQUENCES) else 1
             return distance, StageError(message, str(error))
-        if isinstance(error, RayActorError):
+        if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
             node = self._nodes[name]
             if not is_alive(node):
                 message = f"{name}: its node {node.name} was lost during {method}{self._log(name)}"

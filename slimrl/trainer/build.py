@@ -98,7 +98,7 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
 
     Raises:
         ValueError: `trainer.megatron` names a field that is unknown, has a setting of its own or is the model's, or
-            asks for something that cannot be, as FP8 without Transformer Engine.
+            asks for something that cannot be, as FP8 without Transformer Engine, or megatron-core refuses the whole.
     """
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     user = fields_for(TransformerConfig, trainer.megatron)
@@ -110,7 +110,10 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
     if mtp and model.mtp_layers:
         family["mtp_num_layers"] = model.mtp_layers
     family.setdefault("activation_func", torch.nn.functional.silu)
-    return kind(**{**_defaults(), **family, **_layout(trainer.parallel), **_precision(trainer), **user})
+    try:
+        return kind(**{**_defaults(), **family, **_layout(trainer.parallel), **_precision(trainer), **user})
+    except AssertionError as error:
+        raise ValueError(f"trainer.parallel, trainer.megatron: megatron-core refuses them: {error}") from error
 
 
 def ddp_config(trainer: TrainerConfig) -> DistributedDataParallelConfig:

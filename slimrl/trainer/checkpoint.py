@@ -35,6 +35,7 @@ from slimrl.models.shard_pieces import SHARDING
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.parallel import Layout, seed_ranks
+from slimrl.trainer.torch_dist_metadata import content_metadata
 
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
 """Files that a rank other than 0 writes too."""
@@ -138,8 +139,8 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
     Raises:
         ValueError: not a checkpoint of megatron-core, or one of another model.
     """
+    content = content_metadata(directory)
     try:
-        content = dist_checkpointing.load_content_metadata(str(directory)) or {}
         metadata = {**_metadata(), "singleton_local_shards": content.get("singleton_local_shards", False)}
         loaded = dist_checkpointing.load(_model_state(chunks, metadata), str(directory))
     except (CheckpointingException, KeyError) as error:

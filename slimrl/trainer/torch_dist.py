@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from slimrl.models.shard_pieces import ShardSchema
 from slimrl.models.torch_dist_reader import StoredWeights, read_metadata
 from slimrl.trainer.shard_schema import shard_schema
+from slimrl.trainer.torch_dist_metadata import content_metadata
 
 
 class TorchDistCheckpoint(StoredWeights):
@@ -39,14 +38,5 @@ def schema_of_stored(path: Path, metadata: Metadata, hf_config: dict[str, Any]) 
     return shard_schema(
         hf_config,
         mtp=any(key.startswith("mtp.") for key in metadata.state_dict_metadata),
-        singleton_local_shards=_singleton_local_shards(path),
+        singleton_local_shards=bool(content_metadata(path).get("singleton_local_shards", False)),
     )
-
-
-def _singleton_local_shards(path: Path) -> bool:
-    """How the keys of layers and experts were made, from what the checkpoint says of itself."""
-    try:
-        content = dist_checkpointing.load_content_metadata(str(path))
-    except (CheckpointingException, OSError) as error:
-        raise ValueError(f"{path}: not a checkpoint of megatron-core: {error}") from error
-    return bool((content or {}).get("singleton_local_shards", False))

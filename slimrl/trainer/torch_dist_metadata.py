@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,6 +30,24 @@ from slimrl.models.torch_dist_reader import METADATA_NAME
 
 FORMAT_VERSION = "1.0.0"
 """Of torch's distributed checkpoints."""
+
+
+COMMON_NAME = "common.pt"
+"""What is not sharded: here only what the checkpoint says of itself."""
+
+
+def content_metadata(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself, as how the keys of its layers and experts were made.
+
+    Raises:
+        ValueError: not a checkpoint of megatron-core, or its file for this is missing or damaged.
+    """
+    if not (folder / COMMON_NAME).is_file():  # megatron-core's own error for it fails
+        raise ValueError(f"{folder}: not a checkpoint of megatron-core: it has no {COMMON_NAME}")
+    try:
+        return dist_checkpointing.load_content_metadata(str(folder)) or {}
+    except (CheckpointingException, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{folder}: not a checkpoint of megatron-core: {error}") from error
 
 
 def write_metadata(
@@ -56,7 +75,7 @@ def write_metadata(
     for key, place in _write_objects(folder / objects, schema.objects):
         stored[key] = BytesStorageMetadata()
         places[MetadataIndex(key)] = place
-    torch.save({"content_metadata": SHARDING}, folder / "common.pt")
+    torch.save({"content_metadata": SHARDING}, folder / COMMON_NAME)
     metadata = Metadata(
         state_dict_metadata=stored, storage_data=places, storage_meta=StorageMeta(), version=FORMAT_VERSION
     )

@@ -89,11 +89,11 @@ def test_right_answers_are_right_in_a_cold_process_on_a_loaded_machine():
         script = "from test_symbolic_rewards import score_right_answers; print(sum(score_right_answers(48)))"
         path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
         scored = subprocess.run(
-            ["nice", "-n", "5", sys.executable, "-c", script],
+            [sys.executable, "-c", script],
             env=os.environ | {"PYTHONPATH": path},
             capture_output=True,
             text=True,
-            timeout=WAIT_S,
+            timeout=2 * WAIT_S,
         )
     finally:
         for burner in burners:

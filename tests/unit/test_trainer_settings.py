@@ -99,8 +99,15 @@ def test_a_dtype_of_the_optimizer_s_states_is_given_by_its_name():
     assert values == dict(zip(STATE_DTYPES, (torch.float16, torch.bfloat16, torch.uint8), strict=True))
 
 
+def test_a_layout_of_stages_that_megatron_asserts_against_is_refused():
+    settings = trainer(pipeline_model_parallel_layout="Et|L")
+    settings.parallel = ParallelConfig(pipeline=2)
+    with pytest.raises(ValueError, match="megatron-core refuses them: Number of decoder"):
+        transformer_config(settings, MODEL)
+
+
 def test_modules_to_recompute_are_those_that_megatron_names():
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(ValueError, match="megatron-core refuses them") as caught:
         transformer_config(trainer(recompute_granularity="selective", recompute_modules=["none"]), MODEL)
     allowed = re.findall(r"'(\w+)'", str(caught.value).partition("Allowed")[2])
     assert sorted(allowed) == sorted(RECOMPUTABLE)

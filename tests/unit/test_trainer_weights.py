@@ -1,5 +1,6 @@
 """Which rank holds what of a model, under which names, and how it comes together again."""
 
+import re
 from collections import deque
 from types import SimpleNamespace
 
@@ -230,6 +231,12 @@ def test_a_folder_written_by_the_schema_reads_back_as_the_same_tensors(tmp_path,
     # Layers and experts have keys of their own; without this they share them, and so do layers that are alike.
     alike = shard_schema(config, singleton_local_shards=False)
     assert len({piece.key for piece in alike.pieces}) < len({piece.key for piece in schema.pieces})
+    common = tmp_path / "common.pt"
+    for damage in (lambda: common.write_bytes(b"x"), lambda: common.write_bytes(b""), common.unlink):
+        damage()
+        with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}: not a checkpoint of megatron-core: "):
+            TorchDistCheckpoint(tmp_path, config)
+    torch.save({}, common)
     (tmp_path / "metadata.json").unlink()
     with pytest.raises(ValueError, match="not a checkpoint of megatron-core"):
         TorchDistCheckpoint(tmp_path, config)
