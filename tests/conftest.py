@@ -10,11 +10,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the pro
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For 2 cores: integration tests wait half of the time. None for single files, which imports would hold up."""
-    folders = [Path(argument) for argument in config.args if Path(argument).is_dir()]
-    if not folders:
-        return 0
-    return 2 if all("unit" in folder.parts for folder in folders) else 3
+    """Two processes for a folder; none for single files and tests, which would wait for the imports of another one."""
+    return 2 if any(Path(argument).is_dir() for argument in config.args) else 0
 
 
 def pytest_collection_finish() -> None:

@@ -200,8 +200,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def update(worker: TrainerWorker, objective=LOSSES["sft"][0]):
-    return worker.train_update(micro_batches(64), objective, denominator=29.0, temperature=0.7)
+def update(worker: TrainerWorker, objective=LOSSES["sft"][0], batches=None):
+    return worker.train_update(batches or micro_batches(64), objective, denominator=29.0, temperature=0.7)
 
 
 def test_log_probs_entropies_and_experts_are_those_of_transformers(checkpoint, start_trainer):
@@ -271,6 +271,15 @@ def test_an_update_counts_the_tokens_that_are_no_padding_and_reports_its_routers
     assert result.num_tokens == sum(LENGTHS) - len(LENGTHS)
     assert 1.0 <= result.expert_load_max_over_mean <= 4 / 2
     assert 0 < result.router_entropy <= math.log(4)
+    figures = []
+    for before in (False, True):
+        worker = start_trainer(lr=0.0)
+        if before:
+            update(worker)
+        one = update(worker, batches=micro_batches(20)[:1])
+        figures.append((one.expert_load_max_over_mean, one.router_entropy))
+    assert figures[1] == pytest.approx(figures[0], rel=1e-6)
+    assert figures[0] != pytest.approx((result.expert_load_max_over_mean, result.router_entropy), rel=1e-3)
     empty = micro_batches(64)
     empty[0].padding[:] = True
     with pytest.raises(ValueError, match="the update batch has no tokens"):
@@ -323,6 +332,10 @@ def test_a_checkpoint_is_whole_names_its_files_and_gives_back_all_that_an_update
     assert same(weights_of(other), saved)
     assert update(other).lr == pytest.approx(0.01 / 2)
     assert not same(weights_of(other), saved)
+    idle = start_trainer(**settings | {"lr": 0.0})
+    idle.load_megatron(folder)
+    update(idle)
+    assert same(weights_of(idle), saved)
 
     facts["layout"]["tensor"] = 2
     (folder / "checkpoint.json").write_text(json.dumps(facts))

@@ -1,6 +1,7 @@
 """The folder of a long conversion: whole under its name, or kept under a temporary one for the same job alone."""
 
 import json
+import os
 
 import pytest
 from slimrl_tools.output_folder import check_space, output_folder, partial_path, source_files
@@ -87,5 +88,7 @@ def test_a_source_is_known_by_the_sizes_and_times_of_its_files(tmp_path):
     assert json.loads(json.dumps(before)) == before
     (tmp_path / "README.md").write_text("12")
     assert source_files(tmp_path) == before
-    (tmp_path / "config.json").write_text('{"a": 1}')
+    os.utime(tmp_path / "config.json", ns=(0, 1))
     assert source_files(tmp_path) != before
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert source_files(tmp_path)["config.json"][0] == before["config.json"][0] + 6

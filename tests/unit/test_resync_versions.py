@@ -24,8 +24,10 @@ from version_cases import (
 )
 
 from slimrl.config.schema import DeltaEncoding
-from slimrl.data.protocols import BucketSpec, TensorPart, num_rows
+from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
 from slimrl.models.family import family_of
+from slimrl.models.fp8 import FP8_DTYPE
+from slimrl.models.hf_config import BLOCK_FP8
 from slimrl.models.safetensors_file import spec_bytes
 from slimrl.models.safetensors_folder import SafetensorsFolder
 from slimrl.models.toy_configs import TOYS, ToySize
@@ -73,6 +75,24 @@ def test_a_bfloat16_version_says_so_where_biases_of_its_routers_are_float32_and_
     transport.end(1)
     written = json.loads((tmp_path / "versions" / "v000001" / "config.json").read_text())
     assert written == hf_config | {"dtype": "bfloat16"}
+
+
+def test_a_version_in_block_fp8_keeps_the_config_of_the_engine_s_checkpoint(tmp_path, model_dir):
+    hf_config = {"dtype": "bfloat16", "hidden_size": 8, "quantization_config": BLOCK_FP8}
+    (model_dir / "config.json").write_text(json.dumps(hf_config))
+    specs = [
+        TensorSpec(name="a.weight", shape=(8, 8), dtype=FP8_DTYPE),
+        TensorSpec(name="a.weight_scale_inv", shape=(1, 1), dtype="float32"),
+    ]
+    transport = DiskTransport(tmp_path / "versions", specs, model_dir, file_bytes=1000, keep=1, timeout_s=10)
+    transport.connect([], 1)
+    transport.begin(1)
+    for spec in specs:
+        part = TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=0, nbytes=spec_bytes(spec))
+        buffer = SimpleNamespace(tensor=torch.zeros(part.nbytes, dtype=torch.uint8))
+        transport.send(BucketSpec(parts=(part,), nbytes=part.nbytes), buffer, {})
+    transport.end(1)
+    assert json.loads((tmp_path / "versions" / "v000001" / "config.json").read_text()) == hf_config
 
 
 @pytest.mark.parametrize("encoding", list(DeltaEncoding))

@@ -54,11 +54,20 @@ def broken() -> str:
     raise KeyError("inside")
 
 
+def find(place: str) -> str:
+    """Find.
+
+    Args:
+        place: Where.
+    """
+    raise ValueError(f"there is no {place}")
+
+
 def no_docstring(x: int) -> int:
     return x
 
 
-TOOLS = ToolBox([make_tool(function) for function in (scale, slow_echo, sleep, broken, calculator)])
+TOOLS = ToolBox([make_tool(function) for function in (scale, slow_echo, sleep, broken, calculator, find)])
 
 
 def test_annotations_and_docstring_make_the_schema():
@@ -134,6 +143,7 @@ async def test_synchronous_and_asynchronous_tools_answer_with_text():
         ("scale", {"value": 1, "more": 2}, "more: Unexpected keyword argument"),
         ("scale", {"value": [[]]}, "value: "),
         ("calculator", {"expression": "1/0"}, "division by zero"),
+        ("find", {"place": "Atlantis"}, "there is no Atlantis"),
         ("calculator", {"expression": 5}, "expression: Input should be a valid string"),
     ],
 )
