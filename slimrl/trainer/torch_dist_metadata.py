@@ -30,8 +30,6 @@ from slimrl.models.torch_dist_reader import METADATA_NAME
 
 FORMAT_VERSION = "1.0.0"
 """Of torch's distributed checkpoints."""
-
-
 COMMON_NAME = "common.pt"
 """What is not sharded: here only what the checkpoint says of itself."""
 

@@ -332,10 +332,14 @@ def test_a_checkpoint_is_whole_names_its_files_and_gives_back_all_that_an_update
     assert same(weights_of(other), saved)
     assert update(other).lr == pytest.approx(0.01 / 2)
     assert not same(weights_of(other), saved)
-    idle = start_trainer(**settings | {"lr": 0.0})
+    # In bfloat16 an update starts from main weights, which have to be the loaded ones too.
+    idle = start_trainer(**settings | {"lr": 0.0}, precision=Precision.bf16)
+    before = weights_of(idle)
     idle.load_megatron(folder)
+    rounded = weights_of(idle)
+    assert not same(rounded, before)
     update(idle)
-    assert same(weights_of(idle), saved)
+    assert same(weights_of(idle), rounded)
 
     facts["layout"]["tensor"] = 2
     (folder / "checkpoint.json").write_text(json.dumps(facts))
