@@ -49,7 +49,7 @@ quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weigh
 	$(BIN)/slimrl eval $(RL) agent.tools=[] --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/without_calculator.json
 
 # The long ones first: short ones fill the last minutes of all processes.
-test: $(STAMP) ## representative integration tests, then unit tests (20 to 25 minutes on 2 cores)
+test: $(STAMP) ## representative integration tests, then unit tests (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest --durations 15 -m "not full and not gpu" tests/integration tests/unit
 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included

@@ -2,6 +2,7 @@
 
 import pytest
 from slimrl_tools.toy_tokenizer import MAX_VOCABULARY, build_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from slimrl.agent.calculator import calculator
 from slimrl.agent.tools import make_tool
@@ -79,6 +80,21 @@ def test_several_results_after_the_end_of_turn_token_are_the_templates_rendering
     tokens = before[:turn_end] + chat.tool_turn_tokens(before[turn_end - 1], ["578", "580"])
     assert before[turn_end - 1] == chat.end_of_turn_id
     assert tokens == whole(tokenizer, messages, add_generation_prompt=True)
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_token_puts_none_into_a_rendering(tokenizer):
+    """As Llama's does; the template says itself where the first token goes."""
+    beginning = build_tokenizer()
+    first = beginning.convert_tokens_to_ids("<|im_start|>")
+    beginning.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
+    )
+    assert beginning("7").input_ids[0] == first
+    chat, plain = ChatFormat(beginning), ChatFormat(tokenizer)
+    assert chat.prompt_tokens([SYSTEM, USER], SCHEMAS) == plain.prompt_tokens([SYSTEM, USER], SCHEMAS)
+    assert chat.tool_turn_tokens(plain.end_of_turn_id, ["5"]) == plain.tool_turn_tokens(plain.end_of_turn_id, ["5"])
+    assert chat.conversation_tokens([USER, FINAL], []) == plain.conversation_tokens([USER, FINAL], [])
+    assert chat.token_id("</tool_call>") == plain.token_id("</tool_call>")
 
 
 def test_a_token_that_ends_no_turn_has_no_tool_turn(chat, tokenizer):

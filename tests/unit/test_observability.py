@@ -133,6 +133,12 @@ def test_a_start_that_is_killed_while_it_removes_a_run_leaves_a_whole_new_one_of
     assert {path.name for path in tmp_path.iterdir()} == {"demo", "demo.attempt_000", "demo.replaced"}
 
 
+def test_a_run_is_that_of_the_jobs_that_opened_it_and_of_no_job_whose_id_is_alike(tmp_path):
+    open_run_folder(tmp_path, "demo", "seed: 1\n", job="4711")
+    run = RunFolder(tmp_path / "demo")
+    assert [job for job in ("4711", "471", "47110", "711", "") if run.is_of_job(job)] == ["4711"]
+
+
 @pytest.mark.parametrize("renames", [0, 1])
 def test_a_start_that_is_killed_before_its_run_appears_leaves_the_earlier_one_or_none(tmp_path, monkeypatch, renames):
     open_run_folder(tmp_path, "demo", "seed: 1\n")
