@@ -429,3 +429,18 @@ def test_sums_of_an_update_are_added_over_ranks_by_name_and_told_to_the_other_st
     assert reduced(last=True, pipeline=2, parts=reported) == {"clipped": 11.5, "loss": 23.0}
     assert reduced(last=False, pipeline=2, parts=[]) == {"from": 6.0}
     assert told == [(6, "pipeline")] * 2
+
+
+def test_gradients_of_routed_experts_alone_go_to_the_expert_data_parallel_group():
+    """Megatron's own mark: `allreduce` is False for what expert ranks do not share."""
+    routed = [
+        f"decoder.layers.1.mlp.experts.{name}" for name in ("local_experts.0.linear_fc1.weight", "linear_fc2.weight1")
+    ]
+    shared = [
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.1.mlp.shared_experts.linear_fc1.weight",
+        "decoder.layers.1.mlp.router.weight",
+    ]
+    parameters = {name: torch.nn.Parameter(torch.zeros(1)) for name in (*routed, *shared)}
+    build._mark_experts(SimpleNamespace(named_parameters=lambda: parameters.items()))
+    assert [name for name in parameters if not getattr(parameters[name], "allreduce", True)] == routed
