@@ -137,11 +137,11 @@ class ActorGroup:
             message = str(cause) if is_server else f"{name}: {method}: {type(cause).__name__}: {cause}"
             distance = _CONSEQUENCE if any(text in str(cause) for text in _CONSEQUENCES) else 1
             return distance, StageError(message, str(error))
+        node = self._nodes[name]
+        if isinstance(error, RayActorError) and not is_alive(node):
+            message = f"{name}: its node {node.name} was lost during {method}{self._log(name)}"
+            return 0, StageError(message, str(error))
         if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
-            node = self._nodes[name]
-            if not is_alive(node):
-                message = f"{name}: its node {node.name} was lost during {method}{self._log(name)}"
-                return 0, StageError(message, str(error))
             crash = _crash(self._logs[name])
             reason = f": {crash}" if crash else ", without an error of its own; it may have been killed"
             return 0, StageError(f"{name}: its process died during {method}{reason}{self._log(name)}", str(error))

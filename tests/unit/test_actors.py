@@ -188,6 +188,15 @@ def test_of_an_actor_that_cannot_be_reached_the_cluster_is_asked(ray: Ray, group
     assert caught.value.details == str(DIED if probe is DIED else error)
 
 
+@pytest.mark.parametrize("probe", [ActorUnavailableError("nor now", None), GetTimeoutError()])
+def test_a_lost_node_is_named_where_its_actors_cannot_be_reached(ray: Ray, group: ActorGroup, monkeypatch, probe):
+    monkeypatch.setattr(actors, "is_alive", lambda node: node is not NODES["rank 1"])
+    ray.ends = {"rank 0": (0.1, None), "rank 1": (0.1, ActorUnavailableError("cannot be reached", None))}
+    ray.probe = probe
+    with pytest.raises(StageError, match="rank 1: its node host-1 was lost during start"):
+        group.call("start", timeout_s=5.0)
+
+
 def test_all_processes_are_ended_at_once(ray: Ray, group: ActorGroup):
     group.kill()
     assert ray.killed == list(group._actors.values())
