@@ -45,11 +45,14 @@ def test_a_worker_that_fails_ends_the_others_at_once(how, error, message):
 
 
 INTERRUPTED = """
+import signal
 import sys
 sys.path.insert(0, sys.argv[1])
 import failing_workers
 from slimrl_tools.workers import run_workers
 if __name__ == "__main__":
+    # Tests that run in a shell's background are told to ignore it, and so is all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run_workers(failing_workers.work, ["wait", "wait"], lambda _: print("working", flush=True))
 """
 
