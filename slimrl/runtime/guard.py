@@ -54,10 +54,12 @@ def members(temporary_files: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            belongs = process.environ().get("TMPDIR") == str(temporary_files)
+            # Not by psutil, which reads up to the first gap: who sets its own title may have wiped what comes first.
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            belongs = os.fsencode(f"TMPDIR={temporary_files}") in environment
             if belongs and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except psutil.Error:  # It has ended meanwhile, or is another user's.
+        except (psutil.Error, OSError):  # It has ended meanwhile, or is another user's.
             continue
     return found
 
