@@ -8,7 +8,8 @@ The driver starts it beside the cluster (`guarded`) and ends it after the cluste
 3. The segments of shared memory that they held and the cluster's temporary folder are removed.
 
 A process belongs to the cluster if its folder for temporary files, TMPDIR, is the cluster's, whose name has the
-driver's pid. It holds for processes whose parents have ended, too.
+driver's pid, or if it has a file of the cluster's folder open to write: Ray's agents set titles of their own, which
+overwrite their environment, and keep logs there. Both hold for processes whose parents have ended, too.
 """
 
 import os
@@ -49,14 +50,12 @@ def guarded(folder: Path, temporary_files: Path) -> Iterator[None]:
         guard.wait(END_TIMEOUT_S)
 
 
-def members(temporary_files: Path) -> list[psutil.Process]:
-    """Living processes of this user, except this one, that have that TMPDIR."""
+def members(folder: Path, temporary_files: Path) -> list[psutil.Process]:
+    """Living processes of this user, except this one, that have that TMPDIR or write to a file below `folder`."""
     found = []
     for process in psutil.process_iter():
         try:
-            # Not by psutil, which reads up to the first gap: who sets its own title may have wiped what comes first.
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            belongs = os.fsencode(f"TMPDIR={temporary_files}") in environment
+            belongs = process.environ().get("TMPDIR") == str(temporary_files) or _writes_below(process, folder)
             if belongs and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.Error, OSError):  # It has ended meanwhile, or is another user's.
@@ -64,14 +63,18 @@ def members(temporary_files: Path) -> list[psutil.Process]:
     return found
 
 
+def _writes_below(process: psutil.Process, folder: Path) -> bool:
+    return any(file.mode != "r" and Path(file.path).is_relative_to(folder) for file in process.open_files())
+
+
 def end_what_is_left(folder: Path, temporary_files: Path) -> None:
     """Steps 2 and 3."""
-    for process in _wait_for_end(temporary_files, GRACE_S):
+    for process in _wait_for_end(folder, temporary_files, GRACE_S):
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    _wait_for_end(temporary_files, END_TIMEOUT_S)
+    _wait_for_end(folder, temporary_files, END_TIMEOUT_S)
     # Imports torch, for which a guard that never acts has no use.
     from slimrl.resync.shared_buffer import clean_stale_segments
 
@@ -79,10 +82,10 @@ def end_what_is_left(folder: Path, temporary_files: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_for_end(temporary_files: Path, timeout_s: float) -> list[psutil.Process]:
+def _wait_for_end(folder: Path, temporary_files: Path, timeout_s: float) -> list[psutil.Process]:
     """The members that are left when there are none, or when the time is over."""
     deadline = time.monotonic() + timeout_s
-    while (left := members(temporary_files)) and time.monotonic() < deadline:
+    while (left := members(folder, temporary_files)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return left
 

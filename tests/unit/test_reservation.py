@@ -202,14 +202,19 @@ def test_a_run_joins_the_cluster_at_its_address_and_leaves_it(ray_start, tmp_pat
 
 
 class Process:
-    def __init__(self, pid: int, tmpdir: str | None, *, zombie: bool = False, stubborn: bool = False) -> None:
-        self.pid, self.tmpdir, self.zombie, self.stubborn = pid, tmpdir, zombie, stubborn
+    def __init__(
+        self, pid: int, tmpdir: str | None, *files: tuple[Path, str], zombie: bool = False, stubborn: bool = False
+    ) -> None:
+        self.pid, self.tmpdir, self.files, self.zombie, self.stubborn = pid, tmpdir, files, zombie, stubborn
         self.killed = False
 
     def environ(self) -> dict[str, str]:
         if self.tmpdir == "hidden":
             raise psutil.AccessDenied(self.pid)
         return {} if self.tmpdir is None else {"TMPDIR": self.tmpdir}
+
+    def open_files(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(path=str(path), mode=mode) for path, mode in self.files]
 
     def status(self) -> str:
         return psutil.STATUS_ZOMBIE if self.zombie else psutil.STATUS_SLEEPING
@@ -224,8 +229,11 @@ def test_what_is_left_of_a_killed_drivers_cluster_is_ended_after_a_while_and_its
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     inside = str(tmp_path / "tmp")
-    first, second = Process(1, inside), Process(2, inside, stubborn=True)
-    others = [Process(3, "/tmp"), Process(4, None), Process(5, "hidden"), Process(6, inside, zombie=True)]
+    log = tmp_path / "session" / "agent.log"
+    # The second one is known by what it writes: its title has overwritten its environment.
+    first, second = Process(1, inside), Process(2, None, (Path("/tmp/x"), "w"), (log, "a"), stubborn=True)
+    others = [Process(3, "/tmp", (Path(f"{tmp_path}-2/x"), "w")), Process(4, None, (log, "r")), Process(5, "hidden")]
+    others += [Process(6, inside, zombie=True)]
     others.append(Process(os.getpid(), inside))
     clock, cleaned = SimpleNamespace(now=0.0), []
 
@@ -240,7 +248,7 @@ def test_what_is_left_of_a_killed_drivers_cluster_is_ended_after_a_while_and_its
     monkeypatch.setattr(guard.psutil, "process_iter", alive)
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr("slimrl.resync.shared_buffer.clean_stale_segments", lambda: cleaned.append(True))
-    assert guard.members(tmp_path / "tmp") == [first, second]
+    assert guard.members(tmp_path, tmp_path / "tmp") == [first, second]
     (tmp_path / "tmp").mkdir()
     guard.end_what_is_left(tmp_path, tmp_path / "tmp")
     assert (first.killed, second.killed) == (True, True)
