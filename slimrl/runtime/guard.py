@@ -53,12 +53,14 @@ def guarded(folder: Path, temporary_files: Path) -> Iterator[None]:
 def members(folder: Path, temporary_files: Path) -> list[psutil.Process]:
     """Living processes of this user, except this one, that have that TMPDIR or write to a file below `folder`."""
     found = []
+    # The kernel tells open files by paths without links, and the system's temporary folder may be behind one.
+    real_folder = folder.resolve()
     for process in psutil.process_iter():
         try:
-            belongs = process.environ().get("TMPDIR") == str(temporary_files) or _writes_below(process, folder)
+            belongs = process.environ().get("TMPDIR") == str(temporary_files) or _writes_below(process, real_folder)
             if belongs and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (psutil.Error, OSError):  # It has ended meanwhile, or is another user's.
+        except psutil.Error:  # It has ended meanwhile, or is another user's.
             continue
     return found
 

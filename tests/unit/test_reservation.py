@@ -249,6 +249,8 @@ def test_what_is_left_of_a_killed_drivers_cluster_is_ended_after_a_while_and_its
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr("slimrl.resync.shared_buffer.clean_stale_segments", lambda: cleaned.append(True))
     assert guard.members(tmp_path, tmp_path / "tmp") == [first, second]
+    (link := tmp_path.with_name(f"{tmp_path.name}-link")).symlink_to(tmp_path)
+    assert guard.members(link, tmp_path / "tmp") == [first, second]
     (tmp_path / "tmp").mkdir()
     guard.end_what_is_left(tmp_path, tmp_path / "tmp")
     assert (first.killed, second.killed) == (True, True)
