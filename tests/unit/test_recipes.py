@@ -152,16 +152,21 @@ def test_what_is_not_here_is_an_error_when_it_is_asked_for():
     assert "model.path: models/Qwen3-4B: no such folder." in result.output
 
 
-def test_a_recipe_is_checked_within_a_second_and_without_torch():
+def test_a_recipe_is_checked_without_torch_in_half_the_time_that_its_import_takes():
     recipe = str(FILES["deepseek_v3/kimi_k2_gspo_disaggregated.yaml"])
-    code = (
-        "import sys, time\n"
+    check = (
+        "import sys\n"
         "from slimrl.cli import app\n"
         f"app(['config', 'check', {recipe!r}], standalone_mode=False)\n"
         "heavy = {'torch', 'numpy', 'ray', 'megatron', 'sglang', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "print(time.process_time())\n"
     )
-    # One attempt in a quiet moment is enough: a machine at work takes longer.
-    attempts = (subprocess.run([sys.executable, "-c", code], stdout=PIPE, check=True, timeout=60) for _ in range(3))
-    assert any(float(attempt.stdout.split()[-1]) < 1 for attempt in attempts)
+    # One pair in an even moment is enough: on a machine at work either may be slowed down alone.
+    assert any(cpu_seconds(check) < cpu_seconds("import torch\n") / 2 for _ in range(3))
+
+
+def cpu_seconds(code: str) -> float:
+    """CPU time of a Python process that runs `code`."""
+    code += "import time; print(time.process_time())\n"
+    done = subprocess.run([sys.executable, "-c", code], stdout=PIPE, check=True, timeout=60)
+    return float(done.stdout.split()[-1])
