@@ -93,6 +93,8 @@ def ray_environment(plan: dict[str, Any], node: str, temp_dir: Path) -> dict[str
     return {
         **cluster_environment(plan),
         "TMPDIR": str(temp_dir / "tmp"),
+        # A node that is told to end hands its work over for up to 30 s; here the job has ended, and the head with it.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         **interface_environment(plan["nodes"][node]["interface"]),
     }
 

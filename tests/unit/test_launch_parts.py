@@ -138,6 +138,7 @@ def test_ray_starts_at_the_plans_address_with_the_ports_of_its_block():
     environment = ray_node.ray_environment(plan, "a", Path("/tmp/x"))
     assert environment["NCCL_SOCKET_IFNAME"] == "=ib0"
     assert environment["RAY_AUTH_TOKEN_PATH"] == "/shared/token"
+    assert environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
     assert "RAY_ADDRESS" not in environment
 
 
