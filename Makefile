@@ -1,14 +1,20 @@
 # Two commands start everything: `make quickstart` and `make test`. Each sets up .venv first when it is missing or old.
 
-PYTHON ?= python3.11
+# A Python 3.12; by default requirements/find_python.sh searches the usual places.
+PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
-# Newer than what it depends on when .venv holds what requirements/ asks for.
+# Up to date if .venv holds the packages of requirements/.
 STAMP := $(VENV)/.installed
+IS_3_12 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
+MAKE_VENV = { test -x $(BIN)/python && $(BIN)/python -c "$(IS_3_12)"; } || { \
+	    python=$$(PYTHON="$(PYTHON)" sh requirements/find_python.sh) && "$$python" -m venv --clear $(VENV); }
 
-# Where `make quickstart` puts its model, data and runs, and the seed of all of them. What is there already is moved to
-# $(EARLIER), in place of what that held.
+# Of the tests on a GPU: .venv where there is one, else whatever the machine has.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+
+# Folder of the model, data and runs of `make quickstart`, and their seed. An existing folder replaces $(EARLIER).
 QUICKSTART ?= runs/quickstart
 EARLIER = $(QUICKSTART:/=).old
 SEED ?= 0
@@ -17,29 +23,38 @@ SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN)
 RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all mutation lint format bench lock
+.PHONY: help setup setup-gpu quickstart test test-all test-gpu test-gpu2 mutation lint format bench lock
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv with the pinned dependencies: some minutes, 2.2 GB (again when requirements/ changes)
+setup: $(STAMP) ## create .venv with the pinned dependencies: some minutes, 6.7 GB; updates it when requirements/ changes
 
-$(STAMP): requirements/cpu.txt requirements/dev.txt requirements/no-deps.txt requirements/lock.txt pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing the pinned dependencies into $(VENV): 2.2 GB on disk, a few minutes."
-	@echo "  1/4 requirements/cpu.txt (most of it)"
-	@$(PIP) --constraint requirements/lock.txt --requirement requirements/cpu.txt
-	@echo "  2/4 requirements/dev.txt"
-	@$(PIP) --constraint requirements/lock.txt --requirement requirements/dev.txt
-	@echo "  3/4 requirements/no-deps.txt"
+$(STAMP): $(wildcard requirements/*) pyproject.toml
+	@$(MAKE_VENV)
+	@echo "Installing the pinned dependencies into $(VENV): 6.7 GB on disk, a few minutes."
+	@echo "  1/3 requirements/slimrl.txt, cpu.txt and dev.txt (most of it)"
+	@$(PIP) --constraint requirements/lock.txt --requirement requirements/slimrl.txt \
+	    --requirement requirements/cpu.txt --requirement requirements/dev.txt
+	@echo "  2/3 requirements/no-deps.txt"
 	@$(PIP) --no-deps --requirement requirements/no-deps.txt
-	@echo "  4/4 slimrl"
+	@echo "  3/3 slimrl"
 	@$(PIP) --no-deps --editable .
 	@touch $@
 
+setup-gpu: ## create .venv on a machine with NVIDIA GPUs and CUDA 13 instead (docs/install.md)
+	@$(MAKE_VENV)
+	@echo "Installing the packages of a GPU machine into $(VENV); Transformer Engine may be compiled, which takes long."
+	@echo "  1/2 torch, SGLang and its kernels (most of it)"
+	@$(PIP) --constraint requirements/lock.txt --requirement requirements/slimrl.txt \
+	    $$(grep '^sglang==' requirements/gpu.txt) setuptools wheel pybind11 ninja
+	@echo "  2/2 Transformer Engine, megatron-core, tests and slimrl"
+	@$(PIP) --constraint requirements/lock.txt --no-build-isolation --editable '.[gpu,dev]'
+	@touch $(STAMP)
+
 quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve (about 11 minutes; moves an earlier one to runs/quickstart.old)
 	@if [ -e $(QUICKSTART) ]; then \
-	    rm -rf $(EARLIER) && mv $(QUICKSTART) $(EARLIER) && echo "$(QUICKSTART) of an earlier time is now $(EARLIER)"; fi
+	    rm -rf $(EARLIER) && mv $(QUICKSTART) $(EARLIER) && echo "moved the earlier $(QUICKSTART) to $(EARLIER)"; fi
 	$(BIN)/slimrl-tools toy qwen3_moe $(QUICKSTART)/model --seed $(SEED)
 	$(BIN)/slimrl-tools calculator-data $(QUICKSTART)/data --seed $(SEED)
 	$(BIN)/slimrl sft $(SFT) model.path=$(QUICKSTART)/model data.train=$(QUICKSTART)/data/sft.jsonl
@@ -48,14 +63,21 @@ quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weigh
 	$(BIN)/slimrl eval $(RL) --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/after.json
 	$(BIN)/slimrl eval $(RL) agent.tools=[] --checkpoint $(QUICKSTART)/gspo/export/hf --json $(QUICKSTART)/without_calculator.json
 
-# The long ones first: short ones fill the last minutes of all processes.
+# Long tests first, so that short ones fill the last minutes of all processes.
 test: $(STAMP) ## representative integration tests, then unit tests (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest --durations 15 -m "not full and not gpu" tests/integration tests/unit
 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
 	$(BIN)/python -m pytest -m "not gpu" tests/integration tests/unit
 
-mutation: $(STAMP) ## plant the faults of tests/mutation one by one, and print those that no test notices (hours)
+# No $(STAMP): the CUDA image and a bare machine with torch have packages of their own (docs/gpu_tests.md).
+test-gpu: ## what one GPU can prove, with a table at the end: some 8 minutes (docs/gpu_tests.md)
+	$(GPU_PYTHON) -m pytest tests/gpu/tier_a tests/gpu/tier_b
+
+test-gpu2: ## what two GPUs of one machine can prove besides
+	$(GPU_PYTHON) -m pytest tests/gpu/two
+
+mutation: $(STAMP) ## plant the faults of tests/mutation one by one, and print those that no test detects (hours)
 	$(BIN)/python tests/mutation/run.py --workers 2
 
 lint: $(STAMP) ## ruff and mypy
@@ -63,17 +85,17 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP) ## put the source into ruff's format
+format: $(STAMP) ## format the source with ruff
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## decoding against SGLang as shipped; block FP8 against plain torch; resyncs and conversions against copies; one training step of fixed work
+bench: $(STAMP) ## benchmarks of decoding, block FP8, resyncs, conversions and a training step (docs/benchmarks.md)
 	$(BIN)/python benchmarks/decode.py --json runs/bench/decode.json
 	$(BIN)/python benchmarks/quantize.py --json runs/bench/quantize.json
 	$(BIN)/python benchmarks/resync.py --json runs/bench/resync.json
 	$(BIN)/python benchmarks/conversion.py --gigabytes 1 --json runs/bench/conversion.json
 	$(BIN)/python benchmarks/step.py --json runs/bench/step.json
 
-lock: ## write requirements/lock.txt anew from what .venv holds
+lock: ## write requirements/lock.txt from the packages in .venv
 	(sed -n '/^#/p' requirements/lock.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//') > requirements/lock.new
 	mv requirements/lock.new requirements/lock.txt

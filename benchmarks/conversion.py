@@ -1,60 +1,30 @@
 """Converting a checkpoint to Megatron and back, against `cp` of the same bytes and transformers' load and save.
 
-1. A random Qwen3-MoE in bfloat16 with experts as in Qwen3-30B-A3B and as many layers as the size asks for is written.
-   Below one whole layer it has fewer experts and a smaller vocabulary.
-2. It is copied with `cp -r`, converted to torch_dist and back with `slimrl-tools convert`, and loaded and saved by
-   transformers, each in a process of its own, each followed by `sync` of that file system. `cp` comes first and last.
-3. Everything includes its start: `startup` is how long a dry run of the same command takes, which does all but the
-   writing. The ratios are to the mean of the two copies, with and without that.
-
-The source lies in the system's page cache for all of them alike. What comes back is compared with the source.
+Each runs in its own process, followed by `sync`, and `cp` first and last. The source is in the page cache for all of
+them. docs/benchmarks.md has the model and the figures.
 """
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from figures import make_table, write_figures
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor
+from slimrl_tools.verify.compare import EXACT, compare_checkpoints
 
-from slimrl.data.protocols import TensorSpec
-from slimrl.models.family import family_of
-from slimrl.models.safetensors_folder import SafetensorsFolder, spec_bytes, write_safetensors
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.models.hf_config import published_config
+from slimrl.observability.memory import memory_bytes
+from slimrl.toys.sized_toy import tensor_bytes, write_sized_toy
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "dtype": "bfloat16",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+CONFIG = published_config("Qwen3-30B-A3B") | {"initializer_range": 0.02}
 LEAST_EXPERTS, LEAST_VOCABULARY = 8, 256
 BY_TRANSFORMERS = """
 import sys
@@ -66,20 +36,11 @@ LIMIT_S = 1800
 POLL_S = 0.02
 
 
-def write_source(path: Path, config: dict[str, Any]) -> int:
-    """Write the checkpoint; returns its tensors' bytes."""
-    specs = family_of(config).hf_tensor_specs(config)
-    path.mkdir()
-    write_safetensors(path, specs, random_tensors(specs))
-    (path / "config.json").write_text(json.dumps(config))
-    return sum(map(spec_bytes, specs))
-
-
 def config_of(gigabytes: float) -> dict[str, Any]:
     """config.json of a model of about this size, in 1e9 bytes.
 
     Raises:
-        ValueError: it is below half of that of the smallest.
+        ValueError: the smallest model is more than twice as large.
     """
     nbytes = gigabytes * 1e9
     config = {**CONFIG, "num_hidden_layers": 1}
@@ -92,26 +53,12 @@ def config_of(gigabytes: float) -> dict[str, Any]:
     row = 2 * 2 * CONFIG["hidden_size"]
     config["vocab_size"] += max(0, round((nbytes - tensor_bytes(config)) / row))
     if (smallest := tensor_bytes(config)) > 2 * nbytes:
-        raise ValueError(f"--gigabytes {gigabytes:g}: the smallest has {smallest / 1e9:.3f}.")
+        raise ValueError(f"--gigabytes {gigabytes:g}: the smallest model has {smallest / 1e9:.3f}.")
     return config
 
 
-def tensor_bytes(config: dict[str, Any]) -> int:
-    return sum(map(spec_bytes, family_of(config).hf_tensor_specs(config)))
-
-
-def random_tensors(specs: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """Pieces of one long row of random numbers, each from another place in it."""
-    row = torch.randn(2**24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    for number, spec in enumerate(specs):
-        count = torch.Size(spec.shape).numel()
-        start = number * 7919 % (row.numel() // 2)
-        repeated = row[start:].repeat(-(-count // (row.numel() - start)))
-        yield spec.name, repeated[:count].view(spec.shape)
-
-
 def run(command: list[str], folder: Path) -> dict[str, float]:
-    """Seconds of a command with the `sync` behind it, and its peak memory in GiB.
+    """Seconds of a command and a following `sync`, and its peak memory in GiB.
 
     Raises:
         RuntimeError: it failed.
@@ -121,9 +68,10 @@ def run(command: list[str], folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
-        peak_kib = 0
+        peak_bytes = 0
         while process.poll() is None:
-            peak_kib = max(peak_kib, high_water_kib(process.pid))
+            # Peak resident memory of the process alone.
+            peak_bytes = max(peak_bytes, memory_bytes(process.pid, "VmHWM"))
             if time.perf_counter() - start > LIMIT_S:
                 process.kill()
             time.sleep(POLL_S)
@@ -132,33 +80,13 @@ def run(command: list[str], folder: Path) -> dict[str, float]:
             raise RuntimeError(f"{' '.join(command)} failed: {said.read().decode()[-2000:]}")
     subprocess.run(["sync", "-f", str(folder)], check=True, timeout=LIMIT_S)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "peak_gib": peak_kib / 2**20}
-
-
-def high_water_kib(pid: int) -> int:
-    """Largest resident memory of a process so far; 0 where it has ended. What its parent had does not count."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
-
-
-def same_tensors(path: Path, other: Path) -> bool:
-    with SafetensorsFolder(path) as one, SafetensorsFolder(other) as two:
-        if one.specs != two.specs:
-            return False
-        for name, spec in one.specs.items():
-            whole = tuple(slice(0, size) for size in spec.shape)
-            if not torch.equal(one.read(name, whole), two.read(name, whole)):
-                return False
-    return True
+    return {"seconds": seconds, "peak_gib": peak_bytes / 2**30}
 
 
 def measure(folder: Path, config: dict[str, Any], processes: int) -> dict[str, object]:
-    """All figures; the folder is left empty."""
+    """All figures; the folder holds at most three times the checkpoint."""
     hf, copy, megatron, back, saved = (folder / name for name in ("hf", "copy", "megatron", "back", "saved"))
-    nbytes = write_source(hf, config)
+    nbytes = write_sized_toy(config, hf, seed=0)
     tools = str(Path(sys.executable).with_name("slimrl-tools"))
     there = [tools, "convert", "hf-to-megatron", str(hf), str(megatron), "--processes", str(processes)]
     again = [tools, "convert", "megatron-to-hf", str(megatron), str(back), "--processes", str(processes)]
@@ -169,8 +97,9 @@ def measure(folder: Path, config: dict[str, Any], processes: int) -> dict[str, o
     rows["hf-to-megatron"] = run(there, folder)
     starts["megatron-to-hf"] = run([*again, "--dry-run"], folder)["seconds"]
     rows["megatron-to-hf"] = run(again, folder)
-    if not same_tensors(hf, back):
-        raise RuntimeError("what came back is not what was converted")
+    with SafetensorsFolder(hf) as source, SafetensorsFolder(back) as result:
+        if not compare_checkpoints(source, result, lambda _, __: EXACT).same:
+            raise RuntimeError("the round trip changed the checkpoint")
     shutil.rmtree(back)
     rows["megatron-to-hf, no check"] = run([*again, "--no-check"], folder)
     shutil.rmtree(back)
@@ -180,8 +109,6 @@ def measure(folder: Path, config: dict[str, Any], processes: int) -> dict[str, o
     rows["transformers"] = run([sys.executable, "-c", BY_TRANSFORMERS, str(hf), str(saved)], folder)
     shutil.rmtree(saved)
     rows["cp again"] = run(["cp", "-r", str(hf), str(copy)], folder)
-    shutil.rmtree(copy)
-    shutil.rmtree(hf)
     copy_s = statistics.mean(rows[name]["seconds"] for name in ("cp", "cp again"))
     for name, row in rows.items():
         row["startup_s"] = starts.get(name.split(",")[0], 0.0)
@@ -191,10 +118,8 @@ def measure(folder: Path, config: dict[str, Any], processes: int) -> dict[str, o
 
 
 def print_table(figures: dict, processes: int) -> None:
-    table = Table(title=f"{figures['bytes'] / 1e9:.2f} GB, {processes} processes")
     columns = ("what", "seconds", "GB/s", "times cp", "startup s", "times cp without", "peak GiB")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "what" else "right")
+    table = make_table(f"{figures['bytes'] / 1e9:.2f} GB, {processes} processes", columns)
     for name, row in figures["rows"].items():
         rate = figures["bytes"] / 1e9 / row["seconds"]
         values = (rate, row["ratio"], row["startup_s"], row["ratio_without_startup"], row["peak_gib"])
@@ -224,11 +149,7 @@ def main() -> int:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     print_table(figures, options.processes)
-    if options.json is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {**figures, "processes": options.processes, "machine": machine}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_figures(options.json, {**figures, "processes": options.processes})
     return 0
 
 

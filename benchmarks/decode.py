@@ -1,14 +1,10 @@
 """SGLang's CPU engine with slimrl's plugin against the same engine as shipped, in one run on the toy model.
 
-1. Both engines start, with one thread each.
-2. They answer in turn, `--repeats` times: prefill alone, then batches of 1, 8, 32 and 128 sequences.
-3. Greedy tokens and their log-probs are compared.
-Reported are tokens per second by the clock, the processor time of the engine's scheduler per token, which does not
-depend on what else runs on the machine, and the ratio of each: above 1, the plugin is faster.
+Both have one thread and answer in turn; greedy tokens and their log-probs are compared. docs/benchmarks.md has the
+cases and figures.
 """
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -17,11 +13,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from slimrl.rollout import sglang_cpu
+from figures import write_figures
+
+from slimrl.sglang_plugin import cpu
 
 if __name__ in ("__main__", "__mp_main__"):
-    # The engine as shipped spawns processes that import this file; it needs the stand-ins too.
-    sglang_cpu.install()
+    # The shipped engine spawns processes that import this file and need the stand-ins too.
+    cpu.install()
 
 SERVE_SHIPPED = "--serve-shipped"
 PROMPT_TOKENS = 14
@@ -33,11 +31,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def serve_shipped(arguments: list[str]) -> None:
-    """Be an SGLang server without the plugin."""
+    """Run an SGLang server without the plugin."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    from slimrl.rollout.lifeline import end_with
+    from slimrl.sglang_plugin.lifeline import end_with
 
     end_with(int(arguments[0]))
     run_server(prepare_server_args(arguments[1:]))
@@ -48,9 +46,9 @@ class Engine:
 
     def __init__(self, name: str, model: Path, folder: Path, max_concurrency: int) -> None:
         from slimrl.config.schema import Precision, RolloutConfig
-        from slimrl.rollout.ports import free_port
-        from slimrl.rollout.process import ServerProcess
-        from slimrl.rollout.server import engine_arguments, engine_environment
+        from slimrl.rollout.servers.ports import free_port
+        from slimrl.rollout.servers.process import ServerProcess
+        from slimrl.rollout.servers.server import engine_arguments, engine_environment
 
         rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency_per_engine=max_concurrency)
         port = free_port()
@@ -58,10 +56,10 @@ class Engine:
         arguments = engine_arguments(
             rollout, model, host="127.0.0.1", port=port, precision=Precision.fp32, cuda=False, seed=0
         )
-        main = ["-m", "slimrl.rollout.launch"] if name == "slimrl" else [__file__, SERVE_SHIPPED]
+        main = ["-m", "slimrl.sglang_plugin.launch"] if name == "slimrl" else [__file__, SERVE_SHIPPED]
         env = engine_environment(rollout, cuda=False)
         if name == "shipped":
-            # A list of the plugins to load; none is called this.
+            # The list of plugins to load; no plugin has this name.
             env["SGLANG_PLUGINS"] = "none"
         self.process = ServerProcess(
             name, [sys.executable, *main, str(os.getpid()), *arguments], env, folder / f"{name}.log"
@@ -83,21 +81,21 @@ class Engine:
         return httpx.post(f"{self.url}/generate", json=body, timeout=300, trust_env=False).raise_for_status().json()
 
     def measure(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-        """(seconds by the clock, processor seconds of the scheduler)"""
+        """(wall-clock seconds, CPU seconds of the scheduler)"""
         wall, cpu = time.perf_counter(), sum(self._scheduler.cpu_times()[:2])
         self.generate(prompts, new_tokens)
         return time.perf_counter() - wall, sum(self._scheduler.cpu_times()[:2]) - cpu
 
     def stop(self) -> None:
-        """End it and remove the files of shared memory that it maps: the engine as shipped leaves them behind."""
+        """End the engine and remove its shared-memory files, which the shipped engine leaves behind."""
         shared = self._shared_files()
-        # As EngineServer does: asked to end, SGLang first waits for its own children.
+        # As EngineServer does: on SIGTERM SGLang would first wait for its children.
         self.process.stop(first=signal.SIGKILL)
         for path in shared:
             path.unlink(missing_ok=True)
 
     def _shared_files(self) -> list[Path]:
-        """By inode: a semaphore is mapped under a name that it has no more."""
+        """Files by inode: a semaphore is mapped under its earlier name."""
         import psutil
 
         inodes = set()
@@ -158,9 +156,9 @@ def run(engines: list[Engine], repeats: int, batches: list[int]) -> dict:
 
 def main() -> int:
     import httpx
-    from slimrl_tools.toy import ToySize, write_toy
+    from slimrl_tools.toy.toy import ToySize, write_toy
 
-    from slimrl.rollout.process import ServerError
+    from slimrl.rollout.servers.process import ServerError
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -188,9 +186,7 @@ def main() -> int:
             for engine in engines:
                 engine.stop()
     print(f"agreement of greedy decoding: {figures['agreement']}")
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_figures(options.json, figures)
     return 0
 
 

@@ -1,14 +1,12 @@
-"""Gigabytes per second of the block FP8 quantiser against the same in plain torch, both in turn in one process.
+"""Gigabytes per second of the block FP8 quantiser and of a version in plain torch, in turn in one process.
 
-Plain torch is what one writes first: the whole matrix in float32, padded to whole tiles, divided by its scales, and for
-the way back the codes converted and multiplied. The results are compared: they are equal bit for bit.
-Counted are the bytes of the bfloat16 matrix. On a GPU they are also set against the memory's bandwidth, taken from a
-copy of the matrix, which moves each of its bytes twice.
+Plain torch is the direct version: the whole matrix in float32, padded to whole tiles and divided by its scales; to
+dequantise, the codes are converted and multiplied. Both results are asserted to be equal bit for bit.
+Bytes are those of the bfloat16 matrix. On a GPU the rate is also compared with a copy of the matrix, which reads and
+writes each byte once.
 """
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
@@ -16,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from figures import make_table, write_figures
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slimrl.models.fp8 import dequantize, quantize
+from slimrl.quantization.fp8 import dequantize, quantize
 
 SHAPES = {
     "expert of Qwen3-30B-A3B": (768, 2048),
@@ -55,14 +53,14 @@ def seconds(function: Callable[[], object], device: str) -> float:
 
 
 def compare(shape: tuple[int, int], repeats: int, device: str) -> dict[str, dict[str, float]]:
-    """Direction -> GB/s of both and their ratio, medians over the repeats, the two taking turns."""
+    """Direction -> GB/s of both and their ratio, medians over the repeats."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).to(device)
     codes, scale = quantize(weight)
     theirs = plain_quantize(weight)
     assert torch.equal(codes.view(torch.uint8), theirs[0].view(torch.uint8)), "the codes differ"
     assert torch.equal(scale, theirs[1]), "the scales differ"
     back = dequantize(codes, scale, torch.bfloat16)
-    assert torch.equal(back, plain_dequantize(codes, scale)), "the way back differs"
+    assert torch.equal(back, plain_dequantize(codes, scale)), "the dequantised weights differ"
     ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "quantize": (lambda: quantize(weight), lambda: plain_quantize(weight)),
         "dequantize": (lambda: dequantize(codes, scale, torch.bfloat16), lambda: plain_dequantize(codes, scale)),
@@ -86,9 +84,8 @@ def compare(shape: tuple[int, int], repeats: int, device: str) -> dict[str, dict
 
 
 def print_table(cases: dict[str, dict[str, dict[str, float]]], device: str) -> None:
-    table = Table(title=f"block FP8 on {device}, {torch.get_num_threads()} threads")
-    for column in ("matrix", "direction", "GB/s", "plain torch GB/s", "ratio", "copy GB/s"):
-        table.add_column(column, justify="left" if column in ("matrix", "direction") else "right")
+    title = f"block FP8 on {device}, {torch.get_num_threads()} threads"
+    table = make_table(title, ("matrix", "direction", "GB/s", "plain torch GB/s", "ratio", "copy GB/s"), labels=2)
     for case, ways in cases.items():
         for way, row in ways.items():
             copy = f"{row['copy_gb_per_s']:.1f}" if "copy_gb_per_s" in row else "-"
@@ -112,11 +109,8 @@ def main() -> int:
     shapes = {name: SHAPES[name] for name in options.matrix}
     cases = {f"{name} {list(shape)}": compare(shape, options.repeats, device) for name, shape in shapes.items()}
     print_table(cases, device)
-    if options.json is not None:
-        machine = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
-        report = {"device": device, "threads": options.threads, "repeats": options.repeats, "cases": cases}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**report, "machine": machine}, indent=1) + "\n")
+    report = {"device": device, "threads": options.threads, "repeats": options.repeats, "cases": cases}
+    write_figures(options.json, report)
     return 0
 
 

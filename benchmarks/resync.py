@@ -1,20 +1,11 @@
 """Resyncs of a random Qwen3-MoE from two trainer ranks (expert parallelism 2) into a real SGLang engine, as ratios.
 
-1. Per size, the weights go to the engine over `ipc`, several times after a first one that makes the buffers. Memory of
-   the trainer's processes is watched meanwhile.
-2. At the largest size the same weights go over the disk (an export that the engine reloads out of the page cache), one
-   tensor after the other through SGLang's own route, and over `collective`.
-3. What they are compared with is measured in the same run: a copy in memory, on one thread and on two at once, and
-   bare gloo broadcasts of as many bytes in as large buckets, from one trainer rank to the other.
-4. Whole versions and deltas of what an optimizer changes, in bf16 and in fp32: resync_delta.py, at the smallest size.
-
-Seconds are from pause to resume without the verification, which compares all tensors and stands apart.
+At each size it sends the weights over `ipc`; at the largest it measures the other ways and the baselines too, and
+resync_delta.py the versions on the disk at the smallest. docs/benchmarks.md has the figures.
 """
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -26,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import resync_delta
+from figures import make_table, write_figures
 from resync_ranks import TrainerRanks
 from rich.console import Console
-from rich.table import Table
 
 from slimrl.config.schema import (
     OptimizerConfig,
@@ -40,21 +31,21 @@ from slimrl.config.schema import (
     TransportName,
     VerifyMode,
 )
-from slimrl.models.sized_toy import sized_config, write_sized_toy
 from slimrl.observability.memory import MemoryWatch, session_members
+from slimrl.resync.estimate.machine import GB
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.process import ServerError
-from slimrl.rollout.server import EngineServer
-from slimrl.runtime.errors import RunError
-from slimrl.runtime.memcpy import memcpy_gb_per_s
-from slimrl.runtime.resync_bench import over_disk
+from slimrl.rollout.servers.process import ServerError
+from slimrl.rollout.servers.server import EngineServer
+from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.resync_tools.memcpy import memcpy_gb_per_s
+from slimrl.runtime.resync_tools.resync_bench import over_disk
+from slimrl.toys.sized_toy import sized_config, write_sized_toy
 
-GB = 1e9
 TIMEOUT_S = 120.0
 DELTA_TIMEOUT_S = 600.0
 ENGINE = "engine 0"
-FLOORS = {"ipc": 0.3, "ipc over disk": 2.0, "collective": 0.7}
-"""Least ratio of each to what it is compared with"""
+FLOORS = {"ipc": 0.3, "ipc over disk": 2.0}
+"""Smallest ratio that each should reach"""
 TRAINER = TrainerConfig(
     num_ranks=2,
     parallel=ParallelConfig(expert=2),
@@ -64,7 +55,7 @@ TRAINER = TrainerConfig(
 )
 ROLLOUT = RolloutConfig(
     max_trajectory_tokens=128,
-    # Memory that the trainer takes while the engine starts counts against the engine's share.
+    # The trainer allocates memory while the engine starts, which SGLang subtracts from the engine's fraction.
     sglang={"max_total_tokens": 1024, "skip_tokenizer_init": True, "mem_fraction_static": 0.5},
 )
 
@@ -77,7 +68,6 @@ class Bench:
         self._version = 0
 
     def resyncs(self, transport: TransportName, repeats: int) -> dict[str, Any]:
-        """Figures of the transport."""
         config = ResyncConfig(
             transport=transport, bucket_bytes=self._bucket_bytes, verify=VerifyMode.full, timeout_s=TIMEOUT_S
         )
@@ -107,7 +97,6 @@ class Bench:
         return {"export_seconds": statistics.median(exports), "reload_seconds": statistics.median(reloads)}
 
     def one_by_one(self, repeats: int) -> float:
-        """Seconds of SGLang's own route, tensor by tensor."""
         return statistics.median(self.ranks.call("send_one_by_one", self.server.url)[0] for _ in range(repeats))
 
     def bare_broadcast(self, nbytes: int, repeats: int) -> float:
@@ -123,7 +112,7 @@ class Bench:
 
 @contextmanager
 def started(gigabytes: float, bucket_bytes: int) -> Iterator[Bench]:
-    """Trainer and engine with a model of about this size; both, and all files, are gone afterwards."""
+    """Start trainer and engine with a model of about this size; end both and remove all files afterwards."""
     with tempfile.TemporaryDirectory(prefix="slimrl-bench-") as name:
         folder = Path(name)
         model = folder / "model"
@@ -138,7 +127,7 @@ def started(gigabytes: float, bucket_bytes: int) -> Iterator[Bench]:
 
 
 def measure(sizes: list[float], bucket_bytes: int, repeats: int) -> dict[str, Any]:
-    """All figures; the last size is the one of which everything is measured."""
+    """All figures; at the last size everything is measured."""
     figures: dict[str, Any] = {"ipc": {}}
     for gigabytes in sizes:
         with started(gigabytes, bucket_bytes) as bench:
@@ -183,9 +172,8 @@ def ratios(figures: dict[str, Any], ipc: dict[str, Any]) -> dict[str, float]:
 def print_tables(figures: dict[str, Any], bucket_bytes: int) -> None:
     console = Console()
     *_, ipc = figures["ipc"].values()
-    table = Table(title=f"{ipc['bytes'] / GB:.2f} GB in buckets of {bucket_bytes / 1e6:.0f} MB")
-    for column in ("what", "seconds", "GB/s"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    title = f"{ipc['bytes'] / GB:.2f} GB in buckets of {bucket_bytes / 1e6:.0f} MB"
+    table = make_table(title, ("what", "seconds", "GB/s"))
     collective, gigabytes = figures["collective"], ipc["bytes"] / GB
     rows = [
         ("memcpy, one thread", gigabytes / figures["memcpy_gb_per_s"]),
@@ -207,9 +195,7 @@ def print_tables(figures: dict[str, Any], bucket_bytes: int) -> None:
     for name, ratio in figures["ratios"].items():
         floor = f" (at least {FLOORS[name]:g})" if name in FLOORS else ""
         console.print(f"{name}: {ratio:.2f}{floor}")
-    table = Table(title="Peak extra memory, ipc")
-    for column in ("model GB", "trainer MB", "engine MB"):
-        table.add_column(column, justify="right")
+    table = make_table("Peak extra memory, ipc", ("model GB", "trainer MB", "engine MB"), labels=0)
     for row in figures["ipc"].values():
         extra = (f"{row[f'{side}_extra_bytes'] / 1e6:.0f}" for side in ("trainer", "engine"))
         table.add_row(f"{row['bytes'] / GB:.2f}", *extra)
@@ -234,11 +220,7 @@ def main() -> int:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     print_tables(figures, options.bucket_bytes)
-    if options.json is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        work = {"bucket_bytes": options.bucket_bytes, "repeats": options.repeats}
-        options.json.write_text(json.dumps({**figures, **work, "machine": machine}, indent=1) + "\n")
+    write_figures(options.json, {**figures, "bucket_bytes": options.bucket_bytes, "repeats": options.repeats})
     return 0
 
 

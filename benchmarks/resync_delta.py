@@ -1,17 +1,14 @@
-"""Versions through folders, whole and as deltas, of weights that an optimizer really changes.
+"""Whole versions and deltas, through folders, of weights that an optimizer has updated.
 
-1. A random Qwen3-MoE of the stated size is trained in this process, by Megatron's Adam, on random tokens of which every
-   expert gets some.
-2. After every update the weights go out as a version three times: whole (`disk`), and as a delta in each encoding.
-   Written are one shared folder per way; a delta is applied to a copy on the node's disk.
-3. Seconds are those from the start of the version until the folder, or the copy, is ready to be reloaded: the reload
-   itself is the same for all. The first version, which is whole for all of them, is not counted.
+1. Megatron's Adam trains a random Qwen3-MoE of the stated size in this process, on random tokens that reach every
+   expert.
+2. After every update the weights are written as three versions, each in its own folder: whole (`disk`), and as a delta
+   in each encoding. A delta is applied to a copy on the node's disk.
+3. Seconds are from the start of the version until the folder or the copy is ready to be reloaded. The reload, the same
+   for all, is not measured. The first version, which is always whole, is not counted.
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -20,9 +17,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from figures import make_table, write_figures
 from rich.console import Console
-from rich.table import Table
 
+from slimrl.algorithms.losses import cross_entropy
 from slimrl.config.schema import (
     DeltaEncoding,
     OptimizerConfig,
@@ -34,15 +32,15 @@ from slimrl.config.schema import (
     TransportName,
     VerifyMode,
 )
-from slimrl.data.packing import MicroBatch, PackedSequence, pack
-from slimrl.data.protocols import EngineControl, EnginePlace
-from slimrl.models.sized_toy import sized_config, write_sized_toy
-from slimrl.models.versions.local_copy import LocalCopy
-from slimrl.models.versions.manifest import read_manifest
+from slimrl.data.packing import MicroBatch, pack
+from slimrl.data.trajectory import Segment
+from slimrl.data.weights import EngineControl, EnginePlace
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.ports import free_port
-from slimrl.trainer.objectives import sft_objective
+from slimrl.rollout.servers.ports import free_port
+from slimrl.toys.sized_toy import sized_config, write_sized_toy
 from slimrl.trainer.worker import TrainerWorker
+from slimrl.versions.local_copy import LocalCopy
+from slimrl.versions.manifest import read_manifest
 
 SEQUENCES, TOKENS = 8, 64
 LEARNING_RATE = 1e-6
@@ -56,7 +54,7 @@ WAYS = {
 
 
 class FolderEngine:
-    """The part of an engine that comes before a reload: the folder, or the copy on its node, is ready to be read."""
+    """An engine up to its reload: it applies deltas to the copy on its node, and reads nothing."""
 
     name, num_ranks = "engine 0", 1
     place = EnginePlace(name="engine 0", nodes=("",))
@@ -67,32 +65,31 @@ class FolderEngine:
                 pass
 
     def pause(self, mode: PauseMode) -> None:
-        """Nothing runs."""
+        """No requests run."""
 
     def flush_cache(self) -> None:
         """Nothing is cached."""
 
     def set_version(self, version: int) -> None:
-        """Nothing is served."""
+        """No requests are served."""
 
     def resume(self) -> None:
-        """Nothing waits."""
+        """No requests wait."""
 
 
 def measure_updates(precision: Precision, nbytes: int, updates: int, folder: Path) -> dict[str, Any]:
-    """Train `updates` times and send every result each way.
+    """Train `updates` times and write each result in every way.
 
     Args:
-        nbytes: of the weights, about.
-        folder: for everything that is written: some ten times `nbytes`.
+        nbytes: approximate size of the weights.
+        folder: for all files, about ten times `nbytes`.
 
     Returns:
         `weight_bytes`; `changed_fraction` of the elements and, for each of WAYS, `bytes` of the version's files,
         `seconds` and `stage_seconds`: one entry per update.
     """
-    dtype = "bfloat16" if precision is Precision.bf16 else "float32"
     model = folder / "model"
-    weight_bytes = write_sized_toy(sized_config("qwen3_moe", nbytes, dtype, ParallelConfig()), model, seed=0)
+    weight_bytes = write_sized_toy(sized_config("qwen3_moe", nbytes, precision.dtype, ParallelConfig()), model, seed=0)
     trainer = TrainerConfig(
         precision=precision,
         max_tokens_per_rank=SEQUENCES * TOKENS,
@@ -110,7 +107,7 @@ def measure_updates(precision: Precision, nbytes: int, updates: int, folder: Pat
     before: dict[str, torch.Tensor] = {}
     for version in range(1, updates + 2):
         if version > 1:
-            worker.train_update(_batch(version), sft_objective(), denominator=SEQUENCES * TOKENS, temperature=1.0)
+            worker.runner.train_update(_batch(version), cross_entropy, denominator=SEQUENCES * TOKENS, temperature=1.0)
         now = {name: value.clone() for name, value in source.tensors() if value is not None}
         for way, session in sessions.items():
             report = session.run(version)
@@ -142,26 +139,18 @@ def _session(source: Any, way: str, folder: Path) -> ResyncSession:
 
 def _batch(seed: int) -> list[MicroBatch]:
     random = np.random.default_rng(seed)
-    sequences = [
-        PackedSequence(
-            tokens=random.integers(0, 2048, TOKENS),
-            loss_mask=np.ones(TOKENS, dtype=bool),
-            rollout_logprobs=np.zeros(TOKENS, dtype=np.float32),
-            trajectory=index,
-        )
-        for index in range(SEQUENCES)
+    segments = [
+        [Segment.not_sampled(random.integers(0, 2048, TOKENS), np.ones(TOKENS, np.bool_))] for _ in range(SEQUENCES)
     ]
     budget = SEQUENCES * TOKENS
-    (batch,) = pack(sequences, np.ones(SEQUENCES, dtype=np.float32), budget_tokens=budget, alignment=1, data_parallel=1)
+    (batch,) = pack(segments, np.ones(SEQUENCES, dtype=np.float32), budget_tokens=budget, alignment=1, data_parallel=1)
     return batch
 
 
 def print_table(precision: Precision, figures: dict[str, Any]) -> None:
     changed = statistics.median(figures["changed_fraction"])
     title = f"{precision.value}, {figures['weight_bytes'] / 1e9:.2f} GB, {changed:.2%} of the elements changed"
-    table = Table(title=title)
-    for column in ("way", "MB", "of whole", "s", "of whole", "gather s", "send s", "activate s"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    table = make_table(title, ("way", "MB", "of whole", "s", "of whole", "gather s", "send s", "activate s"))
     whole = {name: statistics.median(figures["disk"][name]) for name in ("bytes", "seconds")}
     for way in WAYS:
         nbytes, seconds = (statistics.median(figures[way][name]) for name in ("bytes", "seconds"))
@@ -188,10 +177,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         figures = measure_updates(precision, int(options.gigabytes * 1e9), options.updates, Path(name))
     print_table(precision, figures)
-    if options.json is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**figures, "machine": machine}, indent=1) + "\n")
+    write_figures(options.json, figures)
     return 0
 
 

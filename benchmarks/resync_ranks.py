@@ -1,4 +1,4 @@
-"""Trainer ranks for benchmarks/resync.py: processes that wait for calls, all of them called together."""
+"""Trainer ranks for benchmarks/resync.py: processes that execute calls together."""
 
 import base64
 import multiprocessing
@@ -13,8 +13,8 @@ import httpx
 
 from slimrl.config.schema import ResyncConfig, TrainerConfig
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.control import SglangControl
-from slimrl.rollout.ports import free_port
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.ports import free_port
 
 DEADLINE_S = 300.0
 
@@ -69,7 +69,7 @@ def _serve(pipe: Any, rank: int, trainer: TrainerConfig, model: Path, port: int)
         method, arguments = pipe.recv()
         try:
             pipe.send((None, getattr(served, method)(*arguments)))
-        except Exception:  # noqa: BLE001 - whatever it is, the caller raises it
+        except Exception:  # noqa: BLE001 - the caller raises it
             pipe.send((traceback.format_exc(), None))
 
 
@@ -79,7 +79,7 @@ class Trainer:
     def __init__(self, rank: int, trainer: TrainerConfig, model: Path, port: int) -> None:
         from slimrl.trainer.worker import TrainerWorker
 
-        self.rank, self.trainer, self.model = rank, trainer, model
+        self.rank, self.model = rank, model
         self.worker = TrainerWorker(
             trainer,
             model,
@@ -97,7 +97,7 @@ class Trainer:
         return os.getpid()
 
     def connect(self, config: ResyncConfig, engines: dict[str, str], run_dir: Path) -> None:
-        """Meet these engines, URLs by name, in place of those before."""
+        """Connect to these engines, name -> URL, in place of earlier ones."""
         from slimrl.resync.session import ResyncSession
 
         if self.session is not None:
@@ -116,7 +116,7 @@ class Trainer:
         self.worker.export_hf(folder)
 
     def send_one_by_one(self, url: str) -> float:
-        """Seconds to send one tensor after the other through SGLang's own route for tensors, out of rank 0."""
+        """Seconds to send tensor by tensor from rank 0 through SGLang's own route."""
         import torch
 
         torch.multiprocessing.set_sharing_strategy("file_system")
@@ -132,7 +132,7 @@ class Trainer:
             post("begin_weight_update")
             for name, tensor in source.tensors():
                 if tensor is not None:
-                    # A tensor in shared memory of its own: what is serialised is a handle.
+                    # The clone has its own shared memory, of which a handle is serialised.
                     data = bytes(ForkingPickler.dumps([(name, tensor.clone())]))
                     text = base64.b64encode(data).decode()
                     post("update_weights_from_tensor", serialized_named_tensors=[text], flush_cache=False)
@@ -142,11 +142,11 @@ class Trainer:
             return time.perf_counter() - start
 
     def broadcast(self, nbytes: int, bucket_bytes: int, repeats: int) -> list[float]:
-        """Seconds of bare broadcasts of as many bytes, in buckets, out of rank 0's memory into that of the others."""
+        """Seconds of bare broadcasts of `nbytes` from rank 0, in buckets."""
         import torch
         import torch.distributed as dist
 
-        group = dist.new_group(backend="gloo")
+        group: Any = dist.new_group(backend="gloo")
         flat = torch.ones(nbytes, dtype=torch.uint8)
         seconds = []
         for _ in range(repeats):

@@ -1,37 +1,26 @@
-"""One GSPO step of fixed work through the real servers and trainers, repeated, with the time of each phase.
+"""Time of each phase of a GSPO step of fixed work, repeated, with real servers and trainers.
 
-It is `slimrl train` on the recipe of the calculator task (two engines behind the router, two trainer ranks with expert
-parallelism), with these changes:
-
-1. The model is the toy and the prompts are the calculator task's, where no others are given.
-2. 16 prompts, the same at every step, of 8 samples each; one turn, which goes on for exactly 48 tokens whatever comes.
-3. Rewards are drawn from the trajectory's name, so that every group has a signal and all 128 trajectories are trained
-   on, in one optimizer update.
-4. No evaluation. The first step is a warm-up and is not counted.
-
-Reported are the metrics time/*_s of the counted steps: total (the whole step), rollout, logprobs, training and resync.
+It runs `slimrl train` on the recipe of the calculator task with the settings of `overrides`. The first step is a
+warm-up and is not counted. docs/benchmarks.md says why every step has the same work.
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
+from figures import make_table, write_figures
 from rich.console import Console
-from rich.table import Table
-from slimrl_tools.calculator_data import write_calculator_data
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.calculator_data import write_calculator_data
+from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl.data.prompts import read_prompts
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.observability.metrics import read_metrics
 from slimrl.runtime import commands
-from slimrl.runtime.errors import RunError
+from slimrl.runtime.cluster.errors import RunError
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
 PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 48
@@ -42,7 +31,7 @@ PHASES = {
     "training": "time/train_s",
     "resync": "time/resync_s",
 }
-"""Phase -> the metric that it is read from"""
+"""Phase -> its metric"""
 
 
 def reward(trajectory: Trajectory, prompt: Prompt) -> float:
@@ -51,7 +40,7 @@ def reward(trajectory: Trajectory, prompt: Prompt) -> float:
 
 
 def overrides(checkpoint: Path, prompts: Path, folder: Path, repeats: int) -> list[str]:
-    """What the benchmark lays over the recipe."""
+    """Settings of the benchmark over the recipe."""
     return [
         f"steps={repeats + 1}",
         f"model.path={checkpoint}",
@@ -81,10 +70,10 @@ def measure(
 
     Args:
         checkpoint: None for the toy.
-        prompts: None for those of the calculator task.
+        prompts: None for the calculator task.
 
     Raises:
-        ValueError: fewer prompts than a step takes, or something that the recipe's checks refuse.
+        ValueError: fewer prompts than a step takes, or the recipe is refused.
         RunError: the run failed, or a step did not do the fixed work.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -120,9 +109,8 @@ def summarize(steps: list[dict]) -> dict[str, dict[str, float]]:
 
 def print_table(figures: dict[str, dict[str, float]], repeats: int) -> None:
     tokens = PROMPTS * SAMPLES * NEW_TOKENS
-    table = Table(title=f"{PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens, {repeats} steps")
-    for column in ("phase", "median s", "min s", "max s", "of the total"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
+    title = f"{PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens, {repeats} steps"
+    table = make_table(title, ("phase", "median s", "min s", "max s", "of the total"))
     for phase in PHASES:
         row = figures[f"{phase}_s"]
         share = row["median"] / figures["total_s"]["median"]
@@ -153,12 +141,9 @@ def main() -> int:
         return 1
     figures = summarize(steps)
     print_table(figures, options.repeats)
-    if options.json is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
-        work = {"prompts": PROMPTS, "samples": SAMPLES, "new_tokens": NEW_TOKENS, "repeats": options.repeats}
-        report = {**figures, "work": work, "recipe": RECIPE.name, "overrides": settings, "machine": machine}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**report, "steps": steps}, indent=1) + "\n")
+    work = {"prompts": PROMPTS, "samples": SAMPLES, "new_tokens": NEW_TOKENS, "repeats": options.repeats}
+    report = {**figures, "work": work, "recipe": RECIPE.name, "overrides": settings, "steps": steps}
+    write_figures(options.json, report)
     return 0
 
 

@@ -1,11 +1,11 @@
 #!/bin/bash
-# A training run on this machine alone: the checks of a node, then `slimrl train`, which brings its own Ray.
+# Trains on this machine alone: checks it as a node of a job, then runs `slimrl train`, which starts its own Ray.
 #
 #     launch/local.sh [--sft] RECIPE [KEY=VALUE]... [--resume | --overwrite | --resume-or-start]
 #
 # --sft: `slimrl sft` instead. Paths are relative to the working directory.
 # SLIMRL_PYTHON: the Python that has slimrl; by default that of .venv in the checkout.
-# SLIMRL_GPUS: GPUs that must be there and well; by default as many as nvidia-smi lists, or none without it.
+# SLIMRL_GPUS: number of GPUs that must work; by default all that nvidia-smi lists, 0 without it.
 # SLIMRL_MIN_FREE_GIB: memory that must be free; by default 2.
 set -euo pipefail
 
@@ -19,7 +19,7 @@ esac
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${SLIMRL_PYTHON:-$root/.venv/bin/python}
 if [ ! -x "$(command -v "$python")" ]; then
-    echo "$python: no such program. \`make setup\` in $root makes it; SLIMRL_PYTHON names another." >&2
+    echo "$python: no such program. Run \`make setup\` in $root, or set SLIMRL_PYTHON." >&2
     exit 2
 fi
 command=train
@@ -31,7 +31,7 @@ fi
 gpus=${SLIMRL_GPUS:-}
 if [ -z "$gpus" ] && command -v nvidia-smi >/dev/null; then
     listed=$(nvidia-smi --list-gpus) || {
-        echo "nvidia-smi fails: $listed" "With SLIMRL_GPUS=0 the run goes without GPUs." >&2
+        echo "nvidia-smi fails: $listed" "Set SLIMRL_GPUS=0 to run without GPUs." >&2
         exit 1
     }
     gpus=$(grep -c ^GPU <<<"$listed" || true)

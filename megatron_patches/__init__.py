@@ -1,95 +1,83 @@
-"""Every change that slimrl makes to megatron-core: one function per patch, keyed by version, each saying why.
+"""Every change that slimrl makes to megatron-core: one function per patch, each saying why.
 
-`apply()` is called before a Megatron module is built. A patch is one of two kinds: those that mend a fault on any
-device, and those that let megatron-core run on CPU tensors and gloo process groups, which are left out where CUDA is
-present. File and line numbers in the docstrings are those of megatron-core 0.16.1, below megatron/core.
+Call `apply()` before building a Megatron module. Some patches fix faults everywhere. Some stand in for Transformer
+Engine, wherever the layers are Megatron's own, on a GPU too. The others let megatron-core run on CPU tensors and gloo
+process groups, and are left out if there is a GPU. File names in the docstrings are relative to megatron/core.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import torch
-
-from megatron_patches import (
-    checkpointing,
-    collectives,
-    cuda_calls,
-    layers,
-    literals,
-    moe,
-    offloaded_optimizer,
-    optimizer,
-    rng,
-)
+from megatron_patches import checkpointing, collectives, cuda_calls, layers, literals, offloaded_optimizer, rng
 from megatron_patches.first_import import import_megatron
+from slimrl import device
 
 Patch = Callable[[], None]
 
+VERSION = "0.19.2"
+"""Version of megatron-core that the patches are written for."""
 
-@dataclass(frozen=True, kw_only=True)
-class PatchSet:
-    """The patches of one megatron-core version."""
+ANY_DEVICE: tuple[Patch, ...] = (
+    layers.replicate_mla_down_projections,
+    layers.keep_query_without_norm,
+    layers.complete_local_norms,
+    layers.offer_delta_nets,
+    layers.compute_delta_rule_in_torch,
+    checkpointing.keep_results_in_process,
+    offloaded_optimizer.start_offloaded_state_at_zero,
+    offloaded_optimizer.keep_classes_out_of_offloaded_state,
+)
+"""Fix faults that occur with a GPU too."""
 
-    any_device: tuple[Patch, ...]
-    cpu_only: tuple[Patch, ...]
+WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
+    literals.keep_steps_of_torch_adam,
+    layers.name_replicated_linear,
+    layers.offer_core_attention,
+)
+"""Let Megatron's own layers and torch's Adam do what Transformer Engine's do, on any device."""
 
-
-PATCHES = {
-    "0.16.1": PatchSet(
-        any_device=(
-            layers.replicate_mla_down_projections,
-            moe.scale_aux_loss_by_its_group,
-            checkpointing.keep_results_in_process,
-            offloaded_optimizer.start_offloaded_state_at_zero,
-            offloaded_optimizer.keep_classes_out_of_offloaded_state,
-        ),
-        cpu_only=(
-            cuda_calls.replace_torch_cuda,
-            cuda_calls.make_cuda_moves_identity,
-            cuda_calls.run_jit_functions_eagerly,
-            rng.track_the_cpu_generator,
-            literals.respell_schedules,
-            literals.respell_l2_norm,
-            literals.respell_clip_grads,
-            literals.respell_moe_logging,
-            literals.respell_rope_chunk_indices,
-            optimizer.respell_mixed_precision,
-            optimizer.respell_distributed,
-            offloaded_optimizer.respell_offloading,
-            moe.convert_split_sizes,
-            moe.name_missing_transformer_engine,
-            layers.accept_sequence_parallel_norms,
-            layers.offer_core_attention,
-            collectives.emulate_uneven_collectives,
-            checkpointing.respell_metadata_check,
-        ),
-    ),
-}
-"""Which patches a megatron-core version needs."""
+CPU_ONLY: tuple[Patch, ...] = (
+    cuda_calls.replace_torch_cuda,
+    cuda_calls.make_cuda_moves_identity,
+    cuda_calls.run_jit_functions_eagerly,
+    rng.track_the_cpu_generator,
+    literals.allocate_token_counts_on_cpu,
+    literals.return_l2_norm_on_cpu,
+    literals.clip_cpu_gradients,
+    literals.leave_rope_indices_unpinned,
+    literals.accept_cpu_parameters,
+    literals.accept_cpu_shards,
+    offloaded_optimizer.offload_cpu_parameters,
+    collectives.convert_split_sizes,
+    collectives.emulate_uneven_collectives,
+    literals.compare_metadata_on_cpu,
+)
+"""Let megatron-core compute on CPU tensors and gloo process groups; left out if there is a GPU."""
 
 _applied: list[str] = []
+
+
+def patches(*, cuda: bool, transformer_engine: bool) -> tuple[Patch, ...]:
+    """Those for a machine with or without a GPU, and with or without Transformer Engine."""
+    return ANY_DEVICE + (() if transformer_engine else WITHOUT_TRANSFORMER_ENGINE) + (() if cuda else CPU_ONLY)
 
 
 def apply() -> list[str]:
     """Patch the installed megatron-core; a second call does nothing.
 
     Returns:
-        Names of the patches in force, in the order of application.
+        Names of the applied patches, in order.
 
     Raises:
-        RuntimeError: the installed version has no patch set, or a source line that a patch replaces has changed.
+        RuntimeError: another version is installed, or a source line that a patch replaces has changed.
     """
     import_megatron()
     import megatron.core
 
-    version = megatron.core.__version__
-    if version not in PATCHES:
-        raise RuntimeError(f"megatron-core {version} is installed; patches exist for {', '.join(sorted(PATCHES))}")
+    version = megatron.core.__version__.partition("+")[0]
+    if version != VERSION:
+        raise RuntimeError(f"megatron-core {version} is installed; the patches are for {VERSION}")
     if not _applied:
-        patches = PATCHES[version].any_device
-        if not torch.cuda.is_available():
-            patches += PATCHES[version].cpu_only
-        for patch in patches:
+        for patch in patches(cuda=device.device_type() == "cuda", transformer_engine=device.has_transformer_engine()):
             patch()
             _applied.append(patch.__name__)
     return list(_applied)

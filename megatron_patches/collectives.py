@@ -1,4 +1,4 @@
-"""Collectives that gloo lacks."""
+"""Collectives that gloo lacks, and the split sizes of those that it has."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.respell import rebind
+from megatron_patches.patching import patch_attr
 
 
 def emulate_uneven_collectives() -> None:
-    """tensor_parallel/mappings.py:151 and 193: all-gather and reduce-scatter of unequal pieces.
+    """tensor_parallel/mappings.py: all-gather and reduce-scatter of unequal sizes.
 
-    Experts that are themselves tensor-parallel need them. NCCL takes unequal sizes, gloo does not: pieces are padded
-    to the longest, and the reduction is done whole and then cut.
+    Tensor-parallel experts need them. NCCL takes unequal sizes, gloo does not: the gather pads each rank's part to the
+    longest, and the scatter reduces the whole tensor and then takes the rank's part.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -40,5 +40,18 @@ def emulate_uneven_collectives() -> None:
         torch.distributed.all_reduce(total, group=group)
         return torch.split(total, [int(size) for size in input_split_sizes])[group.rank()].contiguous()
 
-    rebind(mappings, "_gather_along_first_dim", gather)
-    rebind(mappings, "_reduce_scatter_along_first_dim", scatter)
+    patch_attr(mappings, "_gather_along_first_dim", gather)
+    patch_attr(mappings, "_reduce_scatter_along_first_dim", scatter)
+
+
+def convert_split_sizes() -> None:
+    """transformer/moe/moe_utils.py converts split sizes to numpy only if they are on a GPU.
+
+    The all-to-all of the token dispatcher (tensor_parallel/mappings.py) needs them as numbers on any device.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    patch_attr(moe_utils, "maybe_move_tensor_to_cpu", move)

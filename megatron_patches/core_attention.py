@@ -1,8 +1,8 @@
 """Core attention of the local spec in plain torch: packed sequences, context parallelism, unequal head sizes.
 
-1. A micro-batch is split into its sequences; each attends to itself, so that cost follows the sum of squares.
-2. Under context parallelism keys and values are gathered from all ranks and put back into sequence order; the queries
-   of this rank, which keep the zigzag cut, attend to all of their sequence that lies before them.
+1. A micro-batch is split into its sequences; each attends to itself, so that cost grows with the sum of squares.
+2. Under context parallelism keys and values are gathered from all ranks and put back into sequence order; this rank's
+   queries stay in their zigzag chunks and attend to all earlier positions of their sequence.
 
 T tokens on this rank, H query heads, G key-value heads, D channels of a key, E of a value.
 """
@@ -21,7 +21,7 @@ from megatron_patches.zigzag import zigzag_indices
 
 
 class CoreAttention(MegatronModule):
-    """Takes the place of megatron.core's DotProductAttention, with its arguments."""
+    """Replaces megatron.core's DotProductAttention; same arguments."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CoreAttention(MegatronModule):
 
         Args:
             query, key, value: packed [T, H, D], [T, G, D], [T, G, E], or [T, B, ...] for a batch of equal lengths.
-            packed_seq_params: boundaries of the packed sequences before the context-parallel cut, or None.
+            packed_seq_params: boundaries of the packed sequences before context-parallel sharding, or None.
 
         Returns:
             [T, H * E], or [T, B, H * E].
@@ -82,18 +82,16 @@ class CoreAttention(MegatronModule):
         masks: list[Tensor | None] = [None] * len(lengths)
         if ranks > 1:
             order = torch.cat([zigzag_indices(bounds, ranks, r) for r in range(ranks)]).argsort().to(query.device)
-            key, value = (self._gather(x).index_select(0, order) for x in (key, value))
+            gathered = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value))
+            key, value = (x.index_select(0, order) for x in gathered)
             masks = [_causal_mask(length, ranks, rank, query.device) for length in lengths]
-        # One split has one backward; slices would each allocate the whole gradient.
+        # split() has one backward; each slice would allocate the whole gradient.
         queries = query.split([length // ranks for length in lengths])
         outputs = []
         for q, k, v, mask in zip(queries, key.split(lengths), value.split(lengths), masks, strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             outputs.append(self._attend(q, k, v, mask).squeeze(0).transpose(0, 1))
         return torch.cat(outputs).flatten(1)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return gather_from_sequence_parallel_region(x, group=self.cp_group)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -109,6 +107,6 @@ class CoreAttention(MegatronModule):
 
 
 def _causal_mask(length: int, ranks: int, rank: int, device: torch.device) -> Tensor:
-    """bool [length / ranks, length]: which tokens of a sequence each of this rank's queries sees."""
+    """bool [length / ranks, length]: tokens of a sequence that each query of this rank sees."""
     positions = zigzag_indices([0, length], ranks, rank).to(device)
     return positions[:, None] >= torch.arange(length, device=device)

@@ -1,6 +1,7 @@
-"""Calls into torch.cuda that megatron-core makes without asking whether there is a GPU."""
+"""Calls into torch.cuda that megatron-core makes without checking for a GPU."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,19 +22,18 @@ class NullStream:
 
 
 def replace_torch_cuda() -> None:
-    """Device, stream, random-state and memory functions of torch.cuda are called about 200 times unguarded.
+    """megatron-core calls device, stream, random-state and memory functions of torch.cuda in about 200 places.
 
-    First hits: tensor_parallel/layers.py:873, tensor_parallel/mappings.py:91,
-    pipeline_parallel/p2p_communication.py:190, distributed/param_and_grad_buffer.py:800,
-    transformer/moe/token_dispatcher.py:445. `current_device()` may return a torch.device, so that
-    `device=torch.cuda.current_device()` means the CPU. Functions that raise without a GPU are replaced and no others:
-    `is_available()` and `device_count()` keep telling the truth.
+    Examples are in tensor_parallel/layers.py and mappings.py, pipeline_parallel/p2p_communication.py,
+    distributed/param_and_grad_buffer.py and transformer/moe/token_dispatcher.py. Here `current_device()` returns the
+    CPU's torch.device, so that `device=torch.cuda.current_device()` means the CPU. Only functions that raise without a
+    GPU are replaced: `is_available()` and `device_count()` still tell the truth.
     """
     cuda: Any = torch.cuda
     cuda.Stream = type("Stream", (NullStream,), {})
     cuda.Event = type("Event", (NullStream,), {})
     null = NullStream()
-    # Every name gets a function object of its own: torch._dynamo keys its rules by object and refuses duplicates.
+    # Each name needs its own function object: torch._dynamo keys its rules by object and refuses duplicates.
     _put("current_device", lambda: lambda: CPU)
     _put("set_device synchronize empty_cache reset_peak_memory_stats", lambda: lambda *args, **kwargs: None)
     _put("nvtx.range_push nvtx.range_pop", lambda: lambda *args, **kwargs: None)
@@ -47,10 +47,10 @@ def replace_torch_cuda() -> None:
 
 
 def make_cuda_moves_identity() -> None:
-    """Tensor.cuda() and Module.cuda() raise without a GPU; here they return what they were called on.
+    """Tensor.cuda() and Module.cuda() raise without a GPU; here they return the tensor or module itself.
 
-    tensor_parallel/data.py:84, utils.py:898, models/common/language_module/language_module.py:244,
-    dist_checkpointing/exchange_utils.py:336 and 499, optimizer/distrib_optimizer.py:1089.
+    tensor_parallel/data.py, utils.py, models/common/language_module/language_module.py,
+    dist_checkpointing/exchange_utils.py and optimizer/distrib_optimizer.py call them.
     """
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
@@ -59,11 +59,11 @@ def make_cuda_moves_identity() -> None:
 
 
 def run_jit_functions_eagerly() -> None:
-    """jit.py:21 binds torch.compile into about 40 functions while megatron.core is being imported.
+    """jit.py wraps about 40 functions in torch.compile while megatron.core is being imported.
 
-    `disable_jit_fuser()` comes too late for those. megatron.core is imported here while torch.compile does nothing, so
-    that torch's compiler is not imported either, which takes a second. Where another has imported it before, the
-    compiler is told to step aside. Eager execution is exact and needs no C++ compiler at run time.
+    `disable_jit_fuser()` comes too late for those. slimrl imports megatron.core while torch.compile does nothing, which
+    also saves the second that importing torch's compiler takes. If something else has imported megatron.core before,
+    the compiler is set to run eagerly. Eager execution is exact and needs no C++ compiler at run time.
     """
     from megatron.core import jit
 
@@ -74,7 +74,4 @@ def run_jit_functions_eagerly() -> None:
 def _put(names: str, make: Callable[[], Any]) -> None:
     for name in names.split():
         *path, attribute = name.split(".")
-        owner: Any = torch.cuda
-        for part in path:
-            owner = getattr(owner, part)
-        setattr(owner, attribute, make())
+        setattr(functools.reduce(getattr, path, torch.cuda), attribute, make())

@@ -1,17 +1,17 @@
-"""The optimizer whose state and update are on the host, of which parameters of a GPU have copies there."""
+"""The offloaded optimizer: its state and its update are on the host, with copies of the GPU's parameters."""
 
 from typing import Any
 
 import torch
 
-from megatron_patches.respell import rebind, respell
+from megatron_patches.patching import patch_attr, patch_source
 
 
 def start_offloaded_state_at_zero() -> None:
-    """optimizer/cpu_offloading/hybrid_optimizer.py:453 makes its state by an update with random gradients.
+    """optimizer/cpu_offloading/hybrid_optimizer.py creates its state by an update with random gradients.
 
-    Loading calls it for an optimizer that made no update (distrib_optimizer.py:730), and it moves the model's weights.
-    Zero moments, from which the first update starts, serve as well, and let such an optimizer be saved. On any device.
+    Loading does so before the first update (distrib_optimizer.py), and the update changes the model's weights. Zero
+    moments are the right state before the first update, and can be saved. On any device.
     """
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
@@ -21,19 +21,19 @@ def start_offloaded_state_at_zero() -> None:
                 state = optimizer.state[parameter]
                 for name in ("exp_avg", "exp_avg_sq"):
                     state.setdefault(name, torch.zeros_like(parameter))
-                # Torch's Adam counts its steps with each parameter, others with a group.
+                # Torch's Adam counts steps per parameter, others per group.
                 if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
                     state.setdefault("step", torch.tensor(0.0))
         self._sync_sub_optimizers_state_to_hdo()
 
-    rebind(HybridDeviceOptimizer, "dummy_step", dummy_step)
+    patch_attr(HybridDeviceOptimizer, "dummy_step", dummy_step)
 
 
 def keep_classes_out_of_offloaded_state() -> None:
-    """optimizer/cpu_offloading/hybrid_optimizer.py:58 has its optimizers' classes among the values of each group.
+    """optimizer/cpu_offloading/hybrid_optimizer.py keeps optimizer classes in its parameter groups.
 
-    A checkpoint of it can then not be loaded: dist_checkpointing/strategies/common.py:89 reads plain values alone.
-    Nothing takes the classes from there. On any device.
+    A checkpoint with them cannot be loaded: dist_checkpointing/serialization.py reads plain values only. Nothing reads
+    the classes. On any device.
     """
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
@@ -47,14 +47,14 @@ def keep_classes_out_of_offloaded_state() -> None:
     owner.state_dict = state_dict
 
 
-def respell_offloading() -> None:
-    """optimizer/cpu_offloading/hybrid_optimizer.py:92-99 and 251-284 copy parameters of a GPU to pinned memory alone.
+def offload_cpu_parameters() -> None:
+    """optimizer/cpu_offloading/hybrid_optimizer.py offloads only parameters of a GPU, to pinned memory.
 
-    Without a GPU the fraction that is offloaded is that of all parameters, and copies are copies, so that the same code
-    computes the update. optimizer/optimizer_config.py:382 asks for the version of a Transformer Engine that is absent.
+    Without a GPU it offloads the fraction of all parameters into plain copies, so that the same code computes the
+    update. optimizer/optimizer_config.py checks the version of Transformer Engine, which is absent.
     """
     module = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
-    respell(
+    patch_source(
         module,
         "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
         ("for param in params if param.is_cuda])", "for param in params])", 1),
@@ -63,6 +63,6 @@ def respell_offloading() -> None:
         ("if param.is_cuda:\n", "if not cpu_copy:\n", 1),
     )
     pinned = ("pin_memory=self.pin_cpu_grads, ", "", 1)
-    respell(module, "HybridDeviceOptimizer._set_sub_optimizer_grads", pinned)
+    patch_source(module, "HybridDeviceOptimizer._set_sub_optimizer_grads", pinned)
     version = ('not is_te_min_version("2.1.0")', "True", 1)
-    respell("megatron.core.optimizer.optimizer_config", "OptimizerConfig.__post_init__", version)
+    patch_source("megatron.core.optimizer.optimizer_config", "OptimizerConfig.__post_init__", version)

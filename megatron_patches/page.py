@@ -2,29 +2,25 @@
 
 import inspect
 
-from megatron_patches import PATCHES, Patch
+from megatron_patches import ANY_DEVICE, CPU_ONLY, VERSION, WITHOUT_TRANSFORMER_ENGINE, Patch
 
-_INTRODUCTION = """# Changes to megatron-core
+_INTRODUCTION = f"""# Changes to megatron-core
 
-slimrl uses the megatron-core package as it is published and changes it in memory, when `slimrl.trainer` is imported.
-Each change is one function in `megatron_patches/`, listed by megatron-core version; an unknown version is refused.
-Most replace a literal in the source of one function and fail if it is not there exactly as often as expected, so a new
-version cannot slip past them. Those whose absence would raise nothing are guarded by tests that compare numbers
+slimrl installs megatron-core {VERSION} as published and changes it in memory when `slimrl.trainer` is imported.
+Each change is one function in `megatron_patches/`; another version of megatron-core is refused.
+Most patches replace text in the source of one function, and fail unless it occurs exactly as often as expected: a
+changed version cannot run unpatched. Tests that compare numbers guard the patches without which nothing would raise
 (`tests/integration/test_layouts.py`, `test_trainer.py`).
 
-This page is made from the docstrings by `python -m megatron_patches.page`. Lines are those below `megatron/core`.
+`python -m megatron_patches.page` makes this page from the docstrings. Files are relative to `megatron/core`.
 """
 
 
 def patches_page() -> str:
-    """The page in Markdown, all versions."""
-    parts = [_INTRODUCTION]
-    for version, patches in PATCHES.items():
-        parts.append(f"## megatron-core {version}: faults on any device\n")
-        parts += map(_entry, patches.any_device)
-        parts.append(f"## megatron-core {version}: without CUDA\n")
-        parts += map(_entry, patches.cpu_only)
-    return "\n".join(parts)
+    """The page in Markdown."""
+    parts = [_INTRODUCTION, "## Faults on any device\n", *map(_entry, ANY_DEVICE)]
+    parts += ["## Without Transformer Engine\n", *map(_entry, WITHOUT_TRANSFORMER_ENGINE)]
+    return "\n".join([*parts, "## Without CUDA\n", *map(_entry, CPU_ONLY)])
 
 
 def _entry(patch: Patch) -> str:

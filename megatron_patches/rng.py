@@ -1,4 +1,4 @@
-"""The random-number tracker that gives tensor-parallel ranks different states inside sharded regions."""
+"""The RNG tracker, which gives tensor-parallel ranks different states inside sharded regions."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.respell import rebind
+from megatron_patches.patching import patch_attr
 
 DEFAULT_STATE = "default-rng"
 
 
 def track_the_cpu_generator() -> None:
-    """tensor_parallel/random.py:40-115 reads torch.cuda.default_generators, which is empty without a GPU.
+    """tensor_parallel/random.py reads torch.cuda.default_generators, which is empty without a GPU.
 
-    The CPU generator takes the GPU generator's place, so that `fork()` swaps its state. `fork()` is replaced too:
-    line 258 holds a changed CPU state for an accident. Nothing raises without this patch, but weights that should be
-    equal on all tensor-parallel ranks, such as a router's, then differ.
+    The CPU generator replaces the GPU's, so that `fork()` swaps its state. `fork()` is replaced too, because Megatron's
+    treats a changed CPU state as an error. Without this patch nothing raises, but weights that should be equal on all
+    tensor-parallel ranks, such as a router's, differ.
     """
     from megatron.core.tensor_parallel import random
 
@@ -42,6 +42,6 @@ def track_the_cpu_generator() -> None:
             torch.set_rng_state(outer_state if outer_name == DEFAULT_STATE else self.states_[outer_name])
             self._current_state_name = outer_name
 
-    rebind(random, "_get_cuda_rng_state", get_state)
-    rebind(random, "_set_cuda_rng_state", set_state)
-    rebind(random.CudaRNGStatesTracker, "fork", fork)
+    patch_attr(random, "_get_cuda_rng_state", get_state)
+    patch_attr(random, "_set_cuda_rng_state", set_state)
+    patch_attr(random.CudaRNGStatesTracker, "fork", fork)

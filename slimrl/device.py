@@ -21,18 +21,18 @@ def select_device(rank: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
+def finish_queued_work() -> None:
+    """Wait until the device has done what this thread has queued on its stream; a CPU queues nothing.
+
+    Not for the whole device, where a transfer may be waiting for another process.
+    """
+    if device_type() == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
 def collective_backend() -> str:
     """Backend of torch.distributed for tensors on the compute device."""
     return "nccl" if device_type() == "cuda" else "gloo"
-
-
-def broadcasts_in_place() -> bool:
-    """Whether weights are broadcast from where they lie to where they belong, a tensor at a time, or packed.
-
-    On a CPU a copy takes as long as the broadcast. A GPU copies a hundred times faster than its network sends, and
-    large messages suit that better.
-    """
-    return device_type() == "cpu"
 
 
 def computes_block_fp8() -> bool:
@@ -44,6 +44,19 @@ def computes_block_fp8() -> bool:
     return device_type() == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
 
 
+def packs_engine_weights() -> bool:
+    """Whether SGLang's default kernels here store weights in other layouts than those in which they are loaded.
+
+    It chooses such kernels from compute capability 10 (Blackwell) on.
+    """
+    return device_type() == "cuda" and torch.cuda.get_device_capability() >= (10, 0)
+
+
 def has_transformer_engine() -> bool:
     """Whether models are built of Transformer Engine layers: it is installed, and there is a GPU to run it on."""
     return device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def has_delta_net_kernels() -> bool:
+    """Whether gated delta nets are computed by the kernels of flash-linear-attention; elsewhere by torch."""
+    return device_type() == "cuda" and importlib.util.find_spec("fla") is not None

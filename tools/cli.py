@@ -1,20 +1,20 @@
-"""The `slimrl-tools` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed.
+"""The `slimrl-tools` command. Exit codes: 0 done, 2 input refused, 1 failed.
 
-A command imports what it needs when it runs, so that help and refusals come at once.
+A command imports its modules when it runs, so that help and refusals come at once.
 """
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from slimrl_tools.commands_convert import app as convert
-from slimrl_tools.commands_derive import average, slice_layers
-from slimrl_tools.commands_diff_config import diff_config
-from slimrl_tools.commands_inspect import inspect
-from slimrl_tools.commands_quantize import dequantize, quantize
-from slimrl_tools.commands_verify import verify
+from slimrl_tools.convert.commands_convert import app as convert
+from slimrl_tools.derive.commands_derive import average, dequantize, quantize, slice_layers
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.toy_configs import TOYS, ToySize
+from slimrl_tools.inspect.commands_diff_config import diff_config
+from slimrl_tools.inspect.commands_inspect import inspect
+from slimrl_tools.prepare.commands_prepare import prepare
+from slimrl_tools.toy.toy_configs import TOYS, ToySize
+from slimrl_tools.verify.commands_verify import verify
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0]
@@ -23,10 +23,8 @@ app = typer.Typer(
 Seed = Annotated[int, typer.Option(help="The same seed gives the same files.")]
 Count = Annotated[int, typer.Option(min=1)]
 
-_SIZE = ToySize()
-
 app.add_typer(convert, name="convert")
-for command in (verify, inspect, quantize, dequantize, average, slice_layers, diff_config):
+for command in (verify, inspect, quantize, dequantize, average, slice_layers, diff_config, prepare):
     app.command()(command)
 
 
@@ -35,15 +33,15 @@ def toy(
     family: Annotated[str, typer.Argument(help=f"One of {', '.join(TOYS)}.")],
     out: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
     seed: Seed = 0,
-    layers: Count = _SIZE.layers,
-    hidden: Count = _SIZE.hidden,
-    heads: Count = _SIZE.heads,
-    kv_heads: Count = _SIZE.kv_heads,
-    head_dim: Count = _SIZE.head_dim,
-    experts: Count = _SIZE.experts,
-    experts_per_token: Count = _SIZE.experts_per_token,
-    moe_intermediate: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = _SIZE.moe_intermediate,
-    mtp_layers: Annotated[int, typer.Option(min=0, help="Layers for multi-token prediction.")] = _SIZE.mtp_layers,
+    layers: Count = ToySize.layers,
+    hidden: Count = ToySize.hidden,
+    heads: Count = ToySize.heads,
+    kv_heads: Count = ToySize.kv_heads,
+    head_dim: Count = ToySize.head_dim,
+    experts: Count = ToySize.experts,
+    experts_per_token: Count = ToySize.experts_per_token,
+    moe_intermediate: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = ToySize.moe_intermediate,
+    mtp_layers: Annotated[int, typer.Option(min=0, help="Layers for multi-token prediction.")] = ToySize.mtp_layers,
 ) -> None:
     """Write a small random checkpoint with tokenizer and chat template."""
     size = ToySize(
@@ -58,7 +56,7 @@ def toy(
         mtp_layers=mtp_layers,
     )
     with exit_codes():
-        from slimrl_tools.toy import write_toy
+        from slimrl_tools.toy.toy import write_toy
 
         parameters = write_toy(family, out, size, seed)
         typer.echo(f"{out}: {family}, {parameters / 1e6:.2f} million parameters")
@@ -74,7 +72,7 @@ def calculator_data(
 ) -> None:
     """Write the calculator task: problems to train and evaluate on, and conversations for the cold start."""
     with exit_codes():
-        from slimrl_tools.calculator_data import write_calculator_data
+        from slimrl_tools.toy.calculator_data import write_calculator_data
 
         write_calculator_data(
             out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations

@@ -1,4 +1,4 @@
-"""Exit codes of every `slimrl-tools` command: 0 done, 2 the user's input was refused, 1 it failed."""
+"""Exit codes of every `slimrl-tools` command: 0 done, 2 input refused, 1 failed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ import typer
 
 
 class CheckFailed(Exception):
-    """What a command wrote is not what it should be; nothing of the user's input is at fault."""
+    """A command wrote a wrong result; the input is not at fault."""
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn what a command raises into one message on stderr and an exit code."""
+    """Turn a command's exception into a message on stderr and an exit code."""
     try:
         yield
     except ValueError as error:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 def imports_uncollected() -> Iterator[None]:
     """For the imports of a command, which make half a million objects that stay until the end.
 
-    Collections would walk through them while they are made, after that, and once more when Python ends: a quarter of
-    what a command takes to start and end. So there are none meanwhile, and later ones leave these objects alone.
+    Collections would walk them during the imports, later, and when Python exits: a quarter of a command's time to start
+    and end. So there are none in the block, and later ones skip these objects.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Any checkpoint by its path: which format it has, where its parts lie, and a reader of its tensors.
+"""Finds out the format of the checkpoint at a path, and opens a reader of its tensors.
 
 | format | what the folder holds |
 |---|---|
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slimrl.checkpoints.checkpoint_reader import CheckpointReader
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.safetensors_folder import INDEX_NAME
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, architecture_of, check_architecture
-from slimrl.models.checkpoint_reader import CheckpointReader
-from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.hf_config import read_hf_config
-from slimrl.models.safetensors_folder import INDEX_NAME
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """What lies at a path."""
+    """A checkpoint of a known format."""
 
     format: Literal["huggingface", "torch_dist"]
     path: Path
-    """Folder that holds the tensors; below the given one for a run's checkpoint."""
+    """Folder of the tensors; `trainer` in a run's checkpoint."""
     hf_dir: Path | None
-    """Folder with the model's config.json; None where a torch_dist checkpoint was saved without."""
+    """Folder with the model's config.json; None if a torch_dist checkpoint has none."""
 
     def hf_config(self) -> dict[str, Any]:
         """The model's config.json.
@@ -40,75 +40,66 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(path: Path, hf_dir: Path | None = None) -> FoundCheckpoint:
-    """The checkpoint at a path, told by the files in it; no tensor is read.
+    """The checkpoint at a path, recognised by its files; reads no tensor.
 
     Args:
-        hf_dir: folder with the config.json of a torch_dist checkpoint, instead of its own if it has one.
+        hf_dir: folder with config.json, which replaces a torch_dist checkpoint's own.
 
     Raises:
-        ValueError: no checkpoint is there, saying what is there instead and what to give.
+        ValueError: no checkpoint, with what is there instead and what to give.
     """
     if not path.is_dir():
         raise ValueError(f"{path}: {'a file' if path.exists() else 'no such folder'}; a checkpoint is a folder")
     for folder in (path, path / "trainer"):
         if (folder / ".metadata").is_file():
-            beside = folder / HF_SUBFOLDER
-            own = beside if (beside / "config.json").is_file() else None
+            hf = folder / HF_SUBFOLDER
+            own = hf if (hf / "config.json").is_file() else None
             return FoundCheckpoint(format="torch_dist", path=folder, hf_dir=hf_dir or own)
     if (path / INDEX_NAME).is_file() or (path / "model.safetensors").is_file():
         return FoundCheckpoint(format="huggingface", path=path, hf_dir=path)
     raise ValueError(f"{path}: {_what_is_there(path)}")
 
 
-def open_checkpoint(path: Path, hf_dir: Path | None = None) -> CheckpointReader:
+def open_found(found: FoundCheckpoint) -> CheckpointReader:
     """A reader of the tensors of a checkpoint in any format, under their Hugging Face names.
 
     Raises:
-        ValueError: no checkpoint is there, or it is broken.
-    """
-    return open_found(find_checkpoint(path, hf_dir))
-
-
-def open_found(found: FoundCheckpoint) -> CheckpointReader:
-    """The same of a checkpoint that was found already.
-
-    Raises:
-        ValueError: it is broken, or says itself that it is of another model than its config.json.
+        ValueError: it is broken, or its own architecture does not match config.json.
     """
     if found.format == "huggingface":
         return open_hf_checkpoint(found.path)
     # Imports Megatron, which takes seconds.
-    from slimrl.trainer.torch_dist import TorchDistCheckpoint
+    from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint
 
     check_model(found)
     return TorchDistCheckpoint(found.path, found.hf_config())
 
 
 def check_model(found: FoundCheckpoint) -> None:
-    """Whether a torch_dist checkpoint is of the model of its config.json, where it says of which it is.
+    """Compare the architecture that a torch_dist checkpoint records, if it does, with config.json.
 
-    Tensors do not tell: 4 heads of 16 have the shapes of 8 heads of 8, and are laid out otherwise.
+    Shapes do not tell: 4 heads of 16 have the shapes of 8 heads of 8, in another layout.
 
     Raises:
-        ValueError: naming every fact that differs.
+        ValueError: with all differences.
     """
     if (found.path / FACTS_FILE).is_file():
         check_architecture(found.path, architecture_of(found.hf_config()))
 
 
 def _what_is_there(path: Path) -> str:
-    """Of a folder that is no checkpoint."""
+    """Description of a folder that is no checkpoint, for an error."""
     below = [
         folder.relative_to(path)
         for folder in (path / "export" / "hf", *sorted(path.glob("checkpoints/step_*")), *sorted(path.glob("step_*")))
         if folder.is_dir()
     ]
     if below:
-        return f"not a checkpoint itself; it holds {', '.join(map(str, below))}: give one of these"
+        return f"no checkpoint, but it holds {', '.join(map(str, below))}: give one of these"
     if any(path.glob("pytorch_model*.bin")) or any(path.glob("*.pth")):
-        return "weights in pickle files, which are not read; save them as safetensors first"
+        return "pickle files are not supported; save the weights as safetensors first"
     if any(path.glob("*.gguf")):
-        return "a GGUF file, which is not read; give the Hugging Face checkpoint that it was made of"
+        return "GGUF is not supported; give the Hugging Face checkpoint from which it was made"
     if (path / "config.json").is_file():
         return f"config.json, but neither {INDEX_NAME} nor model.safetensors"
     return "no checkpoint: neither config.json with safetensors, nor .metadata (torch_dist), nor trainer/ (of a run)"

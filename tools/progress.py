@@ -1,9 +1,9 @@
-"""A progress bar with bytes per second, on stderr; without a terminal it is silent until its last line."""
+"""A progress bar with bytes per second, on stderr; without a terminal only its last line is printed."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -11,12 +11,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from slimrl.observability.terminal import plain_console
 
 Advance = Callable[[int], None]
-"""Counts some more bytes as done; from any thread."""
+"""Adds to the bytes that are done; thread-safe."""
 
 
 @contextmanager
 def byte_progress(title: str, total_bytes: int) -> Iterator[Advance]:
-    """A bar that runs to `total_bytes`, and a line with the bytes and their rate when the block ends without error."""
+    """A bar up to `total_bytes`; if the block ends without error, a line with the bytes and their rate."""
     console = plain_console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -25,17 +25,9 @@ def byte_progress(title: str, total_bytes: int) -> Iterator[Advance]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    started, done, lock = time.monotonic(), 0, threading.Lock()
+    started = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total_bytes)
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            with lock:
-                done += nbytes
-            progress.advance(task, nbytes)
-
-        yield advance
-    seconds = max(time.monotonic() - started, 1e-6)
+        yield partial(progress.advance, progress.add_task(title, total=total_bytes))
+    seconds, done = max(time.monotonic() - started, 1e-6), int(progress.tasks[0].completed)
     rate = decimal(int(done / seconds))
     console.print(f"{title}: {decimal(done)} in {seconds:.1f} s, {rate}/s")

@@ -1,7 +1,7 @@
-"""The calculator tool: exact arithmetic on what an expression says, nothing else evaluated.
+"""The calculator tool: exact arithmetic, without running other code.
 
-Numbers are fractions, so integers of any size and decimals are exact; sizes are bounded, so that no expression takes
-long or answers with a page of digits.
+Numbers are fractions, so integers and decimals are exact. Their size is bounded, so no expression takes long or has a
+page of digits as its answer.
 """
 
 import ast
@@ -14,9 +14,9 @@ from slimrl.agent.tools import ToolError
 
 MAX_CHARACTERS = 400
 MAX_BITS = 4096
-"""Of the numerator and of the denominator of every intermediate value; 1234 decimal digits."""
+"""Limit of the numerator and the denominator of every intermediate value; 1234 decimal digits."""
 DECIMALS = Context(prec=15)
-"""Significant digits of an answer that is no integer."""
+"""Significant digits of an answer that is not an integer."""
 
 
 def calculator(expression: str) -> str:
@@ -47,22 +47,10 @@ def _evaluate(node: ast.expr, expression: str) -> Fraction:
             return _evaluate(operand, expression)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, expression)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_evaluate(left, expression), _evaluate(right, expression))
         case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATIONS:
             return _apply(_OPERATIONS[type(symbol)], _evaluate(left, expression), _evaluate(right, expression))
         case _:
             raise ToolError("invalid expression")
-
-
-_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 
 
 def _number(text: str | None) -> Fraction:
@@ -77,9 +65,12 @@ def _number(text: str | None) -> Fraction:
 
 def _apply(operation: Callable[[Fraction, Fraction], Fraction | int], left: Fraction, right: Fraction) -> Fraction:
     try:
-        return _bounded(Fraction(operation(left, right)))
+        value = Fraction(operation(left, right))
     except ZeroDivisionError as error:
         raise ToolError("division by zero") from error
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ToolError("the numbers are too large")
+    return value
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -88,12 +79,15 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if bits > 1 and bits * abs(exponent.numerator) > MAX_BITS:
         raise ToolError("the numbers are too large")
-    if base == 0 and exponent < 0:
-        raise ToolError("division by zero")
-    return _bounded(Fraction(base**exponent.numerator))
+    return base**exponent.numerator
 
 
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise ToolError("the numbers are too large")
-    return value
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}

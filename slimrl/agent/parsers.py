@@ -1,12 +1,11 @@
-"""Reads tool calls in what the model wrote. A malformed call is a value, not an exception: the model is told of it."""
+"""Tool calls in a model's text. A malformed call is a value, not an exception: the model reads the problem."""
 
 import inspect
-import json
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from slimrl.config.schema import ParserName
+from slimrl.config.package_fields import tool_call_parsers
 from slimrl.data.import_path import resolve
 
 
@@ -16,82 +15,70 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
+    """As the model wrote it, if its format has ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MalformedCall:
-    """Something that was meant as a call."""
+    """Text that was meant as a call."""
 
     problem: str
-    """Said to the model."""
+    """An error message for the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedTurn:
-    """One assistant turn."""
+    """One assistant turn, without its thinking."""
 
     content: str
     """The text outside the calls."""
     calls: list[ToolCall | MalformedCall]
-    """In the order in which they were written."""
+    """In the order of the text."""
 
 
 @runtime_checkable
 class Parser(Protocol):
-    """How one family of models writes tool calls."""
+    """The tool-call syntax of one family of models."""
 
     close_marker: str
-    """What closes a call; a turn may be stopped at it."""
+    """The text that closes a call; a turn may be stopped at it. Empty if there is none."""
 
     def parse(self, text: str) -> ParsedTurn: ...
 
 
-class HermesParser:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen models write."""
+class NoCalls:
+    """For models without tools: whatever they write is their answer."""
 
-    close_marker = "</tool_call>"
-    _call = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+    close_marker = ""
 
     def parse(self, text: str) -> ParsedTurn:
-        calls = [self._read(match) for match in self._call.finditer(text)]
-        content = self._call.sub("", text)
-        if self.close_marker in content:
-            content = content.replace(self.close_marker, "")
-            calls.append(MalformedCall(problem="malformed tool call: nothing opened it"))
-        return ParsedTurn(content=content.strip(), calls=calls)
-
-    def _read(self, match: re.Match[str]) -> ToolCall | MalformedCall:
-        if not match.group(0).endswith(self.close_marker):
-            return MalformedCall(problem="malformed tool call: not closed")
-        try:
-            value = json.loads(match.group(1))
-        except (json.JSONDecodeError, RecursionError):
-            return MalformedCall(problem="malformed tool call: not JSON")
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return MalformedCall(problem="malformed tool call: no name")
-        arguments = value.get("arguments", {})
-        if not isinstance(arguments, dict):
-            return MalformedCall(problem="malformed tool call: arguments are no object")
-        return ToolCall(name=value["name"], arguments=arguments)
+        return ParsedTurn(content=text.strip(), calls=[])
 
 
-_PARSERS: dict[ParserName, type[Parser]] = {ParserName.hermes: HermesParser}
+def make_parser(name: str, schemas: Sequence[dict[str, Any]]) -> Parser:
+    """SGLang's parser of that name, or the result of calling the function or class at that import path.
 
-
-def make_parser(name: str) -> Parser:
-    """The parser of that name, or what the function or class at that import path gives when it is called.
+    Args:
+        schemas: of the tools, which SGLang's parsers read types and names from.
 
     Raises:
-        ValueError: the path names nothing, or what makes no parser.
+        ValueError: there is no such parser, function or class, or it does not return a parser.
     """
     if ":" not in name:
-        return _PARSERS[ParserName(name)]()
+        if name not in tool_call_parsers():
+            raise ValueError(
+                f"{name}: the installed SGLang has no such parser; it has {', '.join(tool_call_parsers())}"
+            )
+        from slimrl.agent.sglang_parser import SGLangParser  # its imports take a second
+
+        return SGLangParser(name, schemas)
     make = resolve(name, classes=True)
     try:
         inspect.signature(make).bind()
     except TypeError as error:
-        raise ValueError(f"{name}: it is called without arguments: {error}") from error
+        raise ValueError(f"{name}: must be callable without arguments: {error}") from error
     parser = make()
     if not isinstance(parser, Parser):
-        raise ValueError(f"{name} gives no parser but {type(parser).__name__}; one has close_marker and parse(text)")
+        raise ValueError(f"{name} returns {type(parser).__name__}; a parser has close_marker and parse(text)")
     return parser

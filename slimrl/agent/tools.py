@@ -1,8 +1,8 @@
 """Tools: plain Python functions that the model may call by name.
 
-A function's annotations and docstring (Google style, with an `Args:` section) make the JSON schema that the model is
-shown. A synchronous function runs in a thread of its own, so that one that hangs holds up neither the others nor the
-end of the process; Python cannot end it, though, and it goes on in the background when its deadline has passed.
+A function's annotations and docstring (Google style, with an `Args:` section) become the JSON schema that the model
+sees. A synchronous function runs in its own thread, so one that hangs blocks neither the others nor the end of the
+process. Python cannot end the thread: after its deadline it continues in the background.
 """
 
 import asyncio
@@ -19,30 +19,33 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 from slimrl.data.import_path import resolve
 from slimrl.data.threads import in_thread, reportable
 
+ELLIPSIS = " ... "
+"""Replaces the middle of a result that is too long."""
+
 
 class ToolError(Exception):
-    """A call that cannot be answered; the model is told why and goes on."""
+    """A call that cannot be answered; the model reads the message and continues."""
 
 
-class ToolBroken(Exception):
-    """A tool failed in a way that it did not foresee; the trajectory is worthless."""
+class ToolCrash(Exception):
+    """A tool raised an unexpected exception; the trajectory fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """One function that the model may call."""
+    """A function that the model may call."""
 
     name: str
     function: Callable[..., Any]
     schema: dict[str, Any]
-    """As the chat template takes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    """For the chat template: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
-    """A tool of a function.
+    """Make a tool from a function.
 
     Raises:
-        ValueError: it is no function, or its annotations or its docstring do not say enough for a schema.
+        ValueError: it is not a function, or its annotations and docstring are not enough for a schema.
     """
     if not inspect.isroutine(function):
         raise ValueError(f"{function!r}: a tool is a function")
@@ -61,7 +64,7 @@ class ToolBox:
     """The tools of a run.
 
     Args:
-        tools: in the order in which the model is shown them.
+        tools: in the order in which the model sees them.
 
     Raises:
         ValueError: two of them have one name.
@@ -74,7 +77,7 @@ class ToolBox:
 
     @classmethod
     def from_import_paths(cls, paths: Sequence[str]) -> "ToolBox":
-        """Raises ValueError for a path that names no function, or one that makes no tool."""
+        """Raises ValueError for a path that names no function, or a function that is not fit for a tool."""
         return cls([make_tool(resolve(path)) for path in paths])
 
     @property
@@ -85,9 +88,8 @@ class ToolBox:
         """The tool's answer as text (`str` of what the function returns).
 
         Raises:
-            ToolError: no such tool, arguments that do not fit, the tool's own ToolError or ValueError, or no answer
-                in time.
-            ToolBroken: the tool raised anything else.
+            ToolError: an unknown tool, wrong arguments, the tool's own ToolError or ValueError, or no answer in time.
+            ToolCrash: the tool raised anything else.
         """
         tool = self._tools.get(name)
         if tool is None:
@@ -100,27 +102,34 @@ class ToolBox:
         else:
             running = in_thread(call)
         try:
-            await asyncio.wait([running], timeout=timeout_s)
+            done, _ = await asyncio.wait([running], timeout=timeout_s)
         finally:
-            done = running.done()
-            if not done:
-                running.cancel()
+            # Does nothing to a call that has ended.
+            running.cancel()
         if not done:
             raise ToolError(f"{name} gave no answer within {timeout_s:g} s")
         return _answer(name, running)
+
+
+def shortened(text: str, limit: int) -> str:
+    """A result of at most `limit` characters, without its middle if it was longer."""
+    if len(text) <= limit:
+        return text
+    head = (limit - len(ELLIPSIS)) // 2
+    return text[:head] + ELLIPSIS + text[len(text) - (limit - len(ELLIPSIS) - head) :]
 
 
 async def _await(call: Callable[[], Awaitable[Any]]) -> Any:
     try:
         return await call()
     except SystemExit as error:
-        # A task that ends by it ends the event loop, and the run with it.
+        # A SystemExit in a task would end the event loop, and the run with it.
         raise reportable(error) from error
 
 
 def _answer(name: str, done: "asyncio.Future[Any]") -> str:
     if done.cancelled():
-        raise ToolBroken(f"tool {name}: it cancelled itself")
+        raise ToolCrash(f"tool {name}: cancelled itself")
     error = done.exception()
     match error:
         case None:
@@ -131,4 +140,4 @@ def _answer(name: str, done: "asyncio.Future[Any]") -> str:
         case ToolError() | ValueError():
             raise ToolError(str(error)) from error
         case _:
-            raise ToolBroken(f"tool {name}: {error!r}") from error
+            raise ToolCrash(f"tool {name}: {error!r}") from error

@@ -1,48 +1,62 @@
-"""The tokens of one trajectory as they come in, and the Segment that they make."""
+"""Collects the tokens of one trajectory into a Segment."""
 
 import numpy as np
 
-from slimrl.data.protocols import GenerateResult
+from slimrl.data.engine import GenerateResult
 from slimrl.data.trajectory import Segment
 
 
 class Transcript:
-    """Prompt, sampled turns and tool results in order, as token ids that are never changed again."""
+    """Token ids of prompt, sampled turns and tool results in order. Tokens are only ever appended.
 
-    def __init__(self, prompt_tokens: list[int]) -> None:
+    Args:
+        num_turns: assistant turns before this segment.
+    """
+
+    def __init__(self, prompt_tokens: list[int], num_turns: int = 0) -> None:
         self.tokens: list[int] = list(prompt_tokens)
         self._mask: list[bool] = [False] * len(prompt_tokens)
         self._logprobs: list[float] = [0.0] * len(prompt_tokens)
         self._versions: list[int] = [-1] * len(prompt_tokens)
         self._turns: list[int] = [-1] * len(prompt_tokens)
         self._experts: list[np.ndarray] = []
-        self._num_expert_rows = 0
-        self.num_turns = 0
+        self.num_turns = num_turns
         """Assistant turns so far."""
 
-    def add_turn(self, result: GenerateResult) -> None:
-        """Append what the policy sampled in reply to all tokens so far."""
+    def add_turn(self, result: GenerateResult, *, goes_on: bool = False) -> None:
+        """Append what the policy sampled in reply to all tokens so far.
+
+        Args:
+            goes_on: it belongs to the last turn.
+        """
+        self.num_turns += not goes_on
         count = len(result.tokens)
         assert len(result.logprobs) == count, "one log-prob per sampled token"
         self._append(
-            result.tokens, mask=True, logprobs=result.logprobs, version=result.weight_version, turn=self.num_turns
+            result.tokens, mask=True, logprobs=result.logprobs, version=result.weight_version, turn=self.num_turns - 1
         )
-        self.num_turns += 1
-        self._add_experts(result.routed_experts)
+        if (experts_TLK := result.routed_experts) is not None:
+            assert len(experts_TLK) <= len(self.tokens), "more rows of experts than tokens"
+            # Rows of earlier turns are kept: a token's first pass is the one that sampled the token after it.
+            self._experts.append(experts_TLK[sum(map(len, self._experts)) :].astype(np.int16))
 
     def add_tool_results(self, tokens: list[int]) -> None:
-        """Append what answers the turn that was added last."""
+        """Append the answers to the last turn."""
         self._append(tokens, mask=False, logprobs=[0.0] * len(tokens), version=-1, turn=self.num_turns - 1)
 
     def segment(self) -> Segment:
-        """Everything so far."""
+        """All tokens so far."""
+        experts = None
+        if self._experts:
+            missing = len(self.tokens) - sum(map(len, self._experts))
+            experts = np.concatenate([*self._experts, np.full((missing, *self._experts[0].shape[1:]), -1, np.int16)])
         return Segment(
             tokens=np.array(self.tokens, np.int32),
             loss_mask=np.array(self._mask, np.bool_),
             rollout_logprobs=np.array(self._logprobs, np.float32),
             weight_versions=np.array(self._versions, np.int32),
             turn_ids=np.array(self._turns, np.int16),
-            routed_experts=self._all_experts(),
+            routed_experts=experts,
         )
 
     def _append(self, tokens: list[int], *, mask: bool, logprobs: list[float], version: int, turn: int) -> None:
@@ -52,19 +66,3 @@ class Transcript:
         self._logprobs += logprobs
         self._versions += [version] * count
         self._turns += [turn] * count
-
-    def _add_experts(self, experts_TLK: np.ndarray | None) -> None:
-        """Keep the rows that no earlier turn gave: a token's first pass is the one that sampled what follows it."""
-        if experts_TLK is None:
-            return
-        assert len(experts_TLK) <= len(self.tokens), "more rows of experts than tokens"
-        new = experts_TLK[self._num_expert_rows :]
-        self._experts.append(new.astype(np.int16))
-        self._num_expert_rows += len(new)
-
-    def _all_experts(self) -> np.ndarray | None:
-        if not self._experts:
-            return None
-        missing = len(self.tokens) - self._num_expert_rows
-        shape = self._experts[0].shape[1:]
-        return np.concatenate([*self._experts, np.full((missing, *shape), -1, np.int16)])

@@ -1,4 +1,4 @@
-"""Advantages of trajectories from the rewards of their group. Grouping is by group id, never by position or count."""
+"""Advantages of trajectories within their groups: GRPO, Dr. GRPO, RLOO. Groups follow the group id, never position."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,25 +9,8 @@ STD_EPSILON = 1e-6
 """Added to the standard deviation of a group."""
 
 
-def groups_of(group_ids_N: Sequence[str]) -> dict[str, list[int]]:
-    """Indices of the members of each group, in order of first appearance."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for index, group_id in enumerate(group_ids_N):
-        groups[group_id].append(index)
-    return dict(groups)
-
-
-def zero_variance_groups(rewards_N: Sequence[float], group_ids_N: Sequence[str]) -> set[str]:
-    """Groups whose rewards are all equal; every advantage in them is 0."""
-    return {
-        group_id
-        for group_id, members in groups_of(group_ids_N).items()
-        if len({float(rewards_N[i]) for i in members}) == 1
-    }
-
-
 def group_advantages(rewards_N: Sequence[float], group_ids_N: Sequence[str], kind: str) -> np.ndarray:
-    """Advantages float32 [N] against the own group.
+    """Advantage of each trajectory within its group, float32 [N].
 
     Args:
         rewards_N: finite rewards.
@@ -46,7 +29,7 @@ def group_advantages(rewards_N: Sequence[float], group_ids_N: Sequence[str], kin
     advantages = np.zeros(len(rewards), np.float64)
     for group_id, members in groups_of(group_ids_N).items():
         if len(members) == 1:
-            raise ValueError(f"group {group_id!r} has one trajectory: there is no baseline to compare it with")
+            raise ValueError(f"group {group_id!r} has one trajectory, so there is no baseline")
         own = rewards[members]
         centred = own - own.mean()
         if kind == "grpo":
@@ -55,3 +38,11 @@ def group_advantages(rewards_N: Sequence[float], group_ids_N: Sequence[str], kin
             centred = centred * len(own) / (len(own) - 1)
         advantages[members] = centred
     return advantages.astype(np.float32)
+
+
+def groups_of(group_ids_N: Sequence[str]) -> dict[str, list[int]]:
+    """Indices of the members of each group, in order of first appearance."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, group_id in enumerate(group_ids_N):
+        groups[group_id].append(index)
+    return dict(groups)

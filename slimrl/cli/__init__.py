@@ -1,4 +1,4 @@
-"""The `slimrl` command. Exit codes: 0 done, 2 the user's input was refused, 1 it failed, 75 it made room (SIGUSR1)."""
+"""The `slimrl` command; cli/exit_codes.py has its exit codes."""
 
 import logging
 import os
@@ -9,11 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from slimrl.cli import config, launch, plan, resync, runs
-from slimrl.cli.exit_codes import PREEMPTED_EXIT_CODE
+from slimrl.cli import config, inspect_chat, launch, plan, resync, runs
+from slimrl.cli.exit_codes import exit_codes
 from slimrl.data.threads import end_process_if_calls_hang
-
-__all__ = ["PREEMPTED_EXIT_CODE", "app"]
 
 
 class _App(typer.Typer):
@@ -30,49 +28,52 @@ class _App(typer.Typer):
 app = _App(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(config_app, name="config")
-resync_app = typer.Typer(no_args_is_help=True, help="How the weights get from the trainer into the engines.")
+resync_app = typer.Typer(
+    no_args_is_help=True, help="Estimate or measure the transfer of weights from trainer to engines."
+)
 app.add_typer(resync_app, name="resync")
 launch_app = typer.Typer(no_args_is_help=True, help="Start a run on a cluster.")
 app.add_typer(launch_app, name="launch")
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "train": runs.train,
-    "sft": runs.sft,
-    "eval": runs.evaluate,
-    "rollout": runs.rollout,
-    "export": runs.export,
-    "report": runs.report,
-    "plan": plan.plan,
-}
-for name, command in COMMANDS.items():
-    app.command(name)(command)
-config_app.command("show")(config.show_settings)
-config_app.command("check")(config.check)
-config_app.command("schema")(config.schema)
-resync_app.command("estimate")(resync.estimate)
-resync_app.command("bench")(resync.bench)
-launch_app.command("slurm")(launch.slurm)
+COMMANDS: tuple[tuple[typer.Typer, str, Callable[..., None]], ...] = (
+    (app, "train", runs.train),
+    (app, "sft", runs.sft),
+    (app, "eval", runs.evaluate),
+    (app, "rollout", runs.rollout),
+    (app, "export", runs.export),
+    (app, "report", runs.report),
+    (app, "plan", plan.plan),
+    (app, "inspect-chat", inspect_chat.inspect_chat),
+    (config_app, "show", config.show_settings),
+    (config_app, "check", config.check),
+    (config_app, "schema", config.schema),
+    (resync_app, "estimate", resync.estimate),
+    (resync_app, "bench", resync.bench),
+    (launch_app, "slurm", launch.slurm),
+)
+for group, name, command in COMMANDS:
+    group.command(name)(exit_codes()(command))
 
 
-def _say_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"slimrl {version('slimrl')}")
         raise typer.Exit
 
 
 @app.callback()
-def _import_from_here(
+def _set_up(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Reinforcement learning for Mixture-of-Experts language models.
 
-    Exit codes: 0 done, 2 input refused, 1 failed, 75 stopped at SIGUSR1, to be queued again.
+    Exit codes: 0 done, 2 input refused, 1 failed, 75 preempted by SIGUSR1: queue it again to continue.
     """
-    # Import paths of a recipe may name modules that lie beside it.
+    # The import paths of a recipe may name modules in the working directory.
     sys.path.insert(0, os.getcwd())
-    # Until a run has a log file nothing is logged; without a handler errors would go to stderr, tracebacks and all.
+    # Nothing is logged before a run has its log file. Without a handler Python would print errors to stderr.
     logging.getLogger().addHandler(logging.NullHandler())
 
 

@@ -1,15 +1,13 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options of several commands."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-COMMANDS_WITH_RECIPES = ("train", "sft", "eval", "rollout")
-
 
 def _check_address(address: str | None) -> str | None:
-    """`auto` is refused too: it may find somebody else's cluster."""
+    """Refuse anything but HOST:PORT, `auto` included: Ray might find somebody else's cluster."""
     if address is not None:
         host, _, port = address.rpartition(":")
         if not host or "/" in host or not port.isdigit():
@@ -19,6 +17,12 @@ def _check_address(address: str | None) -> str | None:
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the recipe.")]
+ForCommand = Annotated[
+    Literal["train", "sft", "eval", "rollout"] | None,
+    typer.Option(
+        "--command", help="Command to read the recipe for; by default sft if it sets sft.max_tokens, else train."
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")]
 ResumeOrStart = Annotated[
     bool,
@@ -29,23 +33,30 @@ Job = Annotated[
     str | None,
     typer.Option(
         metavar="ID",
-        help="Queued job that this is an attempt of: a run that it began is continued, "
-        "--resume and --overwrite are about runs of others.",
+        help="Queued job of this attempt. A run that the job began is continued; "
+        "--resume and --overwrite apply to runs of other jobs.",
     ),
 ]
 CheckpointLog = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Gets a line with the step that the run goes on from, `none` for a new one, then one for each checkpoint.",
+        help="File that gets a line with the step at which the run continues (`none` for a new one), then a line with "
+        "the step of each checkpoint.",
     ),
 ]
+GpusPerNode = Annotated[
+    int, typer.Option(help="GPUs of a node; trainer ranks and engines fill one node after the other.")
+]
+NvlinkGbPerS = Annotated[float, typer.Option(help="Bandwidth of a GPU to its node's other GPUs, each way.")]
+NetworkGbPerS = Annotated[float, typer.Option(help="Bandwidth of a GPU's network adapter, each way.")]
+ToJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RayAddress = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
         envvar="SLIMRL_RAY_ADDRESS",
         callback=_check_address,
-        help="Head node of the Ray cluster to run on; without it the run starts one of its own on this machine.",
+        help="Head node of the Ray cluster to run on; by default the run starts its own Ray on this machine.",
     ),
 ]

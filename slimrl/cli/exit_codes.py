@@ -1,4 +1,4 @@
-"""How commands end: 0 done, 2 the user's input was refused, 1 it failed, 75 it made room (SIGUSR1)."""
+"""Exit codes of commands: 0 done, 2 the user's input was refused, 1 failed, 75 preempted by SIGUSR1."""
 
 import logging
 from collections.abc import Iterator
@@ -8,15 +8,13 @@ import typer
 
 from slimrl.observability.terminal import plain_console
 
-PREEMPTED_EXIT_CODE = 75
-"""Of a run that ended at SIGUSR1 and is to be queued again; EX_TEMPFAIL of sysexits.h."""
-
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turns what a command raises into one message and an exit code; everything known goes to the log."""
+    """Turn an exception of a command into one message and an exit code; the details go to the log."""
     from slimrl.launch.reports import LaunchError
-    from slimrl.runtime.errors import Interrupted, Preempted, RunError
+    from slimrl.launch.slurm import PREEMPTED
+    from slimrl.runtime.cluster.errors import Interrupted, Preempted, RunError
 
     errors = plain_console(stderr=True)
     try:
@@ -31,7 +29,7 @@ def exit_codes() -> Iterator[None]:
         raise typer.Exit(1) from None
     except Preempted as error:
         errors.print(str(error))
-        raise typer.Exit(PREEMPTED_EXIT_CODE) from None
+        raise typer.Exit(PREEMPTED) from None
     except KeyboardInterrupt as error:
         message = str(error) if isinstance(error, Interrupted) else "ended by SIGINT"
         logging.getLogger(__name__).info(message)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from slimrl.cli.arguments import CheckpointLog, Job, Overrides, Overwrite, RayAddress, Recipe, Resume, ResumeOrStart
-from slimrl.cli.exit_codes import exit_codes
+from slimrl.observability.run_folder import Opening
 
 
 def train(
@@ -21,42 +21,23 @@ def train(
     trajectories: Annotated[
         Path | None, typer.Option(help="Train on this trajectory file instead of rolling out; needs --steps.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="With --trajectories: how often to train on the file.")] = None,
+    steps: Annotated[int | None, typer.Option(help="With --trajectories: times to train on the file.")] = None,
 ) -> None:
     """Train with reinforcement learning."""
-    with exit_codes():
-        if (trajectories is None) != (steps is None):
-            raise ValueError("--trajectories and --steps go together.")
-        from slimrl.runtime import commands
+    if (trajectories is None) != (steps is None):
+        raise ValueError("--trajectories and --steps go together.")
+    from slimrl.runtime import commands
 
-        if trajectories is None or steps is None:
-            how = _resume(resume, resume_or_start, overwrite)
-            commands.train(
-                recipe,
-                overrides or [],
-                resume=how,
-                overwrite=overwrite,
-                job=job,
-                checkpoint_log=checkpoint_log,
-                ray_address=ray_address,
-            )
-            return
-        given = {
-            "--resume": resume,
-            "--resume-or-start": resume_or_start,
-            "--job": job,
-            "--checkpoint-log": checkpoint_log,
-        }
-        if refused := [name for name, value in given.items() if value]:
-            raise ValueError(f"{' and '.join(refused)} cannot go with --trajectories, which saves no checkpoints.")
-        commands.train_on_file(
-            recipe,
-            overrides or [],
-            trajectories=trajectories,
-            steps=steps,
-            overwrite=overwrite,
-            ray_address=ray_address,
-        )
+    if trajectories is None or steps is None:
+        how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
+        commands.train(recipe, overrides or [], ray_address=ray_address, **how)
+        return
+    given = {"--resume": resume, "--resume-or-start": resume_or_start, "--job": job, "--checkpoint-log": checkpoint_log}
+    if refused := [name for name, value in given.items() if value]:
+        raise ValueError(f"{' and '.join(refused)} cannot go with --trajectories, which saves no checkpoints.")
+    commands.train_on_file(
+        recipe, overrides or [], trajectories=trajectories, steps=steps, overwrite=overwrite, ray_address=ray_address
+    )
 
 
 def sft(
@@ -70,19 +51,10 @@ def sft(
     ray_address: RayAddress = None,
 ) -> None:
     """Train on conversations (supervised)."""
-    with exit_codes():
-        from slimrl.runtime import commands
+    from slimrl.runtime import commands
 
-        how = _resume(resume, resume_or_start, overwrite)
-        commands.sft(
-            recipe,
-            overrides or [],
-            resume=how,
-            overwrite=overwrite,
-            job=job,
-            checkpoint_log=checkpoint_log,
-            ray_address=ray_address,
-        )
+    how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
+    commands.sft(recipe, overrides or [], ray_address=ray_address, **how)
 
 
 def evaluate(
@@ -93,10 +65,9 @@ def evaluate(
     ray_address: RayAddress = None,
 ) -> None:
     """Measure a checkpoint on the recipe's evaluation sets."""
-    with exit_codes():
-        from slimrl.runtime import commands
+    from slimrl.runtime import commands
 
-        commands.evaluate(recipe, overrides or [], checkpoint=checkpoint, json_file=json_file, ray_address=ray_address)
+    commands.evaluate(recipe, overrides or [], checkpoint=checkpoint, json_file=json_file, ray_address=ray_address)
 
 
 def rollout(
@@ -105,11 +76,10 @@ def rollout(
     out: Annotated[Path, typer.Option(help="Trajectory file to write (JSONL).")] = ...,  # type: ignore[assignment]
     ray_address: RayAddress = None,
 ) -> None:
-    """Make one step's trajectories with model.path and write them to a file."""
-    with exit_codes():
-        from slimrl.runtime import commands
+    """Sample the trajectories of one step with model.path and write them to a file."""
+    from slimrl.runtime import commands
 
-        commands.rollout(recipe, overrides or [], out=out, ray_address=ray_address)
+    commands.rollout(recipe, overrides or [], out=out, ray_address=ray_address)
 
 
 def export(
@@ -119,32 +89,35 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = ...,  # type: ignore[assignment]
     ray_address: RayAddress = None,
 ) -> None:
-    """Turn a checkpoint of a run into a Hugging Face checkpoint."""
-    with exit_codes():
-        from slimrl.runtime import commands
+    """Convert a checkpoint of a run to a Hugging Face checkpoint."""
+    from slimrl.runtime import commands
 
-        commands.export(recipe, overrides or [], checkpoint=checkpoint, out=out, ray_address=ray_address)
+    commands.export(recipe, overrides or [], checkpoint=checkpoint, out=out, ray_address=ray_address)
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are seeds of one run.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are taken as seeds of one run.")
+    ],
     out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("curve.png"),
-    title: Annotated[str, typer.Option(help="Above the drawing.")] = "",
+    title: Annotated[str, typer.Option(help="Title of the figure.")] = "",
 ) -> None:
     """Draw the learning curve of one run, or of several seeds."""
-    with exit_codes():
-        from slimrl.observability.report import write_curve
-        from slimrl.observability.run_folder import RunFolder
+    from slimrl.observability.report import write_curve
+    from slimrl.observability.run_folder import RunFolder
 
-        missing = [str(run) for run in runs if not RunFolder(run).metrics.is_file()]
-        if missing:
-            raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
-        write_curve([RunFolder(run).metrics for run in runs], out, title)
-        typer.echo(f"curve: {out}")
+    missing = [str(run) for run in runs if not RunFolder(run).metrics.is_file()]
+    if missing:
+        raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
+    write_curve([RunFolder(run).metrics for run in runs], out, title)
+    typer.echo(f"curve: {out}")
 
 
-def _resume(resume: bool, resume_or_start: bool, overwrite: bool) -> bool | None:
-    """None for a run that is continued if there is one."""
+def _opening(
+    resume: bool, resume_or_start: bool, overwrite: bool, job: str | None, checkpoint_log: Path | None
+) -> Opening:
     if resume_or_start and (resume or overwrite):
         raise ValueError("--resume-or-start goes neither with --resume nor with --overwrite.")
-    return None if resume_or_start else resume
+    return Opening(
+        resume=None if resume_or_start else resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log
+    )

@@ -1,7 +1,7 @@
-"""All rules of a recipe: across its settings, against the model's config.json, and about the files that it names.
+"""All rules of a recipe: between its settings, against the model's config.json, and about the files that it names.
 
-Each rule is a pure function that yields (key, what is wrong). All of them run, and one error lists every violation.
-They apply to what load_recipe returns, before any process starts.
+Each rule is a pure function that yields (key, message). All rules run on the result of load_recipe before any process
+starts, and one error lists every violation.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.bounds import DIVISORS, bound_violations
+from slimrl.config.data_rules import data_violations
+from slimrl.config.environment import environment_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations
-from slimrl.config.hf_config import read_hf_config
+from slimrl.config.hf_config import num_experts, read_hf_config
+from slimrl.config.hub import cached, hub_model
 from slimrl.config.load import LoadedRecipe, is_needed, trains
-from slimrl.config.model_rules import model_violations, model_warnings, num_experts
+from slimrl.config.model_rules import model_violations, model_warnings
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.rollout_rules import (
     colocation_violations,
@@ -33,16 +36,23 @@ from slimrl.config.trainer_rules import (
 
 
 def file_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
-    """Files that the recipe names and that are not there; reads the file system."""
-    if is_needed("data.train", command) and not Path(recipe.data.train).is_file():
-        yield "data.train", f"{recipe.data.train}: no such file."
+    """Files of the recipe that do not exist; reads the file system."""
+    for name, path in recipe.data.train_files.items():
+        if is_needed("data.train", command) and not Path(path).is_file():
+            yield recipe.data.train_key(name), f"{path}: no such file."
     for name, path in recipe.data.eval.items():
         if is_needed("data.eval", command) and not Path(path).is_file():
             yield f"data.eval.{name}", f"{path}: no such file."
-    if not Path(recipe.model.path).is_dir():
+    if recipe.model.chat_template and not Path(recipe.model.chat_template).is_file():
+        yield "model.chat_template", f"{recipe.model.chat_template}: no such file."
+    hub = hub_model(recipe.model.path)
+    if hub is not None and cached(hub) is None:
+        said = f"no such folder, and {hub.model_id} is not whole in the cache of the Hugging Face Hub."
+        yield "model.path", f"{recipe.model.path}: {said} Run `hf download {hub.model_id}`."
+    elif hub is None and not Path(recipe.model.path).is_dir():
         yield "model.path", f"{recipe.model.path}: no such folder."
-    elif not (Path(recipe.model.path) / "config.json").is_file():
-        yield "model.path", f"{recipe.model.path} holds no config.json; a Hugging Face checkpoint is expected."
+    elif hub is None and not (Path(recipe.model.path) / "config.json").is_file():
+        yield "model.path", f"{recipe.model.path} has no config.json; a Hugging Face checkpoint is expected."
 
 
 def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
@@ -54,7 +64,7 @@ def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
 
 
 def recipe_warnings(recipe: Recipe) -> Iterator[Violation]:
-    """What runs, but is probably not meant."""
+    """Settings that are legal but probably not meant."""
     for name in ("clip_low", "clip_high"):
         value = getattr(recipe.algorithm, name)
         if recipe.algorithm.name is AlgorithmName.gspo and value > 1e-2:
@@ -68,7 +78,6 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     """Every violation and warning of a recipe, from its values alone.
 
     Args:
-        recipe: as load_recipe returns it.
         hf_config: the model's config.json, or None to leave out the rules that need it.
         command: rules for settings that this command does not read are left out.
     """
@@ -77,7 +86,8 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
         return [Problem(key=key, message=message) for key, message in violations]
     warnings: list[Violation] = []
     experts = 0 if hf_config is None else num_experts(hf_config) or 1
-    violations += eval_violations(recipe, command)
+    violations += [*eval_violations(recipe, command), *data_violations(recipe, command)]
+    violations += environment_violations(recipe, trainer=trains(command), engines=command not in ("sft", "export"))
     if trains(command):
         violations += layout_violations(recipe, experts)
         violations += megatron_violations(recipe)
@@ -105,20 +115,11 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     ]
 
 
-def check_loaded(loaded: LoadedRecipe, hf_config: dict[str, Any] | None = None) -> list[Problem]:
-    """Apply every rule, files and model included, to a loaded recipe.
-
-    Args:
-        hf_config: the model's config.json, for a command that needs none of the files that the recipe names.
-
-    Returns:
-        What is wrong and what is to be warned of; each problem says where its key was set.
-    """
-    recipe = loaded.recipe
-    problems: list[Problem] = []
-    if hf_config is None:
-        problems += [Problem(key=key, message=message) for key, message in file_violations(recipe, loaded.command)]
-    if hf_config is None and not any(problem.key == "model.path" for problem in problems):
+def check_loaded(loaded: LoadedRecipe) -> list[Problem]:
+    """Problems and warnings of every rule, files and model included, each with the place where its key was set."""
+    recipe, hf_config = loaded.recipe, None
+    problems = [Problem(key=key, message=message) for key, message in file_violations(recipe, loaded.command)]
+    if not any(problem.key == "model.path" for problem in problems):
         try:
             hf_config = read_hf_config(Path(recipe.model.path))
         except (ValueError, OSError) as error:

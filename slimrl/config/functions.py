@@ -1,6 +1,6 @@
-"""Import paths of a recipe, `module:function`, looked up in the source of their modules, of which nothing is run.
+"""Import paths of a recipe, `module:function`, looked up in the source of their modules without running it.
 
-What cannot be told so, as in a module without Python source or with names that appear only when it runs, is let be.
+A path is accepted if the source cannot decide: the module has no Python source, or makes names when it runs.
 """
 
 import ast
@@ -21,7 +21,7 @@ NO_CLASS = {
 
 
 def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
-    """Functions that their modules do not define, and classes where the recipe needs functions."""
+    """Functions that their modules do not define, and classes in place of functions."""
     for key, path, module, name in _import_paths(recipe, command):
         folder_or_file = _find(module)
         names = _defined_names(folder_or_file) if folder_or_file else None
@@ -57,7 +57,7 @@ def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str,
 
 
 def _find(module: str) -> Path | None:
-    """The file of a module, or the folder of a package without one; a file that holds no source stands for itself."""
+    """The file of a module, compiled ones included, or the folder of a package without a file."""
     first, *others = module.split(".")
     spec = importlib.util.find_spec(first)
     if spec is None:
@@ -76,7 +76,7 @@ def _find(module: str) -> Path | None:
 
 
 def _defined_names(file: Path) -> dict[str, ast.AST] | None:
-    """Names at the top of a module, each with what defines it last; None where its source does not tell them."""
+    """Names at the top level of a module -> their last definition; None if the source does not tell all of them."""
     if file.suffix != ".py":
         return None
     try:

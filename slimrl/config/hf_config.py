@@ -1,4 +1,4 @@
-"""The config.json of a Hugging Face checkpoint folder, read without torch."""
+"""The config.json of a Hugging Face checkpoint folder and the sizes in it, read without torch."""
 
 import json
 from pathlib import Path
@@ -21,3 +21,31 @@ def read_hf_config(model_path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: holds a {type(config).__name__}, not an object")
     return config
+
+
+def first_of(hf_config: dict[str, Any], *names: str) -> int:
+    """The first of these keys that is present and not null, else 0."""
+    return next((int(hf_config[name]) for name in names if hf_config.get(name) is not None), 0)
+
+
+def num_experts(hf_config: dict[str, Any]) -> int:
+    """Routed experts of a layer; 0 for a dense model."""
+    return first_of(hf_config, "num_experts", "n_routed_experts", "num_local_experts")
+
+
+def expert_columns(hf_config: dict[str, Any]) -> int:
+    """Intermediate size of a routed expert."""
+    return first_of(hf_config, "moe_intermediate_size", "intermediate_size")
+
+
+def shared_columns(hf_config: dict[str, Any]) -> int:
+    """Intermediate size of the shared experts together; 0 if there are none."""
+    own = first_of(hf_config, "shared_expert_intermediate_size")
+    return own or expert_columns(hf_config) * first_of(hf_config, "n_shared_experts")
+
+
+def num_kv_heads(hf_config: dict[str, Any]) -> int:
+    """Key-value heads; 0 for multi-latent attention, which has none of its own."""
+    if hf_config.get("kv_lora_rank"):
+        return 0
+    return first_of(hf_config, "num_key_value_heads", "num_attention_heads")

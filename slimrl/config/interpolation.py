@@ -1,12 +1,12 @@
 r"""`${...}` in a recipe stands for another setting, `${oc.env:NAME}` for a variable of the environment.
 
-`\${` writes the two characters themselves, as OmegaConf reads it: before `${` each pair of backslashes is one of them,
-and one that is left over makes what follows plain text.
+`\${` is the two characters themselves. As in OmegaConf, each pair of backslashes before `${` stands for one backslash,
+and a single one left over makes what follows plain text.
 """
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -23,7 +23,7 @@ OPENING = "${"
 LITERALLY = r"To write ${ itself, write \${."
 
 SHORTEST_SECRET = 6
-"""Characters of a value that is looked for in messages."""
+"""A shorter value of a variable is not hidden in messages."""
 
 _RESOLVER = "oc.env"
 _UNSET = "Environment variable"
@@ -38,18 +38,18 @@ def is_interpolated(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class FromEnvironment:
-    """What of a recipe is read from the environment, by itself or through other settings: it may be a secret.
+    """Settings that are read from the environment, directly or through other settings: they may be secrets.
 
-    Wherever settings are written down, its references stand in place of the values.
+    Wherever settings are written down, the references stand in place of the values.
     """
 
     references: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> the value as the recipe writes it."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Name -> value of the variables that were read."""
+    """Name -> value of each variable that was read."""
 
     def hide(self, text: str) -> str:
-        """A message with the variables' names for their values. Short values and numbers, which are none, stay."""
+        """The message with references in place of the variables' values; short values and numbers are no secrets."""
         for name, value in sorted(self.variables.items(), key=lambda item: -len(item[1])):
             if len(value) >= SHORTEST_SECRET and not _NUMBER.fullmatch(value):
                 for form in (value, repr(value)[1:-1]):
@@ -75,7 +75,7 @@ def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> tuple[d
                 value = OmegaConf.select(plain, key, throw_on_missing=True)
                 values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             except (OmegaConfBaseException, RecursionError) as error:
-                problems.append(_problem(entry, _reason(error)))
+                problems.append(_problem(entry, str(error).splitlines()[0]))
         if read:
             environment.references[key] = entry.value
             environment.variables.update(read)
@@ -101,49 +101,44 @@ def _noting_variables() -> Iterator[dict[str, str]]:
 
 
 def is_reference(value: Any) -> bool:
-    """Whether a value as a recipe writes it refers to something, anywhere in it."""
+    """Whether a value, as a recipe writes it, refers to something anywhere in it."""
     if isinstance(value, str):
         return _REFERENCE.search(value) is not None
-    if isinstance(value, dict):
-        return any(map(is_reference, value.values()))
-    return isinstance(value, list) and any(map(is_reference, value))
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(is_reference, items))
 
 
 def escaped(value: Any) -> Any:
-    """A value as a recipe writes it: read again, its texts are the same."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, list):
-        return [escaped(item) for item in value]
-    return {name: escaped(item) for name, item in value.items()} if isinstance(value, dict) else value
+    """The value as a recipe must write it to be read back with the same texts."""
+    return _map_texts(lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text), value)
 
 
 def without_openings(value: Any) -> Any:
-    """The value with `$` for each `${`: of the same type, and nothing that OmegaConf would follow."""
+    """The value with `$` for each `${`: of the same type, with nothing that OmegaConf would resolve."""
+    return _map_texts(lambda text: text.replace(OPENING, "$"), value)
+
+
+def _map_texts(function: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, str):
-        return value.replace(OPENING, "$")
+        return function(value)
     if isinstance(value, list):
-        return [without_openings(item) for item in value]
-    return {name: without_openings(item) for name, item in value.items()} if isinstance(value, dict) else value
+        return [_map_texts(function, item) for item in value]
+    return {k: _map_texts(function, item) for k, item in value.items()} if isinstance(value, dict) else value
 
 
 def _is_readable(entry: Entry, problems: list[Problem]) -> bool:
-    """Whether OmegaConf can read the value; it reads a whole recipe or nothing of it."""
+    """Whether OmegaConf can parse the value; one that it cannot makes it refuse the whole recipe."""
     if not is_interpolated(entry.value):
         return True
     try:
         OmegaConf.create({"value": entry.value})
     except GrammarParseError:
-        problems.append(_problem(entry, "${ begins a reference, and this is none"))
+        problems.append(_problem(entry, "${ begins a reference, and this is not one"))
         return False
     return True
 
 
-def _reason(error: Exception) -> str:
-    first = str(error).splitlines()[0].rstrip(".")
-    return first.removeprefix("KeyError raised while resolving interpolation: ").strip('"')
-
-
 def _problem(entry: Entry, reason: str) -> Problem:
+    reason = reason.rstrip(".").removeprefix("KeyError raised while resolving interpolation: ").strip('"')
     remedy = f"Set it, or give a default: ${{{_RESOLVER}:NAME,default}}." if reason.startswith(_UNSET) else LITERALLY
-    return Problem(where=entry.where, key=entry.key, message=f"{entry.value!r}: {reason}. {remedy}")
+    return entry.problem(f"{entry.value!r}: {reason}. {remedy}")

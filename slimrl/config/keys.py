@@ -1,4 +1,4 @@
-"""The keys of a recipe as the schema gives them: their types, which are sections, and the one that was meant."""
+"""The keys of a recipe, from the schema: their types, which are sections, and suggestions for misspelt ones."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,16 @@ from omegaconf import DictConfig, OmegaConf
 from slimrl.config.schema import Recipe
 
 EXTENDS = "extends"
-"""Key of a file that names the files which it takes over; no setting."""
+"""Key that names the files from which a file inherits; not a setting."""
 
 PASSTHROUGH = ("trainer.megatron", "rollout.sglang")
-FREE_SECTIONS = ("data.eval", *PASSTHROUGH)
+ENVIRONMENTS = ("trainer.env", "rollout.env")
+FREE_SECTIONS = (
+    *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),
+    "agent.chat_template_kwargs",
+    *ENVIRONMENTS,
+    *PASSTHROUGH,
+)
 """Sections whose keys the schema does not name."""
 
 
@@ -35,7 +41,7 @@ KEY_TYPES = _schema_types(Recipe, "")
 
 
 def default_config() -> DictConfig:
-    """The schema with its defaults, to be filled in."""
+    """A copy of the schema with its defaults."""
     return deepcopy(_default_config())
 
 
@@ -53,7 +59,10 @@ def is_known(key: str) -> bool:
 
 
 def meant_key(key: str) -> str | None:
-    """The key that was meant: one of this name elsewhere, else a sibling with a similar name, else any similar key."""
+    """The likely intended key: one with this name in any section, else a similar sibling.
+
+    For a key of an unknown section, else any similar key.
+    """
     parent, _, name = key.rpartition(".")
     if same_name := [other for other in KEY_TYPES if other.rpartition(".")[2] == name]:
         return get_close_matches(key, same_name, n=1, cutoff=0.0)[0]
@@ -61,6 +70,8 @@ def meant_key(key: str) -> str | None:
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
     if close := get_close_matches(name, siblings, n=1, cutoff=0.6):
         return siblings[close[0]]
+    if is_section(parent):
+        return None  # The whole key is close to any key of its own section.
     return next(iter(get_close_matches(key, known, n=1, cutoff=0.6)), None)
 
 
@@ -93,7 +104,7 @@ def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def nest(values: Iterable[tuple[str, Any]], into: dict[str, Any]) -> dict[str, Any]:
-    """Put (dotted key, value) pairs into a nested dict, which is changed and returned."""
+    """Set (dotted key, value) pairs in the nested dict `into`, and return it."""
     for key, value in values:
         *parents, name = key.split(".")
         section = into

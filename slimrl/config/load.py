@@ -2,9 +2,9 @@
 
 1. Read the file and, depth first, the files that it `extends`; a later value replaces an earlier one.
 2. Lay the overrides `a.b.c=value` over them.
-3. Refuse unknown keys, resolve `${...}`, convert each value to the type of its field, look for what is missing. A value
-   of a wrong type is left out, so that rules meet right ones only.
-4. Raise one RecipeError that lists everything found, or return the recipe and its provenance.
+3. Refuse unknown keys, resolve `${...}`, convert each value to the type of its field, look for missing values. A
+   passthrough value of a wrong type is left out, so that later rules only see values of the right type.
+4. Raise one RecipeError that lists every problem, or return the recipe and its provenance.
 """
 
 import dataclasses
@@ -19,7 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slimrl.config.interpolation import FromEnvironment, is_interpolated, resolve_entries, without_openings
 from slimrl.config.keys import (
+    ENVIRONMENTS,
     EXTENDS,
+    FREE_SECTIONS,
     KEY_TYPES,
     PASSTHROUGH,
     default_config,
@@ -33,7 +35,7 @@ from slimrl.config.keys import (
 from slimrl.config.passthrough import field_problem, passthrough_fields
 from slimrl.config.problems import Problem, RecipeError, suggestion
 from slimrl.config.schema import Recipe
-from slimrl.config.sources import read_file, read_override
+from slimrl.config.sources import read_file, read_overrides
 from slimrl.config.yaml_source import Entry, display_path
 
 Command = Literal[
@@ -46,13 +48,13 @@ NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("sft",),
     "train --trajectories": ("sft", "data", "eval"),
     "sft": ("algorithm", "rollout", "reward"),
-    "eval": ("steps", "algorithm", "trainer", "sft", "data.train"),
+    "eval": ("steps", "algorithm", "trainer", "sft", "data.train", "data.more", "data.weights"),
     "rollout": ("steps", "algorithm", "trainer", "sft", "data.eval"),
     "export": ("algorithm", "rollout", "agent", "reward", "resync", "data", "eval", "sft"),
     "resync estimate": ("steps", "algorithm", "agent", "reward", "data", "eval", "sft"),
     "resync bench": ("steps", "algorithm", "agent", "reward", "data", "eval", "sft"),
 }
-"""Sections and keys that a command does not read: mandatory values may be absent there, and then hold "???"."""
+"""Sections and keys that a command does not read. Mandatory values may be missing there, and are then "???"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,22 +70,21 @@ class LoadedRecipe:
     environment: FromEnvironment = field(default_factory=FromEnvironment)
 
     def where(self, key: str) -> str:
-        """Where a problem with this key lies; a default is one of the recipe that does not give another."""
+        """Where the key was set; for a default, the recipe that does not set it."""
         origin = self.provenance.get(key, self.path)
         return f"{self.path} ({DEFAULT})" if origin == DEFAULT else origin
 
     def problem(self, key: str, message: str, *, warning: bool = False) -> Problem:
-        """Of this recipe, without what the environment gave to it."""
+        """A problem with a key of this recipe, values from the environment hidden."""
         return Problem(key=key, message=self.environment.hide(message), where=self.where(key), warning=warning)
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), command: Command = "train") -> LoadedRecipe:
-    """Read a recipe and check it against the schema; nothing outside the recipe files is looked at.
+    """Read a recipe and check it against the schema; no other files are read.
 
     Args:
-        path: the recipe's YAML file.
         overrides: `a.b.c=value` each, the value in YAML; later ones win.
-        command: whose mandatory keys must be there.
+        command: its mandatory keys must be given.
 
     Raises:
         RecipeError: unknown keys, wrong types, missing values, broken YAML, all of them at once.
@@ -97,19 +98,17 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), command: Comman
 def read_recipe(
     path: Path | str, overrides: Sequence[str] = (), command: Command = "train"
 ) -> tuple[LoadedRecipe | None, list[Problem]]:
-    """As load_recipe, for a caller that has more to check: what can be read of a recipe, and what is wrong with it.
+    """As load_recipe, for a caller with more to check: the recipe, and its problems instead of an exception.
 
     Returns:
-        None for the recipe where the keys that it has are not all there and of their types.
+        The recipe, None if a key of the schema is unknown, missing or of a wrong type; and every problem.
     """
     path = Path(path)
     problems: list[Problem] = []
-    entries = list(read_file(path, (), "", problems))
-    for override in overrides:
-        entries += read_override(override, problems)
+    entries = [*read_file(path, (), "", problems), *read_overrides(overrides, problems)]
     known = {entry.key: entry for entry in entries if _check_key(entry, problems)}
     readable = all(p.key not in ("", EXTENDS) and (is_known(p.key) or meant_key(p.key) != EXTENDS) for p in problems)
-    _drop_sets(known, entries, problems)
+    _drop_nulls(known, entries, problems)
     values, environment = resolve_entries(known, problems)
     for key in _check_passthrough(known, values, problems):
         del values[key]
@@ -120,9 +119,13 @@ def read_recipe(
     shown = display_path(path)
     if readable:
         refused = {problem.key for problem in problems}
-        problems += _missing(OmegaConf.missing_keys(config) - refused, shown, command)
+        problems += [
+            Problem(where=shown, key=key, message=f"missing; `slimrl {command}` needs a value.")
+            for key in OmegaConf.missing_keys(config) - refused
+            if is_needed(key, command)
+        ]
     problems.sort(key=_place)
-    if not readable or any(is_known(problem.key) and not _passes_through(problem.key) for problem in problems):
+    if not readable or any(is_known(p.key) and p.key.rpartition(".")[0] not in PASSTHROUGH for p in problems):
         return None, problems
     literal = ((key, value) for key, value in values.items() if is_interpolated(value))
     recipe = _build(Recipe, nest(literal, cast(dict[str, Any], OmegaConf.to_container(config))))
@@ -132,24 +135,10 @@ def read_recipe(
 
 
 def intended_command(path: Path | str, overrides: Sequence[str] = ()) -> Command:
-    """`sft` for a recipe that gives `sft.max_tokens`, which that command alone needs, else `train`."""
+    """`sft` for a recipe that gives `sft.max_tokens`, which only that command needs, else `train`."""
     ignored: list[Problem] = []
-    entries = [*read_file(Path(path), (), "", ignored)]
-    for override in overrides:
-        entries += read_override(override, ignored)
+    entries = [*read_file(Path(path), (), "", ignored), *read_overrides(overrides, ignored)]
     return "sft" if any(entry.key == "sft.max_tokens" for entry in entries) else "train"
-
-
-def _passes_through(key: str) -> bool:
-    return key.startswith(tuple(section + "." for section in PASSTHROUGH))
-
-
-def _missing(keys: set[str], shown: str, command: Command) -> list[Problem]:
-    return [
-        Problem(where=shown, key=key, message=f"missing; `slimrl {command}` needs a value.")
-        for key in keys
-        if is_needed(key, command)
-    ]
 
 
 def _place(problem: Problem) -> tuple[str, int, str]:
@@ -172,28 +161,33 @@ def _check_key(entry: Entry, problems: list[Problem]) -> bool:
     """Whether the schema has the key; a section given a plain value is a problem too."""
     if not is_known(entry.key):
         meant = meant_key(entry.key)
-        message = "no such key." + (f" Did you mean {meant}?" if meant else "")
-        problems.append(Problem(where=entry.where, key=entry.key, message=message))
+        problems.append(entry.problem("no such key." + (f" Did you mean {meant}?" if meant else "")))
         return False
     if is_section(entry.key) and entry.value != {}:
-        message = f"is a section; expected keys below it, got {entry.value!r}."
-        problems.append(Problem(where=entry.where, key=entry.key, message=message))
+        problems.append(entry.problem(f"is a section; expected keys below it, got {entry.value!r}."))
         return False
     return not is_section(entry.key)
 
 
-def _drop_sets(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:
-    """Take out evaluation sets that are null in the end; such a one must have been given before."""
-    sets = {entry.key: entry for entry in entries if entry.key.startswith("data.eval.") and entry.value is not None}
-    for key in [key for key, entry in known.items() if key.startswith("data.eval.") and entry.value is None]:
+def _drop_nulls(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:
+    """Remove entries of the sections of `data` whose last value is null; each must have been given before that."""
+    given = {entry.key: entry for entry in entries if _is_named(entry.key) and entry.value is not None}
+    for key in [key for key, entry in known.items() if _is_named(key) and entry.value is None]:
         dropped = known.pop(key)
-        if key not in sets:
-            message = "null leaves out an inherited set, and none has this name." + suggestion(key, sets)
-            problems.append(Problem(where=dropped.where, key=key, message=message))
+        if key not in given:
+            what = "set" if key.startswith("data.eval.") else "entry"
+            reason = f"null leaves out an inherited {what}, and none has this name."
+            problems.append(dropped.problem(reason + suggestion(key, given)))
+
+
+def _is_named(key: str) -> bool:
+    """Whether a recipe chose the last part of the key, in a section of `data`."""
+    section = key.rpartition(".")[0]
+    return section in FREE_SECTIONS and section.startswith("data.")
 
 
 def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems: list[Problem]) -> list[str]:
-    """Keys of values that the installed packages do not take; each is a problem."""
+    """Keys of passthrough values that the installed packages refuse; each becomes a problem."""
     refused: list[str] = []
     for section in PASSTHROUGH:
         keys = [key for key in values if key.startswith(section + ".")]
@@ -207,14 +201,14 @@ def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems
             continue
         for key in keys:
             if message := field_problem(section, key.removeprefix(section + "."), values[key], fields):
-                problems.append(Problem(where=known[key].where, key=key, message=message))
+                problems.append(known[key].problem(message))
                 refused.append(key)
     return refused
 
 
 def _assign(config: Any, entry: Entry, value: Any, environment: FromEnvironment, problems: list[Problem]) -> None:
-    """Put a value into the structured config, which converts it to its field's type."""
-    annotation, reason = KEY_TYPES.get(entry.key), ""
+    """Set a value in the structured config, which converts it to its field's type."""
+    annotation, reason = _annotation(entry.key), ""
     fits = is_interpolated(entry.value) or not _is_other_scalar(annotation, value)
     try:
         if fits:
@@ -224,18 +218,25 @@ def _assign(config: Any, entry: Entry, value: Any, environment: FromEnvironment,
     if not fits:
         reference = environment.references.get(entry.key)
         message = _type_message(entry.key, annotation, value if reference is None else reference, reason)
-        message += "" if reference is None else " What the environment gives is not shown."
-        problems.append(Problem(where=entry.where, key=entry.key, message=message))
+        message += "" if reference is None else " The value from the environment is not shown."
+        problems.append(entry.problem(message))
+
+
+def _annotation(key: str) -> Any:
+    """Type of a key's value; None in a free section of any values."""
+    return str if key.rpartition(".")[0] in ENVIRONMENTS else KEY_TYPES.get(key)
 
 
 def _is_other_scalar(annotation: Any, value: Any) -> bool:
-    """Whether a recipe gives a word for a number or a boolean, or a boolean for a number.
+    """Whether a recipe gives a word for a number or a boolean, or a boolean for a number or a word.
 
-    OmegaConf would take `yes` for true, "1_000" for 1000 and true for 1. What comes out of `${...}` may be text, as
-    variables of the environment are.
+    OmegaConf would take `yes` for true, "1_000" for 1000, true for 1 and true for "True". It may convert the result of
+    `${...}`, because environment variables are text.
     """
     numbers = annotation in (int, float, int | None)
-    return (isinstance(value, str) and (numbers or annotation is bool)) or (isinstance(value, bool) and numbers)
+    return (isinstance(value, str) and (numbers or annotation is bool)) or (
+        isinstance(value, bool) and (numbers or annotation is str)
+    )
 
 
 def _type_message(key: str, annotation: Any, value: Any, reason: str) -> str:
@@ -251,7 +252,7 @@ def _type_message(key: str, annotation: Any, value: Any, reason: str) -> str:
 
 
 def _build(cls: type, values: dict[str, Any]) -> Any:
-    """A dataclass from a plain container; unlike OmegaConf.to_object it lets absent values be."""
+    """A dataclass from a plain container; unlike OmegaConf.to_object it accepts missing values."""
     hints = get_type_hints(cls)
     return cls(
         **{

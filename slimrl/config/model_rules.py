@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slimrl.config.divisors import fitting_text
+from slimrl.config.hf_config import expert_columns, first_of, num_experts, num_kv_heads, shared_columns
 from slimrl.config.load import trains
-from slimrl.config.problems import Violation
+from slimrl.config.problems import Violation, fitting_text
 from slimrl.config.schema import ParallelConfig, Recipe
 
 UNEVEN_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -17,21 +17,11 @@ UNEVEN_PIPELINE_FIELDS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Fields of `trainer.megatron` that lift the rule that layers divide evenly."""
-
-
-def first_of(config: dict[str, Any], *names: str) -> int:
-    """The first of these keys that the config has and that is not null, else 0."""
-    return next((int(config[name]) for name in names if config.get(name) is not None), 0)
-
-
-def num_experts(hf_config: dict[str, Any]) -> int:
-    """Routed experts of a layer; 0 for a dense model."""
-    return first_of(hf_config, "num_experts", "n_routed_experts", "num_local_experts")
+"""Fields of `trainer.megatron` that allow pipeline stages of unequal size."""
 
 
 def _must_divide(key: str, size: int, number: int, noun: str, fits: Callable[[int], bool]) -> Iterator[Violation]:
-    """`fits`: whether a size keeps all rules of the key, those of the ranks that there are too."""
+    """`fits`: whether a size keeps every rule of the key, those about the number of ranks included."""
     if number and number % size:
         yield key, f"{size} does not divide the model's {number} {noun}." + fitting_text(size, fits, number)
 
@@ -61,37 +51,32 @@ def model_warnings(recipe: Recipe, hf_config: dict[str, Any], command: str) -> I
         )
 
 
-def _cut_by_tensor(hf_config: dict[str, Any]) -> list[tuple[int, str]]:
-    """What tensor parallelism divides: how many and of what; 0 of what the model has not."""
-    heads, experts = first_of(hf_config, "num_attention_heads"), num_experts(hf_config)
-    cut = [(heads, "attention heads")]
-    if not hf_config.get("kv_lora_rank"):
-        # Megatron itself would cut within groups of heads; our weight maps lay out whole groups on a rank.
-        groups = first_of(hf_config, "num_key_value_heads") or heads
-        cut.append((groups, "key-value heads, which the trainer does not split"))
-    dense = first_of(hf_config, "intermediate_size")
-    if not experts:
-        return [*cut, (dense, "intermediate columns")]
-    shared = _expert_width(hf_config) * first_of(hf_config, "n_shared_experts")
-    cut.append((shared, "columns of the shared experts"))
-    if first_of(hf_config, "first_k_dense_replace"):
-        cut.append((dense, "columns of a dense layer"))
-    return cut
-
-
-def _expert_width(hf_config: dict[str, Any]) -> int:
-    return first_of(hf_config, "moe_intermediate_size", "intermediate_size")
-
-
 def _tensor(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    parallel, cut = recipe.trainer.parallel, _cut_by_tensor(hf_config)
+    parallel, experts = recipe.trainer.parallel, num_experts(hf_config)
+    dense_columns = first_of(hf_config, "intermediate_size")
+    # Megatron would split groups of query heads; slimrl's weight maps keep each group on one rank.
+    sharded = [
+        (first_of(hf_config, "num_attention_heads"), "attention heads"),
+        (num_kv_heads(hf_config), "key-value heads, which the trainer does not split"),
+    ]
+    if experts:
+        sharded.append((shared_columns(hf_config), "columns of the shared experts"))
+    if not experts or first_of(hf_config, "first_k_dense_replace"):
+        sharded.append((dense_columns, "columns of a dense layer" if experts else "intermediate columns"))
 
     def fits(size: int) -> bool:
         ranks = size * parallel.pipeline * parallel.context
-        return not (recipe.trainer.num_ranks % ranks or any(number % size for number, _ in cut))
+        return not (recipe.trainer.num_ranks % ranks or any(number % size for number, _ in sharded))
 
-    for number, noun in cut:
+    for number, noun in sharded:
         yield from _must_divide("trainer.parallel.tensor", parallel.tensor, number, noun, fits)
+    keys = first_of(hf_config, "linear_num_key_heads")
+    if keys % (parallel.tensor * parallel.context):
+        yield (
+            "trainer.parallel.context" if parallel.context > 1 else "trainer.parallel.tensor",
+            f"tensor {parallel.tensor} x context {parallel.context} = {parallel.tensor * parallel.context} does not "
+            f"divide the model's {keys} key heads of linear attention.",
+        )
 
 
 def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
@@ -102,16 +87,16 @@ def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
                 yield f"trainer.parallel.{name}", f"{getattr(parallel, name)}: the model has no experts. Use 1."
         return
 
-    def parts_fit(size: int) -> bool:
+    def ep_fits(size: int) -> bool:
         return not (experts % size or ranks % (size * parallel.expert_tensor * parallel.pipeline))
 
-    def columns_fit(size: int) -> bool:
-        return not (width % size or ranks % (size * parallel.expert * parallel.pipeline))
+    def etp_fits(size: int) -> bool:
+        return not (columns % size or ranks % (size * parallel.expert * parallel.pipeline))
 
-    width = _expert_width(hf_config)
-    yield from _must_divide("trainer.parallel.expert", parallel.expert, experts, "experts", parts_fit)
+    columns = expert_columns(hf_config)
+    yield from _must_divide("trainer.parallel.expert", parallel.expert, experts, "experts", ep_fits)
     key, noun = "trainer.parallel.expert_tensor", "columns of an expert"
-    yield from _must_divide(key, parallel.expert_tensor, width, noun, columns_fit)
+    yield from _must_divide(key, parallel.expert_tensor, columns, noun, etp_fits)
     if parallel.tensor > 1 and not parallel.sequence:
         yield "trainer.parallel.sequence", "a Mixture-of-Experts model with tensor above 1 needs sequence: true."
 
@@ -151,7 +136,7 @@ def _pipeline_text(recipe: Recipe, layers: int) -> str:
 
 
 def _last_stage(parallel: ParallelConfig, layers: int) -> str:
-    """The setting that gives the last stage what the others leave; empty if that is nothing."""
+    """The setting that gives the last stage the layers left over by the others; empty if none are left."""
     last = layers - -(-layers // parallel.pipeline) * (parallel.pipeline - 1)
     return f"trainer.megatron.num_layers_in_last_pipeline_stage: {last}" if last > 0 else ""
 
@@ -161,7 +146,7 @@ def _chunks_text(layers: int, wrong: int) -> str:
 
 
 def _uneven_ends(recipe: Recipe, layers: int) -> Iterator[Violation]:
-    """Stages of which the first or the last has a number of layers of its own; the others share the rest evenly."""
+    """The first or the last stage has its own number of layers; the others share the rest evenly."""
     parallel, megatron = recipe.trainer.parallel, recipe.trainer.megatron
     ends = {name: int(megatron[name]) for name in UNEVEN_ENDS if megatron.get(name)}
     key = f"trainer.megatron.{list(ends)[-1]}"
@@ -187,31 +172,31 @@ def _uneven_ends(recipe: Recipe, layers: int) -> Iterator[Violation]:
 
 
 def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    key, tensor, parts = "rollout.engine_tensor", recipe.rollout.engine_tensor, recipe.rollout.engine_expert
-    heads, experts = first_of(hf_config, "num_attention_heads"), num_experts(hf_config)
-    groups = 0 if hf_config.get("kv_lora_rank") else first_of(hf_config, "num_key_value_heads") or heads
-    width = first_of(hf_config, "moe_intermediate_size")
+    key, tp, ep = "rollout.engine_tp", recipe.rollout.engine_tp, recipe.rollout.engine_ep
+    heads, kv_heads = first_of(hf_config, "num_attention_heads"), num_kv_heads(hf_config)
+    experts, columns = num_experts(hf_config), expert_columns(hf_config)
+    linear_keys = first_of(hf_config, "linear_num_key_heads")
 
-    def fits(size: int) -> bool:
-        if heads % size or (groups and groups % size and size % groups):
+    def tp_fits(size: int) -> bool:
+        if heads % size or linear_keys % size or (kv_heads and kv_heads % size and size % kv_heads):
             return False
-        return not experts or bool(experts % parts) or not (size % parts or width % (size // parts))
+        return not experts or bool(experts % ep) or not (size % ep or columns % (size // ep))
 
-    yield from _must_divide(key, tensor, heads, "attention heads", fits)
-    if groups and groups % tensor and tensor % groups:
-        yield key, f"{tensor} neither divides the model's {groups} key-value heads nor is a multiple of them."
+    def ep_fits(size: int) -> bool:
+        return not (experts % size or tp % size)
+
+    yield from _must_divide(key, tp, heads, "attention heads", tp_fits)
+    yield from _must_divide(key, tp, linear_keys, "key heads of linear attention", tp_fits)
+    if kv_heads and kv_heads % tp and tp % kv_heads:
+        yield key, f"{tp} neither divides the model's {kv_heads} key-value heads nor is a multiple of them."
     if recipe.rollout.routed_experts and not experts:
         yield "rollout.routed_experts", "the model has no experts. Use false."
-    if not experts and parts > 1:
-        yield "rollout.engine_expert", f"{parts}: the model has no experts. Use 1."
-
-    def parts_fit(size: int) -> bool:
-        return not (experts % size or tensor % size)
-
-    yield from _must_divide("rollout.engine_expert", parts, experts, "experts", parts_fit)
-    if experts and not tensor % parts and width % (tensor // parts):
-        use = fitting_text(tensor, fits, heads)
-        yield key, f"{tensor // parts} does not divide the model's {width} columns of an expert.{use}"
+    if not experts and ep > 1:
+        yield "rollout.engine_ep", f"{ep}: the model has no experts. Use 1."
+    yield from _must_divide("rollout.engine_ep", ep, experts, "experts", ep_fits)
+    if experts and not tp % ep and columns % (tp // ep):
+        use = fitting_text(tp, tp_fits, heads)
+        yield key, f"{tp // ep} does not divide the model's {columns} columns of an expert.{use}"
 
 
 def _positions(hf_config: dict[str, Any], key: str, tokens: Any) -> Iterator[Violation]:

@@ -1,7 +1,6 @@
-"""Fields of the installed megatron-core and SGLang with what each may be given.
+"""Fields of the installed megatron-core and SGLang with their types and choices.
 
-Names, types and choices are read from the packages' source by its syntax tree, because importing either takes seconds
-and torch.
+They are read from the syntax tree of the packages' source, because importing either takes seconds and torch.
 """
 
 import ast
@@ -18,13 +17,13 @@ MEGATRON_SOURCES = {
     "OptimizerConfig": "core/optimizer/optimizer_config.py",
     "DistributedDataParallelConfig": "core/distributed/distributed_data_parallel_config.py",
 }
-"""Classes whose fields `trainer.megatron` takes, and where they stand below the package."""
+"""Classes whose fields `trainer.megatron` takes -> their file in the package."""
 
 MEGATRON_ENUMERATIONS = "core/transformer/enums.py"
-"""Whose members a recipe writes by name."""
+"""File of the enumerations whose members a recipe writes by name."""
 
 DTYPES = ("float32", "bfloat16", "float16", "uint8")
-"""What a recipe may write where megatron-core takes a torch.dtype; the moments of its optimizer in uint8 are FP8."""
+"""Words for a torch.dtype of megatron-core; uint8 stands for optimizer moments in FP8."""
 
 _SCALARS = {"bool": bool, "int": int, "float": float, "str": str}
 _CONTAINERS = {"list": list, "List": list, "tuple": list, "Tuple": list, "dict": dict, "Dict": dict}
@@ -32,17 +31,17 @@ _CONTAINERS = {"list": list, "List": list, "tuple": list, "Tuple": list, "dict":
 
 @dataclass(frozen=True, kw_only=True)
 class FieldType:
-    """What YAML may give to a field."""
+    """Values that a field accepts from YAML."""
 
     types: frozenset[type]
-    """Plain types; `float` takes an int too. Empty where no YAML value fits, as for a callable."""
+    """Plain types; `float` accepts an int too. Empty if no YAML value fits, as for a callable."""
     choices: tuple[Any, ...]
     text: str
     """The annotation as the package writes it."""
     unchecked: bool = False
-    """The annotation names a type of the package, which its own constructor judges."""
+    """The annotation names a type of the package, whose constructor checks the value."""
     words: tuple[Any, ...] = ()
-    """Values that the package's own command line takes, of each element where it takes several; empty for any."""
+    """Values that the package's own command line accepts, for each element of a list; empty for any."""
 
     def accepts(self, value: Any) -> bool:
         if self.unchecked or (value is not None and value in self.choices):
@@ -52,7 +51,7 @@ class FieldType:
         return type(value) in self.types or (isinstance(value, int) and float in self.types)
 
     def unknown(self, value: Any) -> list[Any]:
-        """Of a value that is of the right type, what is not among the words."""
+        """Elements of a value of the right type that are not among the words."""
         values = value if isinstance(value, list) else [value]
         return [item for item in values if self.words and item is not None and item not in self.words]
 
@@ -70,7 +69,7 @@ def package_folder(name: str) -> Path:
 
 
 def _alternatives(node: ast.expr) -> Iterator[ast.expr]:
-    """Members of a union, of Optional and of Annotated, down to what is none of these."""
+    """Members of a union, of Optional and of Annotated, recursively."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         yield from _alternatives(node.left)
         yield from _alternatives(node.right)
@@ -78,12 +77,11 @@ def _alternatives(node: ast.expr) -> Iterator[ast.expr]:
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if node.value.id == "Optional":
             yield ast.Constant(value=None)
+        if node.value.id in ("Optional", "A", "Annotated"):
             yield from _alternatives(parts[0])
         elif node.value.id == "Union":
             for part in parts:
                 yield from _alternatives(part)
-        elif node.value.id in ("A", "Annotated"):
-            yield from _alternatives(parts[0])
         else:
             yield node
     else:
@@ -124,7 +122,7 @@ def _field_type(annotation: ast.expr, constants: Mapping[str, tuple[Any, ...]]) 
 
 
 def _words(annotation: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
-    """`choices` of the `Arg(...)` in an Annotated, unless another parser stands before them or they are computed."""
+    """`choices` of the `Arg(...)` in an Annotated, unless they are computed or a `type_parser` precedes them."""
     for node in ast.walk(annotation):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Arg":
             given = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -134,7 +132,7 @@ def _words(annotation: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> tu
 
 
 def _constant(node: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
-    """A list as it is written, or by its name; empty for what has to be run."""
+    """A literal list, or a named one; empty for a computed value."""
     if isinstance(node, ast.Name):
         return constants.get(node.id, ())
     try:
@@ -145,13 +143,13 @@ def _constant(node: ast.expr, constants: Mapping[str, tuple[Any, ...]]) -> tuple
 
 
 def _named_lists(path: Path) -> dict[str, tuple[Any, ...]]:
-    """Lists of constants that a module defines by their names."""
+    """Name -> list of constants, as a module defines them."""
     assigned = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
     return {ast.unparse(node.targets[0]): _constant(node.value, {}) for node in assigned}
 
 
 def _enumerations(path: Path) -> dict[str, tuple[str, ...]]:
-    """Names of the members of the enumerations that a module defines."""
+    """Name -> members of each enumeration that a module defines."""
     return {
         node.name: tuple(ast.unparse(item.targets[0]) for item in node.body if isinstance(item, ast.Assign))
         for node in _classes(path)
@@ -174,17 +172,14 @@ def _classes(path: Path) -> Iterator[ast.ClassDef]:
     return (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
 
 
+@cache
 def megatron_fields() -> dict[str, FieldType]:
     """Fields of TransformerConfig (inherited ones too), OptimizerConfig and DistributedDataParallelConfig.
 
     Raises:
         ValueError: megatron-core is not installed or lacks one of the classes.
     """
-    return _megatron_fields(package_folder("megatron"))
-
-
-@cache
-def _megatron_fields(folder: Path) -> dict[str, FieldType]:
+    folder = package_folder("megatron")
     enumerations = _enumerations(folder / MEGATRON_ENUMERATIONS)
     fields: dict[str, FieldType] = {}
     for name, source in MEGATRON_SOURCES.items():
@@ -195,17 +190,14 @@ def _megatron_fields(folder: Path) -> dict[str, FieldType]:
     return fields
 
 
+@cache
 def sglang_fields() -> dict[str, FieldType]:
     """Fields of SGLang's ServerArgs, which its namespaces in srt/arg_groups/fields declare.
 
     Raises:
-        ValueError: sglang is not installed or keeps its arguments elsewhere.
+        ValueError: sglang is not installed or declares its arguments in other files.
     """
-    return _sglang_fields(package_folder("sglang") / "srt" / "arg_groups")
-
-
-@cache
-def _sglang_fields(folder: Path) -> dict[str, FieldType]:
+    folder = package_folder("sglang") / "srt" / "arg_groups"
     sources = sorted((folder / "fields").glob("*.py"))
     named = _named_lists(folder / "choices.py") if sources else {}
     fields: dict[str, FieldType] = {}
@@ -216,3 +208,17 @@ def _sglang_fields(folder: Path) -> dict[str, FieldType]:
     if not fields:
         raise ValueError("sglang: no argument fields in srt/arg_groups/fields; this version is not supported")
     return fields
+
+
+@cache
+def tool_call_parsers() -> tuple[str, ...]:
+    """Names of the installed SGLang's parsers of tool calls.
+
+    Raises:
+        ValueError: sglang is not installed or names them in another file.
+    """
+    path = package_folder("sglang") / "srt" / "function_call" / "parser_names.py"
+    names = _named_lists(path).get("TOOL_CALL_PARSER_NAMES") if path.is_file() else None
+    if not names:
+        raise ValueError(f"sglang: no TOOL_CALL_PARSER_NAMES in {path}; this version is not supported")
+    return names

@@ -1,4 +1,4 @@
-"""What `trainer.megatron` and `rollout.sglang` may set: fields of the installed megatron-core and SGLang.
+"""Fields that `trainer.megatron` and `rollout.sglang` may set: those of the installed megatron-core and SGLang.
 
 A field that slimrl sets itself is refused with the key to use instead.
 """
@@ -34,8 +34,11 @@ OWNED = {
     },
     "rollout.sglang": {
         "model_path": "model.path",
-        "tp_size": "rollout.engine_tensor",
-        "ep_size": "rollout.engine_expert",
+        "tp_size": "rollout.engine_tp",
+        "ep_size": "rollout.engine_ep",
+        "nnodes": "rollout.engine_nodes",
+        "node_rank": "slimrl, for each node of an engine",
+        "dist_init_addr": "slimrl, for each engine",
         "enable_memory_saver": "rollout.colocated",
         "enable_return_routed_experts": "rollout.routed_experts",
         "dtype": "trainer.precision",
@@ -49,7 +52,7 @@ OWNED = {
         "disable_shared_experts_fusion": "slimrl: a resync places shared experts apart from the routed ones",
     },
 }
-"""Fields that a section does not take, and what sets them: a key of the recipe, the model, or slimrl itself."""
+"""Fields that a section refuses, and what sets them: a key of the recipe, the model, or slimrl."""
 
 LATENT_ATTENTION = (
     "multi_latent_attention",
@@ -68,16 +71,18 @@ LATENT_ATTENTION = (
     "mscale",
     "mscale_all_dim",
     "cache_mla_latents",
+    "mla_down_proj_fusion",
 )
-"""Fields of megatron-core's configuration of multi-latent attention, which no recipe sets: whether a model has it, and
-how it turns positions, trainer and engines both take from the model's config.json."""
-
-OF_THE_MODEL = "is the model's: trainer and engines take attention and positions from the config.json of model.path"
-"""Why a field of LATENT_ATTENTION is refused."""
+"""Fields of multi-latent attention and rotary positions, which no recipe sets: trainer and engines both take them from
+the model's config.json."""
 
 
 def passthrough_fields(section: str) -> dict[str, FieldType]:
-    """Fields that `trainer.megatron` or `rollout.sglang` may set; raises ValueError as the two above."""
+    """Fields that `trainer.megatron` or `rollout.sglang` may set.
+
+    Raises:
+        ValueError: the package is not installed, or its version is not supported.
+    """
     return {"trainer.megatron": megatron_fields, "rollout.sglang": sglang_fields}[section]()
 
 
@@ -87,7 +92,7 @@ def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldTy
     if name in owned:
         return f"is set by {owned[name]}."
     if section == "trainer.megatron" and name in LATENT_ATTENTION:
-        return f"{OF_THE_MODEL}."
+        return "is the model's: trainer and engines take attention and positions from the config.json of model.path."
     if name not in fields:
         return "no such field in the installed version." + suggestion(name, fields)
     field = fields[name]

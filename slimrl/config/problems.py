@@ -1,21 +1,21 @@
-"""What is wrong with a recipe: one value per problem, one exception that lists them all."""
+"""Problems of a recipe, the exception that lists them, and suggestions for their messages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that a recipe's author has to change, or should look at."""
+    """One thing that the recipe's author has to change, or should look at."""
 
     key: str
-    """Dotted key of the recipe; empty where the whole file is meant."""
+    """Dotted key of the recipe; empty for the whole file."""
     message: str
     where: str = ""
     """`file:line`, `command line`, `default`, or a file alone."""
     warning: bool = False
-    """True where the run may start all the same."""
+    """The run may start nevertheless."""
 
     def __str__(self) -> str:
         message = f"warning: {self.message}" if self.warning else self.message
@@ -23,11 +23,11 @@ class Problem:
 
 
 Violation = tuple[str, str]
-"""(dotted key, what is wrong with it): what a rule yields, which does not know where the key was set."""
+"""(dotted key, message), from a rule, which does not know where the key was set."""
 
 
 class RecipeError(ValueError):
-    """A recipe was refused; the text names every problem and where it stands."""
+    """A recipe was refused; the text lists every problem with its file and line."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -39,3 +39,17 @@ def suggestion(wrong: str, known: Iterable[str]) -> str:
     """` Did you mean X?` for the closest known name, else an empty string."""
     close = get_close_matches(wrong, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def fitting_text(wrong: int, fits: Callable[[int], bool], largest: int) -> str:
+    """` Use A or B.`: the nearest sizes below and above `wrong` that `fits` accepts, up to `largest`; empty if none."""
+    below = next((size for size in range(min(wrong - 1, largest), 0, -1) if fits(size)), None)
+    above = next((size for size in range(wrong + 1, largest + 1) if fits(size)), None)
+    sizes = [str(size) for size in (below, above) if size is not None]
+    return f" Use {' or '.join(sizes)}." if sizes else ""
+
+
+def multiples_text(size: int, wrong: int) -> str:
+    """` Use A or B.`: the multiples of `size` next to `wrong`, from `size` on."""
+    below = wrong // size * size
+    return f" Use {' or '.join(str(number) for number in (below, below + size) if number)}."

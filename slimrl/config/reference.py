@@ -1,4 +1,4 @@
-"""The reference page of all settings, made of the schema: its types, its defaults, and its docstrings."""
+"""The reference page of all settings, from the types, defaults and docstrings of the schema."""
 
 import ast
 import dataclasses
@@ -15,32 +15,34 @@ from slimrl.config.schema import Recipe
 
 HEADER = r"""# Settings
 
-Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/config/schema.py`, where the defaults stand.
-`slimrl config show RECIPE` prints what they become in a recipe, and where each value came from.
+Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/config/schema.py`, which has the defaults.
+`slimrl config show RECIPE` prints the value of each setting in a recipe, and where it was set.
 
-- A setting without a default must be given, by those commands that read it.
+- A setting without a default must be given for the commands that read it.
 - `a.b.c=value` on the command line sets `c` of the section `a.b`.
-- Such a value is YAML: `agent.tools=[a:f, b:g]`, `rollout.eval_sampling={temperature: 0.7, top_k: 20}`.
-- `extends: FILE` or `extends: [FILE, ...]` takes over other files, relative to the one that says it.
-- Later files win; sections merge, lists are replaced. A file that comes to extend itself is refused.
-- `data.eval.NAME: null` leaves out an evaluation set of a file that is extended.
-- `${run.name}` stands for another setting, `${oc.env:HOME}` for a variable of the environment.
-- Where settings are written, what is read from a variable is not: the run folder's recipes, its provenance, wandb's
-  config, the driver's log and messages about a recipe have the reference in its place. A secret belongs there, not on
-  the command line. It still shows where the setting is used: a system prompt in samples, a path in an engine's log,
-  the project's name in wandb's own file.
-- A resumed run reads the variable again, and cannot tell that its value is another one now.
-- `\${` writes `${` itself, as in `'Write \${x} once'`; within double quotes YAML wants `"\\${x}"`.
-- Scalars follow YAML 1.2: `1e-6` is a number; `off`, `yes` and `1_000` are words, which no number or boolean takes.
-- A path is taken as it is written: `~` and `$HOME` are refused, `${oc.env:HOME}` is filled in.
+- The value is YAML: `agent.tools=[a:f, b:g]`, `rollout.eval_sampling={temperature: 0.7, top_k: 20}`.
+- `extends: FILE` or `extends: [FILE, ...]` inherits from other files, relative to the file with `extends`.
+- Later files win; sections merge, lists are replaced. A cycle is refused.
+- `data.eval.NAME: null` removes an inherited evaluation set; so does null in the other sections of `data`.
+- `${run.name}` refers to another setting, `${oc.env:HOME}` to an environment variable.
+- The value of a variable is not written down: the run folder's recipes, its provenance, wandb's config, the driver's
+  log and messages about a recipe show the reference instead. Put a secret into a variable, not on the command line.
+  It still shows where the setting is used: a system prompt in samples, a path in an engine's log, the project's name
+  in wandb's own file.
+- A resumed run reads the variable again, and does not notice a changed value.
+- `\${` writes `${` itself, as in `'Write \${x} once'`; within double quotes write `"\\${x}"`.
+- Scalars follow YAML 1.2: `1e-6` is a number; `off`, `yes` and `1_000` are words, refused for a number or a boolean.
+- Paths are not expanded: `~` and `$HOME` are refused, `${oc.env:HOME}` is replaced.
 - `trainer.megatron` and `rollout.sglang` take the fields of the installed versions, checked by name and type.
+- `trainer.env` and `rollout.env` take variables by name. A process of the trainer gets them before it uses a GPU, but
+  after its libraries are loaded: those that the loader or a library of threads reads then (`LD_PRELOAD`) are refused.
 """
 
 TABLE_HEAD = "\n| key | type | default | |\n|---|---|---|---|\n"
 
 
 def reference_page() -> str:
-    """Markdown: one table for each section, in the order of the schema, then the choices."""
+    """Markdown: one table per section in the order of the schema, then the choices."""
     choices: dict[str, type[Enum]] = {}
     sections = [HEADER, *_section(Recipe(), "", choices)]
     sections.append("\n## Choices\n")
@@ -53,7 +55,7 @@ def reference_page() -> str:
 
 
 def _section(defaults: Any, prefix: str, choices: dict[str, type[Enum]]) -> Iterator[str]:
-    """The table of the settings of one dataclass, by an instance with their defaults, then its sections."""
+    """The table of one dataclass, given an instance with its defaults, then those of its sections."""
     cls = type(defaults)
     hints, said = get_type_hints(cls), _docstrings(cls)
     rows, below = [], []
@@ -94,13 +96,12 @@ def _default_text(value: Any) -> str:
 
 
 def _own_docstring(cls: type) -> str:
-    """What the class itself says; dataclasses and enumerations make up one where there is none."""
-    node = _class_node(cls)
-    return " ".join((ast.get_docstring(node) or "").split())
+    """The docstring in the source; dataclasses and enumerations generate one if there is none."""
+    return " ".join((ast.get_docstring(_class_node(cls)) or "").split())
 
 
 def _docstrings(cls: type) -> dict[str, str]:
-    """Of each field or member, the string below it."""
+    """Field or member -> the string below it."""
     found: dict[str, str] = {}
     name = None
     for statement in _class_node(cls).body:

@@ -1,7 +1,7 @@
-"""Every setting of a run: nested dataclasses, the one home of every default.
+"""Every setting of a run with its default, as nested dataclasses.
 
-A recipe is YAML over these classes. A field without a default must be given by the recipe.
-Times end in `_s` (seconds), sizes in `_bytes` or `_tokens`, paths are relative to the working directory.
+A recipe is YAML over these classes and must give each field without a default.
+Times end in `_s` (seconds), sizes in `_bytes` or `_tokens`; paths are relative to the working directory.
 This module imports no torch, so that a recipe is checked in milliseconds.
 """
 
@@ -16,21 +16,31 @@ class Precision(str, Enum):
     fp32 = "fp32"
     """float32 throughout."""
     bf16 = "bf16"
-    """bfloat16 weights and activations beside float32 main weights."""
+    """bfloat16 weights and activations, float32 main weights."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of weights and activations, as torch prints it without the prefix."""
+        return "bfloat16" if self is Precision.bf16 else "float32"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight or an activation."""
+        return 2 if self is Precision.bf16 else 4
 
 
 class LrSchedule(str, Enum):
     constant = "constant"
     """`lr` throughout."""
     linear = "linear"
-    """In a straight line to `min_lr`."""
+    """Linear decay to `min_lr`."""
     cosine = "cosine"
-    """Along half a cosine to `min_lr`."""
+    """Half a cosine down to `min_lr`."""
 
 
 class AlgorithmName(str, Enum):
     gspo = "gspo"
-    """Ratio of sequences, length-normalised (arXiv:2507.18071)."""
+    """Length-normalised importance ratio of each sequence (arXiv:2507.18071)."""
 
 
 class AdvantageName(str, Enum):
@@ -42,17 +52,20 @@ class AdvantageName(str, Enum):
     """r minus the mean of the other rewards of the group."""
 
 
-class ParserName(str, Enum):
-    """The parsers of tool calls that slimrl has; `agent.parser` may name others."""
+class HistoryMode(str, Enum):
+    """What the policy is shown of its earlier turns."""
 
-    hermes = "hermes"
+    keep = "keep"
+    """The tokens that it sampled, thinking included."""
+    template = "template"
+    """What the chat template writes of them, which may leave thinking out; where it does, a new segment begins."""
 
 
-class TruncatedRule(str, Enum):
+class TruncationMode(str, Enum):
     score = "score"
     """A truncated trajectory is rewarded like any other."""
     zero = "zero"
-    """It gets reward 0, or its own where that is below 0, and is trained on."""
+    """It is trained on with reward 0, or with its own reward if that is below 0."""
     mask = "mask"
     """It counts in its group's baseline, but its own tokens are not trained on."""
 
@@ -63,47 +76,47 @@ class TransportName(str, Enum):
     collective = "collective"
     """Across nodes: NCCL or gloo broadcast from trainer rank 0."""
     disk = "disk"
-    """Through a shared file system: a whole Hugging Face checkpoint of each version, which engines reload."""
+    """Through a shared file system: a Hugging Face checkpoint of each version, which engines reload."""
     delta = "delta"
-    """Through a shared file system: what changed against the version before, applied to a copy beside the engine."""
+    """Through a shared file system: changes since the last version, applied to a copy on the engine's node."""
 
 
 class DeltaEncoding(str, Enum):
-    """How a changed tensor is written; slimrl/models/versions/codec.py has the formats."""
+    """Encoding of a changed tensor; slimrl/versions/codec.py has the formats."""
 
     xor = "xor"
-    """Exclusive or of old and new bits: smallest where most elements change, as in fp32."""
+    """Exclusive or of old and new bits: smallest if most elements change, as in fp32."""
     overwrite = "overwrite"
-    """Places and new values of changed elements: fastest where few of them change, as in bf16."""
+    """Positions and new values of changed elements: fastest if few elements change, as in bf16."""
 
 
 class PauseMode(str, Enum):
-    """What becomes of requests that run when the weights change."""
+    """Treatment of running requests when the weights change."""
 
     retract = "retract"
-    """They go back into the queue, and their keys and values are computed again with the new weights."""
+    """They return to the queue, and their KV cache is computed again with the new weights."""
     abort = "abort"
-    """They end with what they have; their trajectories are aborted."""
+    """They end, and their trajectories are aborted."""
     in_place = "in_place"
-    """They go on with keys and values of the old weights, which are counted as stale and not flushed."""
+    """They continue with the KV cache of the old weights and are counted as stale."""
 
 
 class VerifyMode(str, Enum):
     off = "off"
     """No comparison."""
     sampled = "sampled"
-    """Some tensors each time, all of them in turn."""
+    """Some tensors at each resync, all of them in turn."""
     full = "full"
-    """Every tensor each time."""
+    """Every tensor at each resync."""
 
 
 class WandbMode(str, Enum):
     offline = "offline"
-    """Written into the run folder, to be synchronised later."""
+    """Written into the run folder, for a later `wandb sync`."""
     online = "online"
-    """Sent while the run goes on."""
+    """Sent during the run."""
     disabled = "disabled"
-    """Nothing."""
+    """wandb is not used."""
 
 
 @dataclass(kw_only=True)
@@ -117,11 +130,16 @@ class RunConfig:
 @dataclass(kw_only=True)
 class ModelConfig:
     path: str = MISSING
-    """Hugging Face checkpoint folder: config.json, safetensors, tokenizer with chat template."""
+    """Hugging Face checkpoint folder: config.json, safetensors, tokenizer with chat template. Or a model of the Hugging
+    Face Hub by its id, such as `Qwen/Qwen3-30B-A3B`, which is fetched once per node (docs/models.md)."""
     megatron: str = ""
-    """Checkpoint of the same model in Megatron's format, from which the trainer takes its weights instead: written by
-    `slimrl-tools convert`, or `checkpoints/step_N` of a run. Empty for those of `path`. Engines start with the weights
-    of `path` and get the trainer's before they first generate."""
+    """Checkpoint of the same model in Megatron's format for the trainer, from `slimrl-tools convert` or a run's
+    `checkpoints/step_N`; empty to load `path`. Engines load `path` and get the trainer's weights before they first
+    generate."""
+    chat_template: str = ""
+    """File of a chat template in Jinja; empty for the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Run the code that the folder of the model brings along, which some tokenizers need (Kimi-K2)."""
 
 
 @dataclass(kw_only=True)
@@ -129,29 +147,33 @@ class ParallelConfig:
     tensor: int = 1
     """Ranks that share each matrix by rows or columns; each holds whole key-value heads."""
     pipeline: int = 1
-    """Stages into which the layers are divided."""
+    """Pipeline stages into which the layers are divided."""
     virtual_pipeline: int | None = None
     """Model chunks per pipeline rank; None for the plain 1F1B schedule."""
     expert: int = 1
-    """Parts into which the experts of a layer are divided."""
+    """Expert parallelism (EP): ranks over which the experts of a layer are divided."""
     expert_tensor: int = 1
-    """Tensor parallelism inside an expert (ETP), independent of `tensor`."""
+    """Tensor parallelism within an expert (ETP), independent of `tensor`."""
     context: int = 1
-    """Ranks that share the tokens of one micro-batch."""
+    """Context parallelism: ranks that share the tokens of a micro-batch."""
     sequence: bool = False
     """Sequence parallelism over the tensor-parallel group; a MoE with tensor > 1 needs it."""
+
+    def data(self, num_ranks: int) -> int:
+        """The data-parallel size: ranks over which the sequences of an update are divided."""
+        return num_ranks // (self.tensor * self.pipeline * self.context)
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
     lr: float = MISSING
-    """Learning rate at its highest."""
+    """Peak learning rate."""
     schedule: LrSchedule = LrSchedule.constant
-    """Of the rate after the warm-up, over all updates of the run."""
-    warmup_steps: int = 0
-    """Optimizer updates over which the rate rises linearly from 0."""
+    """Schedule after the warm-up, over all updates of the run."""
+    warmup_updates: int = 0
+    """Optimizer updates over which the learning rate rises linearly from 0."""
     min_lr: float = 0.0
-    """Where `linear` and `cosine` end."""
+    """Final learning rate of `linear` and `cosine`."""
     weight_decay: float = 0.0
     """Decoupled from the gradient, as in AdamW."""
     beta1: float = 0.9
@@ -159,7 +181,7 @@ class OptimizerConfig:
     beta2: float = 0.98
     """Decay of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     distributed: bool = True
@@ -175,19 +197,21 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: Precision = Precision.bf16
-    """Of weights and activations; log-probs, gradients and optimizer state are float32 in any case."""
+    """Precision of weights and activations; log-probs, gradients and optimizer state are always float32."""
     max_tokens_per_rank: int = MISSING
-    """Token budget of one packed micro-batch on one rank (a context-parallel group holds `context` times as many)."""
+    """Token budget of a packed micro-batch on one rank (a context-parallel group holds `context` times as many)."""
     updates_per_rollout: int = 1
-    """Optimizer updates made of one rollout batch, each on its own share of the groups."""
+    """Optimizer updates per rollout batch, each on an equal part of its groups."""
     logprob_chunk_tokens: int = 4096
-    """Tokens whose logits are turned into log-probs at a time; bounds the float32 [tokens, vocabulary] memory."""
-    max_skipped_steps: int = 3
-    """Updates in a row with a NaN or infinite gradient after which the run stops."""
+    """Tokens whose log-probs are computed at a time; bounds the memory of float32 [tokens, vocabulary] logits."""
+    max_skipped_updates: int = 3
+    """The run stops after this many consecutive updates with a NaN or infinite gradient."""
     startup_timeout_s: float = 600.0
-    """Until all ranks have built the model and loaded its weights."""
+    """Deadline for all ranks to build the model and load its weights."""
     timeout_s: float = 1800.0
     """Deadline of one trainer call: a pass over a batch, a checkpoint, an export."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of the trainer's processes, such as `NCCL_DEBUG: INFO`; those that slimrl sets are refused."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig."""
 
@@ -197,17 +221,17 @@ class AlgorithmConfig:
     name: AlgorithmName = AlgorithmName.gspo
     """Which loss is minimised."""
     clip_low: float = 3e-4
-    """GSPO ratios are sequence means; ranges are three orders of magnitude below PPO's."""
+    """Clip range below 1. GSPO's ratios are sequence means, so ranges are three orders of magnitude below PPO's."""
     clip_high: float = 4e-4
-    """Above 1; `clip_low` is below it."""
+    """Clip range above 1."""
     advantage: AdvantageName = AdvantageName.grpo
-    """How the rewards of a group become advantages."""
+    """Advantages from the rewards of a group."""
     skip_zero_variance: bool = True
     """Drop groups whose rewards are all equal: their advantages are zero."""
-    truncated: TruncatedRule = TruncatedRule.score
-    """What becomes of a trajectory that reached its longest length or its last turn."""
+    truncated: TruncationMode = TruncationMode.score
+    """Treatment of a trajectory that reached its maximum length or number of turns."""
     max_logprob_mismatch: float = MISSING
-    """Largest mismatch/logprob_abs_mean that the run continues with; 1e-4 suits fp32, 0.05 bf16."""
+    """The run stops above this mismatch/logprob_abs_mean; 1e-4 suits fp32, 0.05 bf16."""
 
 
 @dataclass(kw_only=True)
@@ -215,60 +239,65 @@ class SamplingConfig:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that have this probability together; 1 is off. `slimrl train` refuses it in
+    """Sample from the likeliest tokens with this total probability; 1 is off. `slimrl train` refuses it in
     `rollout.sampling`."""
     top_k: int = -1
-    """Sample from so many of the likeliest tokens; -1 is off. `slimrl train` refuses it in
-    `rollout.sampling`."""
+    """Sample from this many of the likeliest tokens; -1 is off. `slimrl train` refuses it in `rollout.sampling`."""
     max_new_tokens: int = 1024
-    """Of one turn."""
+    """Most new tokens of a turn."""
     ignore_end_of_turn: bool = False
-    """Sample `max_new_tokens` whatever comes, and truncate there: fixed work, for measurements of speed."""
+    """Sample exactly `max_new_tokens` tokens: fixed work, for benchmarks."""
 
 
 @dataclass(kw_only=True)
 class RolloutConfig:
     num_engines: int = 1
-    """SGLang servers, each with the whole model."""
-    engine_tensor: int = 1
-    """Tensor-parallel size of one engine: its ranks."""
-    engine_expert: int = 1
-    """Expert-parallel size of one engine: parts into which its experts are divided among these ranks."""
+    """SGLang servers, each with a whole model."""
+    engine_tp: int = 1
+    """Tensor-parallel size of an engine, which is its number of ranks."""
+    engine_ep: int = 1
+    """Expert-parallel size of an engine; it divides `engine_tp`."""
+    engine_nodes: int = 1
+    """Nodes over which each engine spreads its ranks evenly; not with resync.transport ipc."""
     threads_per_engine: int = 1
     """CPU threads of each engine process (OMP_NUM_THREADS)."""
     colocated: bool = False
-    """Engines share the trainer's devices: each side gives its memory away while the other one works."""
+    """Engines share the trainer's devices: each side releases its memory while the other works."""
     max_replacements: int = 3
-    """Engines started anew in one run, because they ended or failed in a resync, before the run stops."""
+    """Most engines that a run replaces, because they ended or failed in a resync, before it stops."""
     router: bool = True
-    """Put smg in front of the engines; without it a session is pinned to an engine by its hash."""
+    """Route requests through smg; without it a trajectory stays on one engine, chosen by hash."""
     prompts_per_step: int = 32
-    """Groups of one step."""
+    """Groups (prompts) per step."""
     samples_per_prompt: int = 8
-    """Trajectories of one group."""
+    """Trajectories per group."""
     max_concurrency_per_engine: int = 256
-    """Trajectories under way at once, on average over the engines: so many times `num_engines` in all."""
+    """Concurrent trajectories per engine on average: `num_engines` times as many in all."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     max_turns: int = 4
-    """Assistant turns of one trajectory."""
+    """Most assistant turns of a trajectory."""
     max_trajectory_tokens: int = MISSING
-    """Longest trajectory, prompt and tool results included; a longer one is truncated."""
+    """Maximum length of a trajectory with its prompt and tool results; a longer one is truncated. With `agent.history:
+    template`, of each of its segments."""
     stop_at_tool_call: bool = True
-    """End the turn at the first closed tool call instead of at the end-of-turn token."""
+    """With tools, end the turn at the first closed tool call instead of at the end-of-turn token, if the text that
+    closes a call is one token."""
     routed_experts: bool = False
-    """Have the engines report which experts each token took."""
+    """Engines report the experts of each token."""
     request_timeout_s: float = 120.0
-    """Deadline of one turn of the model."""
+    """Deadline of a turn of the model."""
     tool_timeout_s: float = 10.0
-    """Deadline of one call of a tool."""
+    """Deadline of a tool call."""
     trajectory_timeout_s: float = 600.0
-    """Deadline of one trajectory, all its turns together."""
+    """Deadline of a whole trajectory."""
     max_failed_fraction: float = 0.1
-    """Share of the trajectories of a step, or of an evaluation, that may fail (engine, tool, reward) or be aborted
+    """Fraction of the trajectories of a step or an evaluation that may fail (engine, tool, reward) or be aborted
     (deadline)."""
     startup_timeout_s: float = 300.0
-    """Until an engine answers."""
+    """Deadline for an engine to start."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of the engines' processes; those that slimrl sets are refused."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Any field of SGLang's ServerArgs."""
 
@@ -276,69 +305,105 @@ class RolloutConfig:
 @dataclass(kw_only=True)
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
-    """Import paths `module:function` of the tools that the model may call; their docstrings make the schema."""
-    parser: str = ParserName.hermes.value
-    """How tool calls are written: `hermes` (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and
-    Qwen models write), or the import path `module:name` of a function or class that makes a `Parser`
-    (slimrl/agent/parsers.py)."""
+    """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
+    parser: str = ""
+    """Format of tool calls: a parser of SGLang by its name there (`qwen25`, `deepseekv31`, `glm45`, `kimi_k2`), or the
+    import path `module:name` of a function or class that returns a `Parser` (slimrl/agent/parsers.py); empty for the
+    one of the model's family that reads what the chat template writes. docs/chat.md has a table."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a turn; null for the model's: `eos_token_id` of generation_config.json, else of config.json, else
+    the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking` or `reasoning_effort`."""
+    history: HistoryMode = HistoryMode.keep
+    """What the policy is shown of its earlier turns."""
     max_result_chars: int = 4000
-    """Longest tool result; the middle of a longer one is left out."""
+    """Maximum length of a tool result; a longer one loses its middle."""
     system_prompt: str | None = None
-    """Put before a prompt that has no system message of its own."""
+    """System message of prompts without one."""
 
 
 @dataclass(kw_only=True)
 class RewardConfig:
     function: str = MISSING
-    """Import path `module:function`, called with the trajectory and its prompt (slimrl/rewards)."""
+    """Import path `module:function` of a function of a trajectory and its prompt (slimrl/rewards)."""
     group_filters: list[str] = field(default_factory=list)
-    """Import paths of functions that get the trajectories of one group and say whether to keep it."""
+    """Import paths of functions that decide, from the trajectories of a group, whether to keep it."""
 
 
 @dataclass(kw_only=True)
 class ResyncConfig:
     transport: TransportName = TransportName.ipc
-    """How weights reach the engines; docs/resync.md compares them."""
+    """Transport of weights to the engines; docs/resync.md compares them."""
     bucket_bytes: int = 256 * 1024**2
     """Most bytes gathered and sent at a time."""
     verify: VerifyMode = VerifyMode.sampled
-    """Compare fingerprints of the engines' loaded tensors with the trainer's after each resync."""
+    """Comparison of fingerprints of the engines' loaded tensors with the trainer's after each resync."""
     sampled_versions: int = 50
-    """Resyncs in which `sampled` compares every tensor once: each time another share of them."""
+    """Resyncs in which `sampled` compares every tensor once."""
     sampled_bytes: int = 16 * 1024**2
-    """Least share of the model that is worth a sample; one of less than twice this is compared whole each time."""
+    """Minimum size of a sample; a model of less than twice this is compared whole at each resync."""
     timeout_s: float = 300.0
     """Deadline of one resync."""
     pause: PauseMode = PauseMode.retract
-    """What becomes of requests that are under way."""
+    """Treatment of running requests."""
     dir: str = ""
-    """Folder for versions, reached by trainer and engines under one path (disk, delta); empty for `resync` in the run's
+    """Folder for versions, at the same path for trainer and engines (disk, delta); empty for `resync` in the run
     folder."""
     keep: int = 2
-    """Newest versions kept in `dir`, besides those that they build on."""
+    """Newest versions kept in `dir`, besides those on which they build."""
     local_dir: str = ""
-    """Folder on the own disk of each node with engines, with room for the model once per engine, and of the node of
-    trainer rank 0, with room for it once (delta)."""
+    """Folder on a local disk of each node with engines, with room for one model per engine, and of the node of trainer
+    rank 0, with room for one model (delta)."""
     full_every: int = 20
-    """Every so many versions one is written whole (delta)."""
+    """Every how many versions a whole one is written (delta)."""
     delta_encoding: DeltaEncoding = DeltaEncoding.overwrite
-    """How changes are written (delta)."""
+    """Encoding of changes (delta)."""
 
 
 @dataclass(kw_only=True)
 class DataConfig:
     train: str = MISSING
-    """JSONL of prompts (`slimrl train`) or of conversations (`slimrl sft`)."""
+    """File of prompts (`slimrl train`) or of conversations (`slimrl sft`): Parquet if its name ends in `.parquet`, else
+    JSONL."""
     eval: dict[str, str] = field(default_factory=dict)
-    """Evaluation sets by name."""
+    """Evaluation sets by name, files like `train`."""
+    more: dict[str, str] = field(default_factory=dict)
+    """Further files to train on by name."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """How much of the training is on each file: a number for `train` and for each name of `more`, of which only the
+    proportions count. Empty to take each item of all files once per epoch."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """Columns of the files by our names: `{prompt: problem, label: answer}`; `a.b` is the key `b` of the column `a`.
+    The columns that it does not name are the prompt's metadata. Empty for files with our names."""
+    eval_keys: dict[str, str] = field(default_factory=dict)
+    """The same of the evaluation sets; empty for `keys`."""
     shuffle: bool = True
     """A new order each epoch, derived from the seed."""
+    max_prompt_tokens: int | None = None
+    """Prompts longer than this, with tools and system prompt, are left out and counted. Null leaves none out: prompts
+    without room for an answer are refused."""
+
+    @property
+    def train_files(self) -> dict[str, str]:
+        """Files to train on by name, `train` first."""
+        return {"train": self.train, **self.more}
+
+    @staticmethod
+    def train_key(name: str) -> str:
+        """The setting that names a training file."""
+        return "data.train" if name == "train" else f"data.more.{name}"
+
+    @property
+    def keys_of_eval(self) -> dict[str, str]:
+        """Columns of the evaluation sets."""
+        return self.eval_keys or self.keys
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
     every_steps: int = 0
-    """Steps between evaluations; 0 evaluates at the start and the end alone."""
+    """Steps between evaluations; 0 evaluates only at the start and the end."""
     at_start: bool = True
     """Evaluate before the first step."""
     at_end: bool = True
@@ -348,19 +413,20 @@ class EvalConfig:
 @dataclass(kw_only=True)
 class SftConfig:
     batch_conversations: int = 64
-    """Conversations of one optimizer update."""
+    """Conversations per optimizer update; one that the chat template rewrites as it goes on counts once for each of its
+    sequences."""
     max_tokens: int = MISSING
-    """A longer conversation is refused, by line, before training starts."""
+    """Maximum length; a longer conversation is refused with its line before training starts."""
     summary_every_steps: int = 20
-    """Updates between two summary rows on the terminal; metrics.jsonl has every update."""
+    """Updates between summary rows on the terminal; metrics.jsonl has every update."""
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
     every_steps: int = 0
-    """0 saves at the end alone."""
+    """Steps between checkpoints; 0 saves only at the end."""
     grace_s: float = 60.0
-    """After SIGUSR1 the step under way is finished and saved; a rollout that takes longer than this is dropped."""
+    """After SIGUSR1 the run finishes and saves its step, but drops a rollout that takes longer than this."""
     keep: int = 2
     """Newest checkpoints kept."""
 
@@ -368,11 +434,11 @@ class CheckpointConfig:
 @dataclass(kw_only=True)
 class TrackingConfig:
     wandb: WandbMode = WandbMode.offline
-    """`offline` writes into the run folder, `disabled` nothing."""
+    """Use of wandb."""
     wandb_project: str = "slimrl"
-    """Under which wandb files the run."""
+    """wandb's project for the run."""
     trajectories_per_step: int = 4
-    """Trajectories written out readably at each step."""
+    """Readable trajectories written at each step."""
 
 
 @dataclass(kw_only=True)
@@ -380,9 +446,10 @@ class Recipe:
     """One run of `slimrl train`, `sft`, `eval` or `rollout`."""
 
     seed: int = 0
-    """Of everything random in the run: data order, sampling, initial states."""
+    """Seed of all randomness: data order, sampling, initial states."""
     deterministic: bool = False
-    """Same seed, same metrics: seeded requests, rollout in lock-step batches."""
+    """Same seed, same metrics: seeded requests, rollout in lockstep batches, and on GPUs slower algorithms that add in
+    the same order each time."""
     steps: int = MISSING
     """Rollout-and-train steps of `slimrl train`, optimizer updates of `slimrl sft`."""
     run: RunConfig = field(default_factory=RunConfig)
@@ -398,3 +465,8 @@ class Recipe:
     sft: SftConfig = field(default_factory=SftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether engines run on the devices of trainer ranks: colocated, or because `ipc` cannot reach others."""
+        return self.rollout.colocated or self.resync.transport is TransportName.ipc

@@ -17,10 +17,9 @@ def _plain(value: Any) -> Any:
 
 
 def resolved_dict(loaded: LoadedRecipe) -> dict[str, Any]:
-    """Every setting as nested plain Python, as a recipe writes it; what was neither given nor needed is left out.
+    """Every setting as nested plain Python, as a recipe writes it, without the mandatory ones that are missing.
 
-    What is read from the environment stands as its reference, so that no secret is written down, and is read again by
-    who takes the recipe up.
+    A setting from the environment is its reference: no secret is written down, and a later run reads it again.
     """
     references = loaded.environment.references
     return nest(
@@ -34,15 +33,13 @@ def resolved_dict(loaded: LoadedRecipe) -> dict[str, Any]:
 
 
 def dump_resolved(loaded: LoadedRecipe) -> str:
-    """YAML of every setting, which load_recipe reads back as an equal recipe."""
+    """YAML of every setting; load_recipe reads it back as an equal recipe."""
     return yaml.safe_dump(resolved_dict(loaded), sort_keys=False, allow_unicode=True)
 
 
 def show(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:
-    """(key, value, where it came from) of every setting in schema order; `-` for a value that is not given.
-
-    The value is the reference where it is read from the environment.
-    """
+    """(key, value, origin) of every setting in schema order; `-` for a missing value, the reference for one from the
+    environment."""
     references = loaded.environment.references
     return [
         (key, "-" if value == MISSING else str(references.get(key, _plain(value))), loaded.provenance[key])
@@ -51,9 +48,9 @@ def show(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """`key: old -> new` of every setting in which two results of resolved_dict differ.
+    """`key: old -> new` of every setting that differs between two results of resolved_dict.
 
-    Where one of the two is a reference to the environment, the other may be what it stands for, and is not shown.
+    If one of the two is a reference, the other may be its secret value and is not shown.
     """
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)

@@ -1,30 +1,32 @@
-"""Rules of the trainer: its layout, its batches, and fields of megatron-core that do not go together."""
+"""Rules of the trainer: its layout, its batches, and incompatible fields of megatron-core."""
 
 import math
 from collections.abc import Iterator
 
-from slimrl.config.alignment import sequence_alignment, tile_tokens
-from slimrl.config.divisors import fitting_text, multiples_text
+from slimrl.config.alignment import round_up, sequence_alignment, tile_tokens
 from slimrl.config.package_fields import DTYPES
-from slimrl.config.problems import Violation, suggestion
+from slimrl.config.problems import Violation, fitting_text, multiples_text, suggestion
 from slimrl.config.schema import LrSchedule, Precision, Recipe
 
 RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Modules that megatron-core's `recompute_modules` may name."""
+
+FP8_WEIGHTS = ("fp8_param", "fp8_param_gather")
+"""Fields that have Transformer Engine hold weights as FP8 tensors of its own."""
 
 STATE_DTYPES = {
     "main_params_dtype": ("float32", "float16"),
     "exp_avg_dtype": DTYPES,
     "exp_avg_sq_dtype": DTYPES,
 }
-"""Fields of the precision-aware optimizer, and the dtypes that Transformer Engine's Adam has for each."""
+"""Fields of the precision-aware optimizer, the main weights first -> dtypes that Transformer Engine's Adam supports."""
 
 
 def layout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
     """Parallel sizes against the number of ranks and against each other.
 
     Args:
-        experts: of a layer, 1 for a dense one; 0 where that is not known. What is to be used instead divides them.
+        experts: of a layer, 1 for a dense one, 0 if unknown; suggested sizes divide them.
     """
     parallel, ranks = recipe.trainer.parallel, recipe.trainer.num_ranks
     dense = parallel.tensor * parallel.pipeline * parallel.context
@@ -63,32 +65,40 @@ def _expert_text(recipe: Recipe, experts: int) -> str:
 
 
 def megatron_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Fields of `trainer.megatron` that megatron-core refuses, ignores or gets wrong together with the rest."""
-    rules = (_p2p, _fp8, _recompute, _optimizer, _state_dtypes)
+    """Fields of `trainer.megatron` that megatron-core refuses or ignores, or that give wrong results."""
+    rules = (_p2p, _fp8, _recompute, _optimizer, _state_dtypes, _deterministic)
     for name, message in (violation for rule in rules for violation in rule(recipe)):
         yield f"trainer.megatron.{name}", message
 
 
 def _p2p(recipe: Recipe) -> Iterator[Violation]:
-    """Interleaved stages send both ways at once, and batched operations then mix up the two directions, silently."""
+    """Interleaved stages send both ways at once; batched operations would silently mix up the two directions."""
     given = recipe.trainer.megatron
     if recipe.trainer.parallel.virtual_pipeline is None:
         return
     for name, wrong in (("overlap_p2p_comm", False), ("batch_p2p_comm", True)):
         if given.get(name) is wrong:
-            yield name, "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; it is set rightly."
+            yield name, "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; slimrl sets it."
 
 
 def _fp8(recipe: Recipe) -> Iterator[Violation]:
     given = recipe.trainer.megatron
+    for name in FP8_WEIGHTS:
+        if given.get(name):
+            yield name, "keeps weights in FP8, which a resync and memory that is released cannot read. Leave it out."
     if given.get("fp8"):
         if recipe.trainer.precision is not Precision.bf16:
             precision = recipe.trainer.precision.value
-            yield "fp8", f"FP8 layers stand beside bf16 ones, not {precision}. Set trainer.precision to bf16."
+            yield "fp8", f"FP8 needs bf16 for the other layers, not {precision}. Set trainer.precision to bf16."
         return
     for name, value in given.items():
-        if name.startswith("fp8_") and value:
+        if name.startswith("fp8_") and name not in FP8_WEIGHTS and value:
             yield name, "has no effect without trainer.megatron.fp8. Set that to e4m3 or hybrid."
+
+
+def _deterministic(recipe: Recipe) -> Iterator[Violation]:
+    if recipe.deterministic and recipe.trainer.megatron.get("deterministic_mode") is False:
+        yield "deterministic_mode", "false contradicts deterministic: true. Leave it out."
 
 
 def _recompute(recipe: Recipe) -> Iterator[Violation]:
@@ -97,12 +107,12 @@ def _recompute(recipe: Recipe) -> Iterator[Violation]:
     if granularity == "full" and method is None:
         yield (
             "recompute_granularity",
-            "full needs to know of which layers. Set recompute_method: uniform and recompute_num_layers: 1.",
+            "full needs a method. Set recompute_method: uniform and recompute_num_layers: 1.",
         )
     elif granularity == "full" and not given.get("recompute_num_layers"):
         yield "recompute_method", f"{method} needs recompute_num_layers. Set it to 1."
     elif granularity != "full" and method is not None:
-        yield "recompute_method", f"{method} belongs to recompute_granularity: full."
+        yield "recompute_method", f"{method} needs recompute_granularity: full."
     for module in given.get("recompute_modules") or ():
         if module not in RECOMPUTABLE:
             known = ", ".join(RECOMPUTABLE)
@@ -110,35 +120,30 @@ def _recompute(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _state_dtypes(recipe: Recipe) -> Iterator[Violation]:
-    """Main weights and moments in less than float32, which one of megatron-core's optimizers has."""
+    """Main weights and moments below float32, which only the precision-aware optimizer supports."""
     given = recipe.trainer.megatron
     for name, known in STATE_DTYPES.items():
         dtype = given.get(name) or "float32"
         if dtype not in known:
             yield name, f"{dtype!r} is not one of {', '.join(known)}."
         elif dtype != "float32" and given.get("optimizer_cpu_offload"):
-            yield name, "an optimizer on the host (optimizer_cpu_offload) keeps float32. Leave it out."
+            yield name, "an offloaded optimizer (optimizer_cpu_offload) keeps float32. Leave it out."
         elif dtype != "float32" and not given.get("use_precision_aware_optimizer"):
             yield name, f"{dtype} needs use_precision_aware_optimizer: true."
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Violation]:
-    given = recipe.trainer.megatron
-    if given.get("optimizer_cpu_offload"):
-        yield from _offloaded_optimizer(recipe)
+    given, precision = recipe.trainer.megatron, recipe.trainer.precision
     if given.get("use_precision_aware_optimizer") and not recipe.trainer.optimizer.distributed:
         yield "use_precision_aware_optimizer", "needs trainer.optimizer.distributed: true."
-
-
-def _offloaded_optimizer(recipe: Recipe) -> Iterator[Violation]:
-    """What megatron-core's optimizer on the host trains with, and loads a checkpoint with."""
-    given, precision = recipe.trainer.megatron, recipe.trainer.precision
+    if not given.get("optimizer_cpu_offload"):
+        return
     if not given.get("optimizer_offload_fraction"):
         yield "optimizer_cpu_offload", "offloads nothing by itself. Set optimizer_offload_fraction, 1.0 for all of it."
     if precision is not Precision.bf16:
         yield (
             "optimizer_cpu_offload",
-            f"its main weights stand beside bf16 ones, not {precision.value}. Set trainer.precision to bf16.",
+            f"needs weights in bf16, not {precision.value}. Set trainer.precision to bf16.",
         )
     if not given.get("use_precision_aware_optimizer"):
         yield (
@@ -149,7 +154,7 @@ def _offloaded_optimizer(recipe: Recipe) -> Iterator[Violation]:
 
 
 def padded_tokens(tokens: int, recipe: Recipe) -> int:
-    """Tokens that one sequence takes up in a packed micro-batch, padded as it is trained on."""
+    """Tokens of a sequence in a packed micro-batch, padding included."""
     parallel = recipe.trainer.parallel
     alignment = sequence_alignment(
         tensor=parallel.tensor,
@@ -157,15 +162,15 @@ def padded_tokens(tokens: int, recipe: Recipe) -> int:
         sequence=parallel.sequence,
         tile=tile_tokens(recipe.trainer.megatron),
     )
-    return -(-tokens // alignment) * alignment
+    return round_up(tokens, alignment)
 
 
 def _schedule_violations(recipe: Recipe, updates: int) -> Iterator[Violation]:
     optimizer = recipe.trainer.optimizer
-    if optimizer.schedule is not LrSchedule.constant and optimizer.warmup_steps >= updates:
+    if optimizer.schedule is not LrSchedule.constant and optimizer.warmup_updates >= updates:
         yield (
-            "trainer.optimizer.warmup_steps",
-            f"{optimizer.warmup_steps} updates of warm-up leave none of the {updates} updates of the run for the "
+            "trainer.optimizer.warmup_updates",
+            f"{optimizer.warmup_updates} updates of warm-up leave none of the {updates} updates of the run for the "
             f"{optimizer.schedule.value} schedule.",
         )
     if optimizer.min_lr > optimizer.lr:
@@ -173,14 +178,14 @@ def _schedule_violations(recipe: Recipe, updates: int) -> Iterator[Violation]:
 
 
 def warmup_warnings(recipe: Recipe, command: str) -> Iterator[Violation]:
-    """A constant learning rate that the run ends without reaching."""
+    """A constant learning rate whose warm-up is longer than the run."""
     optimizer = recipe.trainer.optimizer
     updates = recipe.steps * (1 if command == "sft" else recipe.trainer.updates_per_rollout)
-    if optimizer.schedule is LrSchedule.constant and optimizer.warmup_steps > updates:
+    if optimizer.schedule is LrSchedule.constant and optimizer.warmup_updates > updates:
         yield (
-            "trainer.optimizer.warmup_steps",
-            f"{optimizer.warmup_steps} updates of warm-up are more than the {updates} of the run, which never comes "
-            "to trainer.optimizer.lr.",
+            "trainer.optimizer.warmup_updates",
+            f"{optimizer.warmup_updates} updates of warm-up are more than the {updates} of the run, which never "
+            "reaches trainer.optimizer.lr.",
         )
 
 
@@ -205,7 +210,7 @@ def batch_violations(recipe: Recipe) -> Iterator[Violation]:
     if updates > 0 and rollout.prompts_per_step % updates:
         yield (
             "rollout.prompts_per_step",
-            f"{rollout.prompts_per_step} groups do not divide into trainer.updates_per_rollout {updates} equal shares."
+            f"{rollout.prompts_per_step} groups do not divide into trainer.updates_per_rollout {updates} equal updates."
             + multiples_text(updates, rollout.prompts_per_step),
         )
     if rollout.sampling.temperature == 0:
@@ -218,8 +223,8 @@ def batch_violations(recipe: Recipe) -> Iterator[Violation]:
         if on:
             yield (
                 f"rollout.sampling.{name}",
-                f"{value}: samples would be of fewer tokens than the log-probs that training compares, which are over "
-                f"the whole vocabulary. Use {off}; rollout.eval_sampling is free.",
+                f"{value}: engines would sample from fewer tokens than the trainer's log-probs, which cover the whole "
+                f"vocabulary. Use {off}; rollout.eval_sampling may differ.",
             )
     yield from _budget_violation(recipe, "rollout.max_trajectory_tokens", rollout.max_trajectory_tokens)
     yield from _schedule_violations(recipe, recipe.steps * updates)
@@ -227,9 +232,9 @@ def batch_violations(recipe: Recipe) -> Iterator[Violation]:
 
 def batch_warnings(recipe: Recipe) -> Iterator[Violation]:
     """Updates with fewer trajectories than data-parallel ranks."""
-    parallel, rollout = recipe.trainer.parallel, recipe.rollout
-    data = recipe.trainer.num_ranks // (parallel.tensor * parallel.pipeline * parallel.context)
-    trajectories = rollout.prompts_per_step * rollout.samples_per_prompt // recipe.trainer.updates_per_rollout
+    trainer, rollout = recipe.trainer, recipe.rollout
+    data = trainer.parallel.data(trainer.num_ranks)
+    trajectories = rollout.prompts_per_step * rollout.samples_per_prompt // trainer.updates_per_rollout
     if trajectories < data:
         yield (
             "rollout.prompts_per_step",

@@ -1,16 +1,17 @@
-"""YAML with line numbers: a document becomes a flat list of values, each knowing its key and its place.
+"""YAML with line numbers: a document becomes a flat list of values, each with its key and its line.
 
 Scalars follow the YAML 1.2 core rules, so that `off` is a word and `1e-6` a number.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 
+from slimrl.config.keys import is_section
 from slimrl.config.problems import Problem
 
 
@@ -23,6 +24,9 @@ class Entry:
     value: Any
     where: str
     """`file:line` or `command line`."""
+
+    def problem(self, message: str) -> Problem:
+        return Problem(where=self.where, key=self.key, message=message)
 
 
 class _Loader(yaml.SafeLoader):
@@ -46,8 +50,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), No
 
 
 def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    text = node.value.lower()
-    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    return float(re.sub(r"\.(inf|nan)", r"\1", node.value.lower()))
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -62,7 +65,7 @@ class YamlSource:
     """One YAML text: its root node and the entries below it."""
 
     def __init__(self, text: str, name: str, numbered: bool = True) -> None:
-        """Compose `text`; `name` is how a problem refers to it, with the line when `numbered`.
+        """Compose `text`; problems refer to it as `name`, with the line if `numbered`.
 
         Raises:
             yaml.YAMLError: the text is not YAML.
@@ -76,22 +79,19 @@ class YamlSource:
         return f"{self._name}:{node.start_mark.line + 1}" if self._numbered else self._name
 
     def value(self, node: yaml.Node) -> Any:
-        """The node as plain Python; raises yaml.YAMLError for what the safe loader refuses."""
+        """The node as plain Python.
+
+        Raises:
+            yaml.YAMLError: the safe loader refuses it.
+        """
         return self._loader.construct_object(node, deep=True)
 
-    def entries(
-        self, node: yaml.Node, prefix: str, is_section: Callable[[str], bool]
-    ) -> tuple[list[Entry], list[Problem]]:
-        """Flatten a mapping node; keys of which `is_section` is true are descended into, others are values.
-
-        Returns:
-            The entries in file order, and a problem for each repeated or impossible key.
-        """
+    def entries(self, node: yaml.Node, prefix: str, problems: list[Problem]) -> Iterator[Entry]:
+        """The values of a mapping in file order, sections flattened; repeated and impossible keys become problems."""
         if not isinstance(node, yaml.MappingNode):
-            return [Entry(key=prefix, value=self.value(node), where=self.where(node))], []
+            yield Entry(key=prefix, value=self.value(node), where=self.where(node))
+            return
         self._loader.flatten_mapping(node)
-        entries: list[Entry] = []
-        problems: list[Problem] = []
         seen: dict[str, str] = {}
         for key_node, value_node in node.value:
             where = self.where(key_node)
@@ -102,16 +102,13 @@ class YamlSource:
             elif name in seen:
                 problems.append(Problem(where=where, key=key, message=f"given twice, first at {seen[name]}."))
             elif is_section(key) and isinstance(value_node, yaml.MappingNode):
-                below = self.entries(value_node, key, is_section)
-                entries += below[0]
-                problems += below[1]
+                yield from self.entries(value_node, key, problems)
             else:
-                entries.append(Entry(key=key, value=self.value(value_node), where=where))
+                yield Entry(key=key, value=self.value(value_node), where=where)
             seen.setdefault(name, where)
-        return entries, problems
 
 
 def display_path(path: Path) -> str:
-    """The path relative to the working directory where it lies below it, else as it is."""
+    """The path relative to the working directory if it lies below it, else unchanged."""
     resolved = path.resolve()
     return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(path)

@@ -1,4 +1,4 @@
-"""Import paths of a recipe, `module:function`, resolved to what they name."""
+"""Resolves import paths of a recipe, `module:function`."""
 
 import importlib
 from collections.abc import Callable
@@ -8,18 +8,15 @@ from slimrl.config.problems import suggestion
 
 
 def resolve(path: str, *, classes: bool = False) -> Callable[..., Any]:
-    """The function, or other object that can be called, that `module:function` names.
-
-    Args:
-        classes: let classes pass, which are called too; where a function is needed they are a mistake.
+    """The function or other callable at `module:function`; a class only if `classes`.
 
     Raises:
-        ValueError: it is not written so, the module is not found, or it has no such function. An error inside the
-            module itself is raised as it is.
+        ValueError: the path is not of this form, or there is no such module or function. Errors of the module itself
+            are raised unchanged.
     """
     module_name, separator, name = path.partition(":")
     if not separator or not module_name or not name:
-        raise ValueError(f"{path!r} is no import path; write module:function")
+        raise ValueError(f"{path!r} is not an import path; write module:function")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -29,15 +26,11 @@ def resolve(path: str, *, classes: bool = False) -> Callable[..., Any]:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            raise ValueError(f"{path}: {module_name} has no {name}.{suggestion(part, _public(value))}")
+            public = [one for one in dir(value) if not one.startswith("_") and callable(getattr(value, one))]
+            raise ValueError(f"{path}: {module_name} has no {name}.{suggestion(part, public)}")
         value = getattr(value, part)
     if not callable(value):
-        raise ValueError(f"{path}: {name} is no function but {type(value).__name__}")
+        raise ValueError(f"{path}: {name} is not a function but {type(value).__name__}")
     if isinstance(value, type) and not classes:
-        raise ValueError(f"{path}: {name} is a class; a function is needed, or an object that can be called")
+        raise ValueError(f"{path}: {name} is a class, not a function")
     return value
-
-
-def _public(value: Any) -> list[str]:
-    """Names of the functions that a module or class has."""
-    return [name for name in dir(value) if not name.startswith("_") and callable(getattr(value, name))]

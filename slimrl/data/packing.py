@@ -1,9 +1,9 @@
-"""Packing of sequences into micro-batches that are balanced over data-parallel ranks.
+"""Packing of segments into micro-batches that are balanced over data-parallel ranks.
 
 1. First-fit-decreasing says how many micro-batches the token budget needs.
-2. That number is rounded up to what all ranks and the schedule take, and the sequences are spread evenly over so many:
-   the most expensive first, each to the cheapest micro-batch that has room. Where they do not fit, there is one round
-   more; where sequences run out, micro-batches of padding fill up.
+2. That number is rounded up to a multiple that all ranks and the schedule accept. The sequences are spread evenly: the
+   most expensive first, each to the cheapest micro-batch that has room. If one does not fit, there is one more
+   micro-batch for each rank; if there are fewer sequences than micro-batches, the others are padding.
 3. Balanced largest differencing (Karmarkar-Karp with equal counts; Yakir 1996, doi:10.1287/moor.21.1.85) deals the
    micro-batches to the ranks.
 Costs are estimated FLOPs: attention grows with the square of a sequence, the rest with its length.
@@ -13,35 +13,31 @@ Everything is deterministic: equal input gives equal micro-batches in equal orde
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from slimrl.data.trajectory import Trajectory
+from slimrl.config.alignment import round_up
+from slimrl.config.schema import TrainerConfig
+from slimrl.data.training import Layout
+from slimrl.data.trajectory import Segment
+
+PackedBatch = list[list["MicroBatch"]]
+"""What one optimizer update learns from: micro-batches by data-parallel rank."""
 
 ATTENTION_WEIGHT = 1 / 4096
 """Cost of a sequence in tokens is T + T^2 * this: attention equals the rest of a layer at about 4096 tokens."""
 
-
-@dataclass(kw_only=True, eq=False)
-class PackedSequence:
-    """One sequence to pack, L + 1 tokens: position t reads tokens[t] and predicts tokens[t + 1]."""
-
-    tokens: np.ndarray
-    """int [L + 1]"""
-    loss_mask: np.ndarray
-    """bool [L + 1], true on tokens to learn from"""
-    rollout_logprobs: np.ndarray
-    """float32 [L + 1]"""
-    trajectory: int
-    """Index into the batch's trajectories"""
-    routed_experts: np.ndarray | None = None
-    """int16 [L + 1, layers, topk], experts that the engine took for each token, -1 where it said nothing"""
+OLD_LOGPROBS = "old_logprobs"
+"""Name of the log-probs under the policy that is being improved, among a micro-batch's added arrays."""
 
 
 @dataclass(kw_only=True, eq=False)
 class MicroBatch:
-    """One packed micro-batch of a data-parallel rank, T tokens and n trajectories, before context-parallel slicing."""
+    """One packed micro-batch of a data-parallel rank, T tokens and n trajectories, before context-parallel slicing.
+
+    Position t of a sequence reads token t of its segment and predicts token t + 1.
+    """
 
     tokens: np.ndarray
     """int64 [T], sequences one after another, each padded to the alignment"""
@@ -65,39 +61,35 @@ class MicroBatch:
     """int64 [n], sampled tokens of the whole trajectory, in other micro-batches too"""
     advantages: np.ndarray
     """float32 [n]"""
-    elsewhere_log_ratio: np.ndarray
+    remote_log_ratio: np.ndarray
     """float32 [n], sum of log pi - log pi_old over the trajectory's tokens in other micro-batches"""
-    old_logprobs: np.ndarray | None = None
-    """float32 [T], of the targets under the policy that is being improved"""
+    added: dict[str, np.ndarray] = field(default_factory=dict)
+    """float32 [T] by name, results of earlier passes for each target"""
     routed_experts: np.ndarray | None = None
-    """int16 [T, layers, topk], experts that the engine took for each of `tokens`, -1 where it said nothing; None where
-    it did so for no sequence of the whole batch"""
+    """int16 [T, layers, topk], experts that the engine chose for each of `tokens`, -1 where it reported none; None if
+    it reported none for the whole batch"""
 
     @property
     def num_tokens(self) -> int:
         return int((~self.padding).sum())
 
 
-def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of indices whose lengths sum to at most `budget`; the longest first, ties by index.
+def first_fit_decreasing(lengths: Sequence[int], budget: int) -> int:
+    """How many bins of size `budget` first-fit-decreasing needs.
 
     Raises:
         ValueError: one length is above the budget.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    if order and lengths[order[0]] > budget:
-        raise ValueError(f"a sequence of {lengths[order[0]]} tokens does not fit into a micro-batch of {budget}")
-    bins: list[list[int]] = []
     free: list[int] = []
-    for i in order:
-        slot = next((b for b, room in enumerate(free) if room >= lengths[i]), None)
+    for length in sorted(lengths, reverse=True):
+        if length > budget:
+            raise ValueError(f"a sequence of {length} tokens does not fit into a micro-batch of {budget}")
+        slot = next((b for b, room in enumerate(free) if room >= length), None)
         if slot is None:
-            bins.append([])
-            free.append(budget)
-            slot = len(bins) - 1
-        bins[slot].append(i)
-        free[slot] -= lengths[i]
-    return bins
+            free.append(budget - length)
+        else:
+            free[slot] -= length
+    return len(free)
 
 
 def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -124,19 +116,18 @@ def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def pack(
-    sequences: Sequence[PackedSequence],
+    segments_N: Sequence[Sequence[Segment]],
     advantages_N: np.ndarray,
     *,
     budget_tokens: int,
     alignment: int,
     data_parallel: int,
     micro_batch_multiple: int = 1,
-) -> list[list[MicroBatch]]:
+) -> PackedBatch:
     """Micro-batches for each data-parallel rank, equally many on all.
 
     Args:
-        sequences: what to pack; every sequence with a loss token needs its trajectory in `advantages_N`.
-        advantages_N: float32 [N], one per trajectory of the batch.
+        advantages_N: float32 [N], the advantage of each trajectory.
         budget_tokens: most tokens of one micro-batch, padding to the alignment included.
         alignment: each sequence is padded to a multiple of this (slimrl.config.alignment).
         micro_batch_multiple: the number of micro-batches of a rank is a multiple of this (the interleaved pipeline
@@ -145,15 +136,14 @@ def pack(
     Raises:
         ValueError: a sequence is longer than the budget.
     """
-    lengths = [_aligned(len(sequence.tokens) - 1, alignment) for sequence in sequences]
+    sequences = [(index, segment) for index, segments in enumerate(segments_N) for segment in segments]
+    lengths = [round_up(len(segment) - 1, alignment) for _, segment in sequences]
     costs = [length + length**2 * ATTENTION_WEIGHT for length in lengths]
     multiple = data_parallel * micro_batch_multiple
     bins = _spread(lengths, costs, budget_tokens, multiple)
     bin_costs = [sum(costs[i] for i in indices) for indices in bins]
-    num_sampled_N = np.zeros(len(advantages_N), np.int64)
-    for sequence in sequences:
-        num_sampled_N[sequence.trajectory] += int(sequence.loss_mask[1:].sum())
-    experts_shape = next((s.routed_experts.shape[1:] for s in sequences if s.routed_experts is not None), None)
+    num_sampled_N = np.array([sum(int(s.loss_mask[1:].sum()) for s in own) for own in segments_N], np.int64)
+    experts_shape = next((s.routed_experts.shape[1:] for _, s in sequences if s.routed_experts is not None), None)
     return [
         [
             _micro_batch([sequences[i] for i in sorted(bins[b])], advantages_N, num_sampled_N, alignment, experts_shape)
@@ -163,25 +153,28 @@ def pack(
     ]
 
 
-def trajectory_sequences(trajectories: Sequence[Trajectory]) -> list[PackedSequence]:
-    """One sequence per segment, `trajectory` being the position in the list."""
-    return [
-        PackedSequence(
-            tokens=segment.tokens,
-            loss_mask=segment.loss_mask,
-            rollout_logprobs=segment.rollout_logprobs,
-            trajectory=index,
-            routed_experts=segment.routed_experts,
-        )
-        for index, trajectory in enumerate(trajectories)
-        for segment in trajectory.segments
-    ]
+def pack_for(
+    trainer: TrainerConfig, layout: Layout, segments_N: Sequence[Sequence[Segment]], advantages_N: np.ndarray
+) -> PackedBatch:
+    """`pack` for a trainer; a context-parallel group has the token budgets of all its ranks."""
+    return pack(
+        segments_N,
+        advantages_N,
+        budget_tokens=trainer.max_tokens_per_rank * trainer.parallel.context,
+        alignment=layout.alignment,
+        data_parallel=layout.data,
+        micro_batch_multiple=layout.micro_batch_multiple,
+    )
 
 
-def is_split(parts: list[list[MicroBatch]]) -> bool:
+def num_trajectories(batch: PackedBatch) -> int:
+    return len({index for part in batch for m in part for index in m.trajectories.tolist()})
+
+
+def is_split(batch: PackedBatch) -> bool:
     """Whether some trajectory has sampled tokens in more than one micro-batch."""
     seen: set[int] = set()
-    for micro_batch in (m for part in parts for m in part):
+    for micro_batch in (m for part in batch for m in part):
         here = set(micro_batch.trajectories.tolist())
         if here & seen:
             return True
@@ -189,22 +182,16 @@ def is_split(parts: list[list[MicroBatch]]) -> bool:
     return False
 
 
-def _aligned(length: int, alignment: int) -> int:
-    return -(-length // alignment) * alignment
-
-
 def _spread(lengths: list[int], costs: list[float], budget: int, multiple: int) -> list[list[int]]:
-    """Bins of even cost within the budget, in a number that is a multiple of `multiple`."""
-    count = _aligned(max(len(first_fit_decreasing(lengths, budget)), 1), multiple)
-    while True:
-        bins = _spread_over(count, lengths, costs, budget)
-        if bins is not None:
-            return bins
+    """Bins of even cost within the budget; their number is a multiple of `multiple`."""
+    count = round_up(max(first_fit_decreasing(lengths, budget), 1), multiple)
+    while (bins := _spread_over(count, lengths, costs, budget)) is None:
         count += multiple
+    return bins
 
 
 def _spread_over(count: int, lengths: list[int], costs: list[float], budget: int) -> list[list[int]] | None:
-    """The sequences over `count` bins, the most expensive first; None where one finds no room."""
+    """Deal the sequences to `count` bins, the most expensive first; None if one does not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens, loads = [0] * count, [0.0] * count
     for i in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
@@ -219,15 +206,15 @@ def _spread_over(count: int, lengths: list[int], costs: list[float], budget: int
 
 
 def _micro_batch(
-    sequences: list[PackedSequence],
+    sequences: list[tuple[int, Segment]],
     advantages_N: np.ndarray,
     num_sampled_N: np.ndarray,
     alignment: int,
     experts_shape: tuple[int, ...] | None,
 ) -> MicroBatch:
-    trajectories = sorted({s.trajectory for s in sequences})
-    local = {trajectory: i for i, trajectory in enumerate(trajectories)}
-    padded = [_aligned(len(s.tokens) - 1, alignment) for s in sequences] or [alignment]
+    """Of (index of the trajectory, segment) pairs; of padding alone if there are none."""
+    trajectories = np.unique(np.array([index for index, _ in sequences], np.int64))
+    padded = [round_up(len(segment) - 1, alignment) for _, segment in sequences] or [alignment]
     bounds = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
     total = int(bounds[-1])
     batch = MicroBatch(
@@ -239,20 +226,20 @@ def _micro_batch(
         cu_seqlens=bounds,
         trajectory_ids=np.zeros(total, np.int64),
         rollout_logprobs=np.zeros(total, np.float32),
-        trajectories=np.array(trajectories, np.int64),
-        num_sampled=num_sampled_N[trajectories] if trajectories else np.zeros(0, np.int64),
-        advantages=advantages_N[trajectories].astype(np.float32) if trajectories else np.zeros(0, np.float32),
-        elsewhere_log_ratio=np.zeros(len(trajectories), np.float32),
+        trajectories=trajectories,
+        num_sampled=num_sampled_N[trajectories],
+        advantages=advantages_N[trajectories].astype(np.float32),
+        remote_log_ratio=np.zeros(len(trajectories), np.float32),
         routed_experts=None if experts_shape is None else np.full((total, *experts_shape), -1, np.int16),
     )
-    for sequence, start in zip(sequences, bounds, strict=False):
-        span = slice(start, start + len(sequence.tokens) - 1)
-        batch.tokens[span] = sequence.tokens[:-1]
-        batch.targets[span] = sequence.tokens[1:]
-        batch.mask[span] = sequence.loss_mask[1:]
+    for (index, segment), start in zip(sequences, bounds, strict=False):
+        span = slice(start, start + len(segment) - 1)
+        batch.tokens[span] = segment.tokens[:-1]
+        batch.targets[span] = segment.tokens[1:]
+        batch.mask[span] = segment.loss_mask[1:]
         batch.padding[span] = False
-        batch.trajectory_ids[span] = local[sequence.trajectory]
-        batch.rollout_logprobs[span] = np.where(sequence.loss_mask[1:], sequence.rollout_logprobs[1:], 0)
-        if batch.routed_experts is not None and sequence.routed_experts is not None:
-            batch.routed_experts[span] = sequence.routed_experts[:-1]
+        batch.trajectory_ids[span] = np.searchsorted(trajectories, index)
+        batch.rollout_logprobs[span] = np.where(segment.loss_mask[1:], segment.rollout_logprobs[1:], 0)
+        if batch.routed_experts is not None and segment.routed_experts is not None:
+            batch.routed_experts[span] = segment.routed_experts[:-1]
     return batch

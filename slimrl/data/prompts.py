@@ -1,26 +1,25 @@
-"""Prompt files and conversation files (JSONL), and the order in which training goes through them.
+"""Prompt files and conversation files (JSONL or Parquet), and the order in which training goes through them.
 
-A prompt line has `messages` (a list of {"role", "content"}) or `prompt` (the text of one user message), `label`,
-and if it likes `id` and `metadata`. A conversation line has `messages` with at least one assistant message, whose
-`tool_calls` are {"function": {"name", "arguments"}}, and if it likes `id` and `tools` (JSON schemas).
-Other keys are refused, since they are most often a misspelling.
+A prompt line has `label`, and `messages` (a list of {"role", "content"}) or `prompt` (the text of one user message, or
+such a list); `id` and `metadata` are optional. A conversation line has `messages` with at least one assistant message,
+whose `tool_calls` are {"function": {"name", "arguments"}}; `id`, `metadata` and `tools` (JSON schemas) are optional.
+Null means that the key is not there, except for `label`. Other keys are refused, since they are usually misspellings,
+unless the recipe names the file's columns (columns.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
-from slimrl.data.jsonl import OtherKind, read_jsonl
+from slimrl.config.data_rules import CONVERSATION_KEYS, PROMPT_KEYS
+from slimrl.data.columns import read_rows, rename_columns
+from slimrl.data.rows import WrongFileKind
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt
 
-T = TypeVar("T")
-
-_PROMPT_KEYS = {"id", "prompt", "messages", "label", "metadata"}
-_CONVERSATION_KEYS = {"id", "messages", "tools", "metadata"}
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -28,40 +27,35 @@ _ROLES = ("system", "user", "assistant", "tool")
 class Conversation:
     """One line of a conversation file."""
 
-    conversation_id: str
-    """`<file stem>:<line number>`, or the line's own `id`."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas shown to the model; None where the line has no `tools`."""
+    """JSON schemas shown to the model; None if the line has no `tools`."""
     source: str = ""
     """`file:line`, for errors."""
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path, keys: Mapping[str, str] | None = None) -> list[Prompt]:
     """All prompts of a file, in order.
 
+    Args:
+        keys: the file's columns by our names, see `rename_columns`; None if it has our names.
+
     Raises:
-        ValueError: the file is missing or empty, an id occurs twice, or lines are broken; it names every broken line,
-            or the first alone where that shows a file of the other kind.
+        ValueError: the file is missing or empty, an id occurs twice, or lines are broken; names every broken line, or
+            only the first if it shows that this is a conversation file.
     """
     seen: dict[str, int] = {}
 
-    def parse(value: dict[str, Any], number: int) -> Prompt:
+    def parse(row: dict[str, Any], number: int) -> Prompt:
+        value = _given(rename_columns(row, keys or {}))
         if "label" not in value and _has_answer(value):
-            raise OtherKind("this is a conversation file, for `slimrl sft`; a line of a prompt file has a `label`")
-        _refuse_unknown(value, _PROMPT_KEYS)
+            raise WrongFileKind("this is a conversation file, for `slimrl sft`; a line of a prompt file has a `label`")
+        _refuse_unknown(value, PROMPT_KEYS)
         if ("prompt" in value) == ("messages" in value):
             raise ValueError("exactly one of `prompt` and `messages` is needed")
         if "label" not in value:
             raise ValueError("`label` is missing")
-        if "prompt" in value:
-            if not isinstance(value["prompt"], str) or not value["prompt"]:
-                raise ValueError("`prompt` must be a text that is not empty")
-            messages = [{"role": "user", "content": value["prompt"]}]
-        else:
-            messages = _messages(value["messages"])
-            if messages[-1]["role"] == "assistant":
-                raise ValueError("`messages` ends with an assistant message; nothing is left to generate")
+        messages = _prompt_messages(value)
         prompt_id = _line_id(value, path, number, seen)
         return Prompt(
             prompt_id=prompt_id,
@@ -71,24 +65,25 @@ def read_prompts(path: Path) -> list[Prompt]:
             source=f"{path}:{number}",
         )
 
-    return read_jsonl(path, parse)
+    return read_rows(path, parse)
 
 
-def read_conversations(path: Path) -> list[Conversation]:
-    """All conversations of a file, in order.
+def read_conversations(path: Path, keys: Mapping[str, str] | None = None) -> list[Conversation]:
+    """All conversations of a file, in order; `keys` as of read_prompts.
 
     Raises:
         ValueError: as read_prompts.
     """
     seen: dict[str, int] = {}
 
-    def parse(value: dict[str, Any], number: int) -> Conversation:
+    def parse(row: dict[str, Any], number: int) -> Conversation:
+        value = _given(rename_columns(row, keys or {}))
         if "label" in value and ("prompt" in value or not _has_answer(value)):
-            raise OtherKind(
+            raise WrongFileKind(
                 "this is a prompt file, for `slimrl train`; a line of a conversation file has `messages` with at least "
                 "one assistant message, and no `label`"
             )
-        _refuse_unknown(value, _CONVERSATION_KEYS)
+        _refuse_unknown(value, CONVERSATION_KEYS)
         if "messages" not in value:
             raise ValueError("`messages` is missing")
         messages = _messages(value["messages"])
@@ -97,20 +92,16 @@ def read_conversations(path: Path) -> list[Conversation]:
         tools = value.get("tools")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise ValueError("`tools` must be a list of JSON schemas")
-        return Conversation(
-            conversation_id=_line_id(value, path, number, seen),
-            messages=messages,
-            tools=tools or None,
-            source=f"{path}:{number}",
-        )
+        _line_id(value, path, number, seen)
+        return Conversation(messages=messages, tools=tools or None, source=f"{path}:{number}")
 
-    return read_jsonl(path, parse)
+    return read_rows(path, parse)
 
 
-class Sampler(Generic[T]):
-    """Goes through items again and again, in an order that the seed and the epoch alone decide.
+class Sampler[T]:
+    """Iterates over items epoch after epoch, in an order that depends on the seed and the epoch alone.
 
-    Its whole state is `epoch` and `index`, so a resumed run continues with the item that would have come next.
+    Its whole state is `epoch` and `index`, so a resumed run continues with the next item.
     """
 
     def __init__(self, items: Sequence[T], *, seed: int, shuffle: bool) -> None:
@@ -124,7 +115,7 @@ class Sampler(Generic[T]):
         self._order = self._epoch_order(0)
 
     def take(self, count: int) -> list[T]:
-        """The next `count` items; an epoch's end is not a stop."""
+        """The next `count` items, across the ends of epochs."""
         taken: list[T] = []
         for _ in range(count):
             if self._index == len(self._items):
@@ -135,18 +126,20 @@ class Sampler(Generic[T]):
         return taken
 
     def state(self) -> dict[str, int]:
-        """What `restore` takes: the epoch, how many of its items were taken, and how many there are."""
+        """For `restore`: the epoch, the number of items taken in it, and the number of items."""
         return {"epoch": self._epoch, "index": self._index, "num_items": len(self._items)}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`.
 
         Raises:
-            ValueError: the state is of another number of items, so its position means nothing here.
+            ValueError: the state is for another number of items, or of a Mixture.
         """
+        if "num_items" not in state:
+            raise ValueError("the saved position is in files with data.weights, of which there are none now")
         if state["num_items"] != len(self._items):
             raise ValueError(
-                f"the saved data position is in a set of {state['num_items']} items, this one has {len(self._items)}"
+                f"the saved position is in data with {state['num_items']} items, but there are {len(self._items)} now"
             )
         self._epoch, self._index = state["epoch"], state["index"]
         self._order = self._epoch_order(self._epoch)
@@ -157,15 +150,33 @@ class Sampler(Generic[T]):
         return np.random.default_rng(derive_seed(self._seed, "epoch", epoch)).permutation(len(self._items))
 
 
+def _given(value: dict[str, Any]) -> dict[str, Any]:
+    """Without keys that are null; a label may be."""
+    return {key: one for key, one in value.items() if one is not None or key == "label"}
+
+
+def _prompt_messages(value: dict[str, Any]) -> list[dict[str, Any]]:
+    name = "prompt" if "prompt" in value else "messages"
+    given = value[name]
+    if name == "prompt" and not isinstance(given, list):
+        if not isinstance(given, str) or not given:
+            raise ValueError("`prompt` must be a non-empty string or a list of messages")
+        return [{"role": "user", "content": given}]
+    messages = _messages(given, name)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"`{name}` ends with an assistant message; nothing is left to generate")
+    return messages
+
+
 def _has_answer(value: dict[str, Any]) -> bool:
-    """Whether the messages end with the assistant's, which no prompt's do."""
+    """Whether the last message is the assistant's, unlike in a prompt."""
     messages = value.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
-def _refuse_unknown(value: dict[str, Any], known: set[str]) -> None:
-    unknown = sorted(value.keys() - known)
+def _refuse_unknown(value: dict[str, Any], known: Sequence[str]) -> None:
+    unknown = sorted(value.keys() - set(known))
     if unknown:
         raise ValueError(f"unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}")
 
@@ -173,9 +184,9 @@ def _refuse_unknown(value: dict[str, Any], known: set[str]) -> None:
 def _line_id(value: dict[str, Any], path: Path, number: int, seen: dict[str, int]) -> str:
     line_id = value.get("id", f"{path.stem}:{number}")
     if not isinstance(line_id, str) or not line_id:
-        raise ValueError("`id` must be a text that is not empty")
+        raise ValueError("`id` must be a non-empty string")
     if line_id in seen:
-        raise ValueError(f"id {line_id} is that of line {seen[line_id]} too")
+        raise ValueError(f"id {line_id} is also the id of line {seen[line_id]}")
     seen[line_id] = number
     return line_id
 
@@ -187,11 +198,11 @@ def _metadata(value: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _messages(value: Any, name: str = "messages") -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise ValueError("`messages` must be a list that is not empty")
+        raise ValueError(f"`{name}` must be a non-empty list")
     for position, message in enumerate(value):
-        where = f"messages[{position}]"
+        where = f"{name}[{position}]"
         if not isinstance(message, dict):
             raise ValueError(f"{where} must be an object")
         if message.get("role") not in _ROLES:
@@ -213,4 +224,4 @@ def _check_content(message: dict[str, Any], where: str) -> None:
                 raise ValueError(f"{where}.tool_calls[{number}].function.arguments must be an object or its JSON text")
     content = message.get("content")
     if not isinstance(content, str) and not (calls and content is None):
-        raise ValueError(f"{where}.content must be a text")
+        raise ValueError(f"{where}.content must be a string")

@@ -1,9 +1,9 @@
-"""Seeds derived from what they are for, never from global state or arrival order."""
+"""Seeds derived from the use that they have, never from global state or arrival order."""
 
 import hashlib
 
 MAX_SEED = 2**31 - 1
-"""Seeds lie in 0..MAX_SEED, which every library takes."""
+"""Seeds are in 0..MAX_SEED, which every library accepts."""
 
 
 def derive_seed(*parts: int | str) -> int:

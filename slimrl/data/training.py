@@ -1,4 +1,4 @@
-"""What a trainer says of itself and of a pass, free of Megatron, so that a driver need not import it."""
+"""Types that trainer and driver share, without Megatron, which the driver does not import."""
 
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ from slimrl.config.alignment import sequence_alignment
 
 
 class MemoryPart(str, Enum):
-    """What a trainer can give away of its device's memory."""
+    """Parts of device memory that a trainer can release."""
 
     weights = "weights"
     gradients = "gradients"
@@ -19,7 +19,7 @@ class MemoryPart(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of all parallel dimensions, and this rank's place in them."""
+    """Sizes of all parallel dimensions, and this rank's position in them."""
 
     rank: int
     world_size: int
@@ -36,15 +36,15 @@ class Layout:
     context_rank: int
     data_rank: int
     tile: int = 1
-    """Tokens of which this rank's share of a sequence is a multiple, for kernels of FP8"""
+    """This rank's tokens of a sequence are a multiple of it, for FP8 kernels"""
 
     @property
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline - 1
 
     @property
-    def reports(self) -> bool:
-        """Whether this rank returns the log-probs of its data-parallel group: exactly one of each group does."""
+    def is_output_rank(self) -> bool:
+        """Whether this rank returns the log-probs of its data-parallel rank; one rank of each does."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     @property
@@ -54,37 +54,37 @@ class Layout:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The interleaved schedule takes micro-batches in groups of the pipeline size."""
+        """The interleaved schedule needs a multiple of the pipeline size."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def sizes(self) -> dict[str, int]:
-        """What two layouts must share for a rank's own state, such as its random-number state, to carry over."""
+        """The sizes alone: if two layouts have the same, a rank's state (random numbers) can be restored."""
         others = {"rank", "tensor_rank", "pipeline_rank", "context_rank", "data_rank", "tile"}
         return {name: int(value) for name, value in asdict(self).items() if name not in others}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogProbs:
-    """Of one micro-batch, in the order of its tokens."""
+    """The trainer's results for one micro-batch, in the order of its tokens."""
 
     logprobs: np.ndarray
-    """float32 [T], of `targets`; of no meaning where there is no target"""
+    """float32 [T], of `targets`; meaningless where there is no target"""
     entropy: np.ndarray
     """float32 [T], of the distribution at each position"""
     routed_experts: np.ndarray | None = None
     """int16 [T, layers, topk], the experts of each token in no particular order, -1 in a layer without experts; None
-    where not asked for"""
+    if not requested"""
     routing_margin: np.ndarray | None = None
     """float32 [T, layers], lowest router score of a chosen expert minus the highest of another: logits under softmax,
-    probability plus bias under sigmoid; of no meaning in a layer without experts"""
+    probability plus bias under sigmoid; meaningless in a layer without experts"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
-    """One optimizer update, equal on every rank."""
+    """The result of one optimizer update, equal on every rank."""
 
     sums: dict[str, float]
-    """What the loss function reported, added over the whole update batch"""
+    """The values that the loss function reported, summed over the whole update batch"""
     grad_norm: float
     """Before clipping; NaN or infinite if the update was skipped"""
     skipped: bool

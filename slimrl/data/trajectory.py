@@ -1,11 +1,11 @@
-"""The types that every stage speaks: Prompt, Segment, Trajectory, and the trajectory file format.
+"""The types between stages (Prompt, Segment, Trajectory), and the trajectory file format.
 
-A trajectory file is JSONL, one object per trajectory, keys as the fields below, arrays as lists;
+A trajectory file is JSONL, one object per trajectory, with the fields below as keys and arrays as lists.
 `slimrl rollout --out FILE` writes it and `slimrl train --trajectories FILE` reads it.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -21,9 +21,9 @@ class Status(str, Enum):
     truncated = "truncated"
     """Ran out of tokens or turns."""
     aborted = "aborted"
-    """Stopped by us, for example by its deadline."""
+    """Stopped at its deadline or by the engine."""
     failed = "failed"
-    """An engine, tool, environment or reward broke; never trained on."""
+    """An engine, a tool or the reward function failed; never trained on."""
 
 
 @dataclass(kw_only=True)
@@ -46,13 +46,13 @@ class Segment:
     tokens: np.ndarray
     """int32 [T]"""
     loss_mask: np.ndarray
-    """bool [T], true exactly on tokens that the policy sampled"""
+    """bool [T], true exactly on tokens that the policy sampled, or that supervised training learns"""
     rollout_logprobs: np.ndarray
     """float32 [T], the engine's natural-log probability; 0 where the policy did not sample"""
     weight_versions: np.ndarray
     """int32 [T], version that sampled the token; -1 where the policy did not sample"""
     turn_ids: np.ndarray
-    """int16 [T], 0-based assistant turn of a token; a tool result bears the turn that called it, the prompt -1"""
+    """int16 [T], 0-based assistant turn of a token; a tool result has the turn that called it, the prompt -1"""
     routed_experts: np.ndarray | None = None
     """int16 [T, layers, topk]; -1 where the engine reports none"""
 
@@ -63,6 +63,18 @@ class Segment:
             if value is not None and len(value) != length:
                 raise ValueError(f"segment: {name} has {len(value)} entries, tokens has {length}")
 
+    @classmethod
+    def not_sampled(cls, tokens: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray) -> "Segment":
+        """Text that no engine sampled, for supervised training: log-probs 0, versions and turns -1."""
+        length = len(tokens)
+        return cls(
+            tokens=np.asarray(tokens, np.int32),
+            loss_mask=np.asarray(loss_mask, np.bool_),
+            rollout_logprobs=np.zeros(length, np.float32),
+            weight_versions=np.full(length, -1, np.int32),
+            turn_ids=np.full(length, -1, np.int16),
+        )
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -70,19 +82,19 @@ class Segment:
 @dataclass(kw_only=True, eq=False)
 class Trajectory:
     group_id: str
-    """The prompt that it came from; advantages are grouped by this and by nothing else."""
+    """The prompt's id; advantages are grouped by this and by nothing else."""
     trajectory_id: str
     segments: list[Segment]
     status: Status
     reward: float = float("nan")
     """NaN until scored."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward, where it has such."""
+    """Named parts of the reward, if it has any."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation as text, for rewards and for people; training reads the segments alone."""
+    """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_cached_tokens`, `num_retries`, `error`, `reward_timed_out`
-    and what a task adds."""
+    """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `num_cached_tokens`, `num_retries`,
+    `error`, `reward_timed_out` and the task's own keys."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +124,7 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_json(value: dict[str, Any]) -> Trajectory:
-    """Raises ValueError for an object that is no trajectory; says what is wrong with it."""
+    """Raises ValueError for an object that is not a trajectory; says why."""
     known = {one.name: one.default is MISSING and one.default_factory is MISSING for one in fields(Trajectory)}
     _check_keys(value, known)
     if value["status"] not in [status.value for status in Status]:
@@ -126,32 +138,29 @@ def from_json(value: dict[str, Any]) -> Trajectory:
 def _segment(value: dict[str, Any], where: str) -> Segment:
     try:
         _check_keys(value, dict.fromkeys(_DTYPES, True))
-        return Segment(**_arrays(value))
+        return Segment(**{name: _array(name, value[name]) for name in _DTYPES})
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
 def _check_keys(value: dict[str, Any], known: dict[str, bool]) -> None:
-    """Raises ValueError for a key that is needed and not there, or there and not known."""
+    """Raises ValueError for a missing or an unknown key."""
     if missing := [f"`{name}`" for name, needed in known.items() if needed and name not in value]:
         raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     if unknown := [f"`{name}`" for name in value if name not in known]:
-        raise ValueError(f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known")
+        raise ValueError(f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} unknown")
 
 
-def _arrays(segment: dict[str, Any]) -> dict[str, Any]:
-    arrays: dict[str, Any] = {}
-    for name, dtype in _DTYPES.items():
-        if name == "routed_experts" and segment[name] is None:
-            arrays[name] = None
-            continue
-        try:
-            arrays[name] = np.asarray(segment[name], dtype)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise ValueError(f"`{name}` is no list of {np.dtype(dtype).name}: {error}") from error
-        if not arrays[name].ndim:
-            raise ValueError(f"`{name}` is no list")
-    return arrays
+def _array(name: str, value: Any) -> Any:
+    if name == "routed_experts" and value is None:
+        return None
+    try:
+        array: np.ndarray = np.asarray(value, _DTYPES[name])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"`{name}` is not a list of {np.dtype(_DTYPES[name]).name}: {error}") from error
+    if not array.ndim:
+        raise ValueError(f"`{name}` is not a list")
+    return array
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
@@ -164,7 +173,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     """All trajectories of a file, in order.
 
     Raises:
-        ValueError: the file is missing or empty, or lines are broken; it names every broken line.
+        ValueError: the file is missing or empty, or lines are broken; names every broken line.
     """
 
     def parse(value: dict[str, Any], number: int) -> Trajectory:

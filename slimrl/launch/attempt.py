@@ -1,47 +1,45 @@
-"""The folder of one attempt of a job, on the shared file system, and the steps that run under it.
+"""The folder of one attempt of a job, on the shared file system, and the attempt's SLURM steps.
 
     <log_dir>/<job id>/latest -> attempt_001
     <log_dir>/<job id>/attempt_001/
         canary, control, plan.json      what the nodes read
-        token                           what Ray's processes know each other by, for this user's eyes alone
-        preflight/, allreduce_0/        what they report
-        checkpoints                     step of the run's checkpoint that the command went on from, then of each that it
-                                        wrote, one a line
-        STEP.NODE.log, STEP.srun.log    what they and srun print; of the preflight, which has an srun for each node,
-                                        both are in preflight.NODE.log
+        token                           Ray's authentication token, readable by this user alone
+        preflight/, allreduce_0/        reports of the nodes
+        checkpoints                     a line for each checkpoint's step: first the one that the command continued
+                                        from, then those that it wrote
+        STEP.NODE.log, STEP.srun.log    output of nodes and srun; the preflight has an srun for each node, so both are
+                                        in preflight.NODE.log
 
 Standard library alone, see slurm.py.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import secrets
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
 
 from slimrl.launch.reports import LaunchError
 from slimrl.launch.slurm import named_nodes, srun_command
 
 END_TIMEOUT_S = 60.0
-"""How long a step may take to end after it was told to, before its srun is told, and how long srun may take then."""
+"""How long a step may take to end by itself, before srun gets SIGTERM; and then srun, before it gets SIGKILL."""
 
 MOST_UNOPENED = 5
-"""So many attempts in a row that are ended before their command has opened its run end the job."""
+"""After this many attempts in a row that were ended before their command opened the run, the job ends."""
 
 POLL_S = 0.2
 TAIL_LINES = 5
 
 
 class Preempted(Exception):
-    """A signal came while nothing was running that could be saved.
+    """A signal came before the command started.
 
-    Its steps go on: who catches it ends them, after what is more urgent.
+    Its steps still run: the caller ends them, after what is more urgent.
     """
 
     def __init__(self, steps: Sequence[Step]) -> None:
@@ -49,60 +47,35 @@ class Preempted(Exception):
         self.steps = steps
 
 
-@dataclass(frozen=True)
 class AttemptFolder:
-    """Paths of one attempt."""
-
-    path: Path
-
-    @property
-    def canary(self) -> Path:
-        return self.path / "canary"
-
-    @property
-    def control(self) -> Path:
-        return self.path / "control"
-
-    @property
-    def token(self) -> Path:
-        return self.path / "token"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.canary, self.control, self.token = path / "canary", path / "control", path / "token"
+        self.plan, self.checkpoints = path / "plan.json", path / "checkpoints"
 
     @property
     def opened_run(self) -> bool:
-        """Whether the command came as far as to say what it goes on from."""
+        """Whether the command opened the run, and so wrote which checkpoint it continues from."""
         return bool(_lines(self.checkpoints))
 
     @property
     def gained_checkpoint(self) -> bool:
-        """Whether the next attempt goes on from another checkpoint than this one."""
         return len(_lines(self.checkpoints)) > 1
 
     def log(self, step: str, node: str) -> Path:
         return self.path / f"{step}.{node}.log"
 
     def say(self, word: str) -> None:
-        """To everyone who reads the control file; written in place, so that open handles and caches see it."""
+        """Write to the control file, in place, so that open handles and caches see it."""
         self.control.write_text(word + "\n")
-
-    def write_plan(self, plan: dict[str, Any]) -> None:
-        self.plan.write_text(json.dumps(plan, indent=2) + "\n")
 
 
 def attempt_folder(log_dir: Path, job_id: int, attempt: int) -> AttemptFolder:
-    """Of any attempt of a job."""
     return AttemptFolder(log_dir.absolute() / str(job_id) / f"attempt_{attempt:03d}")
 
 
 def open_attempt(log_dir: Path, job_id: int, attempt: int) -> AttemptFolder:
-    """A new folder with canary and control file; `latest` points to it."""
+    """Create the folder with canary, control file and token, and point `latest` to it."""
     folder = attempt_folder(log_dir, job_id, attempt)
     folder.path.mkdir(parents=True)
     folder.canary.write_text(f"{job_id} {attempt} {time.time_ns()}\n")
@@ -118,39 +91,39 @@ def open_attempt(log_dir: Path, job_id: int, attempt: int) -> AttemptFolder:
 
 
 def check_progress(attempts: Sequence[AttemptFolder]) -> int:
-    """Refuse to queue a job again that would go on so for ever.
+    """Refuse to requeue a job whose attempts make no progress.
 
-    An attempt that was ended before it opened the run does not show whether a step fits into one, and is passed over.
+    An attempt that was ended before it opened the run does not show whether a step fits into an attempt. It is skipped.
 
     Args:
         attempts: of the job, the newest first.
 
     Returns:
-        How many of the newest did not open the run.
+        Number of newest attempts in a row that did not open the run.
 
     Raises:
-        LaunchError: they are `MOST_UNOPENED`; or the newest opened it, and neither it nor the one before that opened it
-            made a new checkpoint.
+        LaunchError: there are MOST_UNOPENED of these; or the newest attempt opened the run, and neither it nor the
+            previous one that did wrote a checkpoint.
     """
     unopened = len(list(takewhile(lambda attempt: not attempt.opened_run, attempts)))
     if unopened >= MOST_UNOPENED:
         raise LaunchError(
-            f"{unopened} attempts in a row were ended before they opened the run, so the job is not queued again."
+            f"{unopened} attempts in a row were ended before they opened the run, so the job is not requeued."
         )
     if unopened:
         return unopened
     newest = list(islice((attempt for attempt in attempts if attempt.opened_run), 2))
     if len(newest) == 2 and not any(attempt.gained_checkpoint for attempt in newest):
         raise LaunchError(
-            f"{newest[1].path.name} and {newest[0].path.name} made no new checkpoint, so the job is not queued again. "
-            "The start, a step and its checkpoint have to fit between the job's begin and its time limit, a step and a "
-            "checkpoint between the signal and the limit."
+            f"{newest[1].path.name} and {newest[0].path.name} wrote no new checkpoint, so the job is not requeued. "
+            "The time limit must leave room for the start, a step and its checkpoint, and the signal must come early "
+            "enough before it for a step and a checkpoint."
         )
     return 0
 
 
 class Step:
-    """An srun under way, and the logs of its nodes."""
+    """A running srun, and the logs of its nodes."""
 
     def __init__(self, name: str, nodes: Sequence[str], process: subprocess.Popen[bytes], folder: AttemptFolder):
         self.name, self.nodes, self.process = name, list(nodes), process
@@ -162,15 +135,15 @@ class Step:
         return self.process.poll()
 
     def wait(self, timeout_s: float, stop: Callable[[], bool]) -> bool:
-        """Whether it ended by itself within the deadline; see wait_for."""
+        """Whether it ended by itself in time; see wait_for."""
         return bool(wait_for([self], timeout_s, stop))
 
     def end(self, after_s: float = END_TIMEOUT_S) -> None:
-        """Wait for what was told to end by the control file; then tell its srun, then kill that."""
+        """Give a step that the control file told to end some time; then end its srun."""
         wait_for([self], after_s, lambda: False)
 
     def failure(self) -> str:
-        """What SLURM says of it, which names the node, and the last lines of the nodes that srun names."""
+        """srun's messages, and the last log lines of the nodes that they name."""
         said = _lines(self._folder.log(self.name, "srun"))
         shown = named_nodes("\n".join(said), self.nodes) or self.nodes[:1]
         lines = [f"{self.name} ended with code {self.code}", *said[-TAIL_LINES:]]
@@ -180,16 +153,16 @@ class Step:
         return "\n  ".join(lines)
 
     def last_words(self, node: str) -> str:
-        """The last two lines that are there of one node: a program's error, and what srun makes of it."""
+        """The last two lines of a node's log: a program's error, and srun's message about it."""
         lines = [line.strip() for line in _lines(self._folder.log(self.name, node)) if line.strip()]
         return "; ".join(lines[-2:])
 
 
 def wait_for(steps: Sequence[Step], timeout_s: float, stop: Callable[[], bool]) -> list[Step]:
-    """Those that ended by themselves within the deadline; all others are ended then.
+    """The steps that ended by themselves in time; the others are ended.
 
     Raises:
-        Preempted: `stop` turned true, even where all had ended by then; steps that go on are not waited for.
+        Preempted: `stop` turned true, even if all steps have ended; steps that still run are left running.
     """
     _await_end(steps, timeout_s, stop)
     in_time = [step for step in steps if step.code is not None]
@@ -198,7 +171,7 @@ def wait_for(steps: Sequence[Step], timeout_s: float, stop: Callable[[], bool]) 
 
 
 def end_steps(steps: Sequence[Step], stop: Callable[[], bool] = lambda: False) -> None:
-    """Tell the srun of each, then kill it; raises Preempted as `wait_for`."""
+    """SIGTERM to the srun of each step, then SIGKILL; raises Preempted as `wait_for`."""
     for force in (False, True):
         if stop():
             raise Preempted(steps)
@@ -215,41 +188,38 @@ def end_steps(steps: Sequence[Step], stop: Callable[[], bool] = lambda: False) -
 
 def start_step(
     folder: AttemptFolder,
+    options: argparse.Namespace,
     name: str,
     nodes: Sequence[str],
-    command: Sequence[str],
-    *,
-    container: Sequence[str],
-    gpus: int,
+    module: str,
+    *arguments: str,
     stop_together: bool = True,
 ) -> Step:
-    """Start srun; its own messages go to NAME.srun.log.
+    """Start an srun of a module of slimrl; its own messages go to NAME.srun.log.
 
     Raises:
         LaunchError: there is no srun.
     """
-    full = srun_command(
-        nodes, folder.log(name, "%N"), command, container=container, gpus=gpus, stop_together=stop_together
-    )
-    return Step(name, nodes, _start(full, folder.log(name, "srun")), folder)
+    command = srun_command(options, nodes, folder.log(name, "%N"), module, arguments, stop_together=stop_together)
+    return Step(name, nodes, _start(command, folder.log(name, "srun")), folder)
 
 
 def start_alone(
-    folder: AttemptFolder, name: str, node: str, command: Sequence[str], *, container: Sequence[str], gpus: int
+    folder: AttemptFolder, options: argparse.Namespace, name: str, node: str, module: str, *arguments: str
 ) -> Step:
-    """As start_step with an srun of its own, which brings what is printed to the batch host.
+    """As start_step on one node, whose output srun brings to the batch host.
 
-    A node that cannot start a task, or has no shared file system to open a log on, ends all of an srun. So what may
-    be the matter with a node is asked of each by itself.
+    A node that cannot start a task, or cannot open a log on the shared file system, ends the whole srun. So nodes that
+    may be bad get an srun each.
     """
-    full = srun_command([node], None, command, container=container, gpus=gpus)
-    return Step(name, [node], _start(full, folder.log(name, node)), folder)
+    command = srun_command(options, [node], None, module, arguments)
+    return Step(name, [node], _start(command, folder.log(name, node)), folder)
 
 
 def _start(command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
     with output.open("wb") as log:
         try:
-            # Its own session: Ctrl-C and signals for the batch script's group reach the job alone, which decides.
+            # In its own session, so that signals to the batch script's process group reach only the job.
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         except FileNotFoundError as error:
             raise LaunchError("no srun on PATH") from error

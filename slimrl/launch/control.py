@@ -1,12 +1,11 @@
-"""A process of a job's step under the control of the job, which may run on another machine.
+"""Runs one command of a job under the control of the job's script, which may be on another machine.
 
-The job writes one word into a file of the shared file system, and whoever runs a part of the job reads it each second:
-`run`, `preempt` (SIGUSR1 to the command that can save, once) or `end`. The file is there from the start and is opened
-anew each time, since NFS shows what a file holds now when it is opened, but may hide for a minute that a file has
-appeared. Signals sent through SLURM would reach every process of a step, engines and Ray's own included; this reaches
-one.
+The job writes one word to a control file on the shared file system, which every node reads each second: `run`,
+`preempt` (SIGUSR1, once, to a command that can save) or `end`. The file exists from the start and is reopened for each
+read: NFS shows the current contents at each open, but may hide a new file for a minute. A signal through SLURM would
+reach every process of a step, engines and Ray's own included; this one reaches only the command.
 
-Whatever way a step ends, the processes below it are ended by their pids.
+However the command ends, its descendants are ended by pid.
 """
 
 import signal
@@ -14,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -22,52 +20,58 @@ RUN, PREEMPT, END = "run", "preempt", "end"
 
 POLL_S = 1.0
 UNREADABLE_S = 120.0
-"""A file system that fails for longer than this ends the part of the job on this node."""
+"""If the control file cannot be read for longer than this, the command is ended."""
 END_TIMEOUT_S = 20.0
-"""How long processes that were told to end may take before they are killed."""
+"""From SIGTERM to SIGKILL, for a command that has something to save or to tidy up."""
 
 
 def run_under_control(
-    command: Sequence[str], control: Path, environment: Mapping[str, str] | None = None, *, preemptible: bool
+    command: Sequence[str],
+    control: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    preemptible: bool,
+    end_timeout_s: float = END_TIMEOUT_S,
 ) -> int:
-    """Run a command until it ends, or is ended by `control` or by SIGTERM to this process; no process is left.
+    """Run a command until it ends, the control file says `end`, or this process gets SIGTERM. Leaves no process.
 
     Args:
-        preemptible: whether it gets SIGUSR1 at `preempt`, which ends whoever does not expect it.
+        preemptible: pass `preempt` on as SIGUSR1, which ends a command that has no handler for it.
+        end_timeout_s: from SIGTERM to SIGKILL.
 
     Returns:
-        Its exit code, negative for a signal; 0 where the job said `end`.
+        Its exit code, negative for a signal to either process; 0 if the job said `end`.
     """
     child = subprocess.Popen(command, env=environment)
     family = {psutil.Process(child.pid)}
-    told, words = _Told(), _Words(control)
+    words, signals = _Words(control), list[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
     preempted = False
     try:
-        while child.poll() is None:
+        while child.poll() is None and not signals:
             word = words.read()
             if word == END:
                 return 0
-            if told.to_end:
-                return -signal.SIGTERM
             if word == PREEMPT and preemptible and not preempted:
                 preempted = True
                 child.send_signal(signal.SIGUSR1)
             family = _noted(family)
             time.sleep(POLL_S)
-        return child.returncode
     finally:
-        _end(child, _noted(family))
+        _end(child, _noted(family), end_timeout_s)
+    return -signal.SIGTERM if signals else child.returncode
 
 
 class _Words:
-    """The word of the control file; the last one where the file system fails for a moment."""
+    """Reads the control file; while the file system fails, repeats the last word."""
 
     def __init__(self, control: Path) -> None:
         self._control, self._word = control, RUN
         self._read_s = time.monotonic()
 
     def read(self) -> str:
-        """Raises OSError where the file has been unreadable for UNREADABLE_S."""
+        """Raises OSError if the file has been unreadable for UNREADABLE_S."""
         try:
             self._word = self._control.read_text().strip()
             self._read_s = time.monotonic()
@@ -77,20 +81,8 @@ class _Words:
         return self._word
 
 
-class _Told:
-    """Notes that SIGTERM or SIGINT came, in place of ending at once."""
-
-    def __init__(self) -> None:
-        self.to_end = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.to_end = True
-
-
 def _noted(family: set[psutil.Process]) -> set[psutil.Process]:
-    """With the living descendants of its members: those of a member that has gone were noted before."""
+    """The family with all descendants that its members have now; those of a dead member were noted while it lived."""
     found = set(family)
     for member in family:
         try:
@@ -100,15 +92,15 @@ def _noted(family: set[psutil.Process]) -> set[psutil.Process]:
     return found
 
 
-def _end(child: subprocess.Popen[bytes], family: set[psutil.Process]) -> None:
+def _end(child: subprocess.Popen[bytes], family: set[psutil.Process], timeout_s: float) -> None:
     if child.poll() is None:
         child.terminate()
         try:
-            child.wait(END_TIMEOUT_S)
+            child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-    # Those that outlive it have lost the process that started them, so nobody else will end them.
+    # The survivors are orphans: nobody else will end them.
     alive = _await_end(family, 2.0)
     for end in (psutil.Process.terminate, psutil.Process.kill):
         for process in alive:
@@ -116,11 +108,11 @@ def _end(child: subprocess.Popen[bytes], family: set[psutil.Process]) -> None:
                 end(process)
             except psutil.NoSuchProcess:
                 continue
-        alive = _await_end(alive, END_TIMEOUT_S)
+        alive = _await_end(alive, timeout_s)
 
 
 def _await_end(processes: set[psutil.Process], timeout_s: float) -> set[psutil.Process]:
-    """Those that still live after the deadline; a zombie, which waits for its parent alone, does not."""
+    """The processes still alive after the deadline; a zombie only waits for its parent and counts as dead."""
     deadline = time.monotonic() + timeout_s
     while (alive := {process for process in processes if _lives(process)}) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,7 +1,7 @@
-"""`python -m slimrl.launch.driver`: waits for all nodes of the Ray cluster, then runs the command that uses it.
+"""`python -m slimrl.launch.driver`: waits for all nodes of the Ray cluster, then runs the job's command on it.
 
-The job's word `preempt` becomes SIGUSR1 to that command alone. It answers with exit code 75 when what it
-has is saved; one that had not yet begun to listen has nothing to save, and counts as answered too.
+When the job asks for a checkpoint (`preempt`), only that command gets SIGUSR1. It saves and exits with code 75. A
+command that SIGUSR1 ends, because it has no handler for it yet, has nothing to save and counts as preempted too.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from slimrl.launch.slurm import PREEMPTED
 
 
 def main() -> None:
-    """Exit code: that of the command; 1 where nodes do not join."""
+    """Exit code: the command's; 1 if nodes do not join."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--control", type=Path, required=True)
@@ -26,8 +26,8 @@ def main() -> None:
     address = plan["ray_address"]
     environment = {**cluster_environment(plan), "SLIMRL_RAY_ADDRESS": address}
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    joined = [sys.executable, "-m", "slimrl.launch.joined", address, str(len(plan["nodes"]))]
-    for part in (joined, command):
+    wait_for_nodes = [sys.executable, "-m", "slimrl.launch.wait_for_nodes", address, str(len(plan["nodes"]))]
+    for part in (wait_for_nodes, command):
         code = run_under_control(part, arguments.control, environment, preemptible=True)
         if code:
             break

@@ -1,22 +1,23 @@
-"""`python -m slimrl.launch.job`: one SLURM job, from the first check of its nodes to its last process.
+"""`python -m slimrl.launch.job`: one attempt of a SLURM job, from the check of its nodes to its last process.
 
-1. Preflight on every node of the allocation; a bad one is named, and left out where spares are enough. Then the head
-   node compares those that are used with what the recipe needs.
-2. The nodes that are used meet and all-reduce; nodes that do not come through are left out likewise.
-3. Ray on every node, at an address that is written down; then the command on the head node.
-4. Wait: the command's exit code is the job's. A Ray step that ends before it is a failure, and ends everything.
-5. SIGUSR1, which SLURM sends before the time limit, or SIGTERM: the command writes a checkpoint, the job is queued
-   again, and its next attempt continues from there. Queueing comes before everything that takes time: SLURM refuses
-   it after the time limit, and ends what is left of the attempt by itself. After two attempts without a new checkpoint
-   the job ends instead, see check_progress.
+1. Preflight on every node of the allocation. A bad node is named, and left out if there are enough spares. Then the
+   head node compares the selected nodes with the recipe's needs.
+2. All-reduce between the selected nodes. Nodes that fail are left out likewise.
+3. Ray on every node, at the address in the plan; then the command on the head node.
+4. The command's exit code is the job's. If Ray ends first, the job fails and ends everything.
+5. On SIGUSR1, which SLURM sends before the time limit, or SIGTERM, the command writes a checkpoint, the job requeues
+   itself, and its next attempt continues from there. The requeue comes before anything slow: SLURM refuses it after the
+   time limit, and ends the rest of the attempt itself. After two attempts without a new checkpoint the job ends
+   instead, see check_progress.
 
-This runs on the batch host, which need not have slimrl's dependencies where a container has them: standard library
-alone, Python 3.9 or newer.
+This runs on the batch host, which needs no dependencies of slimrl if a container has them: standard library alone,
+Python 3.9 or newer.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from slimrl.launch.allreduce_probe import AllReduceProbe
 from slimrl.launch.attempt import (
     MOST_UNOPENED,
     AttemptFolder,
@@ -37,51 +39,47 @@ from slimrl.launch.attempt import (
     start_step,
     wait_for,
 )
-from slimrl.launch.meeting import Meeting
-from slimrl.launch.options import add_options, check_rest, container_options, node_python, train_command
+from slimrl.launch.options import add_options, check_rest, train_command
 from slimrl.launch.ports import port_block
 from slimrl.launch.reports import LaunchError, Selection, read_reports, select_nodes
 from slimrl.launch.slurm import PREEMPTED, Allocation, requeue, this_allocation
 
 POLL_S = 0.5
 NOTICE_S = 10.0
-"""How long a step of Ray's may take to end after the command that needed it."""
+"""How long a failed command waits for Ray to end too, before the log says which failed."""
 RECIPE_TIMEOUT_S = 120.0
-"""How long the head node may take to compare the nodes with the recipe's."""
+"""Deadline of the head node's comparison of nodes and recipe."""
 REQUEUE_TIMEOUT_S = 120.0
-"""How long SLURM may take to end a job that it has queued again."""
+"""How long SLURM may take to end a requeued job."""
 
 
 class Job:
-    """An attempt of a job under way."""
-
     def __init__(self, options: argparse.Namespace, allocation: Allocation, folder: AttemptFolder) -> None:
         self._options, self._allocation, self._folder = options, allocation, folder
-        self._container = container_options(options)
         self._signal: str | None = None
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._note)
 
     def run(self) -> int:
-        """The command's exit code, PREEMPTED where the job has been queued again.
+        """The command's exit code; PREEMPTED after a requeue.
 
         Raises:
-            LaunchError: nodes are bad, a step died, or the job cannot be queued again.
+            LaunchError: nodes are bad, a step died, or the job cannot be requeued.
         """
         try:
             selection = self._preflight()
             self._check_recipe(selection)
-            meeting = self._meeting().meet(selection)
+            probe = self._allreduce_probe().run(selection)
         except Preempted as preempted:
-            say(f"{self._signal}: nothing runs yet")
+            say(f"{self._signal}: the command has not started yet")
             try:
-                self._queue_again()
+                self._requeue()
             finally:
                 end_steps(preempted.steps)
             return PREEMPTED
-        self._folder.write_plan(meeting.plan())
-        nodes = meeting.nodes
-        say(f"{len(nodes)} nodes, head {nodes[0]} at {meeting.ray_address}; logs: {self._folder.path}")
+        self._folder.plan.write_text(json.dumps(probe.plan(), indent=2) + "\n")
+        nodes = probe.nodes
+        say(f"{len(nodes)} nodes, head {nodes[0]} at {probe.ray_address}; logs: {self._folder.path}")
         ray = self._start("ray", nodes, "slimrl.launch.ray_node")
         command = train_command(self._options, self._allocation.job_id, self._folder.checkpoints)
         driver = self._start("driver", nodes[:1], "slimrl.launch.driver", "--", *command)
@@ -91,29 +89,27 @@ class Job:
             finally:
                 self._folder.say("end")
             if code == PREEMPTED:
-                self._queue_again()
+                self._requeue()
             return code
         finally:
             driver.end()
             ray.end()
 
     def await_end(self) -> None:
-        """Of a job that is queued again: SLURM sends SIGTERM. Where it is slow to, the attempt must not be complete."""
+        """Wait for the SIGTERM that SLURM sends a requeued job; ending before it would complete the job."""
         deadline = time.monotonic() + REQUEUE_TIMEOUT_S
         while self._signal is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def _preflight(self) -> Selection:
         nodes, options = self._allocation.nodes, self._options
-        command = [
-            *(node_python(options), "-m", "slimrl.launch.preflight", f"--folder={self._folder.path}"),
-            *(f"--gpus={options.gpus_per_node}", f"--min-free-gib={options.min_free_gib}"),
+        arguments = [
+            *(f"--folder={self._folder.path}", f"--gpus={options.gpus_per_node}"),
+            f"--min-free-gib={options.min_free_gib}",
             f"--first-port={port_block(self._allocation.job_id).first}",
         ]
         steps = {
-            node: start_alone(
-                self._folder, "preflight", node, command, container=self._container, gpus=options.gpus_per_node
-            )
+            node: start_alone(self._folder, options, "preflight", node, "slimrl.launch.preflight", *arguments)
             for node in nodes
         }
         in_time = wait_for(list(steps.values()), options.preflight_timeout_s, self._is_preempted)
@@ -130,17 +126,15 @@ class Job:
         return selection
 
     def _check_recipe(self, selection: Selection) -> None:
-        """Raises LaunchError where the recipe is refused or needs more nodes; says so where it needs fewer."""
+        """Raises LaunchError if the recipe is refused or needs more nodes; logs it if it needs fewer."""
         options, head = self._options, selection.used[0]
         if options.command:
             return
         gpus, cores = options.gpus_per_node, options.cores_per_node
         slots = [f"--node={node}={gpus or cores or self._reports[node].cores}" for node in selection.used]
-        command = [
-            *(node_python(options), "-m", "slimrl.launch.recipe_nodes", f"--unit={'GPUs' if gpus else 'cores'}"),
-            *(*slots, *(["--sft"] if options.sft else []), *options.rest),
-        ]
-        step = start_alone(self._folder, "recipe", head, command, container=self._container, gpus=gpus)
+        unit, sft = "GPUs" if gpus else "cores", ["--sft"] if options.sft else []
+        arguments = [f"--unit={unit}", *slots, *sft, *options.rest]
+        step = start_alone(self._folder, options, "recipe", head, "slimrl.launch.recipe_nodes", *arguments)
         if not step.wait(RECIPE_TIMEOUT_S, self._is_preempted):
             raise LaunchError(f"recipe: no answer within {RECIPE_TIMEOUT_S:.0f} s on {head}\n  {step.failure()}")
         if step.code:
@@ -148,22 +142,12 @@ class Job:
         if words := step.last_words(head):
             say(words)
 
-    def _meeting(self) -> Meeting:
-        return Meeting(
-            self._folder,
-            self._allocation,
-            self._options,
-            self._reports,
-            container=self._container,
-            stop=self._is_preempted,
-        )
+    def _allreduce_probe(self) -> AllReduceProbe:
+        return AllReduceProbe(self._folder, self._allocation, self._options, self._reports, self._is_preempted)
 
     def _start(self, name: str, nodes: Sequence[str], module: str, *arguments: str) -> Step:
-        command = [node_python(self._options), "-m", module]
-        command += [f"--plan={self._folder.plan}", f"--control={self._folder.control}", *arguments]
-        return start_step(
-            self._folder, name, nodes, command, container=self._container, gpus=self._options.gpus_per_node
-        )
+        paths = (f"--plan={self._folder.plan}", f"--control={self._folder.control}")
+        return start_step(self._folder, self._options, name, nodes, module, *paths, *arguments)
 
     def _watch(self, ray: Step, driver: Step) -> int:
         told_s: float | None = None
@@ -176,7 +160,7 @@ class Job:
                 raise LaunchError(ray.failure())
             if self._is_preempted() and told_s is None:
                 told_s = time.monotonic()
-                say(f"{self._signal}: a checkpoint is asked for")
+                say(f"{self._signal}: asking for a checkpoint")
                 self._folder.say("preempt")
             if told_s is not None and time.monotonic() - told_s > self._options.grace_s:
                 say(f"no new checkpoint within {self._options.grace_s:.0f} s")
@@ -184,7 +168,7 @@ class Job:
             time.sleep(POLL_S)
 
     def _explain(self, ray: Step, driver: Step) -> None:
-        """Say why the command failed; a node that died may have let it fail before SLURM noticed."""
+        """Log why the command failed. If a node died, the command may fail before SLURM notices."""
         deadline = time.monotonic() + NOTICE_S
         while ray.code is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -192,17 +176,17 @@ class Job:
         if ray.code is not None:
             say(f"failed: {ray.failure()}")
 
-    def _queue_again(self) -> None:
-        """Unless attempts bring the run no further; of other commands than slimrl's that is not known."""
-        if not self._options.command:
-            options, job = self._options, self._allocation
+    def _requeue(self) -> None:
+        """Unless the attempts make no progress, which can be seen of slimrl's own commands only."""
+        options, job = self._options, self._allocation
+        if not options.command:
             earlier = [attempt_folder(options.log_dir, job.job_id, number) for number in range(job.attempt)]
             unopened = check_progress([self._folder, *reversed(earlier)])
             if unopened:
-                say(f"attempts in a row that did not come to the run: {unopened}; with {MOST_UNOPENED} the job ends")
+                say(f"attempts in a row that did not open the run: {unopened}; after {MOST_UNOPENED} the job ends")
         self._signal = None
-        requeue(self._allocation.job_id)
-        say("queued again")
+        requeue(job.job_id)
+        say("requeued")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name
@@ -212,14 +196,14 @@ class Job:
 
 
 def main() -> None:
-    """Run one attempt. Exit codes: those of the command; 1 where the job itself failed."""
+    """Run one attempt. Exit code: the command's; 1 if the job itself failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add_options(parser)
     options = parser.parse_args()
     try:
         allocation = this_allocation()
         if options.spares >= len(allocation.nodes):
-            raise LaunchError(f"--spares {options.spares} of {len(allocation.nodes)} nodes leaves none")
+            raise LaunchError(f"--spares {options.spares} leaves none of {len(allocation.nodes)} nodes")
         check_rest(options)
         folder = open_attempt(options.log_dir, allocation.job_id, allocation.attempt)
         say(f"job {allocation.job_id}, attempt {allocation.attempt}, nodes {', '.join(allocation.nodes)}")
@@ -234,7 +218,7 @@ def main() -> None:
 
 
 def say(message: str) -> None:
-    """To the job's log, with the time."""
+    """Print to the job's log, with the time."""
     print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
 
 

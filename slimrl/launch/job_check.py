@@ -1,35 +1,35 @@
-"""What is refused of a SLURM job before it is submitted: the recipe, its size, its settings, what is not here.
+"""Checks of a SLURM job before its submission: the recipe, the number of nodes, the settings, the files.
 
-A script that is only written needs none of the cluster's files. A submission looks into them as the start of the run
-will, which may come hours later; what needs a GPU is left to it.
+`--dry-run` needs none of the cluster's files. A submission checks them as the start of the run will, hours later; only
+checks that need a GPU are left to that start.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from slimrl.config.hub import hub_model
 from slimrl.config.load import Command, LoadedRecipe
 from slimrl.config.problems import Problem, Violation
-from slimrl.launch.mounts import unmounted_paths
+from slimrl.config.schema import Recipe
 from slimrl.launch.submit import MARGIN_S, SlurmJob, check_sbatch, nodes_needed
 from slimrl.launch.time_limit import check_time_limit
-from slimrl.models.planned_recipe import read_planned
+from slimrl.models.offline_recipe import read_offline
 
 
 def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: bool) -> tuple[Problem, ...]:
-    """Warnings of a recipe and of its job.
+    """Warnings about a recipe and its job.
 
     Args:
-        files: refuse what a start would not find on this machine, instead of warning of it; an unknown model that is
-            not here is left out of the rules.
+        files: refuse missing files instead of warning about them. Rules that need an unknown, missing model are
+            skipped.
 
     Raises:
         RecipeError: the recipe is refused.
-        ValueError: the nodes are too few or too many for it, the job's settings contradict each other, or its run
-            cannot be begun.
+        ValueError: too few or too many nodes, contradictory settings, or a run that cannot start.
     """
     command: Command = "sft" if job.sft else "train"
-    planned = read_planned(path, overrides, command, files=files, model_needed=False)
+    planned = read_offline(path, overrides, command, files=files, model_needed=False)
     loaded = planned.loaded
     _check_settings(path, job)
     _check_nodes(loaded, job)
@@ -39,7 +39,9 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
         warnings.append(("model.path", f"{model}: {planned.model}."))
     grace_s, waits_s = loaded.recipe.checkpoint.grace_s, job.signal_s - MARGIN_S
     if grace_s >= waits_s:
-        message = f"{grace_s:g} s for a rollout, and the job waits {waits_s} s for the checkpoint. Raise --signal-s."
+        message = (
+            f"a rollout may take {grace_s:g} s, but the job waits only {waits_s} s for a checkpoint. Raise --signal-s."
+        )
         warnings.append(("checkpoint.grace_s", message))
     if job.container:
         warnings += unmounted_paths(loaded.recipe, job.log_dir, job.container_mounts or "")
@@ -50,7 +52,7 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
 
 def _check_settings(path: Path, job: SlurmJob) -> None:
     if job.nodes < 1 or job.spares < 0:
-        raise ValueError(f"--nodes {job.nodes} --spares {job.spares}: at least one node, and no less than 0 spares.")
+        raise ValueError(f"--nodes {job.nodes} --spares {job.spares}: needs at least 1 node and 0 spares.")
     if job.container and job.venv:
         raise ValueError("--container and --venv exclude each other.")
     if job.container_mounts and not job.container:
@@ -58,7 +60,7 @@ def _check_settings(path: Path, job: SlurmJob) -> None:
     if job.resume and job.overwrite:
         raise ValueError("--resume and --overwrite exclude each other.")
     if job.signal_s <= MARGIN_S:
-        raise ValueError(f"--signal-s {job.signal_s}: more than the {MARGIN_S} s that the requeue may take.")
+        raise ValueError(f"--signal-s {job.signal_s}: must exceed the {MARGIN_S} s that are kept for the requeue.")
     if job.time is not None:
         check_time_limit(job.time, job.signal_s)
     check_sbatch(path, job)
@@ -70,35 +72,61 @@ def _check_nodes(loaded: LoadedRecipe, job: SlurmJob) -> None:
     needed = nodes_needed(loaded.recipe, job.gpus_per_node, sft=job.sft)
     if needed == job.nodes:
         return
-    wrong = "is too few" if needed > job.nodes else "leaves some without work; nodes in reserve are --spares"
+    wrong = "is too few" if needed > job.nodes else "leaves some idle; ask for reserve nodes with --spares"
     nodes = "1 node" if needed == 1 else f"{needed} nodes"
     raise ValueError(f"{loaded.path}: needs {nodes} of {job.gpus_per_node} GPUs; --nodes {job.nodes} {wrong}.")
 
 
 def _check_files(loaded: LoadedRecipe, job: SlurmJob) -> list[Violation]:
-    """Refuse what the job would not find; warn of what cannot be looked into here."""
+    """Refuse a job that would not find its files; the warnings name checks that this machine cannot do."""
     root = Path.cwd()
-    elsewhere = os.environ.get("SLIMRL_ROOT")
-    if elsewhere is not None and Path(elsewhere).resolve() != root.resolve():
-        raise ValueError(f"SLIMRL_ROOT is {elsewhere}, where the job would look for the recipe. Submit from there.")
+    job_root = os.environ.get("SLIMRL_ROOT")
+    if job_root is not None and Path(job_root).resolve() != root.resolve():
+        raise ValueError(f"SLIMRL_ROOT is {job_root}, where the job would look for the recipe. Submit from there.")
     if not (root / "slimrl" / "launch" / "job.py").is_file():
         raise ValueError(f"{root} has no slimrl, and the job starts there. Submit from the root of the repository.")
     if not job.container:
         python = (job.venv or Path(".venv")).absolute() / "bin" / "python"
         if not os.access(python, os.X_OK):
-            raise ValueError(f"{python}: no such program, and the nodes run it. Give --venv or --container.")
-    # Heavy, and of no use to who only writes the script.
-    from slimrl.runtime.start_check import check_later_start, check_run
+            raise ValueError(f"{python}: no such program, but the nodes need it. Give --venv or --container.")
+    # A slow import that --dry-run does not need.
+    from slimrl.runtime.checks.fetched_model import with_cached_model
+    from slimrl.runtime.checks.start_check import check_later_start, check_run
 
+    loaded = with_cached_model(loaded)
     warnings = []
     try:
         check_later_start(loaded)
     except ImportError as error:
         if not job.container:
-            raise ValueError(f"{loaded.path}: what it names cannot be imported: {error}") from error
-        # Of the image's packages this machine needs none.
-        warnings.append(("", f"the task was not looked into, which needs packages of the image: {error}."))
-    # A job that waits for another one finds what that leaves.
+            raise ValueError(f"{loaded.path}: the code that it names cannot be imported: {error}") from error
+        # This machine need not have the image's packages.
+        warnings.append(("", f"the task is not checked, since it needs packages of the image: {error}."))
+    # The job that this one waits for may still change the run's folder.
     if not any(option.startswith("--dependency") for option in job.sbatch):
         check_run(loaded.recipe, resume=job.resume, overwrite=job.overwrite)
     return warnings
+
+
+def unmounted_paths(recipe: Recipe, log_dir: Path, mounts: str) -> Iterator[Violation]:
+    """Warnings for the recipe's paths that the container does not mount.
+
+    Args:
+        mounts: in pyxis' form, `SRC:DST,...` or `PATH` for both, each with optional `:FLAGS`.
+    """
+    inside = [part.split(":")[:2][-1] for part in mounts.split(",") if part]
+    mounted = [Path.cwd(), log_dir.absolute(), *map(Path, inside)]
+    paths = {
+        "run.dir": recipe.run.dir,
+        # A model of the Hub is fetched in the container.
+        "model.path": "" if hub_model(recipe.model.path) else recipe.model.path,
+        "model.megatron": recipe.model.megatron,
+        "resync.dir": recipe.resync.dir,
+        "resync.local_dir": recipe.resync.local_dir,
+        **{recipe.data.train_key(name): path for name, path in recipe.data.train_files.items()},
+        **{f"data.eval.{name}": path for name, path in recipe.data.eval.items()},
+    }
+    for key, text in paths.items():
+        path = Path(text).absolute()
+        if text and not any(folder in (path, *path.parents) for folder in mounted):
+            yield key, f"{text}: not in the container. Mount its folder: --container-mounts SRC:DST,..."

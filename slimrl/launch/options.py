@@ -1,4 +1,4 @@
-"""The options of a job, as the batch script passes them on. Standard library alone, see slurm.py."""
+"""The options of slimrl.launch.job, which the batch script passes on. Standard library alone, see slurm.py."""
 
 from __future__ import annotations
 
@@ -10,40 +10,35 @@ from slimrl.launch.reports import LaunchError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """To the parser of slimrl.launch.job."""
     add = parser.add_argument
-    add("--spares", type=int, default=0, help="nodes of the allocation that may turn out bad")
-    add("--gpus-per-node", type=int, default=8, help="0 for nodes without")
-    add(
-        "--cores-per-node",
-        type=int,
-        help="that Ray counts on; by default those there are. Without GPUs each is a place",
-    )
+    add("--spares", type=int, default=0, help="number of nodes of the allocation that may be bad")
+    add("--gpus-per-node", type=int, default=8, help="0 for nodes without GPUs")
+    add("--cores-per-node", type=int, help="for Ray; by default all. Without GPUs each core is a slot")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--venv", type=Path, default=Path(".venv"), help="virtual environment, seen by all nodes")
-    where.add_argument("--container", help="image for pyxis/enroot, with slimrl's dependencies for its python3")
-    add("--container-mounts", default="", help="SRC:DST,... beside the working and log folders")
+    where.add_argument("--venv", type=Path, default=Path(".venv"), help="virtual environment on the shared file system")
+    where.add_argument("--container", help="image for pyxis/enroot, whose python3 has slimrl's dependencies")
+    add("--container-mounts", default="", help="SRC:DST,... in addition to the working and log folders")
     add("--log-dir", type=Path, default=Path("runs/slurm"), help="on the shared file system")
-    add("--min-free-gib", type=float, default=8.0, help="memory that a node must have free")
-    add("--object-store-gib", type=float, default=16.0, help="shared memory of Ray on each node")
-    add("--preflight-timeout-s", type=float, default=300.0)
-    add("--meeting-timeout-s", type=float, default=180.0, help="of the all-reduce")
-    add("--grace-s", type=float, default=240.0, help="from the signal to the requeue, less than sbatch --signal says")
+    add("--min-free-gib", type=float, default=8.0, help="memory that must be free on a node")
+    add("--object-store-gib", type=float, default=16.0, help="Ray's shared memory on each node")
+    add("--preflight-timeout-s", type=float, default=300.0, help="deadline of a node's own checks")
+    add("--allreduce-timeout-s", type=float, default=180.0, help="deadline of the all-reduce between nodes")
+    add("--grace-s", type=float, default=240.0, help="from the signal to the requeue; less than in sbatch --signal")
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("--resume", action="store_true", help="continue a run that another job began")
-    start.add_argument("--overwrite", action="store_true", help="remove a run that another job began")
+    start.add_argument("--resume", action="store_true", help="continue a run that another job started")
+    start.add_argument("--overwrite", action="store_true", help="remove a run that another job started")
     add("--sft", action="store_true", help="slimrl sft instead of slimrl train")
-    add("--command", action="store_true", help="what follows is no recipe but a whole command")
+    add("--command", action="store_true", help="run the rest as a command instead of a recipe")
     add("rest", nargs=argparse.REMAINDER, metavar="RECIPE [KEY=VALUE]...")
 
 
 def check_rest(options: argparse.Namespace) -> None:
-    """Refuse before anything starts what the head node would refuse after everything has.
+    """Refuse early what the head node would refuse late.
 
-    A recipe that lies outside of the working directory may be in the container alone, and is left to the head node.
+    A recipe outside of the working directory may exist only in the container; the head node checks it.
 
     Raises:
-        LaunchError: nothing to run is given, or the recipe is not there.
+        LaunchError: there is no command or recipe, or the recipe's file is missing.
     """
     if not options.rest:
         raise LaunchError("no command is given" if options.command else "no recipe is given")
@@ -65,7 +60,7 @@ def container_options(options: argparse.Namespace) -> list[str]:
     if not options.container:
         return []
     here = Path.cwd()
-    # Ray and the command meet in its temporary folder, each in a container of its own.
+    # Ray and the command run in containers of their own and share Ray's temporary folder.
     folders = [here, Path("/tmp")]
     log_dir = options.log_dir.absolute()
     if here not in (log_dir, *log_dir.parents):
@@ -80,7 +75,7 @@ def container_options(options: argparse.Namespace) -> list[str]:
 
 
 def train_command(options: argparse.Namespace, job_id: int, checkpoint_log: Path) -> list[str]:
-    """What runs on the head node: in all attempts of a job the same, but for the file that it notes checkpoints in."""
+    """The command on the head node: the same in all attempts of a job, except for `checkpoint_log`."""
     if options.command:
         return list(options.rest)
     return [

@@ -1,17 +1,19 @@
 """The TCP ports of a job's Ray cluster: one block, derived from the job's id.
 
-Blocks lie below the ports that slimrl looks for itself (15000 to 32000, slimrl/rollout/ports.py) and those below the
-kernel's ephemeral range, so that no connection of another process ends where Ray is about to listen. Jobs whose ids
-follow each other have different blocks; so have nodes of one job that share an address.
+Blocks lie below the ports that slimrl's servers search (15000 to 32000, slimrl/rollout/servers/ports.py) and below the
+kernel's ephemeral range, so that no connection of another process occupies a port that Ray is about to listen on. Jobs
+with consecutive ids have different blocks; so have nodes of one job that share an address.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slimrl.launch.reports import LaunchError
+
 FIRST_PORT = 10_000
 BLOCK_PORTS = 500
-"""Ports of a block: the named ones below, the rest for Ray's worker processes, of which a core may have one."""
+"""Ports of a block: the named ones below, the rest for Ray's worker processes, one per core at most."""
 NUM_BLOCKS = 10
 
 NAMED = (
@@ -25,7 +27,7 @@ NAMED = (
     "metrics_export",
     "preflight",
 )
-"""What each of the first ports of a block is for."""
+"""Uses of the first ports of a block, in order."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,10 @@ class PortBlock:
 
     @property
     def first_worker(self) -> int:
-        """From here to `last` they are for worker processes."""
+        """First port of the worker processes, whose ports end at `last`."""
         return self.first + len(NAMED)
 
     def port(self, name: str) -> int:
-        """Of one of NAMED."""
         return self.first + NAMED.index(name)
 
 
@@ -55,8 +56,8 @@ def port_block(job_id: int, lane: int = 0) -> PortBlock:
         lane: 0, 1, ... for nodes of the job that share one address.
 
     Raises:
-        ValueError: more nodes share an address than there are blocks.
+        LaunchError: more nodes share an address than there are blocks.
     """
     if lane >= NUM_BLOCKS:
-        raise ValueError(f"{lane + 1} nodes of the job have one address; there are ports for {NUM_BLOCKS}.")
+        raise LaunchError(f"{lane + 1} nodes of the job have one address; there are ports for {NUM_BLOCKS}.")
     return PortBlock(FIRST_PORT + BLOCK_PORTS * ((job_id + lane) % NUM_BLOCKS))

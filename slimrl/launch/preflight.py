@@ -1,7 +1,7 @@
-"""`python -m slimrl.launch.preflight`: what one node can find out about itself before a job starts on it.
+"""`python -m slimrl.launch.preflight`: a node checks itself before a job starts on it.
 
-Started once on every node of an allocation. Each check returns the problems that it found; together they go into the
-node's report, which is written even where everything is wrong. What needs several nodes is in allreduce.py.
+It runs once on every node of an allocation. The problems that the checks find go into the node's report, which is
+written however many there are. The check between nodes is allreduce.py.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from slimrl.launch.ports import PortBlock
 from slimrl.launch.reports import NodeReport, write_report
 
 PACKAGES = ("slimrl", "torch", "megatron-core", "sglang", "ray", "transformers", "safetensors", "transformer-engine")
-"""Whose versions have to be equal on all nodes."""
+"""Their versions must be equal on all nodes."""
 
 MAX_USED_MIB = 2048
-"""Memory of a GPU that may be in use before the job starts: the driver's own, not another program's."""
+"""GPU memory that the driver itself may use; more than this belongs to another program."""
 
 COMMAND_TIMEOUT_S = 60.0
 
@@ -30,12 +30,12 @@ _QUERY = ("index", "memory.used", "ecc.errors.uncorrected.volatile.total", "driv
 
 
 def main() -> None:
-    """Write the report of this node; exit code 1 where it has problems."""
+    """Write this node's report; exit code 1 if it has problems."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="of the attempt, on the shared file system")
-    parser.add_argument("--gpus", type=int, required=True, help="that the node must have; 0 for none")
+    parser.add_argument("--folder", type=Path, required=True, help="the attempt's, on the shared file system")
+    parser.add_argument("--gpus", type=int, required=True, help="number that the node must have; 0 for none")
     parser.add_argument("--min-free-gib", type=float, required=True)
-    parser.add_argument("--first-port", type=int, help="of the job's block; none without a cluster")
+    parser.add_argument("--first-port", type=int, help="of the job's port block; leave out to skip the check of ports")
     arguments = parser.parse_args()
     report = inspect_node(
         node_name(),
@@ -51,12 +51,12 @@ def main() -> None:
 
 
 def node_name() -> str:
-    """The name that SLURM calls this node by, else its host name."""
+    """SLURM's name of this node, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def inspect_node(node: str, *, canary: Path, gpus: int, min_free_gib: float, ports: PortBlock | None) -> NodeReport:
-    """Run all checks of one node."""
+    """Run all checks on this node."""
     free_gib = psutil.virtual_memory().available / 2**30
     problems = canary_problems(canary)
     if free_gib < min_free_gib:
@@ -82,16 +82,16 @@ def inspect_node(node: str, *, canary: Path, gpus: int, min_free_gib: float, por
 
 
 def canary_problems(canary: Path) -> list[str]:
-    """Whether the file that the batch host wrote is seen here; the report itself is the way back."""
+    """Whether this node sees the file that the batch host wrote; the report tests the other direction."""
     try:
-        text = canary.read_text()
+        found = "" if canary.read_text().strip() else f"{canary} is empty"
     except OSError as error:
-        return [f"the shared file system is not as on the batch host: {canary}: {error.strerror}"]
-    return [] if text.strip() else [f"the shared file system is not as on the batch host: {canary} is empty"]
+        found = f"{canary}: {error.strerror}"
+    return [f"the shared file system differs from the batch host's: {found}"] if found else []
 
 
 def port_problems(ports: PortBlock) -> list[str]:
-    """Ports of the block that something else listens on."""
+    """Ports of the block that another program listens on."""
     taken = []
     for port in range(ports.first, ports.first_worker):
         with socket.socket() as probe:
@@ -104,7 +104,7 @@ def port_problems(ports: PortBlock) -> list[str]:
 
 
 def package_versions() -> dict[str, str]:
-    """Version by package, `absent` for one that is not installed, and Python's own."""
+    """Versions of Python and of PACKAGES; `absent` if not installed."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -115,7 +115,7 @@ def package_versions() -> dict[str, str]:
 
 
 def local_addresses() -> dict[str, str]:
-    """Interface by IPv4 address."""
+    """IPv4 address -> network interface."""
     return {
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()
@@ -125,12 +125,12 @@ def local_addresses() -> dict[str, str]:
 
 
 def interface_environment(interface: str) -> dict[str, str]:
-    """What NCCL and gloo read to use this interface alone."""
+    """Variables that make NCCL and gloo use this interface only."""
     return {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
 
 
 def query_gpus() -> tuple[str, str | None]:
-    """What nvidia-smi prints, a line of _QUERY per GPU; or why it prints nothing."""
+    """nvidia-smi's output, a line of _QUERY per GPU, and None; or "" and the reason why there is none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
@@ -144,7 +144,7 @@ def query_gpus() -> tuple[str, str | None]:
 
 
 def judge_gpus(text: str, expected: int) -> tuple[int, str, list[str]]:
-    """GPUs found, the driver's version, and the problems, of what query_gpus returned."""
+    """Number of GPUs, driver version and problems, from the output of query_gpus."""
     lines = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
     problems = [] if len(lines) == expected else [f"{len(lines)} GPUs, {expected} expected"]
     driver = "absent"
@@ -155,14 +155,14 @@ def judge_gpus(text: str, expected: int) -> tuple[int, str, list[str]]:
         index, used_mib, errors, driver = line
         if used_mib.isdigit() and int(used_mib) > MAX_USED_MIB:
             problems.append(f"GPU {index}: {used_mib} MiB are in use by another program")
-        # Cards without ECC answer [N/A].
+        # GPUs without ECC answer [N/A].
         if errors.isdigit() and int(errors):
             problems.append(f"GPU {index}: {errors} uncorrected memory errors")
     return len(lines), driver, problems
 
 
 def compute_problems(gpus: int) -> list[str]:
-    """Whether each GPU multiplies two matrices to the right answer."""
+    """Multiply two matrices on each GPU and check the result."""
     import torch
 
     problems = []
@@ -172,7 +172,7 @@ def compute_problems(gpus: int) -> list[str]:
             ones = torch.ones(size, size, device=f"cuda:{index}", dtype=torch.bfloat16)
             right = bool(((ones @ ones).float() == size).all())
         except (RuntimeError, AssertionError) as error:
-            # A build of torch without CUDA asserts that it has it.
+            # torch built without CUDA raises AssertionError.
             problems.append(f"GPU {index}: {str(error).splitlines()[0]}")
             continue
         if not right:

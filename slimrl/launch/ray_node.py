@@ -1,7 +1,7 @@
-"""`python -m slimrl.launch.ray_node`: this node's part of a job's Ray cluster, until the job says that it ends.
+"""`python -m slimrl.launch.ray_node`: runs Ray on one node of a job, until the job says `end`.
 
-Started once on every node that the job uses; the plan says which is the head. The address is always the plan's, the
-temporary folder is this job's alone and goes when it ends, the ports are the job's block.
+It runs once on every node that the job uses; the plan says which node is the head, and gives address and ports. Ray's
+temporary folder belongs to this job alone and is removed at the end.
 """
 
 import argparse
@@ -21,40 +21,68 @@ from slimrl.launch.ports import PortBlock
 from slimrl.launch.preflight import interface_environment, node_name
 
 TEMP = "/tmp"
-"""On the node's own disk whatever TMPDIR says, and with a short path: sockets have at most 107 bytes."""
+"""On the node's own disk, whatever TMPDIR says, and short: the path of a socket has at most 107 bytes."""
 
 HEAD_TIMEOUT_S = 180.0
 """How long other nodes wait for the head to listen."""
 
+START_ATTEMPTS = 3
+RAY_GIVES_UP_S = 30.0
+"""How long `ray start` itself, which has no option for it, waits for its node before it ends as failed."""
+
+END_TIMEOUT_S = 5.0
+"""From SIGTERM to SIGKILL: Ray has nothing to save then, but a node whose head has gone first waits for it."""
+
+STARTED = "ray_current_cluster"
+"""File that `ray start` writes into its temporary folder when the node has joined."""
+
 
 def main() -> None:
-    """Run Ray on this node; the exit code is 0 where the job ended it, and never where Ray ended by itself."""
+    """Exit code 0 if the job ended Ray, 1 if Ray ended by itself."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--control", type=Path, required=True)
     arguments = parser.parse_args()
     plan = json.loads(arguments.plan.read_text())
     node = node_name()
-    # Until the control takes it over: an end that leaves no folder.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    # Remove the folder even if SIGTERM comes before run_under_control sets its own handler.
+    _exit_on_signals()
     temp_dir = make_temp_dir(plan["job_id"])
     try:
-        if plan["nodes"][node]["rank"]:
-            _await_head(plan["head_address"], PortBlock(plan["first_port"]).port("gcs"))
-        command, environment = ray_command(plan, node, temp_dir), ray_environment(plan, node, temp_dir)
-        code = run_under_control(command, arguments.control, environment, preemptible=False)
+        code = _run_ray(plan, node, temp_dir, arguments.control)
     finally:
         shutil.rmtree(temp_dir, ignore_errors=True)
-    # `ray start --block` has no reason to end before it is told to.
+    # `ray start --block` should not end before it is told to.
     print(f"{node}: Ray's processes have ended with {code}" if code else f"{node}: ended", file=sys.stderr)
     sys.exit(1 if code else 0)
 
 
-def make_temp_dir(job_id: int) -> Path:
-    """A new folder of this node for Ray, with `tmp` for its actors.
+def _exit_on_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(1))
 
-    Ray puts sockets at `session_<date>_<time>_<pid>/sockets/plasma_store` below it, 64 bytes at most, so it has no
-    more in its name than the job: nodes may have long names.
+
+def _run_ray(plan: dict[str, Any], node: str, temp_dir: Path, control: Path) -> int:
+    """Run Ray until it ends, again if it was only too slow to start; returns its exit code, 0 if the job ended it."""
+    command, environment = ray_command(plan, node, temp_dir), ray_environment(plan, node, temp_dir)
+    for attempt in range(1, START_ATTEMPTS + 1):
+        if plan["nodes"][node]["rank"]:
+            _await_head(plan["ray_address"])
+        began = time.monotonic()
+        code = run_under_control(command, control, environment, preemptible=False, end_timeout_s=END_TIMEOUT_S)
+        gave_up = code == 1 and time.monotonic() - began > RAY_GIVES_UP_S and not (temp_dir / STARTED).exists()
+        if not gave_up or attempt == START_ATTEMPTS:
+            break
+        _exit_on_signals()
+        print(f"{node}: Ray gave up on its own start, attempt {attempt} of {START_ATTEMPTS}", file=sys.stderr)
+    return code
+
+
+def make_temp_dir(job_id: int) -> Path:
+    """A new folder for Ray, with `tmp` for its actors.
+
+    Ray puts sockets at `session_<date>_<time>_<pid>/sockets/plasma_store` below it, up to 64 bytes. So the folder's
+    name has only the job's id: a node's name may be long.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"slimrl-ray-{job_id}-", dir=TEMP))
     (folder / "tmp").mkdir()
@@ -62,7 +90,6 @@ def make_temp_dir(job_id: int) -> Path:
 
 
 def ray_command(plan: dict[str, Any], node: str, temp_dir: Path) -> list[str]:
-    """`ray start` of this node."""
     own = plan["nodes"][node]
     ports = PortBlock(own["first_port"])
     command = [
@@ -89,7 +116,7 @@ def ray_command(plan: dict[str, Any], node: str, temp_dir: Path) -> list[str]:
 
 
 def ray_environment(plan: dict[str, Any], node: str, temp_dir: Path) -> dict[str, str]:
-    """Of Ray and so of all actors on this node."""
+    """Environment of Ray and so of all actors on this node."""
     return {
         **cluster_environment(plan),
         "TMPDIR": str(temp_dir / "tmp"),
@@ -100,9 +127,9 @@ def ray_environment(plan: dict[str, Any], node: str, temp_dir: Path) -> dict[str
 
 
 def cluster_environment(plan: dict[str, Any]) -> dict[str, str]:
-    """Of everything that joins the cluster: no other address than the plan's, and the job's own token.
+    """Environment of everything that joins the cluster: only the plan's address, and the job's own token.
 
-    Who reaches Ray's ports can run programs as this user, so they are not open to others on the network.
+    Whoever can talk to Ray's ports can run programs as this user; the token keeps others on the network out.
     """
     return {
         **{name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")},
@@ -111,15 +138,16 @@ def cluster_environment(plan: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _await_head(address: str, port: int) -> None:
+def _await_head(address: str) -> None:
+    host, _, port = address.rpartition(":")
     deadline = time.monotonic() + HEAD_TIMEOUT_S
     while True:
         try:
-            with socket.create_connection((address, port), timeout=5.0):
+            with socket.create_connection((host, int(port)), timeout=5.0):
                 return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no Ray head at {address}:{port} within {HEAD_TIMEOUT_S:.0f} s: {error}") from error
+                raise TimeoutError(f"no Ray head at {address} within {HEAD_TIMEOUT_S:.0f} s: {error}") from error
         time.sleep(1.0)
 
 

@@ -1,8 +1,8 @@
-"""What a node says of itself in the preflight, and which nodes of an allocation are used.
+"""Reports of nodes, and the selection of the nodes that a job uses.
 
-1. A node without a report, or with problems of its own, is out.
-2. Versions are compared: a node that differs from what most have is out.
-3. Of those that are left the first `needed` are used, in the order of the allocation; the first is the head.
+1. A node without a report, or with problems, is bad.
+2. A node with other versions than most nodes is bad.
+3. Of the rest the first `needed` are used, in the order of the allocation; the first is the head.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from slimrl.data.atomic import write_whole
+
 
 class LaunchError(RuntimeError):
-    """The job cannot go on; the message says why, and names the node where there is one."""
+    """The job failed; the message says why, and names the node if one is to blame."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Of one node, written by itself."""
+    """Written by the node itself."""
 
     node: str
     problems: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    """Of the packages, the interpreter and the driver; `absent` for what is not installed."""
+    """Of packages, Python and the GPU driver; `absent` if not installed."""
     addresses: dict[str, str] = field(default_factory=dict)
-    """Network interface by IPv4 address."""
+    """IPv4 address -> network interface"""
     gpus: int = 0
     cores: int = 0
     free_gib: float = 0.0
-    """Memory that processes can get."""
+    """Available memory"""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The nodes that a job uses, the head first, and why others are not used."""
-
     used: list[str]
+    """The head first"""
     bad: dict[str, str]
+    """Node -> reason"""
 
 
 def write_report(folder: Path, report: NodeReport) -> None:
-    """As `folder/NODE.json`, which appears whole."""
+    """Write `folder/NODE.json`, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{report.node}.partial"
-    partial.write_text(json.dumps(asdict(report), indent=2) + "\n")
-    partial.replace(folder / f"{report.node}.json")
+    write_whole(folder / f"{report.node}.json", json.dumps(asdict(report), indent=2) + "\n")
 
 
 def read_reports(folder: Path) -> dict[str, NodeReport]:
-    """Those that are there, by node."""
+    """The reports in a folder, by node."""
     reports = [NodeReport(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
     return {report.node: report for report in reports}
 
@@ -59,15 +59,14 @@ def read_reports(folder: Path) -> dict[str, NodeReport]:
 def select_nodes(
     nodes: Sequence[str], reports: Mapping[str, NodeReport], *, needed: int, unreported: Mapping[str, str]
 ) -> Selection:
-    """The nodes to go on with.
-
+    """
     Args:
         nodes: of the allocation, in its order.
-        needed: how many the run takes.
-        unreported: what is said of each node, should it have no report.
+        needed: number of nodes that the run uses.
+        unreported: reason to give for each node that has no report.
 
     Raises:
-        LaunchError: too few are good; it names every bad one.
+        LaunchError: too few nodes are good; the message names every bad one.
     """
     bad = {}
     for node in nodes:
@@ -89,15 +88,14 @@ def _odd_versions(reports: Sequence[NodeReport]) -> dict[str, str]:
     if not reports:
         return {}
     sets = Counter(json.dumps(report.versions, sort_keys=True) for report in reports)
-    # Counter keeps the order of the nodes among equals.
+    # Among equally common ones this is the first node's.
     common = json.loads(sets.most_common(1)[0][0])
     odd = {}
     for report in reports:
-        names = sorted(set(common) | set(report.versions))
         differing = [
-            f"{name} is {report.versions.get(name, 'absent')}, on most nodes {common.get(name, 'absent')}"
-            for name in names
-            if report.versions.get(name) != common.get(name)
+            f"{name} is {version}, on most nodes {common.get(name, 'absent')}"
+            for name, version in report.versions.items()
+            if version != common.get(name)
         ]
         if differing:
             odd[report.node] = ", ".join(differing)

@@ -1,10 +1,11 @@
-"""What a job asks SLURM: its own allocation, steps on its nodes, and to be queued again.
+"""A job's requests to SLURM: its allocation, steps on its nodes, the requeue.
 
-Standard library alone, and no newer Python than 3.9: this runs on the batch host, outside of the container.
+Standard library alone and Python 3.9: this runs on the batch host, outside of the container.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -12,34 +13,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slimrl.launch.options import container_options, node_python
 from slimrl.launch.reports import LaunchError
 
 PREEMPTED = 75
-"""Exit code of `slimrl train` after SIGUSR1: the steps that it made are saved, and it is to be queued again."""
+"""Exit code of `slimrl train` after SIGUSR1: its steps are saved, and the job should be requeued. EX_TEMPFAIL of
+sysexits.h."""
 
 CONTROL_TIMEOUT_S = 60.0
 
 _NAME = re.compile(r"[\w.-]*(?:\[[\d,-]+\][\w.-]*)+|[\w.-]+")
-"""A word that can be a node's name, or several in SLURM's short form, such as gpu-[001-003,007]."""
+"""A word that can be a node's name, or a node list in SLURM's short form, such as gpu-[001-003,007]."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The job that this process is the batch script of."""
+    """The SLURM job whose batch script this process is."""
 
     job_id: int
     attempt: int
-    """0 for the first start, then one more with every requeue."""
+    """Number of requeues so far"""
     nodes: list[str]
     hosts: dict[str, str]
-    """Host name by which each node is reached."""
+    """Node -> host name by which others reach it"""
 
 
 def this_allocation() -> Allocation:
-    """Read from the environment, and asked of scontrol.
+    """From the environment and scontrol.
 
     Raises:
-        LaunchError: this is no SLURM job, or scontrol does not answer.
+        LaunchError: this is not a SLURM job, or scontrol does not answer.
     """
     if "SLURM_JOB_ID" not in os.environ:
         raise LaunchError("SLURM_JOB_ID is not set: start this with sbatch.")
@@ -54,35 +57,33 @@ def this_allocation() -> Allocation:
 
 
 def requeue(job_id: int) -> None:
-    """Queue the job again, which ends it here.
+    """Requeue the job, which ends its current attempt.
 
-    Only a running job: `scontrol requeue` would bring back one that its user has cancelled.
+    Only a running job: `scontrol requeue` would revive one that its user has cancelled.
 
     Raises:
-        LaunchError: it cannot be queued again.
+        LaunchError: the job is not running, or SLURM refuses.
     """
     state = _field(_ask("scontrol", "--oneliner", "show", "job", str(job_id)), "JobState")
     if state != "RUNNING":
-        raise LaunchError(f"the job is {state}, so it is not queued again")
+        raise LaunchError(f"the job is {state}, so it is not requeued")
     _ask("scontrol", "requeue", str(job_id))
 
 
 def srun_command(
+    options: argparse.Namespace,
     nodes: Sequence[str],
     log: Path | None,
-    command: Sequence[str],
+    module: str,
+    arguments: Sequence[str],
     *,
-    container: Sequence[str],
-    gpus: int,
     stop_together: bool = True,
 ) -> list[str]:
-    """One process of `command` on each node, with all of its cores and memory, beside other steps of the job.
+    """Run `module` once on each node, with all cores, memory and GPUs, in parallel with other steps of the job.
 
     Args:
-        log: one file per node, with %N in its name; None for srun's own output.
-        container: options of pyxis, or none.
-        gpus: of each node; steps share them.
-        stop_together: one that fails ends the others.
+        log: file name with %N for the node; None to print through srun.
+        stop_together: a process that fails ends the others.
     """
     count = len(nodes)
     return [
@@ -97,20 +98,20 @@ def srun_command(
         f"--kill-on-bad-exit={int(stop_together)}",
         "--wait=0",
         *([f"--output={log}"] if log else []),
-        *([f"--gpus-per-node={gpus}"] if gpus else []),
-        *container,
-        *command,
+        *([f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []),
+        *container_options(options),
+        *(node_python(options), "-m", module, *arguments),
     ]
 
 
 def named_nodes(text: str, nodes: Sequence[str]) -> list[str]:
-    """Those of the nodes that a message of srun names, by whole words and within brackets."""
+    """The nodes that a message of srun names, as whole words or in brackets."""
     words = {word.rstrip(".") for word in _NAME.findall(text)}
     return [node for node in nodes if any(_names(word, node) for word in words)]
 
 
 def _names(word: str, node: str) -> bool:
-    # Text and the insides of brackets take turns.
+    # Odd parts are the contents of brackets.
     parts = re.split(r"\[([\d,-]+)\]", word)
     pattern = "".join(r"(\d+)" if index % 2 else re.escape(part) for index, part in enumerate(parts))
     found = re.fullmatch(pattern, node)
@@ -118,7 +119,7 @@ def _names(word: str, node: str) -> bool:
 
 
 def _holds(ranges: str, number: str) -> bool:
-    """Whether `08-10,12` stands for this number: for 08, 09, 10 and 12, not for 8."""
+    """Whether ranges contain a number with its zeros: `08-10,12` contains 08, 09, 10 and 12, not 8."""
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         last = last or first
@@ -131,14 +132,14 @@ def _hosts(nodes: Sequence[str], nodelist: str) -> dict[str, str]:
     lines = _ask("scontrol", "--oneliner", "show", "node", nodelist).splitlines()
     hosts = {_field(line, "NodeName"): _field(line, "NodeHostName") for line in lines if line.strip()}
     if missing := [node for node in nodes if node not in hosts]:
-        raise LaunchError(f"scontrol show node says nothing of {', '.join(missing)}")
+        raise LaunchError(f"scontrol show node does not list {', '.join(missing)}")
     return hosts
 
 
 def _field(line: str, name: str) -> str:
     found = re.search(rf"(?:^|\s){name}=(\S+)", line)
     if found is None:
-        raise LaunchError(f"scontrol answers without {name}: {line[:200]}")
+        raise LaunchError(f"no {name} in the answer of scontrol: {line[:200]}")
     return found.group(1)
 
 

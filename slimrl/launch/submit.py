@@ -1,4 +1,4 @@
-"""`slimrl launch slurm`: the job script of a recipe that job_check.py has let pass, written and submitted."""
+"""`slimrl launch slurm`: writes the job script of a recipe that has passed job_check.py, and submits it."""
 
 import re
 import shlex
@@ -10,49 +10,55 @@ from pathlib import Path
 
 from slimrl.config.schema import Recipe
 from slimrl.launch.reports import LaunchError
-from slimrl.runtime.placement import place_on_fewest
+from slimrl.runtime.cluster.placement import place_on_fewest
 
 SIGNAL_S = 300
-"""How long before its time limit a job is asked for a checkpoint."""
+"""How long before its time limit SLURM asks a job for a checkpoint."""
 
 MARGIN_S = 60
-"""Of that, what is kept for the requeue itself."""
+"""The part of it that is kept for the requeue."""
 
 FLAGS = ("--exclusive", "--requeue")
-"""Options of sbatch that every job has."""
+"""sbatch options of every job."""
 
-UNDOING = {
-    "no-requeue": "a job that is asked to make room has to be queued again",
+REFUSED = {
+    "no-requeue": "a preempted job has to be requeued",
     "array": "each job of the array would be the same run",
-    "wrap": "it takes the place of the job script",
+    "wrap": "it replaces the job script",
 }
-"""Options of sbatch that no job can have, and why."""
+"""sbatch options that no job may have -> why."""
+
+PASSED_ON = (
+    *("spares", "gpus_per_node", "log_dir", "venv", "container", "container_mounts", "cores_per_node"),
+    *("min_free_gib", "object_store_gib", "preflight_timeout_s", "allreduce_timeout_s"),
+)
+"""Settings of a job that become options of slimrl.launch.job, under the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What is asked of SLURM beside the recipe."""
+    """Settings of a job beside its recipe."""
 
     nodes: int
-    """That the run uses; spares come on top."""
+    """Without spares"""
     spares: int = 0
     gpus_per_node: int = 8
     partition: str | None = None
     account: str | None = None
     time: str | None = None
-    """Limit in a form that SLURM takes, such as 1-12:00:00."""
+    """Limit in SLURM's form, such as 1-12:00:00"""
     container: str | None = None
     container_mounts: str | None = None
     venv: Path | None = None
     log_dir: Path = Path("runs/slurm")
     cores_per_node: int | None = None
-    """This and what follows: None for what slimrl/launch/options.py has."""
+    """None for the default of slimrl/launch/options.py; so are the following."""
     min_free_gib: float | None = None
     object_store_gib: float | None = None
     preflight_timeout_s: float | None = None
-    meeting_timeout_s: float | None = None
+    allreduce_timeout_s: float | None = None
     sbatch: tuple[str, ...] = ()
-    """Further options of sbatch, each `--NAME` or `--NAME=VALUE`."""
+    """Further sbatch options, each `--NAME` or `--NAME=VALUE`"""
     signal_s: int = SIGNAL_S
     sft: bool = False
     resume: bool = False
@@ -60,35 +66,26 @@ class SlurmJob:
 
 
 def nodes_needed(recipe: Recipe, gpus_per_node: int, *, sft: bool) -> int:
-    """The fewest nodes on which trainer ranks and engines have their places.
+    """The fewest nodes that have room for all trainer ranks and engines.
 
     Raises:
-        ValueError: an engine does not fit on any node.
+        ValueError: an engine does not fit on a node.
     """
     num_engines = 0 if sft else recipe.rollout.num_engines
     return place_on_fewest(recipe, gpus_per_node, num_ranks=recipe.trainer.num_ranks, num_engines=num_engines)[1]
 
 
 def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
-    """The batch script of a job that `check_job` has let pass."""
+    """The batch script of a job that has passed `check_job`."""
     lines = [f"--{name}={value}" for name, value in _directives(path, job).items() if value is not None]
-    options: dict[str, object] = {
-        "--spares": job.spares,
-        "--gpus-per-node": job.gpus_per_node,
-        "--log-dir": job.log_dir,
-        "--grace-s": job.signal_s - MARGIN_S,
-        "--venv": job.venv,
-        "--container": job.container,
-        "--container-mounts": job.container_mounts,
-        "--cores-per-node": job.cores_per_node,
-        "--min-free-gib": job.min_free_gib,
-        "--object-store-gib": job.object_store_gib,
-        "--preflight-timeout-s": job.preflight_timeout_s,
-        "--meeting-timeout-s": job.meeting_timeout_s,
-    }
-    arguments = [text for name, value in options.items() if value is not None for text in (name, str(value))]
-    flags = {"--sft": job.sft, "--resume": job.resume, "--overwrite": job.overwrite}
-    arguments += [name for name, given in flags.items() if given]
+    values = {name: getattr(job, name) for name in PASSED_ON} | {"grace_s": job.signal_s - MARGIN_S}
+    arguments = [
+        text
+        for name, value in values.items()
+        if value is not None
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    arguments += [f"--{name}" for name in ("sft", "resume", "overwrite") if getattr(job, name)]
     arguments += [str(path), *overrides]
     return "\n".join(
         [
@@ -103,7 +100,7 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
 
 
 def _directives(path: Path, job: SlurmJob) -> dict[str, object]:
-    """Options of sbatch that have a value, None where it is left to SLURM."""
+    """sbatch options with values; None leaves one to SLURM."""
     return {
         "job-name": f"slimrl-{path.stem}",
         "nodes": job.nodes + job.spares,
@@ -120,24 +117,24 @@ def _directives(path: Path, job: SlurmJob) -> dict[str, object]:
 
 
 def check_sbatch(path: Path, job: SlurmJob) -> None:
-    """Refuse options of sbatch that are not written in full, those that the script has already, and `UNDOING`.
+    """Check the further sbatch options.
 
-    sbatch takes a long option by any beginning of its name that is clear, so beginnings are refused as well.
+    sbatch accepts any unambiguous prefix of an option's name, so prefixes are refused too.
 
     Raises:
-        ValueError: it is so.
+        ValueError: an option is not `--NAME` or `--NAME=VALUE`, is set by the job script itself, or is in REFUSED.
     """
     own = {*_directives(path, job), *(flag.removeprefix("--") for flag in FLAGS)}
     for option in job.sbatch:
         found = re.fullmatch(r"--([a-z][a-z0-9-]*)(?:=.+)?", option)
         if found is None:
             raise ValueError(f"--sbatch {option!r}: write it in full, --NAME or --NAME=VALUE.")
-        begun = sorted(name for name in (*own, *UNDOING) if name.startswith(found.group(1)))
-        if begun and begun[0] in UNDOING:
-            raise ValueError(f"--sbatch {option!r}: --{begun[0]} cannot be given: {UNDOING[begun[0]]}.")
-        if begun:
+        meant = min((name for name in (*own, *REFUSED) if name.startswith(found.group(1))), default="")
+        if meant in REFUSED:
+            raise ValueError(f"--sbatch {option!r}: --{meant} cannot be given: {REFUSED[meant]}.")
+        if meant:
             raise ValueError(
-                f"--sbatch {option!r}: the job script sets --{begun[0]} itself; see slimrl launch slurm --help."
+                f"--sbatch {option!r}: the job script sets --{meant} itself; see slimrl launch slurm --help."
             )
 
 
@@ -147,28 +144,25 @@ def _quoted(option: str) -> str:
 
 
 def quote(value: str) -> str:
-    """As sbatch reads it from a #SBATCH line: spaces and # end a value, within double quotes and after \\ they do not.
+    """Quote a value for a #SBATCH line, where a space or # ends an unquoted value.
 
     Raises:
         ValueError: it has more than one line.
     """
     if "\n" in value:
-        raise ValueError(f"{value!r}: more than one line, which a job script cannot hold.")
+        raise ValueError(f"{value!r}: an option in a job script cannot have more than one line.")
     if re.fullmatch(r"[\w@%+=:,./-]*", value):
         return value
     return '"' + re.sub(r'(["\\#])', r"\\\1", value) + '"'
 
 
 def submit(script: str, name: str, log_dir: Path) -> tuple[Path, str]:
-    """Write a job's script into `log_dir`, under a name with the time, and submit it.
-
-    Returns:
-        The script's file, and what sbatch said.
+    """Write a job script into `log_dir`, with the time in its name, and submit it; returns file and sbatch's answer.
 
     Raises:
         LaunchError: sbatch refused it.
     """
-    # SLURM drops a job silently whose log it cannot open.
+    # SLURM silently drops a job whose log it cannot open.
     log_dir.mkdir(parents=True, exist_ok=True)
     file = log_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
     file.write_text(script)

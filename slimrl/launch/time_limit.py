@@ -3,50 +3,39 @@
 import re
 
 SIGNAL_EARLY_S = 60
-"""By so much SLURM may send the signal of `--signal` before it is due, says its documentation."""
+"""SLURM may send the signal of `--signal` up to this much early (sbatch's manual)."""
 
 UNLIMITED = ("infinite", "unlimited", "-1")
 
-_FORMATS = re.compile(
-    r"(?:(?P<days>\d+)-(?P<day_hours>\d+)(?::(?P<day_minutes>\d+)(?::(?P<day_seconds>\d+))?)?"
-    r"|(?P<hours>\d+):(?P<hour_minutes>\d+):(?P<hour_seconds>\d+)"
-    r"|(?P<minutes>\d+)(?::(?P<minute_seconds>\d+))?)"
-)
-"""DAYS-HOURS[:MINUTES[:SECONDS]], HOURS:MINUTES:SECONDS, MINUTES[:SECONDS]."""
-
-_UNITS_S = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
-
 
 def time_limit_s(text: str) -> float:
-    """Seconds of a limit; infinity where there is none, which a limit of 0 means too.
+    """A time limit in seconds; infinity for no limit, which 0 means too.
 
     Raises:
-        ValueError: SLURM does not take it.
+        ValueError: SLURM does not accept it.
     """
     if text.lower() in UNLIMITED:
         return float("inf")
-    found = _FORMATS.fullmatch(text)
-    if found is None:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         raise ValueError(
-            f"--time {text}: not as SLURM takes it. Use MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, "
+            f"--time {text}: no time limit of SLURM. Use MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, "
             "DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS."
         )
-    parts = {name.rpartition("_")[2]: int(value) for name, value in found.groupdict().items() if value is not None}
-    seconds = sum(_UNITS_S[name] * value for name, value in parts.items())
+    days, _, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    seconds = 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
     return seconds or float("inf")
 
 
 def check_time_limit(text: str, signal_s: int) -> None:
-    """Refuse a job that would be asked for a checkpoint as soon as it begins.
-
-    Args:
-        signal_s: before its limit SLURM sends the signal.
+    """Refuse a time limit so short that SLURM asks for a checkpoint as soon as the job starts.
 
     Raises:
-        ValueError: it is such a job, or the limit is none that SLURM takes.
+        ValueError: the limit is too short, or SLURM does not accept it.
     """
     if time_limit_s(text) <= signal_s + SIGNAL_EARLY_S:
         raise ValueError(
-            f"--time {text}: the job would be asked for a checkpoint at once, since that comes {signal_s} s before its "
-            f"limit (--signal-s), or up to {SIGNAL_EARLY_S} s earlier. Give it more time."
+            f"--time {text}: SLURM would ask for a checkpoint at once: {signal_s} s before the limit (--signal-s), or "
+            f"up to {SIGNAL_EARLY_S} s earlier. Give the job more time."
         )

@@ -1,4 +1,4 @@
-"""The facts of a model that a training checkpoint must share with the model that it is loaded into. Torch-free."""
+"""What a training checkpoint says of its model, compared with the model that loads it. Torch-free."""
 
 import json
 from dataclasses import asdict
@@ -8,22 +8,22 @@ from typing import Any
 from slimrl.models.family import family_of
 
 FACTS_FILE = "checkpoint.json"
-"""Of a training checkpoint: `architecture` and the `layout` that saved it."""
+"""File of a training checkpoint with its `architecture` and the `layout` that saved it."""
 
 HF_SUBFOLDER = "hf"
-"""Of a training checkpoint: config.json and tokenizer of its model."""
+"""Subfolder of a training checkpoint with config.json and tokenizer of its model."""
 
 
 def weights_folder(path: Path) -> Path:
-    """Where the weights of a training checkpoint lie: in the folder itself, or in `trainer` of a run's checkpoint."""
+    """Folder with the weights of a training checkpoint: the folder itself, or `trainer` in a run's checkpoint."""
     return path / "trainer" if (path / "trainer").is_dir() else path
 
 
 def architecture_of(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Family and all that config.json says in the trainer's terms, positions and shared weights too, as JSON values.
+    """Family and Megatron configuration of a model, as JSON values.
 
     Raises:
-        ValueError: the family is not supported, or the config has what it does not support.
+        ValueError: the family or an option of the config is not supported.
     """
     family = family_of(hf_config)
     model = asdict(family.megatron_config(hf_config))
@@ -31,7 +31,7 @@ def architecture_of(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    """Raises ValueError where the folder is no training checkpoint."""
+    """Raises ValueError if the folder is no training checkpoint."""
     path = directory / FACTS_FILE
     if not path.is_file():
         raise ValueError(f"{directory}: not a checkpoint, it has no {FACTS_FILE}")
@@ -39,7 +39,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 
 def check_architecture(directory: Path, current: dict[str, Any]) -> None:
-    """Raises ValueError naming every fact in which the model of the training checkpoint `directory` differs."""
+    """Raises ValueError naming every difference between `current` and the architecture of the checkpoint."""
     saved = read_facts(directory)["architecture"]
     missing = object()
     differences = [

@@ -1,43 +1,48 @@
-"""Where each Hugging Face tensor lies in a loaded SGLang model, whose parameters are fused.
+"""Where each Hugging Face tensor lies in a loaded SGLang model, which fuses parameters.
 
-One table: engine name pattern -> the Hugging Face tensors in it and how an engine of several ranks shards them.
-A parameter that no rule names is held whole, under its Hugging Face name, by every rank.
+One table: pattern of engine names -> the Hugging Face tensors in such a parameter, and how the engine's ranks shard
+them. A parameter that matches no rule has its Hugging Face name, and every rank holds it whole.
 """
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
 
-from slimrl.models.fp8 import DEFAULT_BLOCK
+from slimrl.models.hf_config import FP8_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineShape:
-    """The sizes that the fusions depend on."""
+    """The sizes on which fused parameters depend."""
 
     num_heads: int
     num_kv_heads: int
     num_experts: int
     vocab_size: int
     tensor_parallel: int = 1
-    """Ranks of the engine"""
+    """Ranks of the engine."""
     expert_parallel: int = 1
-    """Parts into which its experts are divided; neighbouring ranks hold the same part and shard each of its experts."""
+    """Groups of neighbouring ranks; each group holds an equal part of the experts and shards each of these."""
     q_latent: int = 0
-    """Rows of DeepSeek's projection to the latent queries; 0 where there is none."""
+    """Rows of DeepSeek's down projection of queries; 0 if there is none."""
     kv_latent: int = 0
-    """Rows of its projection to the latent keys and values and the rotated key."""
+    """Rows of its down projection of keys and values, with the rotated key."""
     expert_width: int = 0
-    """Inner columns of an expert."""
+    """Intermediate size of an expert."""
     shared_width: int = 0
-    """Those of the shared experts together."""
+    """Of the shared experts together."""
     dense_width: int = 0
-    """Those of a dense layer."""
-    tile_rows: int = DEFAULT_BLOCK[0]
-    """Rows of a weight in block FP8 that share a row of its `weight_scale_inv`."""
+    """Of a dense layer."""
+    convolved: tuple[int, ...] = ()
+    """Channels of the queries, keys and values of a gated delta net, which go through a convolution."""
+    tile_rows: int = FP8_BLOCK[0]
+    """Rows of a tile in block FP8, which share a row of `weight_scale_inv`."""
 
     @classmethod
     def of_config(cls, config: Any, tensor_parallel: int, expert_parallel: int = 1) -> "EngineShape":
@@ -47,8 +52,10 @@ class EngineShape:
             return next((value for name in names if (value := getattr(config, name, None))), 0)
 
         quantization: dict[str, Any] = getattr(config, "quantization_config", None) or {}
-        # Without a GPU SGLang rounds widths up to what divides well among ranks, and keeps the model's own beside them.
+        # On a CPU SGLang pads widths so that they divide among ranks, and keeps the original ones beside them.
         expert_width = first("original_moe_intermediate_size", "moe_intermediate_size")
+        keys = first("linear_num_key_heads") * first("linear_key_head_dim")
+        values = first("linear_num_value_heads") * first("linear_value_head_dim")
         return cls(
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -59,18 +66,14 @@ class EngineShape:
             q_latent=first("q_lora_rank"),
             kv_latent=first("kv_lora_rank") + first("qk_rope_head_dim"),
             expert_width=expert_width,
-            shared_width=expert_width * first("n_shared_experts"),
+            shared_width=expert_width * first("n_shared_experts") or first("shared_expert_intermediate_size"),
             dense_width=first("original_intermediate_size", "intermediate_size"),
-            tile_rows=(quantization.get("weight_block_size") or DEFAULT_BLOCK)[0],
+            convolved=(keys, keys, values) if values else (),
+            tile_rows=(quantization.get("weight_block_size") or FP8_BLOCK)[0],
         )
 
-    @property
-    def kv_replicas(self) -> int:
-        """Ranks that hold the same key-value heads, where there are more ranks than heads."""
-        return max(1, self.tensor_parallel // self.num_kv_heads)
-
-    def expert_place(self, expert: int) -> tuple[int, range]:
-        """(index in the parameters of the ranks that hold it, those ranks)."""
+    def expert_location(self, expert: int) -> tuple[int, range]:
+        """(index in the parameter, ranks that hold it)."""
         experts, ranks = self.num_experts // self.expert_parallel, self.tensor_parallel // self.expert_parallel
         part, index = divmod(expert, experts)
         return index, range(part * ranks, (part + 1) * ranks)
@@ -78,12 +81,11 @@ class EngineShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one rank of an engine has of a tensor: a shard, of which other ranks may have copies."""
+    """The shard of a tensor that one rank of an engine has; other ranks may have copies of it."""
 
     shard: int
     shards: int
     copy: int
-    copies: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,35 +94,37 @@ class EngineSlice:
 
     hf_name: str
     expert: int | None = None
-    """Index into the parameter's first dimension, on the ranks that hold it."""
+    """Index into the parameter's first dimension."""
     ranks: range | None = None
-    """The engine's ranks that hold it or a shard of it; None for all."""
+    """Ranks that hold it or a shard of it; None for all."""
     part: tuple[int, int, int] | None = None
-    """(first, end, of): which of `of` equal pieces of the rows, after the expert was taken."""
+    """(first, end, of): the rows in units of 1 / `of` of all rows, once `expert` is selected."""
     shard_dim: int | None = None
-    """Dimension over which these ranks split it; None where each holds the whole."""
+    """Dimension that these ranks shard; None if each holds the whole."""
     replicas: int = 1
     """Neighbouring ranks that hold the same shard."""
     size: int | None = None
-    """Of the whole tensor along `shard_dim`, where the engine may pad it."""
+    """Unpadded size of the whole tensor along `shard_dim`, if the engine may pad it."""
+    first_row: int = 0
+    """Row of the whole tensor with which this slice and its shards on the other ranks begin."""
     in_model_dtype: bool = False
-    """It arrives in the precision of the embedding, though an engine may hold it in float32."""
+    """It arrives in the dtype of the embedding, though an engine may hold it in float32."""
 
     def holding(self, rank: int, tensor_parallel: int) -> Holding | None:
-        """What a rank has of the tensor; None where that is nothing."""
+        """The shard of the tensor that a rank has; None if it has none."""
         ranks = self.ranks or range(tensor_parallel)
         if rank not in ranks:
             return None
         copies = self.num_copies(tensor_parallel)
         shard, copy = divmod(rank - ranks.start, copies)
-        return Holding(shard=shard, shards=len(ranks) // copies, copy=copy, copies=copies)
+        return Holding(shard=shard, shards=len(ranks) // copies, copy=copy)
 
     def num_copies(self, tensor_parallel: int) -> int:
-        """Ranks that have the same part of the tensor, or all of it."""
+        """Ranks that hold the same shard, or the whole tensor."""
         return len(self.ranks or range(tensor_parallel)) if self.shard_dim is None else self.replicas
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The view of this rank's shard; the rank must hold one."""
+        """View of this rank's shard; the rank must hold one."""
         if self.expert is not None:
             parameter = parameter[self.expert]
         if self.part is not None:
@@ -136,10 +140,14 @@ _Rule = Callable[[re.Match[str], EngineShape], list[EngineSlice]]
 _SUFFIX = r"(weight|bias|weight_scale_inv)"
 
 
-def _qkv(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+def _qkv(match: re.Match[str], shape: EngineShape, *, hf_path: str = "", per_query: int = 1) -> list[EngineSlice]:
+    """`per_query`: heads of rows for each query head."""
     path, suffix = match.groups()
-    query_heads = shape.num_heads // shape.tensor_parallel
+    path += hf_path
+    query_heads = per_query * shape.num_heads // shape.tensor_parallel
     kv_heads = max(1, shape.num_kv_heads // shape.tensor_parallel)
+    # Ranks that hold the same key-value heads: more than 1 if there are more ranks than heads.
+    replicas = max(1, shape.tensor_parallel // shape.num_kv_heads)
     rows = query_heads + 2 * kv_heads
     bounds = {
         "q": (0, query_heads),
@@ -151,59 +159,75 @@ def _qkv(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
             hf_name=f"{path}.{name}_proj.{suffix}",
             part=(first, end, rows),
             shard_dim=0,
-            replicas=1 if name == "q" else shape.kv_replicas,
+            replicas=1 if name == "q" else replicas,
         )
         for name, (first, end) in bounds.items()
     ]
 
 
+def _gated_qkv(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    """Qwen3-Next's, which SGLang holds in the layer itself; each query head has a gate of its output."""
+    return _qkv(match, shape, hf_path=".self_attn", per_query=2)
+
+
+def _in_layer(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    """The rest of Qwen3-Next's attention."""
+    layer, name, suffix = match.groups()
+    return [EngineSlice(hf_name=f"{layer}.self_attn.{name}.{suffix}", shard_dim=1 if name == "o_proj" else None)]
+
+
+def _convolution(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    """Channels of queries, keys and values, of each of which every rank holds a part."""
+    unit = math.gcd(*shape.convolved)
+    return [
+        EngineSlice(
+            hf_name=match.group(),
+            part=(first // unit, end // unit, sum(shape.convolved) // unit),
+            shard_dim=0,
+            first_row=first,
+        )
+        for first, end in pairwise(accumulate(shape.convolved, initial=0))
+    ]
+
+
 def _width(path: str, suffix: str, shape: EngineShape) -> int | None:
-    """Inner columns of the MLP at a path; None for scales, which no engine pads."""
+    """Intermediate size of the MLP at a path; None for scales, which no engine pads."""
     if suffix == "weight_scale_inv":
         return None
     if ".experts" in path:
         return shape.expert_width or None
-    return (shape.shared_width if path.endswith("shared_experts") else shape.dense_width) or None
+    shared = path.endswith(("shared_experts", "shared_expert"))
+    return (shape.shared_width if shared else shape.dense_width) or None
+
+
+def _mlps(path: str, shape: EngineShape) -> Iterator[tuple[str, partial[EngineSlice]]]:
+    """Path of each MLP in a parameter, one for each expert or the only one, and where the engine holds it."""
+    if not path.endswith(".experts"):
+        yield path, partial(EngineSlice)
+        return
+    for expert in range(shape.num_experts):
+        index, ranks = shape.expert_location(expert)
+        yield f"{path}.{expert}", partial(EngineSlice, expert=index, ranks=ranks)
 
 
 def _gate_up(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     path, suffix = match.groups()
     size = _width(path, suffix, shape)
     return [
-        EngineSlice(hf_name=f"{path}.{name}_proj.{suffix}", part=(half, half + 1, 2), shard_dim=0, size=size)
+        placed(hf_name=f"{mlp}.{name}_proj.{suffix}", part=(half, half + 1, 2), shard_dim=0, size=size)
+        for mlp, placed in _mlps(path, shape)
         for half, name in enumerate(("gate", "up"))
     ]
 
 
-def _experts_gate_up(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
-    path, suffix = match.groups()
-    return [
-        EngineSlice(
-            hf_name=f"{path}.{expert}.{name}_proj.{suffix}",
-            expert=index,
-            ranks=ranks,
-            part=(half, half + 1, 2),
-            shard_dim=0,
-            size=_width(path, suffix, shape),
-        )
-        for expert in range(shape.num_experts)
-        for index, ranks in [shape.expert_place(expert)]
-        for half, name in enumerate(("gate", "up"))
-    ]
-
-
-def _experts_down(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+def _down(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     path, suffix = match.groups()
     size = _width(path, suffix, shape)
-    return [
-        EngineSlice(hf_name=f"{path}.{expert}.down_proj.{suffix}", expert=index, ranks=ranks, shard_dim=1, size=size)
-        for expert in range(shape.num_experts)
-        for index, ranks in [shape.expert_place(expert)]
-    ]
+    return [placed(hf_name=f"{mlp}.down_proj.{suffix}", shard_dim=1, size=size) for mlp, placed in _mlps(path, shape)]
 
 
 def _latent_projections(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
-    """Scales of tiles are fused like the weights, each of the two with a tile of its own at the end."""
+    """Scales are fused as the weights are; each of the two projections ends with a tile of its own."""
     path, suffix = match.groups()
     unit = shape.tile_rows if suffix == "weight_scale_inv" else 1
     query, key_value = -(-shape.q_latent // unit), -(-shape.kv_latent // unit)
@@ -214,42 +238,37 @@ def _latent_projections(match: re.Match[str], shape: EngineShape) -> list[Engine
     ]
 
 
-def _rows(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
-    return [EngineSlice(hf_name=match.group(), shard_dim=0)]
-
-
-def _columns(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
-    return [EngineSlice(hf_name=match.group(), shard_dim=1)]
-
-
-def _down(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
-    return [EngineSlice(hf_name=match.group(), shard_dim=1, size=_width(match.group(1), match.group(2), shape))]
+def _unfused(**fields: Any) -> _Rule:
+    """A parameter that holds one tensor under its Hugging Face name; `fields` of its EngineSlice."""
+    return lambda match, shape: [EngineSlice(hf_name=match.group(), **fields)]
 
 
 def _vocabulary(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     return [EngineSlice(hf_name=match.group(), shard_dim=0, size=shape.vocab_size)]
 
 
-def _router(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
-    return [EngineSlice(hf_name=match.group(), in_model_dtype=True)]
-
-
 _RULES: list[tuple[str, _Rule]] = [
     (rf"(.+\.self_attn)\.qkv_proj\.{_SUFFIX}", _qkv),
+    (rf"(.+\.layers\.\d+)\.qkv_proj\.{_SUFFIX}", _gated_qkv),
+    (r"(.+\.layers\.\d+)\.(o_proj|q_norm|k_norm)\.(weight|weight_scale_inv)", _in_layer),
+    (r".+\.linear_attn\.conv1d\.weight", _convolution),
+    (r".+\.linear_attn\.(in_proj_qkvz|in_proj_ba)\.(weight|weight_scale_inv)", _unfused(shard_dim=0)),
+    (r".+\.linear_attn\.(A_log|dt_bias)", _unfused(shard_dim=0, in_model_dtype=True)),
+    (r".+\.linear_attn\.out_proj\.(weight|weight_scale_inv)", _unfused(shard_dim=1)),
     (rf"(.+\.self_attn)\.fused_qkv_a_proj_with_mqa\.{_SUFFIX}", _latent_projections),
-    (rf".+\.self_attn\.(q_proj|q_b_proj|kv_b_proj)\.{_SUFFIX}", _rows),
-    (rf"(.+\.experts)\.w13_{_SUFFIX}", _experts_gate_up),
-    (rf"(.+\.experts)\.w2_{_SUFFIX}", _experts_down),
+    (rf".+\.self_attn\.(q_proj|q_b_proj|kv_b_proj)\.{_SUFFIX}", _unfused(shard_dim=0)),
+    (rf"(.+\.experts)\.w13_{_SUFFIX}", _gate_up),
+    (rf"(.+\.experts)\.w2_{_SUFFIX}", _down),
     (rf"(.+)\.gate_up_proj\.{_SUFFIX}", _gate_up),
-    (r".+\.o_proj\.(weight|weight_scale_inv)", _columns),
+    (r".+\.o_proj\.(weight|weight_scale_inv)", _unfused(shard_dim=1)),
     (r"(.+)\.down_proj\.(weight|weight_scale_inv)", _down),
-    (r".+\.mlp\.gate\.weight", _router),
+    (r".+\.mlp\.gate\.weight", _unfused(in_model_dtype=True)),
     (r"(.+\.embed_tokens|lm_head)\.weight", _vocabulary),
 ]
 
 
 def engine_slices(engine_name: str, shape: EngineShape) -> list[EngineSlice]:
-    """The Hugging Face tensors that the engine's parameter of this name holds."""
+    """The Hugging Face tensors in the engine's parameter of this name."""
     for pattern, rule in _RULES:
         if match := re.fullmatch(pattern, engine_name):
             return rule(match, shape)

@@ -2,13 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from slimrl.data.protocols import TensorSpec
-from slimrl.models import deepseek_v3, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from slimrl.data.weights import TensorSpec
+from slimrl.models.families import deepseek_v3, glm4_moe, llama, qwen2, qwen3, qwen3_moe, qwen3_next
 from slimrl.models.hf_config import dtype_name
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.weight_map import WeightMap
+
+
+class FamilyModule(Protocol):
+    """A file of `families/`."""
+
+    def megatron_config(self, hf_config: dict[str, Any]) -> MegatronModelConfig: ...
+
+    @property
+    def weight_map(self) -> Callable[..., WeightMap]:
+        """Called with a Hugging Face config and the padded vocabulary, and `mtp` if `has_mtp`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,25 +27,30 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json."""
-    megatron_config: Callable[[dict[str, Any]], MegatronModelConfig]
-    """Of a Hugging Face config. Raises ValueError naming what of the config is not supported."""
-    _weight_map: Callable[..., WeightMap]
-    """Of a Hugging Face config and the padded vocabulary, and of `mtp` where the family has such layers."""
+    module: FamilyModule
     has_mtp: bool = False
     """Whether its models may have layers for multi-token prediction."""
+    linear_attention: bool = False
+    """Whether it has gated delta nets, which SGLang serves on GPUs alone. Training on a GPU needs the package fla."""
+    call_parsers: tuple[str, ...]
+    """SGLang's parsers of the calls that its models write. A model's is the first that reads what its chat template
+    writes."""
+
+    def megatron_config(self, hf_config: dict[str, Any]) -> MegatronModelConfig:
+        """Raises ValueError naming what in the config is not supported."""
+        return self.module.megatron_config(hf_config)
 
     def weight_map(
         self, hf_config: dict[str, Any], padded_vocab_size: int | None = None, *, mtp: bool = False
     ) -> WeightMap:
-        """The table of weights.
+        """The weights of the model.
 
         Args:
-            padded_vocab_size: rows of the vocabulary in Megatron; None for as many as in Hugging Face's checkpoint.
-            mtp: with the layers for multi-token prediction, where the model has such; training leaves them out.
+            padded_vocab_size: rows of the vocabulary in Megatron; None for as many as in the Hugging Face checkpoint.
+            mtp: with the layers for multi-token prediction, if the model has any; training leaves them out.
         """
-        if self.has_mtp:
-            return self._weight_map(hf_config, padded_vocab_size, mtp=mtp)
-        return self._weight_map(hf_config, padded_vocab_size)
+        options = {"mtp": mtp} if self.has_mtp else {}
+        return self.module.weight_map(hf_config, padded_vocab_size, **options)
 
     def hf_tensor_specs(self, hf_config: dict[str, Any], *, mtp: bool = False) -> list[TensorSpec]:
         """Every tensor of the checkpoint in export order, in the checkpoint's dtype."""
@@ -42,68 +58,38 @@ class Family:
 
 
 FAMILIES = (
-    Family(
-        name="qwen3",
-        model_types=("qwen3",),
-        megatron_config=qwen3.megatron_config,
-        _weight_map=qwen3.weight_map,
-    ),
-    Family(
-        name="qwen3_moe",
-        model_types=("qwen3_moe",),
-        megatron_config=qwen3_moe.megatron_config,
-        _weight_map=qwen3_moe.weight_map,
-    ),
-    Family(
-        name="qwen2",
-        model_types=("qwen2",),
-        megatron_config=qwen2.megatron_config,
-        _weight_map=qwen2.weight_map,
-    ),
-    Family(
-        name="llama",
-        model_types=("llama",),
-        megatron_config=llama.megatron_config,
-        _weight_map=llama.weight_map,
-    ),
-    Family(
-        name="glm4_moe",
-        model_types=("glm4_moe",),
-        megatron_config=glm4_moe.megatron_config,
-        _weight_map=glm4_moe.weight_map,
-        has_mtp=True,
-    ),
+    Family(name="qwen3", model_types=("qwen3",), module=qwen3, call_parsers=("qwen25", "qwen3_coder")),
+    Family(name="qwen3_moe", model_types=("qwen3_moe",), module=qwen3_moe, call_parsers=("qwen25", "qwen3_coder")),
+    Family(name="qwen2", model_types=("qwen2",), module=qwen2, call_parsers=("qwen25", "hermes")),
+    Family(name="llama", model_types=("llama",), module=llama, call_parsers=("llama3", "pythonic", "hermes")),
+    Family(name="glm4_moe", model_types=("glm4_moe",), module=glm4_moe, has_mtp=True, call_parsers=("glm45", "glm47")),
     Family(
         name="deepseek_v3",
         model_types=("deepseek_v3", "kimi_k2"),
-        megatron_config=deepseek_v3.megatron_config,
-        _weight_map=deepseek_v3.weight_map,
+        module=deepseek_v3,
         has_mtp=True,
+        call_parsers=("deepseekv31", "deepseekv3", "kimi_k2"),
+    ),
+    Family(
+        name="qwen3_next",
+        model_types=("qwen3_next",),
+        module=qwen3_next,
+        has_mtp=True,
+        linear_attention=True,
+        call_parsers=("qwen25", "qwen3_coder"),
     ),
 )
-"""One row per family; everything that depends on the family asks this table."""
-
-
-UNSUPPORTED = {
-    "qwen3_next": (
-        "megatron-core has no packed sequences and no context parallelism in its linear attention (GatedDeltaNet), and "
-        "training packs all sequences"
-    ),
-}
-"""Values of `model_type` that users ask for, with what stands in the way."""
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:
     """The family of a config.
 
     Raises:
-        ValueError: its `model_type` is missing, unknown, or known and out of reach.
+        ValueError: its `model_type` is missing or not supported.
     """
     model_type = hf_config.get("model_type")
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
-    if model_type in UNSUPPORTED:
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported: {UNSUPPORTED[model_type]}")
     known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise ValueError(f"config.json: model_type {model_type!r} is not supported; known: {known}")

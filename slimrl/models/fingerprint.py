@@ -1,12 +1,11 @@
-"""A 64-bit fingerprint of a tensor's bytes that both sides of a weight transfer compute for themselves.
+"""A 64-bit fingerprint of a tensor's bytes; both sides of a weight transfer compute it.
 
     hash = sum over rows r and units u of  R[r] * C[u] * (bits[r, u] + 1)        modulo 2^64
 
-A unit is an element of one or two bytes, or one of the two-byte parts of a larger element, as a signed integer; rows
-are those of the last dimension. R and C are odd pseudo-random 64-bit numbers of the position alone.
-A sum over positions is indifferent to their order, so shards are hashed where they lie and their hashes added. Every
-change of a single unit changes the hash; of other faults, whatever they are, fewer than one in 10^12 goes unseen.
-It detects faults, not forgeries.
+A unit is an element of one or two bytes, or a two-byte part of a larger element, as a signed integer; rows are those
+of the last dimension. R and C are odd pseudo-random 64-bit numbers that depend on the position alone.
+The order of a sum does not matter, so each rank hashes its shard and the hashes are added. Every change of a single
+unit changes the hash; of all other faults, fewer than one in 10^12 goes unseen. It detects faults, not forgeries.
 """
 
 from collections.abc import Iterator
@@ -18,21 +17,21 @@ CHUNK_UNITS = 1 << 16
 """Units hashed at a time on a CPU; as 64-bit integers they stay in its cache. A GPU takes 256 times as many."""
 
 _ROWS_AT = 1 << 48
-"""Where in the sequence of keys those of rows begin; those of units begin at 0."""
+"""Position of the first row's key in the sequence of keys; keys of units begin at 0."""
 
-_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+SPLITMIX_STEP = 0x9E3779B97F4A7C15 - 2**64
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _UNIT = {1: torch.int8, 2: torch.int16, 4: torch.int16, 8: torch.int16}
 
 
 def partial_hash(tensor: Tensor, offset: int = 0, row_stride: int | None = None) -> int:
-    """Hash of one part of a tensor; the hashes of all parts add up, modulo 2^64, to that of the whole.
+    """Hash of a part of a tensor; the hashes of all parts add up, modulo 2^64, to the whole's.
 
     Args:
         tensor: any dtype with elements of 1, 2, 4 or 8 bytes, on any device.
         offset: position of its first element in the flattened whole, in elements.
-        row_stride: elements from the start of one row to the next in the whole, for a part that is cut along the last
-            dimension; None for a part that is contiguous in the whole.
+        row_stride: elements from one row's start to the next in the whole, for a shard of the last dimension; None for
+            a part that is contiguous in the whole.
 
     Returns:
         An integer in 0..2^64-1.
@@ -41,7 +40,7 @@ def partial_hash(tensor: Tensor, offset: int = 0, row_stride: int | None = None)
         return 0
     columns = tensor.shape[-1] if tensor.ndim else 1
     bits_RU = tensor.detach().reshape(-1, columns).contiguous().view(_UNIT[tensor.element_size()])
-    # The rows of a vector are one, wherever in it the part begins.
+    # A vector is one row, wherever the part begins.
     first_row, first_column = (0, offset) if tensor.ndim < 2 else divmod(offset, row_stride or columns)
     units = bits_RU.shape[1] // columns
     hashed = _rows_hash(bits_RU, first_row, first_column * units)
@@ -62,7 +61,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def _rows_hash(bits_RU: Tensor, first_row: int, first_unit: int) -> Tensor:
-    """int64 scalar: the sum over these rows and units, whose first stand at the given places of the whole."""
+    """int64 scalar: the sum over these rows and units; `first_row`, `first_unit`: their position in the whole."""
     device = bits_RU.device
     total = torch.zeros((), dtype=torch.int64, device=device)
     chunk = CHUNK_UNITS * (256 if device.type == "cuda" else 1)
@@ -82,7 +81,7 @@ def _rows_hash(bits_RU: Tensor, first_row: int, first_unit: int) -> Tensor:
 
 
 def _dot_rows(values_RU: Tensor, keys_U: Tensor) -> Tensor:
-    """The product of each row with the keys. Overwrites the values on a GPU, where torch has no product of integers."""
+    """Dot product of each row with the keys. Overwrites the values on a GPU: torch.mv has no integers there."""
     return values_RU.mul_(keys_U).sum(1) if values_RU.is_cuda else torch.mv(values_RU, keys_U)
 
 
@@ -91,14 +90,16 @@ def _ranges(size: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _keys(places: Tensor) -> Tensor:
-    """The outputs of splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195) at these places, made odd.
+    """The outputs of splitmix64 at these places, int64, made odd; overwrites the places."""
+    return splitmix64(places.add_(1).mul_(SPLITMIX_STEP)).bitwise_or_(1)
 
-    Args:
-        places: int64, overwritten by the result.
+
+def splitmix64(states: Tensor) -> Tensor:
+    """The outputs of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195) in these states, int64.
+
+    They overwrite the states, which SPLITMIX_STEP separates within a sequence.
     """
-    keys = places.add_(1).mul_(_INCREMENT)
-    # int64 shifts copy the sign down; the masks make them logical.
-    keys.bitwise_xor_(keys.bitwise_right_shift(30).bitwise_and_((1 << 34) - 1)).mul_(_FACTORS[0])
-    keys.bitwise_xor_(keys.bitwise_right_shift(27).bitwise_and_((1 << 37) - 1)).mul_(_FACTORS[1])
-    keys.bitwise_xor_(keys.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))
-    return keys.bitwise_or_(1)
+    # int64 shifts are arithmetic; the masks make them logical.
+    states.bitwise_xor_(states.bitwise_right_shift(30).bitwise_and_((1 << 34) - 1)).mul_(_FACTORS[0])
+    states.bitwise_xor_(states.bitwise_right_shift(27).bitwise_and_((1 << 37) - 1)).mul_(_FACTORS[1])
+    return states.bitwise_xor_(states.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))

@@ -1,37 +1,40 @@
-"""What a Hugging Face config.json says, whichever release of transformers wrote it, and the published ones we ship."""
+"""Values of a Hugging Face config.json, whichever release of transformers wrote it, and the configs we ship."""
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from slimrl.config.hf_config import read_hf_config as read_hf_config
+from slimrl.config.hub import CONFIG_FILES, cached, hub_model
 
 FP8_SUFFIX = "-FP8"
-"""How names of checkpoints end that hold a published model in block FP8."""
+"""Ends the name of a published model's checkpoint in block FP8."""
+
+FP8_BLOCK = (128, 128)
+"""Default rows and columns of a tile, which has one scale."""
 
 BLOCK_FP8 = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
+    "weight_block_size": list(FP8_BLOCK),
     "modules_to_not_convert": [],
 }
-"""Their `quantization_config`, as models/fp8.py writes it."""
+"""`quantization_config` of such a checkpoint, as quantization/fp8.py writes it."""
 
 DEFAULT_DTYPE = "float32"
-"""What a checkpoint holds whose config names no dtype."""
+"""Of a checkpoint whose config names no dtype."""
 
 
 def required(hf_config: dict[str, Any], *names: str) -> Any:
-    """The first of these keys that is there and not null; transformers 5 renamed some.
+    """The value of the first of these keys that is not null; transformers 5 renamed some.
 
     Raises:
-        ValueError: none is.
+        ValueError: all are missing or null.
     """
     for name in names:
         if hf_config.get(name) is not None:
@@ -50,7 +53,7 @@ def dtype_name(hf_config: dict[str, Any]) -> str:
 
 
 def plain_config(hf_config: Mapping[str, Any], dtype: str | None = None) -> dict[str, Any]:
-    """config.json of weights that are not quantised, in `dtype` as torch prints it; None for that which it names."""
+    """config.json of unquantised weights in `dtype`, as torch prints it; None keeps the config's."""
     config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
@@ -68,7 +71,7 @@ def rope_theta(hf_config: dict[str, Any]) -> float:
 
 
 def rope_scaling(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """How positions are scaled: `rope_type` ("default" where they are not) and its settings by transformers' names."""
+    """`rope_type` ("default" without scaling) and its settings, by transformers' names."""
     settings = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
     legacy_kind = settings.pop("type", None)
     for other in ("rope_theta", "partial_rotary_factor"):
@@ -77,7 +80,7 @@ def rope_scaling(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def partial_rotary_factor(hf_config: dict[str, Any], default: float = 1.0) -> float:
-    """Share of a head's dimensions that are rotated."""
+    """Fraction of a head's dimensions that are rotated."""
     for settings in (hf_config.get("rope_parameters") or {}, hf_config):
         if settings.get("partial_rotary_factor") is not None:
             return float(settings["partial_rotary_factor"])
@@ -85,7 +88,7 @@ def partial_rotary_factor(hf_config: dict[str, Any], default: float = 1.0) -> fl
 
 
 def published_names() -> list[str]:
-    """Models whose config this package holds."""
+    """Models whose config this package ships."""
     return sorted(file.name.removesuffix(".json") for file in _folder().iterdir() if file.name.endswith(".json"))
 
 
@@ -101,19 +104,22 @@ def published_config(name: str) -> dict[str, Any]:
 
 
 def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
-    """The config.json of a checkpoint, or of the published model of that name where the checkpoint is not here.
+    """The config.json of a checkpoint, or of the published model of that name if there is no such folder.
 
+    An id of the Hub is the model in the local cache if it is there; the Hub is not asked.
     For commands that plan without weights. A name that ends in -FP8 is the published model in block FP8.
 
     Returns:
         The config, and a few words on where it is from.
 
     Raises:
-        ValueError: there is no such folder, and no published model has the name of its last component; or the folder
-            holds no config.json.
+        ValueError: there is no such folder and no published model of its name, or the folder holds no config.json.
     """
     if model_path.exists():
         return read_hf_config(model_path), str(model_path)
+    hub = hub_model(str(model_path))
+    if hub is not None and (folder := cached(hub, CONFIG_FILES)) is not None:
+        return read_hf_config(folder), f"{hub.model_id} in the cache of the Hugging Face Hub"
     name = model_path.name.removesuffix(FP8_SUFFIX)
     if name in published_names():
         config, words = published_config(name), f"{name} as published"
@@ -128,28 +134,12 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
 
 
 def nearest_published(model_path: Path) -> str:
-    """The published model that a folder's name probably means; empty if there is none of the same sizes."""
+    """The published model that a folder's name probably means, of the same sizes; empty if there is none."""
     names = [*published_names(), *(name + FP8_SUFFIX for name in published_names())]
     sizes = {name: re.findall(r"\d+", name) for name in (model_path.name, *names)}
     alike = {name.lower(): name for name in names if sizes[name] == sizes[model_path.name]}
     close = get_close_matches(model_path.name.lower(), alike, n=1, cutoff=0.8)
     return alike[close[0]] if close else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedSize:
-    """Parameters as the authors of a model give them, in billions and rounded."""
-
-    total_b: float
-    active_b: float
-    """Of these, how many a token passes through; all of a dense model's."""
-
-
-def published_size(name: str) -> PublishedSize:
-    """Raises ValueError for a name that is not in `published_names`."""
-    published_config(name)
-    sizes = json.loads((resources.files("slimrl.models") / "published_sizes.json").read_text())
-    return PublishedSize(**sizes[name])
 
 
 def _folder() -> Any:

@@ -1,11 +1,11 @@
 """How one Megatron tensor is laid out from the Hugging Face tensors that it holds.
 
-Each operation is invertible, and it commutes with sharding: applied to the i-th of n equal parts of every Hugging Face
-tensor it gives the i-th shard of the Megatron tensor. A rank therefore reads only the rows that it needs, and shards of
-a tensor-parallel group are turned back one by one and then joined in Hugging Face layout.
-This module and the rules above it import torch only where tensors are handled: a recipe is checked without it.
+Each operation is invertible and commutes with sharding: applied to the i-th of n equal parts of every Hugging Face
+tensor, it gives the i-th shard of the Megatron tensor. So a rank reads only the rows that it needs, and shards of a
+tensor-parallel group are converted back one by one and then concatenated in Hugging Face layout.
+This module and the rules that use it import torch only to handle tensors: recipes are checked without it.
 
-Shape suffixes: G query groups, Q query heads per group, D head dimension, H hidden, F feed-forward.
+Shape suffixes: G query groups or key heads, Q query heads per group, D head dimension, H hidden, F feed-forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class LayoutOp(Protocol):
     def to_megatron(self, *weights: Tensor) -> Tensor:
-        """The Megatron tensor (or shard) of the Hugging Face tensors (or their parts), in the rule's order."""
+        """The Megatron tensor (or shard) made of the Hugging Face tensors (or their parts), in the rule's order."""
         ...
 
     def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
@@ -27,9 +27,9 @@ class LayoutOp(Protocol):
         ...
 
     def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The same as views of the weight, with one more dimension: [groups, rows of a group, ...].
+        """The same with one more dimension: [groups, rows of a group, ...].
 
-        Rows of one group lie next to each other in the weight.
+        Views of the weight where rows of a group are contiguous in it, else copies.
         """
         ...
 
@@ -51,7 +51,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class GateUp:
-    """Rows [gate; up] of a gated MLP: two [F, H] to [2F, H]. A tensor-parallel shard holds a piece of each."""
+    """Rows [gate; up] of a gated MLP: two [F, H] to [2F, H]. A tensor-parallel shard holds a part of each."""
 
     def to_megatron(self, *weights: Tensor) -> Tensor:
         import torch
@@ -71,18 +71,22 @@ class GateUp:
 class GroupedQKV:
     """Query, key and value interleaved by group: G times [Q query heads, 1 key head, 1 value head], each D rows.
 
-    Takes weights [rows, H] and biases [rows] alike.
+    Takes weights [rows, H] and biases [rows] alike. With `gated`, each query head is followed by D rows of its output
+    gate in the Hugging Face tensor; the Megatron tensor has Q gate heads behind the Q query heads of a group.
     """
 
     queries_per_group: int
     head_dim: int
+    gated: bool = False
 
     def to_megatron(self, *weights: Tensor) -> Tensor:
         import torch
 
         query, key, value = weights
         tail = query.shape[1:]
-        query_GRH = query.reshape(-1, self.queries_per_group * self.head_dim, *tail)
+        if self.gated:
+            query = query.reshape(-1, self.queries_per_group, 2, self.head_dim, *tail).transpose(1, 2)
+        query_GRH = query.reshape(-1, self._query_rows, *tail)
         key_GDH, value_GDH = (weight.reshape(-1, self.head_dim, *tail) for weight in (key, value))
         return torch.cat([query_GRH, key_GDH, value_GDH], dim=1).reshape(-1, *tail)
 
@@ -91,5 +95,52 @@ class GroupedQKV:
         return query, key, value
 
     def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
-        sizes = [self.queries_per_group * self.head_dim, self.head_dim, self.head_dim]
-        return weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        sizes = [self._query_rows, self.head_dim, self.head_dim]
+        query, key, value = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        if self.gated:
+            query = query.unflatten(1, (2, self.queries_per_group, self.head_dim)).transpose(1, 2).flatten(1, 3)
+        return query, key, value
+
+    @property
+    def _query_rows(self) -> int:
+        return (2 if self.gated else 1) * self.queries_per_group * self.head_dim
+
+
+@dataclass(frozen=True)
+class DeltaNetInput:
+    """The input projections of a gated delta net, with V value heads for each of G key heads.
+
+    Hugging Face has two tensors, interleaved by key head: G times [query head, key head, V value heads, V gate heads],
+    and G times [V betas, V alphas]. Megatron has one: all query heads, then all keys, values, gates, betas, alphas.
+    """
+
+    values_per_key: int
+    key_dim: int
+    value_dim: int
+
+    def to_megatron(self, *weights: Tensor) -> Tensor:
+        import torch
+
+        parts = [
+            part
+            for weight, sizes in zip(weights, self._rows, strict=True)
+            for part in weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        ]
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return tuple(groups.flatten(0, 1) for groups in self.groups(weight))
+
+    def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        rows = [size for sizes in self._rows for size in sizes]
+        heads = weight.shape[0] // sum(rows)
+        parts = [part.unflatten(0, (heads, -1)) for part in weight.split([heads * size for size in rows])]
+        return torch.cat(parts[:4], dim=1), torch.cat(parts[4:], dim=1)
+
+    @property
+    def _rows(self) -> tuple[list[int], list[int]]:
+        """Of a key head, by Hugging Face tensor."""
+        values = self.values_per_key * self.value_dim
+        return [self.key_dim, self.key_dim, values, values], [self.values_per_key] * 2

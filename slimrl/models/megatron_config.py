@@ -1,4 +1,4 @@
-"""What a family tells the trainer about a model, in Megatron's terms and in plain values."""
+"""What a family tells the trainer about a model: Megatron's settings, as plain values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,29 +18,25 @@ class MegatronModelConfig:
     rotary_percent: float
     tie_embeddings: bool
     max_position: int
-    """Longest position that the model was made for, in tokens."""
+    """Longest context of the model, in tokens."""
     llama3_rope_factor: float | None = None
-    """By which Llama 3.1 stretches long wavelengths; None where positions are not scaled, or in another way."""
+    """Scaling factor of Llama 3.1's rotary embedding; None without scaling or with another kind."""
     mtp_layers: int = 0
-    """Layers for multi-token prediction that the model may come with."""
+    """Layers for multi-token prediction that a checkpoint of the model may have."""
 
 
 def grouped_query_config(
     hf_config: dict[str, Any], *, rotary_percent: float = 1.0, mtp_layers: int = 0, **transformer: Any
 ) -> MegatronModelConfig:
-    """Of a decoder with grouped-query attention; `transformer` is what the family adds.
+    """For a decoder with grouped-query attention; `transformer` is what the family adds.
 
     Raises:
-        ValueError: an activation other than SiLU, sliding windows, biases or partial rotation that the family does
-            not say it has, or positions scaled otherwise than Llama 3.1's.
+        ValueError: as decoder_config; or positions scaled in another way than Llama 3.1's.
     """
-    attention = {
-        "num_query_groups": int(hf_config.get("num_key_value_heads") or required(hf_config, "num_attention_heads")),
-        "kv_channels": head_dim(hf_config),
-    }
+    groups = int(hf_config.get("num_key_value_heads") or required(hf_config, "num_attention_heads"))
     return decoder_config(
         hf_config,
-        {**attention, **transformer},
+        {"num_query_groups": groups, "kv_channels": head_dim(hf_config), **transformer},
         rotary_percent=rotary_percent,
         llama3_rope_factor=_llama3_rope_factor(hf_config),
         mtp_layers=mtp_layers,
@@ -56,10 +52,11 @@ def decoder_config(
     llama3_rope_factor: float | None = None,
     mtp_layers: int = 0,
 ) -> MegatronModelConfig:
-    """Of a decoder with RMSNorm and gated MLPs; `transformer` has the rest: attention, experts, biases.
+    """For a decoder with RMSNorm and gated MLPs; `transformer` has the rest: attention, experts, biases.
 
     Raises:
-        ValueError: an activation other than SiLU, sliding windows, biases or partial rotation that is not told here.
+        ValueError: an activation other than SiLU, sliding windows, biases or partial rotation that the arguments do
+            not declare.
     """
     _refuse_variants(hf_config, bias=bool(transformer.get("add_qkv_bias")), rotary_percent=rotary_percent)
     return MegatronModelConfig(
@@ -89,7 +86,7 @@ def decoder_config(
 
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core takes for granted where it scales positions as Llama 3.1 does; only the factor is free."""
+"""Fixed in megatron-core's Llama 3.1 scaling of positions; only the factor can be set."""
 
 
 def _llama3_rope_factor(hf_config: dict[str, Any]) -> float | None:
@@ -110,7 +107,7 @@ def _llama3_rope_factor(hf_config: dict[str, Any]) -> float | None:
 
 
 def _refuse_variants(hf_config: dict[str, Any], *, bias: bool, rotary_percent: float) -> None:
-    """Options of transformers' configs that no rule covers."""
+    """Raises ValueError for options of transformers' configs that no rule covers."""
     refused = {
         "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf_config.get("attention_bias")) and not bias,

@@ -1,19 +1,19 @@
-"""The rule language of weight maps: which Hugging Face tensors a Megatron tensor holds, how, and how it is sharded.
+"""Weight maps: which Hugging Face tensors a Megatron tensor holds, in which layout, and how it is sharded.
 
-A model family is a list of rules. A name pattern may hold `{layer}` and `{expert}`, global indices, counted from 0.
-Both directions, every parallel layout, and both spellings of Megatron's layers (its local layers and Transformer
-Engine's) are read from this one table. The list's order is the order in which tensors are exported.
+A model family is a list of rules. A name pattern may hold `{layer}` and `{expert}`, global indices from 0.
+This one table serves both directions, every parallel layout, and both names of a tensor in Megatron (those of its local
+layers and of Transformer Engine's). Tensors are exported in the order of the list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Literal
 
-from slimrl.data.protocols import TensorSpec
+from slimrl.data.weights import TensorSpec
 from slimrl.models.layout_ops import Identity, LayoutOp
 
 if TYPE_CHECKING:
@@ -27,9 +27,11 @@ class HfTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str | None = None
-    """Set where the tensor keeps a precision of its own whatever the checkpoint's, for example float32."""
+    """Of a tensor that keeps its own dtype whatever the checkpoint's, for example float32."""
     copies: tuple[str, ...] = ()
-    """Further names under which a checkpoint repeats the tensor. They are written, and need not be there to read."""
+    """Further names under which a checkpoint may repeat the tensor. They are written; a checkpoint may lack them."""
+    quantizable: bool = True
+    """False: it is not quantised, though other tensors of a rule with `quantizable` are."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,37 +41,39 @@ class HfTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Equal parts along one dimension of the Hugging Face tensors; part i lies on rank i of the group."""
+    """Equal parts along one dimension of the Hugging Face tensors; rank i of the group holds part i."""
 
     dim: int
     group: Literal["tensor", "expert_tensor"] = "tensor"
     padded_size: int | None = None
-    """Size to which zeros fill the dimension up before it is cut; None where it divides as it is."""
+    """Size to which the dimension is padded with zeros before it is sharded; None without padding."""
+    sections: tuple[int, ...] = ()
+    """Sizes of the sections of dimension 0, if each is sharded by itself: rank i holds part i of every section."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     megatron: tuple[str, ...]
-    """Names under which the tensor may stand, `module.` prefixes stripped: one per layer implementation."""
+    """Possible names of the tensor, without `module.` prefixes: one per layer implementation."""
     hf: tuple[HfTensor, ...]
     op: LayoutOp = field(default_factory=Identity)
     shard: Shard | None = None
     """None: every rank of the tensor-parallel group holds the whole."""
     layers: tuple[int, ...] | None = None
-    """Layers that have it, for patterns with {layer}."""
+    """Layers that have it, if the patterns hold {layer}."""
     num_experts: int | None = None
-    """For patterns with {expert}."""
-    atomic: str | None = None
-    """Pattern of a name that rules share whose tensors an engine must receive together."""
+    """If the patterns hold {expert}."""
+    fused_group: str | None = None
+    """Pattern of a name common to rules whose tensors an engine must receive together."""
     mtp: bool = False
-    """Whether it belongs to a layer for multi-token prediction, which a checkpoint may lack."""
+    """It belongs to a layer for multi-token prediction, which a checkpoint may lack."""
     quantizable: bool = False
-    """Whether a checkpoint in block FP8 holds it quantised: linear layers, but not embeddings, head and router."""
+    """A checkpoint in block FP8 holds it quantised: linear layers, but not embeddings, head and router."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A rule at one layer and one expert. Large models have half a million: names are made when they are asked for."""
+    """A rule at one layer and one expert. Large models have half a million of them, so names are made on demand."""
 
     rule: Rule
     layer: int | None = None
@@ -81,21 +85,20 @@ class Entry:
 
     @cached_property
     def hf(self) -> tuple[HfTensor, ...]:
-        return tuple(
-            HfTensor(name=self.named(tensor.name), shape=tensor.shape, dtype=tensor.dtype, copies=tensor.copies)
-            for tensor in self.rule.hf
-        )
+        return tuple(replace(tensor, name=self.named(tensor.name)) for tensor in self.rule.hf)
 
     @property
-    def atomic(self) -> str | None:
-        return self.named(self.rule.atomic) if self.rule.atomic else None
+    def fused_group(self) -> str | None:
+        return self.named(self.rule.fused_group) if self.rule.fused_group else None
 
     def named(self, pattern: str) -> str:
-        """The name that a pattern of the rule stands for here."""
+        """A pattern of the rule with this layer and expert filled in."""
         return pattern.replace("{layer}", str(self.layer)).replace("{expert}", str(self.expert))
 
-    def slices(self, tensor: HfTensor, index: int, count: int) -> tuple[Slices, int]:
-        """Part `index` of `count` of a Hugging Face tensor, and how many zeros follow it along the sharded dimension.
+    def blocks(self, tensor: HfTensor, index: int, count: int) -> tuple[list[Slices], int]:
+        """Part `index` of `count` of a Hugging Face tensor, and the zeros that pad it along the sharded dimension.
+
+        The part is one block, or a block of each section of the shard, to be joined along dimension 0.
 
         Raises:
             ValueError: the dimension does not divide into `count` parts.
@@ -103,24 +106,34 @@ class Entry:
         whole = tuple(slice(0, size) for size in tensor.shape)
         shard = self.rule.shard
         if shard is None:
-            return whole, 0
+            return [whole], 0
         size = tensor.shape[shard.dim]
-        padded = shard.padded_size or size
-        if padded % count:
-            raise ValueError(f"{tensor.name}: dimension {shard.dim} of {padded} does not divide over {count} ranks")
-        part = padded // count
-        start, stop = (min(edge, size) for edge in (index * part, (index + 1) * part))
-        return (*whole[: shard.dim], slice(start, stop), *whole[shard.dim + 1 :]), part - (stop - start)
+        edges = list(accumulate(shard.sections or (shard.padded_size or size,), initial=0))
+        blocks, zeros = [], 0
+        for first, end in pairwise(edges):
+            if (end - first) % count:
+                raise ValueError(
+                    f"{tensor.name}: dimension {shard.dim} of {end - first} does not divide over {count} ranks"
+                )
+            part = (end - first) // count
+            start, stop = (min(first + edge, size) for edge in (index * part, (index + 1) * part))
+            zeros += part - (stop - start)
+            blocks.append((*whole[: shard.dim], slice(start, stop), *whole[shard.dim + 1 :]))
+        return blocks, zeros
 
     def to_megatron(self, read: Callable[[str, Slices], Tensor], index: int = 0, count: int = 1) -> Tensor:
-        """Shard `index` of `count` of the Megatron tensor; `read` gives a slice of a Hugging Face tensor by name."""
+        """Shard `index` of `count` of the Megatron tensor; `read` reads a slice of a Hugging Face tensor by name."""
         return self.rule.op.to_megatron(*self.parts(read, index, count))
 
     def parts(self, read: Callable[[str, Slices], Tensor], index: int = 0, count: int = 1) -> Iterator[Tensor]:
-        """What the shard is laid out from: that part of each Hugging Face tensor, padded, each read when it is due."""
+        """Part `index` of each Hugging Face tensor, padded; lazily, so that each can be freed before the next."""
         for tensor in self.hf:
-            slices, zeros = self.slices(tensor, index, count)
-            part = read(tensor.name, slices)
+            blocks, zeros = self.blocks(tensor, index, count)
+            part = read(tensor.name, blocks[0])
+            if len(blocks) > 1:
+                import torch
+
+                part = torch.cat([part, *(read(tensor.name, block) for block in blocks[1:])])
             if zeros:
                 from torch.nn.functional import pad
 
@@ -130,30 +143,32 @@ class Entry:
             yield part
 
     def to_hf(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Whole Hugging Face tensors, in the order of `hf`, of all shards of the Megatron tensor in rank order.
+        """Whole Hugging Face tensors, in the order of `hf`, from all shards of the Megatron tensor in rank order.
 
         May return views of the shards.
         """
-        import torch
-
         shard = self.rule.shard
         if shard is None:
             (weight,) = shards
             return self.rule.op.to_hf(weight)
         columns = zip(*(self.rule.op.to_hf(part) for part in shards), strict=True)
-        joined = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.dim) for parts in columns)
         return tuple(
-            whole.narrow(shard.dim, 0, tensor.shape[shard.dim]) for whole, tensor in zip(joined, self.hf, strict=True)
+            _joined(parts, shard).narrow(shard.dim, 0, tensor.shape[shard.dim])
+            for parts, tensor in zip(columns, self.hf, strict=True)
         )
 
-    def shard_shape(self, count: int) -> tuple[int, ...]:
-        """Shape of one of `count` equal shards of the Megatron tensor."""
-        import torch
 
-        def on_meta(_: str, slices: Slices) -> Tensor:
-            return torch.empty([part.stop - part.start for part in slices], device="meta")
+def _joined(parts: Sequence[Tensor], shard: Shard) -> Tensor:
+    """The whole tensor of equal parts, in rank order."""
+    import torch
 
-        return tuple(self.to_megatron(on_meta, 0, count).shape)
+    if len(parts) == 1:
+        return parts[0]
+    if shard.sections:
+        sizes = [size // len(parts) for size in shard.sections]
+        by_section = zip(*(part.split(sizes) for part in parts), strict=True)
+        parts = [piece for section in by_section for piece in section]
+    return torch.cat(list(parts), dim=shard.dim)
 
 
 class WeightMap:
@@ -164,10 +179,15 @@ class WeightMap:
 
     @cached_property
     def hf_tensors(self) -> dict[str, HfTensor]:
-        """Every Hugging Face tensor by name, in export order; without copies."""
+        """Every Hugging Face tensor by name, in export order, without copies."""
         tensors = {tensor.name: tensor for entry in self.entries for tensor in entry.hf}
         assert len(tensors) == sum(len(entry.rule.hf) for entry in self.entries), "a Hugging Face name twice"
         return tensors
+
+    @property
+    def originals(self) -> dict[str, str]:
+        """Name of a copy -> name of the tensor that it repeats."""
+        return {copy: tensor.name for tensor in self.hf_tensors.values() for copy in tensor.copies}
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -176,13 +196,13 @@ class WeightMap:
         return index
 
     def index_of(self, megatron_name: str) -> int | None:
-        """Position in `entries` of the tensor with this global Megatron name; None where no rule has it."""
+        """Index in `entries` of the tensor with this global Megatron name; None if no rule has it."""
         return self._index.get(megatron_name)
 
     def specs(self, dtype: str) -> list[TensorSpec]:
-        """What is exported, in order, copies behind their original; `dtype` for tensors that have none of their own."""
+        """What is exported, in order, copies after their original; `dtype` for tensors without one of their own."""
         return [
-            TensorSpec(name=name, shape=tensor.shape, dtype=tensor.dtype or dtype, atomic=entry.atomic)
+            TensorSpec(name=name, shape=tensor.shape, dtype=tensor.dtype or dtype, fused_group=entry.fused_group)
             for entry in self.entries
             for tensor in entry.rule.hf
             for name in (entry.named(tensor.name), *tensor.copies)
@@ -190,7 +210,7 @@ class WeightMap:
 
 
 def _expand(rules: Sequence[Rule]) -> Iterator[Entry]:
-    """Neighbouring rules of layers run layer by layer, neighbouring rules of experts expert by expert."""
+    """Neighbouring rules with {layer} expand layer by layer, neighbouring rules with {expert} expert by expert."""
     for in_layers, block in groupby(rules, lambda rule: rule.layers is not None):
         members = list(block)
         if not in_layers:

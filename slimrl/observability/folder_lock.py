@@ -1,8 +1,8 @@
-"""A lock on a folder that one process writes: held as long as its file is open, and given back by the kernel.
+"""A lock on a folder that one process writes: held while its file is open, and released by the kernel.
 
-flock(2) holds across the nodes of NFS and of Lustre mounted with `flock`. Child processes, which may outlive this one,
-do not keep the file: Python opens it close-on-exec, and a child that is a mere fork closes it. The file says who holds
-the lock, and stays when that has ended; only a lock counts.
+flock(2) works across nodes on NFS and on Lustre mounted with `flock`. Child processes, which may outlive this one, do
+not hold the lock: Python opens the file close-on-exec, and a forked child closes it. The file names the last holder and
+is never removed; its existence does not mean that the lock is held.
 """
 
 import errno
@@ -40,11 +40,11 @@ def folder_lock(folder: Path, *, wait_s: float = 0.0, say: Callable[[str], None]
     """Hold the lock of an existing folder; it may be renamed meanwhile.
 
     Args:
-        wait_s: how long another holder may take to end.
-        say: told who is waited for, and of a file system without locks, where nobody is kept out.
+        wait_s: how long to wait for another holder.
+        say: gets a message about the holder waited for, and one if the file system has no locks and keeps nobody out.
 
     Raises:
-        ValueError: another process holds it, which is named; or the folder cannot be written.
+        ValueError: another process, which the message names, holds it; or the folder cannot be written.
     """
     path, deadline = folder / LOCK_FILE, time.monotonic() + wait_s
     waits_for = ""
@@ -63,15 +63,18 @@ def folder_lock(folder: Path, *, wait_s: float = 0.0, say: Callable[[str], None]
                     _held.discard(descriptor)
                 return
         if time.monotonic() >= deadline:
-            raise ValueError(_refusal(path, holder))
+            raise ValueError(
+                f"{folder} is in use by {holder}. End that process first. If its node is gone for good and the lock "
+                f"is still held, remove {path}."
+            )
         if holder != waits_for:
             waits_for = holder
-            say(f"{folder} is in use by {holder}; waiting for its end")
+            say(f"{folder} is in use by {holder}; waiting for it to end")
         time.sleep(POLL_S)
 
 
 def _lock(descriptor: int, path: Path, say: Callable[[str], None]) -> str | None:
-    """None where the lock is held from now on, else who holds it."""
+    """Try to take the lock; returns the other holder, None on success."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -79,22 +82,11 @@ def _lock(descriptor: int, path: Path, say: Callable[[str], None]) -> str | None
     except OSError as error:
         if error.errno not in _CANNOT_LOCK:
             raise
-        say(f"{path.parent}: its file system has no locks ({error.strerror}). Start no second process there")
+        say(f"{path.parent}: its file system has no locks ({error.strerror}). Do not start a second process there")
         return None
     if not path.is_file() or not os.path.samestat(os.fstat(descriptor), path.stat()):
-        return "whoever has just replaced it"
-    _write_holder(descriptor)
-    return None
-
-
-def _write_holder(descriptor: int) -> None:
+        return "a process that has just replaced it"
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-
-
-def _refusal(path: Path, holder: str) -> str:
-    return (
-        f"{path.parent} is in use by {holder}. End that one first. "
-        f"Where its node is gone and its lock has stayed, remove {path}."
-    )
+    return None

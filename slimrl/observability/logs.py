@@ -1,4 +1,4 @@
-"""Logs: one file per process in `<run>/logs/`, Python's records and raw output alike."""
+"""Logs: one file per process in `<run>/logs/`, for Python's log records and raw output."""
 
 import faulthandler
 import logging
@@ -21,24 +21,24 @@ class _Hiding(logging.Formatter):
 
 
 def log_to_file(path: Path, level: int = logging.INFO, hide: Callable[[str], str] = lambda text: text) -> None:
-    """Send this process's log records to the file; whatever handlers the root logger had are replaced.
+    """Send this process's log records to the file, replacing the root logger's handlers.
 
     Args:
-        hide: takes out of a record, traceback included, what is not to be written down.
+        hide: removes secrets from a record, traceback included.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(_Hiding(hide))
     logging.basicConfig(handlers=[handler], level=level, force=True)
     logging.captureWarnings(True)
-    # One line per HTTP request, dozens a second while something starts.
+    # httpx logs each request: dozens a second while servers start.
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def capture_output(path: Path, level: int = logging.INFO) -> None:
-    """Send everything that this process writes, C++ and crashes included, to the file; for worker processes.
+    """Send all output of this worker process to the file, that of C++ and of crashes included.
 
-    Descriptors 1 and 2 are replaced, so the output of its later children goes there too.
+    It replaces descriptors 1 and 2, so the output of later child processes goes there too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -52,5 +52,5 @@ def capture_output(path: Path, level: int = logging.INFO) -> None:
 
 
 def quiet_megatron() -> None:
-    """megatron-core's import warns of libraries that only training on GPUs needs; for commands that do not train."""
+    """Hide megatron-core's import warnings about libraries for training on GPUs, in commands that do not train."""
     warnings.filterwarnings("ignore", module=r"megatron\.")

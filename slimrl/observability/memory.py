@@ -1,8 +1,9 @@
-"""How much memory processes take beyond what they had, shared memory counted once."""
+"""Growth of the memory of processes, with shared memory counted once."""
 
 import os
 import threading
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -13,10 +14,10 @@ INTERVAL_S = 0.01
 
 
 class MemoryWatch:
-    """Samples, in a thread, the anonymous memory of processes and the files of theirs in /dev/shm.
+    """Samples the anonymous memory of processes and their files in /dev/shm, in a thread.
 
-    Files are those named `slimrl-<anything>-<pid>-<number>`: what a process shares is counted for the one that made it,
-    and once, whoever maps it. A context manager; what was there before the block is the baseline.
+    The files are `slimrl-<anything>-<pid>-<number>`, counted once, for the process that created them.
+    A context manager; the baseline is the memory when the block begins.
     """
 
     def __init__(self, pids: Collection[int]) -> None:
@@ -27,7 +28,7 @@ class MemoryWatch:
 
     @property
     def extra_bytes(self) -> int:
-        """The peak above the baseline so far, of all the processes together."""
+        """The peak above the baseline so far, all processes together."""
         return self._peak - self._baseline
 
     def __enter__(self) -> "MemoryWatch":
@@ -47,36 +48,32 @@ class MemoryWatch:
             self._peak = max(self._peak, self._now())
 
     def _now(self) -> int:
-        return sum(anonymous_bytes(pid) + shared_bytes(pid) for pid in self._pids)
+        return sum(memory_bytes(pid, "RssAnon") + shared_bytes(pid) for pid in self._pids)
 
 
-def anonymous_bytes(pid: int) -> int:
-    """Resident memory of a process that no file backs; 0 where it has ended."""
+def memory_bytes(pid: int, field: str) -> int:
+    """A size field of /proc/<pid>/status (proc_pid_status(5)); 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def shared_bytes(pid: int) -> int:
-    """Memory behind the files that a process of slimrl has in /dev/shm."""
+    """Memory of the files that a process of slimrl has created in /dev/shm."""
     total = 0
     for path in SHARED_MEMORY_DIR.glob(f"slimrl-*-{pid}-*"):
-        try:
+        with suppress(FileNotFoundError):
             total += 512 * path.stat().st_blocks
-        except FileNotFoundError:
-            continue
     return total
 
 
 def session_members(leader: int) -> list[int]:
-    """Living processes of the session that a process leads: all of an engine's, for its server's main process."""
+    """Living processes of a session, such as all processes of an engine, by the pid of its leader."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            continue
     return found

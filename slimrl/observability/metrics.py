@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step, complete or absent; and the names that it may hold (docs/metrics.md)."""
+"""metrics.jsonl: one JSON object per step; and the names of all metrics (docs/metrics.md)."""
 
 import json
 import math
@@ -6,15 +6,17 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from slimrl.data.atomic import write_whole
 
 METRIC_NAMES = (
     "step",
+    "data/left_out_prompts",
     "reward/mean",
     "reward/parts/<part>",
     "reward/timeouts",
-    "eval/<set>/accuracy",
+    "eval/<set>/reward_mean",
     "policy/loss",
     "policy/clip_fraction",
     "policy/entropy",
@@ -34,6 +36,7 @@ METRIC_NAMES = (
     "rollout/aborted_fraction",
     "rollout/failed_fraction",
     "rollout/tool_error_fraction",
+    "rollout/malformed_call_fraction",
     "rollout/retries",
     "rollout/zero_variance_fraction",
     "moe/expert_load_max_over_mean",
@@ -57,30 +60,25 @@ METRIC_NAMES = (
     "time/eval_s",
     "time/step_s",
 )
-"""Every metric; `<set>` and `<part>` stand for names that the recipe or the reward function gives.
-
-A part may have any name, such as `format/think`.
-"""
+"""Every metric. The recipe names a `<set>`, the reward function a `<part>`, which may hold slashes: `format/think`."""
 _PATTERNS = [
     re.compile(re.escape(name).replace("<set>", "[^/]+").replace("<part>", ".+"), re.DOTALL) for name in METRIC_NAMES
 ]
 
 
 def is_metric(name: str) -> bool:
-    """Whether METRIC_NAMES holds the name or a pattern of it."""
     return any(pattern.fullmatch(name) for pattern in _PATTERNS)
 
 
 class MetricsWriter:
-    """Appends steps to a metrics file; a process that is killed leaves whole lines behind, and at most one broken."""
+    """Appends steps to a metrics file; a killed process leaves at most one broken line, the last."""
 
     def __init__(self, path: Path, *, keep_through_step: int | None = None) -> None:
-        """Open the file for appending.
+        """Open the file for appending; it is created if absent.
 
         Args:
-            path: of the file, made if absent.
-            keep_through_step: step of the checkpoint that the run continues from; later lines, and a broken
-                last one, are cut off. None for a new run.
+            keep_through_step: step of the checkpoint at which the run continues; later lines and a broken last line are
+                removed. None for a new run.
 
         Raises:
             ValueError: a new run's file exists already.
@@ -89,13 +87,11 @@ class MetricsWriter:
             raise ValueError(f"{path} exists.")
         if keep_through_step is not None and path.exists():
             kept = [line for line in read_metrics(path) if line["step"] <= keep_through_step]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            temporary.replace(path)
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step and push it to the disk; a value that is not finite is written as null."""
+        """Append one step and sync the file; a value that is not finite is written as null."""
         unknown = [name for name in metrics if not is_metric(name)]
         assert not unknown, f"metrics without documentation: {unknown}"
         line = {"step": step, **{name: plain_number(value) for name, value in metrics.items()}}
@@ -105,26 +101,18 @@ class MetricsWriter:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def plain_number(value: Any) -> int | float | None:
-    """A Python number of an int, float, or zero-dimensional array; None where it is NaN or infinite."""
+    """An int, float or zero-dimensional array as a Python number; None if it is NaN or infinite."""
     number = value if isinstance(value, int | float) else value.item()
     return number if math.isfinite(number) else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics file in order; a broken last line, which a killed process leaves, is left out.
+    """The steps of a metrics file in order, without the broken last line that a killed process may leave.
 
     Raises:
-        ValueError: another line is no JSON object with a `step`; names file and line.
+        ValueError: another line is not a JSON object with a `step`; names file and line.
         OSError: the file cannot be read.
     """
     lines = path.read_text().split("\n")

@@ -1,6 +1,6 @@
-"""Progress on the terminal: a live line per phase, one summary row per step, plain lines where there is no terminal.
+"""Progress output: a live line per phase and a summary row per step; plain lines without a terminal.
 
-On a terminal a second live line counts the steps of the run and estimates the time that is left.
+On a terminal a second live line counts the steps of the run and estimates the remaining time.
 """
 
 import threading
@@ -19,10 +19,10 @@ from rich.text import Text
 from slimrl.observability.terminal import plain_console
 
 PLAIN_INTERVAL_S = 10.0
-"""Without a terminal, a phase says how far it is this often."""
+"""Without a terminal, a phase prints its progress this often."""
 
 ESTIMATE_PERIOD_S = 3600.0
-"""The time that is left is estimated from the steps of this last while."""
+"""The remaining time is estimated from the steps of this period."""
 
 HEADER_EVERY_ROWS = 20
 
@@ -38,13 +38,13 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("resync", "time/resync_s", "{:.1f}s"),
     ("total", "time/step_s", "{:.1f}s"),
 )
-"""Title, metric and format of the columns of a summary row, after the step's number; those without a value drop out."""
+"""Title, metric and format of the columns of a summary row after the step's number; one without a value is left out."""
 
 
 class Phase:
-    """One phase under way; `advance` and `update` may be called from any thread."""
+    """A running phase; `advance` and `update` may be called from any thread."""
 
-    def __init__(self, progress: "Progress", name: str, total: int, unit: str) -> None:
+    def __init__(self, progress: "Progress", name: str, total: int | None, unit: str) -> None:
         self._progress, self._name, self._total, self._unit = progress, name, total, unit
         self._done = 0
         self._lock = threading.Lock()
@@ -52,13 +52,12 @@ class Phase:
         self._task = None if progress.live is None else progress.live.add_task(name, total=total, count=self._count())
 
     def advance(self, count: int = 1) -> None:
-        """Count some more as done."""
         with self._lock:
             self._done += count
             self._show()
 
     def update(self, done: int, total: int | None = None) -> None:
-        """Set what is done, and the total where it has become known only now."""
+        """Set the count, and the total once it is known."""
         with self._lock:
             self._done = done
             self._total = self._total if total is None else total
@@ -73,17 +72,16 @@ class Phase:
             self._progress.say(f"{self._name} {self._count()}".strip())
 
     def _count(self) -> str:
-        """`12/256 trajectories`; nothing while the total is unknown."""
         return f"{self._done}/{self._total} {self._unit}" if self._total else ""
 
     def end(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._progress.live is not None and self._task is not None:
             self._progress.live.remove_task(self._task)
 
 
 class _TimeLeft(ProgressColumn):
-    """`0:04:10 left`, once it can be told."""
+    """`0:04:10 left`, once it can be estimated."""
 
     max_refresh = 0.5
 
@@ -96,7 +94,6 @@ class Progress:
     """What `slimrl` prints while it runs; used as a context manager."""
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
-        """Args: the number of steps that rows count up to; where to print, standard output by default."""
         self.total_steps = total_steps
         self._console = console or plain_console()
         self._rows = 0
@@ -128,8 +125,8 @@ class Progress:
             self.live.stop()
 
     @contextmanager
-    def phase(self, name: str, total: int, unit: str) -> Iterator[Phase]:
-        """Show a phase, such as `rollout 12/256 trajectories`, while the block runs."""
+    def phase(self, name: str, total: int | None, unit: str) -> Iterator[Phase]:
+        """Show a phase, such as `rollout 12/256 trajectories`, while the block runs; no `total`: nothing is counted."""
         phase = Phase(self, name, total, unit)
         try:
             yield phase
@@ -138,23 +135,18 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show what is being done while the block runs and nothing can be counted; one line without a terminal."""
+        """Show a phase in which nothing can be counted; one line without a terminal."""
         if self.live is None:
             self.say(name)
+        with self.phase(name, None, ""):
             yield
-            return
-        task = self.live.add_task(name, total=None, count="")
-        try:
-            yield
-        finally:
-            self.live.remove_task(task)
 
     def say(self, text: str) -> None:
-        """Print a line above the live ones, as it is."""
+        """Print a line of literal text above the live ones."""
         self._console.print(text, markup=False, highlight=False, emoji=False)
 
     def summary(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the row of a step; evaluations stand at its end. A header comes first and every 20 rows."""
+        """Print the row of a step, evaluations last, under a header that is repeated every 20 rows."""
         cells = [("step", f"{step}/{self.total_steps}", 9)]
         cells += [
             (title, form.format(metrics[name]), max(8, len(title))) for title, name, form in COLUMNS if name in metrics
@@ -162,7 +154,7 @@ class Progress:
         evals = [
             f"{name.split('/')[1]} {value:.3f}"
             for name, value in metrics.items()
-            if name.startswith("eval/") and name.endswith("/accuracy")
+            if name.startswith("eval/") and name.endswith("/reward_mean")
         ]
         titles = [title for title, _, _ in cells]
         if self._rows % HEADER_EVERY_ROWS == 0 or titles != self._titles:
@@ -173,7 +165,7 @@ class Progress:
         self._count_step(step)
 
     def _count_step(self, step: int) -> None:
-        """Move the live line of the whole run, which is there from the first row to the last step's."""
+        """Update the live line of the run, which exists from the first row to that of the last step."""
         if self.live is None:
             return
         if self._steps is None:

@@ -1,4 +1,4 @@
-"""provenance.json: what a run was made of, enough to make it again."""
+"""provenance.json: what is needed to reproduce a run."""
 
 import json
 import os
@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from slimrl.data.atomic import write_whole
 
 PACKAGES = (
     "slimrl",
@@ -26,13 +28,13 @@ PACKAGES = (
     "omegaconf",
     "wandb",
 )
-"""Packages that a result may depend on; those absent are recorded as null."""
+"""Packages that a result may depend on; a missing one is recorded as null."""
 
 GIT_TIMEOUT_S = 20.0
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of a git command about slimrl's own source; None where no git or no checkout answers."""
+    """Output of a git command in slimrl's source folder; None without git or a checkout."""
     folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(
@@ -56,9 +58,8 @@ def collect_provenance(
     """Versions, commit, command line, host and the resolved recipe.
 
     Args:
-        config: the resolved recipe as nested plain Python.
-        origins: dotted key -> where its value came from.
-        argv: the command line; this process's own by default.
+        origins: dotted key -> where its value was set.
+        argv: the command line; by default that of this process.
     """
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
@@ -75,8 +76,6 @@ def collect_provenance(
 
 
 def append_provenance(path: Path, provenance: dict[str, Any]) -> None:
-    """Add one start of a run to provenance.json, a list with one entry for each start or resumption."""
+    """Add an entry to provenance.json, a list with one entry per start of the run."""
     starts = json.loads(path.read_text()) if path.exists() else []
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps([*starts, provenance], indent=2) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps([*starts, provenance], indent=2) + "\n")

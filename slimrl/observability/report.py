@@ -1,6 +1,6 @@
-"""curve.png: reward and held-out accuracy over the steps of one run or of several seeds, from metrics.jsonl.
+"""curve.png: training and evaluation reward over the steps of one run or of several seeds, from metrics.jsonl.
 
-A run without either, such as supervised training or training on a trajectory file, is drawn with its loss.
+A run without rewards, such as supervised training or training on a trajectory file, is drawn with its loss.
 """
 
 import math
@@ -20,9 +20,9 @@ PANELS = (
     ("policy/clip_fraction", "clip fraction", "linear"),
     ("mismatch/logprob_abs_mean", "|log p trainer - log p engine|, mean", "log"),
 )
-"""Metric, title and scale of the small panels; those without a value drop out."""
+"""Metric, title and scale of the small panels; a panel without values is left out."""
 LOSSES = ("sft/loss", "policy/loss")
-"""What is drawn where there is neither reward nor accuracy: the first that there is."""
+"""Without rewards, the first of these that was recorded is drawn."""
 
 Series = tuple[list[int], list[float]]
 
@@ -41,7 +41,7 @@ def mean_series(runs: Sequence[Series]) -> Series:
 
 
 def _curves(runs: Sequence[list[dict[str, Any]]]) -> list[str]:
-    """Metrics of the large panel: reward and accuracies, or else a loss."""
+    """Metrics of the large panel: rewards, or else a loss."""
     recorded = {name for steps in runs for line in steps for name, value in line.items() if value is not None}
     names = [name for name in ("reward/mean",) if name in recorded]
     names += sorted(name for name in recorded if name.startswith("eval/"))
@@ -49,7 +49,7 @@ def _curves(runs: Sequence[list[dict[str, Any]]]) -> list[str]:
 
 
 def _draw(axes: "Axes", runs: Sequence[Series], colour: str, label: str, marker: str | None) -> None:
-    """The runs thinly, their mean boldly with its label; one run is its own mean."""
+    """Draw the runs with thin lines and their mean with a bold one."""
     runs = [run for run in runs if run[0]]
     if not runs:
         return
@@ -67,7 +67,7 @@ def _draw_main(axes: "Axes", runs: Sequence[list[dict[str, Any]]], names: Sequen
         colour, marker = (next(colours), "o") if is_eval else (REWARD_COLOUR, None)
         _draw(axes, [series(steps, name) for steps in runs], colour, label, marker)
     is_loss = names[0] in LOSSES
-    axes.set(xlabel="step", ylabel="loss" if is_loss else "reward, accuracy", title=title)
+    axes.set(xlabel="step", ylabel="loss" if is_loss else "reward", title=title)
     low, high = axes.get_ylim()
     if not is_loss and low >= -0.1 and high <= 1.1:
         axes.set_ylim(-0.02, 1.02)
@@ -92,10 +92,9 @@ def write_curve(metrics_files: Sequence[Path], out: Path, title: str = "") -> No
     Args:
         metrics_files: metrics.jsonl of one run, or of several that differ in their seed.
         out: the PNG file to write.
-        title: above the drawing.
 
     Raises:
-        ValueError: a file has broken lines or no steps, or no file has a reward, an accuracy or a loss.
+        ValueError: a file has broken lines or no steps, or no file has a reward or a loss.
     """
     import matplotlib as mpl
 
@@ -109,7 +108,7 @@ def write_curve(metrics_files: Sequence[Path], out: Path, title: str = "") -> No
             raise ValueError(f"{path} holds no steps.")
     curves = _curves(runs)
     if not curves:
-        raise ValueError(f"{', '.join(map(str, metrics_files))}: no reward, accuracy or loss to draw.")
+        raise ValueError(f"{', '.join(map(str, metrics_files))}: no reward or loss to draw.")
     panels = [panel for panel in PANELS if any(series(steps, panel[0])[0] for steps in runs)]
     figure, axes = plt.subplot_mosaic(
         [["main", name] for name, *_ in panels] or [["main"]],

@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, and that an existing one is never overwritten by accident."""
+"""The folder of a run: its files, and how it is created without overwriting another run."""
 
 import errno
 import re
@@ -9,67 +9,52 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TypedDict
 
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
 
 
-@dataclass(frozen=True)
+class Opening(TypedDict):
+    """What a command is told about an earlier run of the same name."""
+
+    resume: bool | None
+    """Continue it; None to do so if it has a checkpoint, and else to move it away"""
+    overwrite: bool
+    job: str | None
+    """Id of the queued job of which this is an attempt. A run that an earlier attempt of the job opened is treated as
+    with `resume=None`; `resume` and `overwrite` apply to other runs."""
+    checkpoint_log: Path | None
+    """See `RunFolder`"""
+
+
+@dataclass
 class RunFolder:
     """Paths inside `runs/<name>/`."""
 
     path: Path
     checkpoint_log: Path | None = None
-    """A file outside of it for whoever waits for checkpoints; see `note_checkpoint`."""
+    """A file outside the folder for whoever waits for checkpoints; see `note_checkpoint`."""
 
-    @property
-    def config(self) -> Path:
+    def __post_init__(self) -> None:
+        self.config = self.path / "config.yaml"
         """The resolved recipe; its presence marks a folder as a run folder."""
-        return self.path / "config.yaml"
-
-    @property
-    def provenance(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def curve(self) -> Path:
-        return self.path / "curve.png"
-
-    @property
-    def logs(self) -> Path:
+        self.provenance = self.path / "provenance.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.curve = self.path / "curve.png"
+        self.logs = self.path / "logs"
         """One file per process."""
-        return self.path / "logs"
-
-    @property
-    def trajectories(self) -> Path:
+        self.trajectories = self.path / "trajectories"
         """Readable samples, one file per step."""
-        return self.path / "trajectories"
-
-    @property
-    def wandb(self) -> Path:
-        return self.path / "wandb"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
+        self.wandb = self.path / "wandb"
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export" / "hf"
         """The trained model as a Hugging Face checkpoint."""
-        return self.path / "export" / "hf"
-
-    @property
-    def requeue(self) -> Path:
-        """Present while a run that was preempted waits to be continued; holds the number of its last step."""
-        return self.path / "requeue"
-
-    @property
-    def jobs(self) -> Path:
-        """Ids of the queued jobs whose attempts have opened this run, one a line."""
-        return self.path / "jobs"
+        self.requeue = self.path / "requeue"
+        """Exists while a preempted run waits to be continued; holds the number of its last step."""
+        self.jobs = self.path / "jobs"
+        """Ids of the queued jobs whose attempts have opened this run, one per line."""
+        self.ended_early = self.path / "ended_early"
+        """Exists if the run ended without metrics or a checkpoint; another run may take its place."""
 
     def is_of_job(self, job: str) -> bool:
         return self.jobs.is_file() and job in self.jobs.read_text().split()
@@ -80,29 +65,24 @@ class RunFolder:
                 file.write(f"{job}\n")
 
     @property
-    def ended_early(self) -> Path:
-        """Present where a run ended before anything came of it; another one may take its place."""
-        return self.path / "ended_early"
-
-    @property
     def has_checkpoint(self) -> bool:
-        """Whether a resumed run would continue from somewhere; a folder of that name is complete."""
+        """Whether there is a checkpoint to resume from; a folder of that name is complete."""
         return any(CHECKPOINT_NAME.fullmatch(path.name) for path in self.checkpoints.glob("*"))
 
     def note_checkpoint(self, step: int | None) -> None:
-        """Add a line to `checkpoint_log`: the step that a run goes on from, None for a new one; then each one saved."""
+        """Add a line to `checkpoint_log`: the step at which the run continues (None if new), then each one saved."""
         if self.checkpoint_log is not None:
             with self.checkpoint_log.open("a") as file:
                 file.write(f"{'none' if step is None else step}\n")
 
     def note_early_end(self) -> None:
-        """Mark a run that ends without metrics and without a checkpoint; other folders stay as they are."""
+        """Mark a run that ends without metrics and without a checkpoint."""
         begun = self.metrics.is_file() and self.metrics.stat().st_size > 0
         if self.config.is_file() and not begun and not self.has_checkpoint:
             self.ended_early.touch()
 
     def fresh_export(self) -> Path:
-        """`export` for writing: the one of an earlier end of the same run is removed."""
+        """`export` for writing: an earlier export of the run is removed."""
         if self.export.exists():
             shutil.rmtree(self.export)
         return self.export
@@ -115,13 +95,13 @@ class RunFolder:
 
 
 def set_aside(run: RunFolder) -> Path | None:
-    """Give an existing run's folder, with everything in it, the first free name `<name>.attempt_NNN` beside it.
+    """Rename an existing run's folder to the first free name `<name>.attempt_NNN`.
 
     Returns:
-        The new path; None where there was nothing.
+        The new path; None if there was no run.
 
     Raises:
-        ValueError: the folder is not a run's.
+        ValueError: it is not a run folder.
     """
     if not run.path.exists():
         return None
@@ -142,20 +122,18 @@ def open_run_folder(
     job: str | None = None,
     claim: Callable[[Path], object] = lambda path: None,
 ) -> RunFolder:
-    """Create `folder/name` with its subfolders and config.yaml, or take up the existing one.
+    """Create `folder/name` with its subfolders and config.yaml, or open the existing one.
 
-    A start that is killed in here leaves an earlier run whole, or a new one, or none, never a part of one: the new
-    folder appears under its name when it is complete, and the earlier one is removed last, under a hidden name.
+    A process killed in here leaves a whole run or none, never a part of one: the new folder gets its name when it is
+    complete, and the earlier one is removed last, under a hidden name.
 
     Args:
-        folder: where runs live; made if absent.
-        name: of the run.
-        config_yaml: the resolved recipe, written to config.yaml; a resumed run keeps the one it started with
-            and gets this one beside it as config.resumed.yaml.
-        resume: continue an existing run.
+        folder: parent of run folders; created if absent.
+        config_yaml: the resolved recipe, written to config.yaml; a resumed run keeps its config.yaml and gets this one
+            as config.resumed.yaml.
         overwrite: remove an existing run first, which may take minutes.
-        job: id of a queued job that opens it, see `RunFolder.jobs`.
-        claim: called with a new folder before it has its name, under which others can find it.
+        job: id of the queued job that opens it, see `RunFolder.jobs`.
+        claim: called with a new folder before it gets its final name, by which others can find it.
 
     Raises:
         ValueError: see `check_run_folder`.
@@ -174,17 +152,17 @@ def open_run_folder(
     if overwrite and run.path.exists():
         run.path.rename(_first_free(folder / f".{name}.replaced"))
     try:
-        # Takes the place of an empty folder, and of nothing else.
+        # Replaces an empty folder only.
         fresh.path.rename(run.path)
     except OSError as error:
         shutil.rmtree(fresh.path)
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        # Another start has made it since.
+        # Another process has created it meanwhile.
         raise ValueError(_refusal(run)) from error
     for replaced in folder.iterdir():
         if re.fullmatch(rf"\.{re.escape(name)}\.replaced_\d+", replaced.name):
-            # Another start may be removing it too, which then goes on.
+            # Another process may be removing it too.
             with suppress(FileNotFoundError):
                 shutil.rmtree(replaced)
     return run
@@ -198,17 +176,17 @@ def _fill(run: RunFolder, job: str | None) -> None:
 
 
 def _first_free(path: Path) -> Path:
-    """`path` with the first number behind its name that gives none that exists."""
+    """`<path>_NNN` with the first number that is not taken."""
     paths = (path.with_name(f"{path.name}_{number:03d}") for number in count())
     return next(path for path in paths if not path.exists())
 
 
 def check_run_folder(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
-    """Refuse what `open_run_folder` does; nothing is changed.
+    """Refuse what `open_run_folder` would refuse, without changing anything.
 
     Raises:
-        ValueError: the run exists and neither flag is given; `resume` and there is none; both flags; the folder exists
-            and is not a run's, or is to be removed and is a link.
+        ValueError: the run exists and neither flag is given; there is no run to resume; both flags are given; the
+            folder is not a run folder; or it is to be removed and is a link.
     """
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other.")
@@ -217,7 +195,7 @@ def check_run_folder(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
             raise ValueError(f"{run.path}: there is no run to resume. Start it without --resume.")
     elif overwrite:
         if run.path.is_symlink():
-            raise ValueError(f"{run.path} is a link, and --overwrite removes folders alone. Remove it yourself.")
+            raise ValueError(f"{run.path} is a link, and --overwrite only removes folders. Remove it yourself.")
         if run.path.exists() and any(run.path.iterdir()):
             _check_is_run(run)
     elif run.path.exists():
@@ -229,11 +207,11 @@ def _refusal(run: RunFolder) -> str:
     if run.has_checkpoint:
         return f"{run.path} exists. Use --resume to continue it, --overwrite to start anew, or another run.name."
     return (
-        f"{run.path} exists, without a checkpoint. Use --resume-or-start to put it aside and start anew, "
+        f"{run.path} exists, without a checkpoint. Use --resume-or-start to rename it and start anew, "
         "--overwrite to remove it, or another run.name."
     )
 
 
 def _check_is_run(run: RunFolder) -> None:
     if not run.config.is_file():
-        raise ValueError(f"{run.path} holds no config.yaml, so it is no run folder. Remove it yourself.")
+        raise ValueError(f"{run.path} holds no config.yaml, so it is not a run folder. Remove it yourself.")

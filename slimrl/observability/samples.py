@@ -1,4 +1,4 @@
-"""Trajectories for people: a few of each step, as conversations, without their token arrays."""
+"""Readable samples: a few trajectories of each step as conversations, without token arrays."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from slimrl.data.trajectory import Trajectory
 
 
 def readable(trajectory: Trajectory) -> dict[str, Any]:
-    """The conversation, the reward and the figures of a trajectory as plain JSON values."""
+    """Conversation, reward and counts of a trajectory as JSON values."""
     return {
         "group_id": trajectory.group_id,
         "trajectory_id": trajectory.trajectory_id,
@@ -25,7 +25,7 @@ def readable(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def write_samples(path: Path, trajectories: Iterable[Trajectory], limit: int) -> None:
-    """Write the first trajectory of each of the first `limit` groups, one JSON object a line; the folder too."""
+    """Write the first trajectory of each of the first `limit` groups, one JSON object per line; makes the folder."""
     chosen: dict[str, Trajectory] = {}
     for trajectory in trajectories:
         if len(chosen) < limit:

@@ -1,4 +1,4 @@
-"""The consoles that commands print to: text goes out as it is, square brackets and words between colons included."""
+"""Consoles for commands, which print text literally: square brackets are no markup, `:words:` no emoji."""
 
 from rich.console import Console
 
@@ -7,12 +7,9 @@ def plain_console(*, stderr: bool = False, soft_wrap: bool = True, piped_columns
     """A console for standard output or standard error.
 
     Args:
-        soft_wrap: leave long lines to the terminal.
-        piped_columns: width of what goes into a file or a pipe, where nothing is cut to the terminal's width.
+        piped_columns: width of output to a file or a pipe.
     """
-
-    def console(width: int | None) -> Console:
-        return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, width=width)
-
-    plain = console(None)
-    return plain if plain.is_terminal or piped_columns is None else console(piped_columns)
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+    if piped_columns is not None and not console.is_terminal:
+        console.width = piped_columns
+    return console

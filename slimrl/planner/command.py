@@ -1,12 +1,18 @@
-"""`slimrl plan`: a plan or suggestions, printed."""
+"""`slimrl plan`: prints a plan or suggestions."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from slimrl.config.load import intended_command
+from slimrl.models.offline_recipe import read_offline
 from slimrl.planner.hardware import Hardware
-from slimrl.planner.recipe import read
+from slimrl.planner.schedule import longest_tokens
+
+ABOUT_THE_CLUSTER = ("rollout.", "trainer.parallel.")
+"""Settings whose warnings a plan shows; files and packages that this machine lacks do not matter to it."""
 
 
 def run(
@@ -20,24 +26,24 @@ def run(
     top: int,
     to_json: bool,
 ) -> bool:
-    """Whether it fits; with suggestions, whether one of them does.
+    """Print it; returns whether the plan, or one of the suggestions, fits.
 
     Args:
-        suggestions_wanted: rank layouts, of `gpus` trainer ranks or of as many as the recipe has, instead of planning.
-        top: layouts to show.
+        suggestions_wanted: rank layouts of `gpus` trainer ranks, by default the recipe's number, instead of planning.
+        top: number of layouts to show.
 
     Raises:
-        ValueError: the recipe is refused, or its model is not known here.
+        ValueError: the recipe is refused, or its model is unknown.
     """
     if mean_tokens is not None and mean_tokens < 1:
         raise ValueError(f"--mean-tokens {mean_tokens}: must be at least 1")
     if gpus is not None and not suggestions_wanted:
-        raise ValueError("--gpus goes with --suggest.")
-    planned = read(path, overrides)
-    longest = planned.longest_tokens
+        raise ValueError("--gpus goes with --suggest. A plan is for the recipe's trainer.num_ranks.")
+    planned = read_offline(path, overrides, intended_command(path, overrides))
+    longest = longest_tokens(planned.recipe, sft=planned.sft)
     if mean_tokens is not None and mean_tokens > longest:
         raise ValueError(f"--mean-tokens {mean_tokens}: the recipe allows at most {longest:,}")
-    # What needs torch and Megatron comes after what is refused without them.
+    # These import torch and Megatron, which the checks above do not need.
     from slimrl.planner.plan import as_json, make_plan
     from slimrl.planner.suggest import suggest
     from slimrl.planner.tables import print_plan, print_suggestions
@@ -48,6 +54,9 @@ def run(
             print(json.dumps(as_json(plan), indent=2))
         else:
             print_plan(plan)
+        for note in planned.notes:
+            if note.key.startswith(ABOUT_THE_CLUSTER):
+                print(note, file=sys.stderr)
         return plan.layout.fits
     suggestions, tried, ranks = suggest(planned, hardware, gpus=gpus, count=top, mean_tokens=mean_tokens)
     fits = any(suggestion.plan.fits for suggestion in suggestions)

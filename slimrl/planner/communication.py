@@ -1,25 +1,25 @@
-"""Seconds that the ranks of an update spend sending to each other, were nothing of it hidden behind computation.
+"""Seconds of communication in an update, if nothing overlaps with computation.
 
-A ring over n ranks moves (n - 1) / n of a tensor through each of them. A group that fits into a node uses NVLink, a
-larger one the network. Ranks are numbered tensor, context, expert or data, pipeline, as megatron-core does.
+A ring over n ranks moves (n - 1) / n of a tensor through each of them. A group within a node uses NVLink, a larger one
+the network. Ranks are ordered as in megatron-core: tensor, context, expert or data, pipeline.
 
-1. Tensor parallelism: an all-gather and a reduce-scatter of the residual stream about attention, and about an MLP or
-   shared experts, forward and backward (arXiv:2205.05198, section 4.2.2); without sequence parallelism an all-reduce,
-   which is as much. Routed experts have none, for their tokens stay cut (megatron-core, moe/token_dispatcher.py).
-2. Context parallelism: keys and values pass round the ring forward, they and their gradients backward.
-3. Expert parallelism: tokens go to their experts and come back, forward and backward; with expert tensor parallelism
-   they are gathered and scattered besides.
+1. Tensor parallelism: an all-gather and a reduce-scatter of the residual stream around attention, and around an MLP or
+   shared experts, forward and backward (arXiv:2205.05198, section 4.2.2); without sequence parallelism an all-reduce of
+   the same volume. Routed experts need none, since their tokens stay sharded (megatron-core, moe/token_dispatcher.py).
+2. Context parallelism: keys and values go round the ring forward, and with their gradients backward.
+3. Expert parallelism: an all-to-all to the experts and one back, forward and backward; with expert tensor parallelism
+   also an all-gather and a reduce-scatter.
 4. Pipeline parallelism: the residual stream forward and its gradient backward, per chunk.
-5. Data parallelism: once an update, gradients are reduced and scattered, new weights gathered.
+5. Data parallelism: per update a reduce-scatter of gradients and an all-gather of new weights.
 
-With full recompute the forward pass of a stage sends once more. Log-probs are a forward pass alone.
+Full recompute adds a forward pass per stage. Log-probs are a forward pass only.
 """
 
 from dataclasses import dataclass, replace
 
-from slimrl.config.schema import Precision, TrainerConfig
+from slimrl.config.schema import TrainerConfig
 from slimrl.planner.hardware import GB, Hardware
-from slimrl.planner.model_state import gradient_bytes, shares
+from slimrl.planner.model_state import data_parallel_sizes, gradient_bytes
 from slimrl.planner.parameters import Stage
 from slimrl.planner.schedule import Batch
 from slimrl.planner.shape import Shape
@@ -27,7 +27,7 @@ from slimrl.planner.shape import Shape
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Seconds on the rank that sends most."""
+    """Seconds on the rank that sends the most."""
 
     tensor_s: float
     context_s: float
@@ -43,7 +43,7 @@ class Communication:
 def update_communication(
     shape: Shape, trainer: TrainerConfig, stages: list[Stage], layers: list[list[int]], batch: Batch, hardware: Hardware
 ) -> Communication:
-    """Of one update; of each kind the busiest stage."""
+    """Of one update; for each kind of parallelism on the busiest stage."""
     forwards = 2 if trainer.megatron.get("recompute_granularity") == "full" else 1
     passes = _passes(shape, trainer, layers, batch, hardware, forwards=forwards, backwards=1)
     return replace(passes, data_s=max(_data_seconds(stage, trainer, hardware) for stage in stages))
@@ -52,7 +52,7 @@ def update_communication(
 def logprob_communication(
     shape: Shape, trainer: TrainerConfig, layers: list[list[int]], batch: Batch, hardware: Hardware
 ) -> Communication:
-    """Of a pass without gradients over the tokens of one update."""
+    """Of a forward pass over the tokens of one update."""
     return _passes(shape, trainer, layers, batch, hardware, forwards=1, backwards=0)
 
 
@@ -66,25 +66,27 @@ def _passes(
     forwards: int,
     backwards: int,
 ) -> Communication:
-    """Of so many passes over all micro-batches of an update; between stages there is one forward pass at most."""
+    """Of these passes over all micro-batches of an update; a recomputed forward pass sends nothing between stages."""
     parallel, tokens = trainer.parallel, trainer.max_tokens_per_rank
-    width = 2 if trainer.precision is Precision.bf16 else 4
+    width = trainer.precision.element_bytes
     residual = tokens * shape.hidden * width
-    cut_residual = residual / (parallel.tensor if parallel.sequence else 1)
+    residual_shard = residual / (parallel.tensor if parallel.sequence else 1)
     most_layers = max(map(len, layers))
     most_sparse = max(sum(shape.sparse[layer] for layer in held) for held in layers)
-    most_gathered = max(sum(_gathered_blocks(shape, layer) for layer in held) for held in layers)
+    # Tensor-parallel blocks of a layer: attention, and an MLP or shared experts.
+    blocks = [2 if not sparse or shape.shared_columns else 1 for sparse in shape.sparse]
+    most_gathered = max(sum(blocks[layer] for layer in held) for held in layers)
     tensor = 2 * (forwards + backwards) * most_gathered * _ring(residual, parallel.tensor, parallel.tensor, hardware)
     keys = shape.kv_heads * (shape.query_columns + shape.value_columns) / parallel.tensor * tokens * width
     through = (parallel.context - 1) * keys
     context = (forwards + 2 * backwards) * most_layers * through / _rate(parallel.tensor * parallel.context, hardware)
-    routed = cut_residual * shape.topk * hardware.expert_load
+    routed = residual_shard * shape.topk * hardware.expert_load
     spread = parallel.expert * parallel.expert_tensor
     gathered = _ring(routed * parallel.expert_tensor, parallel.expert_tensor, parallel.expert_tensor, hardware)
     expert = 2 * (forwards + backwards) * most_sparse * (_ring(routed, parallel.expert, spread, hardware) + gathered)
     hops = (parallel.virtual_pipeline or 1) if parallel.pipeline > 1 else 0
-    # Neighbouring stages are on one node where all of them are.
-    pipeline = (1 + backwards) * hops * cut_residual / _rate(trainer.num_ranks, hardware)
+    # Neighbouring stages share a node only if all stages do.
+    pipeline = (1 + backwards) * hops * residual_shard / _rate(trainer.num_ranks, hardware)
     return Communication(
         tensor_s=tensor * batch.micro_batches,
         context_s=context * batch.micro_batches,
@@ -94,15 +96,10 @@ def _passes(
     )
 
 
-def _gathered_blocks(shape: Shape, layer: int) -> int:
-    """Of a layer, those that all tensor-parallel ranks compute together: attention, and an MLP or shared experts."""
-    return 2 if not shape.sparse[layer] or shape.shared_columns else 1
-
-
 def _data_seconds(stage: Stage, trainer: TrainerConfig, hardware: Hardware) -> float:
     parallel = trainer.parallel
-    dense_ranks, expert_ranks = shares(parallel, trainer.num_ranks)
-    element = gradient_bytes(trainer) + (2 if trainer.precision is Precision.bf16 else 4)
+    dense_ranks, expert_ranks = data_parallel_sizes(parallel, trainer.num_ranks)
+    element = gradient_bytes(trainer) + trainer.precision.element_bytes
     dense = sum(sum(chunk.dense) for chunk in stage) * element
     experts = sum(sum(chunk.experts) for chunk in stage) * element
     return _ring(dense, dense_ranks, parallel.tensor * dense_ranks, hardware) + _ring(
@@ -115,6 +112,6 @@ def _ring(nbytes: float, ranks: int, spread: int, hardware: Hardware) -> float:
 
 
 def _rate(spread: int, hardware: Hardware) -> float:
-    """Bytes a second of a group that reaches over so many neighbouring ranks."""
+    """Bytes per second of a group that spans `spread` consecutive ranks."""
     links = hardware.links
     return (links.nvlink_gb_per_s if spread <= hardware.gpus_per_node else links.network_gb_per_s) * GB

@@ -1,40 +1,43 @@
-"""What an engine holds on each of its GPUs: weights, and in the rest of what SGLang takes, keys and values of tokens.
+"""Memory of an engine on each of its GPUs: weights and KV cache.
 
-SGLang's `mem_fraction_static` is the share of a GPU's free memory that weights and the pool of keys and values take
-together; the rest is left to activations and CUDA graphs. Where the recipe does not set it, SGLang's own rule decides
-(sglang 0.5.23, srt/arg_groups/memory_hook.py), without its terms for multimodal models, speculative decoding,
-data-parallel attention, DeepEP and graph sizes of one's own.
+SGLang's `mem_fraction_static` is the fraction of a GPU's free memory for weights and KV cache together; the rest is for
+activations and CUDA graphs. If the recipe does not set it, SGLang's own rule applies (sglang 0.5.23,
+srt/arg_groups/memory_hook.py), here without its terms for multimodal models, speculative decoding, data-parallel
+attention, DeepEP and custom graph sizes.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slimrl.config.schema import Precision, Recipe
-from slimrl.data.protocols import TensorPart
+from slimrl.config.schema import Recipe
+from slimrl.data.weights import TensorPart
 from slimrl.planner.shape import Shape
 
 GIB = 1024**3
 MIB = 1024**2
 
 _PREFILL_TOKENS = ((35, 4096), (60, 4096), (160, 8192))
-"""(GPUs below so many GiB, tokens that SGLang prefills at a time); smaller ones 2048, larger ones 16384."""
+"""(GPU memory below so many GiB, SGLang's chunked prefill size); 2048 for smaller GPUs, 16384 for larger ones."""
 _SMALL_GIB = 20
+_STATES_OVER_KV = 0.9
+"""SGLang's default of `mamba_full_memory_ratio`: bytes for states of linear attention over bytes of the KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """Of one GPU of an engine, and of all engines where it says so."""
+    """Of one GPU of an engine, unless stated otherwise."""
 
     weights: int
     kv_cache: int
+    """States of linear attention included"""
     mem_fraction_static: float
     kv_bytes_per_token: int
     """On one GPU"""
     kv_tokens: int
     """Of one engine"""
     trajectories: int
-    """Of the longest length that the recipe allows, in all engines at once"""
+    """Of maximum length, in all engines at once"""
 
 
 def plan_engine(
@@ -48,21 +51,23 @@ def plan_engine(
 ) -> EnginePlan:
     """
     Args:
-        parts: all that a resync sends, as engines hold it.
-        replicated: names of what each rank holds whole.
-        reserve_bytes: of the GPU, not free when the engine starts.
+        parts: all tensors of a resync, in the engines' format.
+        replicated: names of tensors that each rank holds whole.
+        reserve_bytes: GPU memory that is not free when the engine starts.
     """
     rollout = recipe.rollout
     fraction = rollout.sglang.get("mem_fraction_static") or static_fraction(recipe, shape, gpu_bytes)
     weights = engine_weight_bytes(recipe, shape, parts, replicated)
     pool = max(0, round((gpu_bytes - reserve_bytes) * float(fraction)) - weights)
-    per_token = kv_bytes_per_token(shape, rollout.engine_tensor, _kv_width(recipe))
-    tokens = pool // per_token
+    ratio = float(rollout.sglang.get("mamba_full_memory_ratio") or _STATES_OVER_KV) if any(shape.linear) else 0.0
+    states = round(pool * ratio / (1 + ratio))
+    per_token = kv_bytes_per_token(shape, rollout.engine_tp, _kv_width(recipe))
+    tokens = (pool - states) // per_token
     limit = rollout.sglang.get("max_total_tokens")
     tokens = min(tokens, int(limit)) if limit else tokens
     return EnginePlan(
         weights=weights,
-        kv_cache=tokens * per_token,
+        kv_cache=tokens * per_token + states,
         mem_fraction_static=float(fraction),
         kv_bytes_per_token=per_token,
         kv_tokens=tokens,
@@ -71,21 +76,21 @@ def plan_engine(
 
 
 def kv_bytes_per_token(shape: Shape, ranks: int, element_bytes: float) -> int:
-    """On one rank, over all layers.
+    """On one rank, over all layers with keys and values.
 
-    Grouped-query attention keeps keys and values of a rank's heads, of which it has at least one (arXiv:2305.13245);
-    multi-latent attention keeps the latent and the rotated key, whole on every rank (arXiv:2405.04434, section 2.1).
+    Grouped-query attention keeps keys and values of a rank's heads, at least one (arXiv:2305.13245); multi-latent
+    attention keeps the latent and the rotated key, whole on every rank (arXiv:2405.04434, section 2.1).
     """
     if shape.kv_latent:
         columns = shape.kv_latent + shape.rotary_columns
     else:
         columns = max(1, shape.kv_heads // ranks) * (shape.query_columns + shape.value_columns)
-    return round(shape.layers * columns * element_bytes)
+    return round(shape.attention_layers * columns * element_bytes)
 
 
 def engine_weight_bytes(recipe: Recipe, shape: Shape, parts: Iterable[TensorPart], replicated: Collection[str]) -> int:
-    """Of one rank: its share of what is cut, copies of key-value heads included, and all of the rest."""
-    ranks = recipe.rollout.engine_tensor
+    """Of one rank: its shards, copies of key-value heads included, and the replicated tensors."""
+    ranks = recipe.rollout.engine_tp
     copies = 1 if shape.kv_latent else max(1, ranks // shape.kv_heads)
     total = 0.0
     for part in parts:
@@ -98,8 +103,8 @@ def engine_weight_bytes(recipe: Recipe, shape: Shape, parts: Iterable[TensorPart
 
 
 def static_fraction(recipe: Recipe, shape: Shape, gpu_bytes: int) -> float:
-    """What SGLang takes where `mem_fraction_static` is not set."""
-    sglang, ranks = recipe.rollout.sglang, recipe.rollout.engine_tensor
+    """SGLang's default of `mem_fraction_static`."""
+    sglang, ranks = recipe.rollout.sglang, recipe.rollout.engine_tp
     gib = gpu_bytes / GIB
     small = 2048 if gib < _SMALL_GIB else 16384
     default = next((tokens for below, tokens in _PREFILL_TOKENS if _SMALL_GIB <= gib < below), small)
@@ -111,8 +116,8 @@ def static_fraction(recipe: Recipe, shape: Shape, gpu_bytes: int) -> float:
 
 
 def _graph_mib(sglang: dict[str, Any], shape: Shape, gib: float, prefill: int, ranks: int) -> float:
-    """Reserved for CUDA graphs: 2 MiB a sequence of the largest batch for decoding; for prefilling 8 MiB a graph, or
-    1.5 GiB with latent attention."""
+    """Reserved for CUDA graphs: for decoding 2 MiB per sequence of the largest batch; for prefill 8 MiB per graph, or
+    1.5 GiB with multi-latent attention."""
     if sglang.get("disable_cuda_graph"):
         return 0.0
     few = ((20, 8), (35, 48), (60, 32), (160, 256))
@@ -127,7 +132,7 @@ def _graph_mib(sglang: dict[str, Any], shape: Shape, gib: float, prefill: int, r
 
 
 def _prefill_graphs(largest: int) -> int:
-    """How many there are: token counts of up to `largest`, in steps that grow."""
+    """Number of graphs: one per token count up to `largest`, in growing steps."""
     steps = ((4, 4, 32), (48, 16, 256), (288, 32, 512), (576, 64, 1024), (1280, 256, 4096), (4608, 512, largest))
     return sum(len(range(first, min(last, largest) + 1, step)) for first, step, last in steps)
 
@@ -135,5 +140,5 @@ def _prefill_graphs(largest: int) -> int:
 def _kv_width(recipe: Recipe) -> float:
     kind = str(recipe.rollout.sglang.get("kv_cache_dtype") or "auto")
     if kind == "auto":
-        return 2 if recipe.trainer.precision is Precision.bf16 else 4
+        return recipe.trainer.precision.element_bytes
     return 1 if kind.startswith("fp8") else 2

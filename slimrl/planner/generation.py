@@ -1,7 +1,7 @@
-"""Seconds that a rollout takes at least: decoding is reading, of weights and of the cache of keys and values.
+"""A lower bound on the seconds of a rollout, in which decoding is limited by memory bandwidth.
 
-A decoding step gives one token to each sequence that an engine runs. It reads the dense weights, the experts that at
-least one of the sequences is routed to, and the cache of all of them (arXiv:2211.05102, section 2.1).
+A decoding step adds one token to each running sequence of an engine. It reads the dense weights, the experts that at
+least one sequence is routed to, and the KV cache of all sequences (arXiv:2211.05102, section 2.1).
 """
 
 from slimrl.config.schema import Recipe
@@ -21,16 +21,16 @@ def rollout_at_least_s(
     flops: float,
     length: int,
 ) -> float:
-    """The engines' peak over all operations, or the memory's speed over all that decoding reads, whichever is longer.
+    """The longer of all operations at the engines' peak and all reads of decoding at the memory bandwidth.
 
-    Engines have full batches until they are done. Of a trajectory at most `max_turns * max_new_tokens` are sampled.
+    Assumes full batches to the end. A trajectory has at most `max_turns * max_new_tokens` sampled tokens.
 
     Args:
         flops: of all tokens of the rollout.
         length: mean tokens of a trajectory.
     """
     rollout = recipe.rollout
-    gpus = rollout.num_engines * rollout.engine_tensor
+    gpus = rollout.num_engines * rollout.engine_tp
     sampled = min(length, rollout.max_turns * rollout.sampling.max_new_tokens)
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.num_engines
     at_once = running_sequences(recipe, engine, length)
@@ -40,7 +40,7 @@ def rollout_at_least_s(
 
 
 def running_sequences(recipe: Recipe, engine: EnginePlan, length: int) -> float:
-    """Of one engine at a time: as many as there are, as may run, and as the cache holds."""
+    """Sequences that an engine runs at a time, limited by max_concurrency_per_engine and the KV cache."""
     rollout = recipe.rollout
     each = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.num_engines
     return max(1.0, min(each, rollout.max_concurrency_per_engine, engine.kv_tokens / length))
@@ -49,15 +49,15 @@ def running_sequences(recipe: Recipe, engine: EnginePlan, length: int) -> float:
 def decoding_step_bytes(
     shape: Shape, parameters: ModelParameters, engine: EnginePlan, *, sequences: float, context: float
 ) -> float:
-    """Read on one GPU.
+    """Bytes that a decoding step reads on one GPU.
 
     Args:
-        context: mean tokens of a sequence whose keys and values are read.
+        context: mean tokens of a sequence in the KV cache.
     """
     experts = 0.0
     if shape.experts > shape.topk:
-        # A token leaves out all experts but topk, and with them that many parameters.
-        left_out = (parameters.total - parameters.active) / (shape.experts - shape.topk)
-        experts = left_out * shape.experts / parameters.total
+        # The inactive parameters are those of all experts but topk.
+        per_expert = (parameters.total - parameters.active) / (shape.experts - shape.topk)
+        experts = per_expert * shape.experts / parameters.total
     touched = 1 - (1 - shape.topk / shape.experts) ** sequences if shape.experts else 0.0
     return engine.weights * (1 - experts + experts * touched) + sequences * context * engine.kv_bytes_per_token

@@ -1,9 +1,9 @@
-"""A layout of the trainer judged: memory of every stage, time of a step, and whether it fits."""
+"""Memory of every pipeline stage and time of a step for one layout of the trainer, and whether it fits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slimrl.config.rollout_rules import ONE_NODE_ENGINES
+from slimrl.config.rollout_rules import LARGER_ENGINES
 from slimrl.config.schema import Recipe, RolloutConfig
 from slimrl.planner.communication import Communication, logprob_communication, update_communication
 from slimrl.planner.engine import GIB, EnginePlan
@@ -25,19 +25,19 @@ class LayoutPlan:
     memory: list[StageMemory]
     """By pipeline stage"""
     engine_gpu: int | None
-    """Bytes on a GPU that an engine has to itself"""
+    """Bytes on an engine's own GPU; None if engines share the trainer's"""
     batch: Batch
     work: Work
     communication: Communication
     """Of one update"""
     logprobs: Communication | None
-    """Of the log-probs of as many tokens; None with `slimrl sft`, which needs none"""
+    """Of a log-prob pass over the tokens of one update; None with `slimrl sft`"""
     host_update_s: float
-    """Of one update, with an optimizer on the host; else 0"""
+    """Of one update with an optimizer on the host; else 0"""
     updates: int
-    """Of one step"""
+    """Per step"""
     problems: list[str]
-    """Why it does not fit; empty where it does"""
+    """Why it does not fit"""
 
     @property
     def fits(self) -> bool:
@@ -45,27 +45,27 @@ class LayoutPlan:
 
     @property
     def worst(self) -> int:
-        """The stage that needs most."""
+        """The stage with the highest memory peak."""
         return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
 
     @property
     def most_bytes(self) -> int:
-        """On any GPU"""
+        """Peak of any GPU."""
         return max(self.memory[self.worst].total, self.engine_gpu or 0)
 
     @property
     def communication_s(self) -> float:
-        """Of all updates and log-probs of a step"""
+        """Of all updates and log-probs of a step."""
         return self.updates * (self.communication.total_s + (self.logprobs.total_s if self.logprobs else 0.0))
 
     @property
     def training_s(self) -> float:
-        """Log-probs and updates of a step, with all communication beside the computation."""
+        """Log-probs and updates of a step, with no communication overlapped."""
         return self.work.training_s + self.work.logprob_s + self.communication_s + self.updates * self.host_update_s
 
     @property
     def step_s(self) -> float:
-        """Training and the shortest rollout that can be; without the resync."""
+        """Training and the shortest possible rollout, without the resync."""
         return self.training_s + self.work.rollout_at_least_s
 
 
@@ -82,28 +82,20 @@ def plan_layout(
     """
     Args:
         stages: parameters of a rank of each pipeline stage.
-        mean_tokens: length of a trajectory or conversation; None for the longest that the recipe allows.
+        mean_tokens: as for update_batch.
     """
     batch = update_batch(recipe, sft=sft, mean_tokens=mean_tokens)
     memory = [
         stage_memory(facts, recipe, stage, layers[index], index, batch, hardware) for index, stage in enumerate(stages)
     ]
     engine_gpu = engine_gpu_bytes(facts, recipe, hardware)
-    work = step_work(
-        recipe,
-        facts.shape,
-        facts.parameters,
-        batch,
-        hardware,
-        engine=facts.engine,
-    )
     return LayoutPlan(
         recipe=recipe,
         stages=stages,
         layers=layers,
         memory=memory,
         batch=batch,
-        work=work,
+        work=step_work(recipe, facts.shape, facts.parameters, batch, hardware, engine=facts.engine),
         communication=update_communication(facts.shape, recipe.trainer, stages, layers, batch, hardware),
         logprobs=None if sft else logprob_communication(facts.shape, recipe.trainer, layers, batch, hardware),
         host_update_s=max(host_update_s(stage, recipe.trainer, hardware) for stage in stages),
@@ -119,7 +111,7 @@ def _problems(
     limit = round(hardware.gpu_memory_gib * GIB)
     held = {f"{phase}, stage {i}": n for i, stage in enumerate(memory) for phase, n in stage.phases.items()}
     if engine_gpu is not None:
-        held["a GPU of an engine"] = engine_gpu
+        held["an engine's GPU"] = engine_gpu
     problems = [
         f"{name}: {nbytes / GIB:.1f} GiB of {hardware.gpu_memory_gib:g}"
         for name, nbytes in held.items()
@@ -127,22 +119,23 @@ def _problems(
     ]
     host = host_bytes_per_node(recipe, memory, hardware)
     if host > hardware.host_memory_gib * GIB:
-        problems.append(f"the host of a node: {host / GIB:,.0f} GiB of {hardware.host_memory_gib:,g}")
+        problems.append(f"host memory of a node: {host / GIB:,.0f} GiB of {hardware.host_memory_gib:,g}")
     return problems if facts.engine is None else [*problems, *engine_problems(facts.engine, recipe.rollout, hardware)]
 
 
 def engine_problems(engine: EnginePlan, rollout: RolloutConfig, hardware: Hardware) -> Iterator[str]:
-    """What keeps engines from starting, or from generating the longest trajectory."""
+    """Reasons why engines cannot start, or cannot generate the longest trajectory."""
     if engine.trajectories == 0:
-        # A larger engine is no way out where it fills a node already.
-        larger = rollout.engine_tensor < hardware.gpus_per_node
+        # An engine that fills its nodes cannot grow there.
+        larger = rollout.engine_tp < rollout.engine_nodes * hardware.gpus_per_node
         yield (
             f"engines: {engine.kv_tokens:,} tokens of KV cache hold no trajectory of "
-            f"{rollout.max_trajectory_tokens:,}; raise {'rollout.engine_tensor or ' if larger else ''}"
-            f"rollout.sglang.mem_fraction_static{'' if larger else f'. {ONE_NODE_ENGINES}'}"
+            f"{rollout.max_trajectory_tokens:,}; raise {'rollout.engine_tp or ' if larger else ''}"
+            f"rollout.sglang.mem_fraction_static{'' if larger else f'. {LARGER_ENGINES}'}"
         )
-    if rollout.engine_tensor > hardware.gpus_per_node:
+    if rollout.engine_tp > rollout.engine_nodes * hardware.gpus_per_node:
+        where = "one node, which has" if rollout.engine_nodes == 1 else f"{rollout.engine_nodes} nodes, which each have"
         yield (
-            f"rollout.engine_tensor: {rollout.engine_tensor} GPUs, but an engine runs on one node, which has "
-            f"{hardware.gpus_per_node}. {ONE_NODE_ENGINES}"
+            f"rollout.engine_tp: {rollout.engine_tp} GPUs, but an engine runs on {where} {hardware.gpus_per_node}. "
+            f"{LARGER_ENGINES}"
         )

@@ -1,13 +1,12 @@
-"""Bytes on a GPU of each pipeline stage, by part and by what is done at the time.
+"""Bytes on a GPU of each pipeline stage, by part and by phase of a step.
 
-Who holds memory when is what the run does (slimrl/runtime/hand_over.py): with `rollout.colocated` trainer and engines
-give theirs away in turns. Otherwise each keeps everything, on GPUs of its own, or with `ipc` on the same ones.
+With `rollout.colocated` trainer and engines release memory to each other (slimrl/runtime/cluster/memory_phases.py).
+Otherwise each keeps everything, on GPUs of its own, or with `ipc` on the same ones.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slimrl.config.devices import shares_devices
 from slimrl.config.schema import Recipe
 from slimrl.planner.activations import logits_bytes, stage_activations
 from slimrl.planner.engine import GIB
@@ -17,16 +16,21 @@ from slimrl.planner.model_state import state_bytes
 from slimrl.planner.parameters import Stage
 from slimrl.planner.schedule import Batch
 
-TRAINER_BUILT = ("weights", "gradients", "optimizer", "reserve")
-ENGINES_STARTED = ("engine_weights", "kv_cache", "reserve")
+Phases = dict[str, tuple[tuple[str, ...], ...]]
+"""Phase -> the parts that a GPU holds at a time; several where it holds one set of them after the other."""
+
 TRAIN = ("weights", "gradients", "optimizer", "activations", "logits", "resync", "reserve")
-EXCHANGE = ("weights", "engine_weights", "resync", "reserve")
-SAVE = ("weights", "optimizer", "engine_weights", "resync", "reserve")
-ROLLOUT = ("engine_weights", "kv_cache", "resync", "reserve")
-TOGETHER = (*TRAIN, "engine_weights", "kv_cache")
-"""Parts that a GPU holds at a time. A colocated one starts with the first two, one after the other, and goes on with
-the next four; one that the trainer has to itself holds those of TRAIN, one on which both keep everything those of
-TOGETHER."""
+ALONE: Phases = {"train": (TRAIN,)}
+TOGETHER: Phases = {"together": ((*TRAIN, "engine_weights", "kv_cache"),)}
+COLOCATED: Phases = {
+    # The trainer is built before engines start.
+    "start": (("weights", "gradients", "optimizer", "reserve"), ("engine_weights", "kv_cache", "reserve")),
+    "train": (TRAIN,),
+    "exchange": (("weights", "engine_weights", "resync", "reserve"),),
+    "save": (("weights", "optimizer", "engine_weights", "resync", "reserve"),),
+    "rollout": (("engine_weights", "kv_cache", "resync", "reserve"),),
+}
+"""Of a GPU of the trainer alone, of one on which trainer and engine keep everything, and of a colocated one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +40,9 @@ class StageMemory:
     parts: dict[str, int]
     """Bytes: weights, gradients, optimizer, activations, logits, resync, engine_weights, kv_cache, reserve"""
     host: int
-    """Bytes in the memory of the host: of the optimizer if it is offloaded, and what a colocated trainer gives away"""
+    """Bytes of host memory: an offloaded optimizer, and memory that a colocated trainer releases"""
     phases: dict[str, int]
-    """What is done -> bytes held meanwhile"""
+    """Phase -> bytes"""
 
     @property
     def total(self) -> int:
@@ -46,24 +50,24 @@ class StageMemory:
 
 
 def engine_gpu_bytes(facts: Facts, recipe: Recipe, hardware: Hardware) -> int | None:
-    """Held on a GPU that an engine has to itself, slots of a receiver included; None where there is no such GPU."""
-    if facts.engine is None or shares_devices(recipe):
+    """Bytes on an engine's own GPU, slots of a receiver included; None if there is no such GPU."""
+    if facts.engine is None or recipe.shares_devices:
         return None
     return facts.engine.weights + facts.engine.kv_cache + facts.slot_bytes + round(hardware.reserve_gib * GIB)
 
 
 def host_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
-    """What trainer ranks of one node keep in its host's memory, were all of the stage that keeps most there."""
+    """Host memory of a node's trainer ranks, if all were of the stage that needs most of it."""
     return min(hardware.gpus_per_node, recipe.trainer.num_ranks) * max(stage.host for stage in memory)
 
 
 def stage_memory(
     facts: Facts, recipe: Recipe, stage: Stage, layers: list[int], index: int, batch: Batch, hardware: Hardware
 ) -> StageMemory:
-    """Of a rank of pipeline stage `index` that also sends, which the busiest rank does."""
+    """Of a rank of pipeline stage `index` that is also a sender of the resync, as the busiest rank is."""
     trainer = recipe.trainer
     state = state_bytes(stage, trainer)
-    shared = facts.engine if shares_devices(recipe) else None
+    shared = facts.engine if recipe.shares_devices else None
     last = index == trainer.parallel.pipeline - 1
     parts = {
         "weights": state.weights,
@@ -83,28 +87,10 @@ def stage_memory(
         "kv_cache": shared.kv_cache if shared else 0,
         "reserve": round(hardware.reserve_gib * GIB),
     }
-    handed_over = shared is not None and recipe.rollout.colocated
+    colocated = shared is not None and recipe.rollout.colocated
+    phases = COLOCATED if colocated else TOGETHER if shared else ALONE
     return StageMemory(
         parts=parts,
-        host=state.host + (state.weights + state.optimizer if handed_over else 0),
-        phases=_phases(parts, shared=shared is not None, handed_over=handed_over),
+        host=state.host + (state.weights + state.optimizer if colocated else 0),
+        phases={phase: max(sum(parts[part] for part in held) for held in sets) for phase, sets in phases.items()},
     )
-
-
-def _phases(parts: dict[str, int], *, shared: bool, handed_over: bool) -> dict[str, int]:
-    """Bytes held at a time, by what is done."""
-
-    def total(held: tuple[str, ...]) -> int:
-        return sum(parts[part] for part in held)
-
-    if not shared:
-        return {"train": total(TRAIN)}
-    if not handed_over:
-        return {"together": total(TOGETHER)}
-    return {
-        "start": max(total(TRAINER_BUILT), total(ENGINES_STARTED)),
-        "train": total(TRAIN),
-        "exchange": total(EXCHANGE),
-        "save": total(SAVE),
-        "rollout": total(ROLLOUT),
-    }

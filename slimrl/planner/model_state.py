@@ -1,31 +1,32 @@
-"""Bytes of weights, gradients and optimizer states of a rank, which stay on its GPU from step to step.
+"""Bytes of a rank's weights, gradients and optimizer states, which stay on its GPU from step to step.
 
-They follow from megatron-core: DistributedDataParallel keeps gradients, and with the distributed optimizer weights too,
-in one buffer for dense parameters and one for experts (distributed/param_and_grad_buffer.py), padded as there; the
-distributed optimizer (ZeRO stage 1, arXiv:1910.02054) holds main weights and Adam's two moments of a rank's share of
-each buffer. Shares are over data- and context-parallel ranks, for experts over expert-data-parallel ranks.
-Left out: the padding of further buckets, of which `overlap_grad_reduce` makes several.
+They follow megatron-core: DistributedDataParallel keeps gradients, and with the distributed optimizer weights too, in
+one padded buffer for dense parameters and one for experts (distributed/param_and_grad_buffer.py). The distributed
+optimizer (ZeRO stage 1, arXiv:1910.02054) holds main weights and Adam's two moments of a rank's shard of each buffer.
+Shards are over data- and context-parallel ranks, for experts over expert-data-parallel ranks.
+Ignored: the padding between the buckets of `overlap_grad_reduce`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
 
+from slimrl.config.alignment import round_up
 from slimrl.config.schema import ParallelConfig, Precision, TrainerConfig
+from slimrl.config.trainer_rules import STATE_DTYPES
 from slimrl.planner.hardware import GB, Hardware
 from slimrl.planner.parameters import Stage
 from slimrl.trainer.build import ddp_config
 
 PARAMETER_ALIGNMENT = 64
-"""Elements at a multiple of which each parameter starts in a buffer of the distributed optimizer."""
+"""Each parameter starts at a multiple of so many elements in a buffer of the distributed optimizer."""
 BUCKET_ALIGNMENT = 128
-"""Elements that a buffer's end is a multiple of, besides the number of ranks that share it."""
+"""A buffer's size is a multiple of so many elements and of the number of ranks that shard it."""
 BUSBW_ALIGNMENT = 2**16
 """The same with `pad_buckets_for_high_nccl_busbw`."""
 
 OFFLOADED_GRADIENT_BYTES = 4
-"""Of a gradient's float32 copy, which an update on the host reads (optimizer/cpu_offloading/hybrid_optimizer.py)."""
+"""Of a gradient's float32 copy on the host, for the update there (optimizer/cpu_offloading/hybrid_optimizer.py)."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
@@ -36,23 +37,24 @@ class StateBytes:
     gradients: int
     optimizer: int
     host: int
-    """Of the optimizer and of the gradients that it reads, in the memory of the host (`optimizer_cpu_offload`)."""
+    """Optimizer states and gradients in host memory (`optimizer_cpu_offload`)"""
 
 
-def shares(parallel: ParallelConfig, num_ranks: int) -> tuple[int, int]:
-    """Ranks over which the optimizer states of a dense parameter and of an expert are divided."""
+def data_parallel_sizes(parallel: ParallelConfig, num_ranks: int) -> tuple[int, int]:
+    """Ranks that shard the optimizer states of a dense parameter (data x context parallel), and of an expert."""
     dense = num_ranks // (parallel.tensor * parallel.pipeline)
     return dense, num_ranks // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
 
 
 def state_bytes(stage: Stage, trainer: TrainerConfig) -> StateBytes:
-    """Of a rank of the stage; of its optimizer the largest share that a rank has."""
-    distributed, bf16 = trainer.optimizer.distributed, trainer.precision is Precision.bf16
+    """Of a rank of the stage; for the optimizer the largest shard."""
+    distributed = trainer.optimizer.distributed
     ddp, gradient = ddp_config(trainer), gradient_bytes(trainer)
     main, moments, scratch = _optimizer_bytes(trainer, gradient)
+    sharding = data_parallel_sizes(trainer.parallel, trainer.num_ranks)
     elements = owned = 0
     for chunk in stage:
-        for sizes, ranks in zip((chunk.dense, chunk.experts), shares(trainer.parallel, trainer.num_ranks), strict=True):
+        for sizes, ranks in zip((chunk.dense, chunk.experts), sharding, strict=True):
             if distributed:
                 alignment = BUSBW_ALIGNMENT if ddp.pad_buckets_for_high_nccl_busbw else BUCKET_ALIGNMENT
                 buffer = buffer_elements(sizes, lcm(ranks, alignment))
@@ -60,10 +62,11 @@ def state_bytes(stage: Stage, trainer: TrainerConfig) -> StateBytes:
                 buffer, ranks = sum(sizes), 1
             elements += buffer
             owned += buffer // ranks
-    on_host = _offloaded(trainer.megatron)
+    fields = trainer.megatron
+    on_host = float(fields.get("optimizer_offload_fraction") or 0.0) if fields.get("optimizer_cpu_offload") else 0.0
     held = owned * (main + moments)
     return StateBytes(
-        weights=elements * (2 if bf16 else 4),
+        weights=elements * trainer.precision.element_bytes,
         gradients=elements * gradient,
         optimizer=round(held * (1 - on_host)) + owned * scratch,
         host=round((held + owned * OFFLOADED_GRADIENT_BYTES) * on_host),
@@ -71,7 +74,7 @@ def state_bytes(stage: Stage, trainer: TrainerConfig) -> StateBytes:
 
 
 def host_update_s(stage: Stage, trainer: TrainerConfig, hardware: Hardware) -> float:
-    """Seconds of an update with Adam of what a rank has on the host; without the way there and back."""
+    """Seconds of the Adam update of a rank's host memory, without the copies to and from the GPU."""
     held = state_bytes(stage, trainer).host
     main, moments, _ = _optimizer_bytes(trainer, gradient_bytes(trainer))
     parameters = held / (main + moments + OFFLOADED_GRADIENT_BYTES)
@@ -79,39 +82,26 @@ def host_update_s(stage: Stage, trainer: TrainerConfig, hardware: Hardware) -> f
 
 
 def buffer_elements(sizes: Sequence[int], end_alignment: int) -> int:
-    """Elements of a buffer in which these parameters lie one behind the other, the last first."""
+    """Elements of a buffer that holds these parameters in reverse order."""
     end = 0
     for size in reversed(sizes):
-        end = _padded(end, PARAMETER_ALIGNMENT) + size
-    return _padded(end, end_alignment)
-
-
-def _padded(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+        end = round_up(end, PARAMETER_ALIGNMENT) + size
+    return round_up(end, end_alignment)
 
 
 def gradient_bytes(trainer: TrainerConfig) -> int:
-    """Of one element, as it is kept and as it is reduced."""
+    """Of one element."""
     return 4 if ddp_config(trainer).grad_reduce_in_fp32 or trainer.precision is not Precision.bf16 else 2
 
 
 def _optimizer_bytes(trainer: TrainerConfig, gradient: int) -> tuple[int, int, int]:
-    """Bytes per parameter of the main weight, of both moments, and of a gradient's copy that the update needs.
+    """Bytes per parameter of the main weight, both moments, and the update's float32 copy of the gradient.
 
-    Without `use_precision_aware_optimizer` the dtype fields are float32. The main weight of a float32 model is the
-    weight itself.
+    Without `use_precision_aware_optimizer` all are float32. A float32 model has no separate main weights.
     """
     fields = trainer.megatron
     bf16 = trainer.precision is Precision.bf16
     if not fields.get("use_precision_aware_optimizer"):
         return (4 if bf16 else 0), 8, (4 if gradient < 4 else 0)
-    moments = _dtype_bytes(fields.get("exp_avg_dtype")) + _dtype_bytes(fields.get("exp_avg_sq_dtype"))
-    return (_dtype_bytes(fields.get("main_params_dtype")) if bf16 else 0), moments, 0
-
-
-def _dtype_bytes(name: Any) -> int:
-    return _DTYPE_BYTES[name or "float32"]
-
-
-def _offloaded(fields: dict[str, Any]) -> float:
-    return float(fields.get("optimizer_offload_fraction") or 0.0) if fields.get("optimizer_cpu_offload") else 0.0
+    main, *moments = (_DTYPE_BYTES[fields.get(name) or "float32"] for name in STATE_DTYPES)
+    return (main if bf16 else 0), sum(moments), 0

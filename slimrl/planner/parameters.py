@@ -1,32 +1,32 @@
-"""Parameters of every distinct rank, counted in Megatron's own modules, and of the model as a whole.
+"""Parameters of a rank of each pipeline stage, counted in Megatron's own modules, and of the whole model.
 
-Ranks of one pipeline stage hold equally many, for tensor and expert parallelism cut evenly and the vocabulary is padded
-to what they divide. So one rank of each stage is built, on the meta device, as a rank of the full world.
+Ranks of one stage hold equally many: tensor and expert parallelism shard evenly, and the vocabulary is padded. So one
+rank of each stage is built, on the meta device, as a rank of the full world.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from torch import nn
 
-from slimrl.config.model_rules import UNEVEN_PIPELINE_FIELDS
 from slimrl.config.schema import ParallelConfig, TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
+from slimrl.models.parameters import count_parameters
 from slimrl.models.weight_map import WeightMap
 from slimrl.trainer.build import build_local_chunk, padded_vocab
-from slimrl.trainer.fake_world import fake_world
+from slimrl.trainer.layout.fake_world import fake_world
+from slimrl.trainer.layout.source_layout import layout_fields
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkParameters:
-    """Sizes of the tensors of one model chunk of a rank, in the order of its modules."""
+    """Sizes of the parameters of one model chunk of a rank, in the order of its modules."""
 
     dense: tuple[int, ...]
     experts: tuple[int, ...]
-    """Of routed experts, whose gradients are reduced over fewer ranks."""
+    """Of routed experts, whose gradients are reduced over the expert-data-parallel ranks"""
 
     @property
     def total(self) -> int:
@@ -34,7 +34,7 @@ class ChunkParameters:
 
 
 Stage = tuple[ChunkParameters, ...]
-"""The chunks of a rank of one pipeline stage: one, or as many as there are virtual stages."""
+"""The model chunks of a rank of one pipeline stage: one for each virtual stage."""
 
 
 def stage_total(stage: Stage) -> int:
@@ -45,35 +45,27 @@ def stage_total(stage: Stage) -> int:
 class ModelParameters:
     total: int
     active: int
-    """Those that one token passes through, embedding and head included."""
+    """Used by one token, embedding and head included"""
     active_without_embedding: int
-    """As many, without the embedding, in which a token is looked up and nothing multiplied."""
+    """Without the embedding, which is a lookup and no matrix product"""
 
 
-def model_parameters(weight_map: WeightMap, *, topk: int) -> ModelParameters:
-    """Counted in the table of weights, each once: without padding of the vocabulary and without layers for MTP."""
-    total = active = embedding = 0
-    # The sum over experts is divided at the end, so that it is exact: they are all alike.
-    unit = next((entry.rule.num_experts for entry in weight_map.entries if entry.rule.num_experts), 1)
-    for entry in weight_map.entries:
-        size = sum(prod(tensor.shape) for tensor in entry.rule.hf)
-        total += size
-        active += size * (topk if entry.rule.num_experts else unit)
-        if set(entry.rule.megatron) == {"embedding.word_embeddings.weight"}:
-            embedding += size
-    return ModelParameters(total=total, active=active // unit, active_without_embedding=active // unit - embedding)
-
-
-def layout_fields(megatron: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `trainer.megatron`, what moves parameters between ranks; the rest may need kernels that are not here."""
-    return {name: value for name, value in megatron.items() if name in UNEVEN_PIPELINE_FIELDS}
+def model_parameters(weight_map: WeightMap, model: MegatronModelConfig) -> ModelParameters:
+    """Counted in the weight map, without padding of the vocabulary and without MTP layers."""
+    counts = {count.part: count for count in count_parameters(weight_map, model)}
+    active = sum(count.active for count in counts.values())
+    return ModelParameters(
+        total=sum(count.total for count in counts.values()),
+        active=active,
+        active_without_embedding=active - (0 if model.tie_embeddings else counts["embedding"].active),
+    )
 
 
 def built_stages(trainer: TrainerConfig, model: MegatronModelConfig) -> list[Stage]:
-    """By pipeline stage, the parameters of one of its ranks.
+    """The parameters of one rank of each pipeline stage.
 
     Raises:
-        ValueError: the model does not divide into the layout.
+        ValueError: the layout does not fit the model.
     """
     parallel, ranks = trainer.parallel, trainer.num_ranks
     stages = []
@@ -90,37 +82,25 @@ def built_stages(trainer: TrainerConfig, model: MegatronModelConfig) -> list[Sta
     return stages
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerCount:
-    """Elements of one layer by how they are cut."""
-
-    whole: int = 0
-    cut: int = 0
-    """Over tensor-parallel ranks"""
-    experts: int = 0
-    """Over expert- and expert-tensor-parallel ranks"""
-
-
 class ParameterTable:
-    """The same counts for any layout from the table of weights alone, in microseconds, with which layouts are tried."""
+    """The same counts for any layout, in microseconds, from the weight map alone; for comparing layouts."""
 
     def __init__(self, weight_map: WeightMap) -> None:
         """`weight_map` without padding of the vocabulary."""
-        counts: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
+        # Of each layer: replicated, over tensor-parallel ranks, over expert- and expert-tensor-parallel ranks.
+        self._layers: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._outside: list[tuple[tuple[str, ...], int, int, bool]] = []
         for entry in weight_map.entries:
             shard = entry.rule.shard
             size = sum(prod(tensor.shape) for tensor in entry.rule.hf)
-            if not _is_parameter(entry.rule.megatron):
+            # The expert bias of a router is a buffer, without gradient.
+            if any(name.endswith("expert_bias") for name in entry.rule.megatron):
                 continue
             if entry.layer is None:
                 rows = entry.rule.hf[0].shape[0]
                 self._outside.append((entry.megatron, rows, size // rows, shard is not None))
             else:
-                counts[entry.layer][0 if shard is None else 2 if entry.expert is not None else 1] += size
-        self._layers = {
-            layer: LayerCount(whole=whole, cut=cut, experts=experts) for layer, (whole, cut, experts) in counts.items()
-        }
+                self._layers[entry.layer][0 if shard is None else 2 if entry.expert is not None else 1] += size
 
     def stages(self, parallel: ParallelConfig, layers_of_stages: Sequence[Sequence[int]]) -> list[Stage]:
         """Each stage as one chunk of one dense and one expert tensor."""
@@ -128,27 +108,19 @@ class ParameterTable:
         experts = [0] * len(layers_of_stages)
         for stage, layers in enumerate(layers_of_stages):
             for layer in layers:
-                count = self._layers[layer]
-                dense[stage] += count.whole + count.cut // parallel.tensor
-                experts[stage] += count.experts // (parallel.expert * parallel.expert_tensor)
-        for names, rows, columns, cut in self._outside:
-            # A tied embedding is on the first stage and on the last.
+                replicated, tensor, routed = self._layers[layer]
+                dense[stage] += replicated + tensor // parallel.tensor
+                experts[stage] += routed // (parallel.expert * parallel.expert_tensor)
+        for names, rows, columns, sharded in self._outside:
+            # A tied embedding is on the first and on the last stage.
             for stage in {0 if name.startswith("embedding.") else len(dense) - 1 for name in names}:
-                share = padded_vocab(rows, parallel.tensor) // parallel.tensor if cut else rows
-                dense[stage] += share * columns
-        return [(ChunkParameters(dense=(whole,), experts=(cut,)),) for whole, cut in zip(dense, experts, strict=True)]
-
-
-def _is_parameter(names: Sequence[str]) -> bool:
-    """The bias that chooses experts is a buffer, which no gradient moves."""
-    return not any(name.endswith("expert_bias") for name in names)
+                own_rows = padded_vocab(rows, parallel.tensor) // parallel.tensor if sharded else rows
+                dense[stage] += own_rows * columns
+        return [(ChunkParameters(dense=(n,), experts=(m,)),) for n, m in zip(dense, experts, strict=True)]
 
 
 def _count(chunk: nn.Module) -> ChunkParameters:
-    return ChunkParameters(dense=tuple(_sizes(chunk, False)), experts=tuple(_sizes(chunk, True)))
-
-
-def _sizes(chunk: nn.Module, experts: bool) -> Iterator[int]:
+    sizes: dict[bool, list[int]] = {False: [], True: []}
     for name, parameter in chunk.named_parameters():
-        if (".experts." in name) == experts:
-            yield parameter.numel()
+        sizes[".experts." in name].append(parameter.numel())
+    return ChunkParameters(dense=tuple(sizes[False]), experts=tuple(sizes[True]))

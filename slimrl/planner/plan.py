@@ -1,34 +1,33 @@
-"""The whole plan of a recipe: parameters, memory, time and resync, and its form as JSON.
+"""The plan of a recipe: parameters, memory, time and resync, and its JSON.
 
-1. The recipe passes all rules of its settings; its model's config.json may be a published one.
-2. One rank of each pipeline stage is built on the meta device, and its parameters counted.
-3. Memory, work and communication follow from formulas, each with its source in its module.
-4. The resync planner gives the bytes and seconds of a new version.
+1. The recipe passes all rules; its model's config.json may be a published one.
+2. One rank of each pipeline stage is built on the meta device, and its parameters are counted.
+3. Memory, work and communication follow from formulas; their modules name the sources.
+4. The resync planner gives the bytes and seconds of a resync.
 """
 
 import gc
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from slimrl.config.devices import shares_devices
 from slimrl.config.schema import Recipe, TransportName
+from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts, model_facts, with_engines
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.layout_plan import LayoutPlan, plan_layout
 from slimrl.planner.memory import host_bytes_per_node
-from slimrl.planner.parameters import built_stages, layout_fields, stage_total
-from slimrl.planner.recipe import Planned
+from slimrl.planner.parameters import built_stages, stage_total
+from slimrl.planner.schedule import longest_tokens
 from slimrl.resync.estimate.estimate import ESTIMATED, Estimate, estimate
-from slimrl.resync.plan import ResyncPlan, plan_resync
-from slimrl.runtime.resync_estimate import Cluster, planned_cluster
-from slimrl.trainer.build import transformer_config
-from slimrl.trainer.source_layout import layers_of_stages, source_layout
+from slimrl.resync.plan import plan_resync
+from slimrl.runtime.resync_tools.resync_estimate import Cluster, planned_cluster
+from slimrl.trainer.layout.source_layout import planned_stages, source_layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    planned: Planned
+    planned: OfflineRecipe
     hardware: Hardware
     facts: Facts
     cluster: Cluster
@@ -36,23 +35,19 @@ class Plan:
     resync: Estimate | None
     """None with `slimrl sft`"""
     notes: list[str]
-    """What the figures take for granted beyond the formulas"""
+    """Assumptions beyond the formulas"""
 
     @property
     def step_s(self) -> float:
-        """All of a step: the shortest rollout that can be, log-probs, updates, and the resync."""
+        """The shortest possible rollout, log-probs, updates, and the resync."""
         return self.layout.step_s + (self.resync.seconds if self.resync else 0.0)
 
 
-def make_plan(planned: Planned, hardware: Hardware, *, mean_tokens: int | None = None) -> Plan:
-    """Garbage collection pauses meanwhile: of a large model it would walk through a million planned parts again and
-    again.
-
-    Args:
-        mean_tokens: length of a trajectory or conversation; None for the longest that the recipe allows.
+def make_plan(planned: OfflineRecipe, hardware: Hardware, *, mean_tokens: int | None = None) -> Plan:
+    """Pauses garbage collection, which would repeatedly walk the million planned parts of a large model.
 
     Raises:
-        ValueError: the layout cannot be.
+        ValueError: the layout is impossible.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -63,21 +58,22 @@ def make_plan(planned: Planned, hardware: Hardware, *, mean_tokens: int | None =
             gc.enable()
 
 
-def _make_plan(planned: Planned, hardware: Hardware, mean_tokens: int | None) -> Plan:
+def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | None) -> Plan:
     recipe, known, resync = planned.recipe, model_facts(planned), None
     cluster = planned_cluster(recipe, hardware.gpus_per_node, with_engines=not planned.sft)
     if not planned.sft:
-        version = plan_version(recipe, known, cluster)
-        known = with_engines(known, recipe, version.buckets, hardware)
-        resync = estimate(
-            version,
+        transport = _transport(recipe)
+        version = plan_resync(
+            source_layout(known.hf_config, recipe.trainer),
+            cluster.nodes,
             cluster.engines,
-            hardware.links,
-            transport=_transport(recipe),
-            replicated=known.replicated,
+            transport=transport,
+            bucket_bytes=recipe.resync.bucket_bytes,
+            transform=known.transform,
         )
-    uneven = replace(recipe.trainer, megatron=layout_fields(recipe.trainer.megatron))
-    layers = layers_of_stages(transformer_config(uneven, known.model))
+        known = with_engines(known, recipe, version.buckets, hardware)
+        resync = estimate(version, cluster.engines, hardware.links, transport=transport, replicated=known.replicated)
+    layers = planned_stages(recipe.trainer, known.model)
     stages = built_stages(recipe.trainer, known.model)
     layout = plan_layout(known, recipe, stages, layers, hardware, sft=planned.sft, mean_tokens=mean_tokens)
     return Plan(
@@ -91,26 +87,15 @@ def _make_plan(planned: Planned, hardware: Hardware, mean_tokens: int | None) ->
     )
 
 
-def plan_version(recipe: Recipe, known: Facts, cluster: Cluster) -> ResyncPlan:
-    """The resync of one version; `delta` is planned as a whole version through the disk."""
-    return plan_resync(
-        source_layout(known.hf_config, recipe.trainer),
-        cluster.nodes,
-        cluster.engines,
-        transport=_transport(recipe),
-        bucket_bytes=recipe.resync.bucket_bytes,
-        transform=known.transform,
-    )
-
-
 def _transport(recipe: Recipe) -> TransportName:
+    """`delta` is planned as a whole version through the disk."""
     return recipe.resync.transport if recipe.resync.transport in ESTIMATED else TransportName.disk
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Sizes in GiB, times in seconds; memory is that of the stage that needs most, and of an engine's GPU.
+    """Sizes in GiB, times in seconds; memory of the stage with the highest peak, and of an engine's GPU.
 
-    `work` and `step` are of a whole step, both communications of one of its updates.
+    `work` and `step` are of a whole step, both communications of one update.
     """
     layout, known = plan.layout, plan.facts
     worst = layout.memory[layout.worst]
@@ -151,7 +136,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "updates": layout.updates,
         "update_communication": asdict(layout.communication),
         "logprob_communication": asdict(layout.logprobs) if layout.logprobs else None,
-        "step": _step_seconds(plan),
+        # Its sequential parts.
+        "step": {
+            "rollout_at_least": layout.work.rollout_at_least_s,
+            "logprobs": layout.work.logprob_s,
+            "training": layout.work.training_s,
+            "communication": layout.communication_s,
+            "host_optimizer": layout.updates * layout.host_update_s,
+            "resync": plan.resync.seconds if plan.resync else 0.0,
+        },
         "step_seconds": plan.step_s,
         "resync": None
         if plan.resync is None
@@ -161,33 +154,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _step_seconds(plan: Plan) -> dict[str, float]:
-    """What a step's time is made of, one after the other."""
-    layout = plan.layout
-    return {
-        "rollout_at_least": layout.work.rollout_at_least_s,
-        "logprobs": layout.work.logprob_s,
-        "training": layout.work.training_s,
-        "communication": layout.communication_s,
-        "host_optimizer": layout.updates * layout.host_update_s,
-        "resync": plan.resync.seconds if plan.resync else 0.0,
-    }
-
-
-def _notes(planned: Planned, mean_tokens: int | None) -> list[str]:
+def _notes(planned: OfflineRecipe, mean_tokens: int | None) -> list[str]:
     recipe = planned.recipe
     notes = []
     if mean_tokens is None:
-        notes.append(
-            f"all sequences have the longest length, {planned.longest_tokens:,} tokens; --mean-tokens tells another"
-        )
+        longest = longest_tokens(recipe, sft=planned.sft)
+        notes.append(f"all sequences have the longest length, {longest:,} tokens; --mean-tokens sets another")
     if recipe.trainer.megatron.get("fp8"):
-        notes.append("FP8 training is planned with the memory and the peak of bf16, an upper bound of both")
-    if not planned.sft and shares_devices(recipe) and not recipe.rollout.colocated:
+        notes.append("FP8 training is planned with memory and peak of bf16, so memory and time are upper bounds")
+    if not planned.sft and recipe.shares_devices and not recipe.rollout.colocated:
         notes.append(
-            "resync.transport ipc puts engines on the trainer's GPUs, where with rollout.colocated: false both keep "
-            "all of their memory"
+            "resync.transport ipc puts engines on the trainer's GPUs; with rollout.colocated: false both keep all of "
+            "their memory"
         )
     if not planned.sft and recipe.resync.transport not in ESTIMATED:
-        notes.append("the resync is a whole version through the disk; a delta is smaller by what did not change")
+        notes.append(
+            "the resync is planned as a whole version through the disk; a delta leaves out what did not change"
+        )
     return notes

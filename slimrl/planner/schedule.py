@@ -1,7 +1,7 @@
-"""How many micro-batches an update has, how many of them a pipeline stage holds at once, and how long stages wait.
+"""Micro-batches of an update, micro-batches in flight on a pipeline stage, and the pipeline bubble.
 
-The schedules are megatron-core's (pipeline_parallel/schedules.py): one forward, one backward, plain or interleaved
-(arXiv:2104.04473, section 2.2).
+The schedules are megatron-core's (pipeline_parallel/schedules.py): 1F1B, plain or interleaved (arXiv:2104.04473,
+section 2.2).
 """
 
 from dataclasses import dataclass
@@ -12,30 +12,32 @@ from slimrl.config.schema import ParallelConfig, Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What an update is made of."""
+    """The tokens of an update."""
 
     tokens: int
-    """Of one update, all ranks together"""
+    """Of all ranks"""
     trajectory_tokens: int
-    """Mean length of what is trained on"""
+    """Mean length of a trajectory or conversation"""
     micro_batches: int
     """Of each data-parallel rank"""
 
 
+def longest_tokens(recipe: Recipe, *, sft: bool) -> int:
+    """Maximum length of a trajectory or conversation."""
+    return recipe.sft.max_tokens if sft else recipe.rollout.max_trajectory_tokens
+
+
 def update_batch(recipe: Recipe, *, sft: bool, mean_tokens: int | None) -> Batch:
-    """Sequences are taken to be all of the mean length, and micro-batches to be full.
+    """Assumes that all sequences have the mean length and that micro-batches are full.
 
     Args:
         mean_tokens: length of a trajectory or conversation; None for the longest that the recipe allows.
     """
-    trainer, parallel = recipe.trainer, recipe.trainer.parallel
-    if sft:
-        length, sequences = mean_tokens or recipe.sft.max_tokens, recipe.sft.batch_conversations
-    else:
-        rollout = recipe.rollout
-        length = mean_tokens or rollout.max_trajectory_tokens
-        sequences = rollout.prompts_per_step * rollout.samples_per_prompt // trainer.updates_per_rollout
-    data = trainer.num_ranks // (parallel.tensor * parallel.context * parallel.pipeline)
+    trainer, parallel, rollout = recipe.trainer, recipe.trainer.parallel, recipe.rollout
+    trajectories = rollout.prompts_per_step * rollout.samples_per_prompt // trainer.updates_per_rollout
+    sequences = recipe.sft.batch_conversations if sft else trajectories
+    length = mean_tokens or longest_tokens(recipe, sft=sft)
+    data = parallel.data(trainer.num_ranks)
     budget = trainer.max_tokens_per_rank * parallel.context
     fitting = max(1, budget // length)
     count = ceil(max(1, sequences) / (fitting * data))
@@ -44,9 +46,9 @@ def update_batch(recipe: Recipe, *, sft: bool, mean_tokens: int | None) -> Batch
 
 
 def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
-    """Passes through a chunk of this stage's layers whose activations wait for their backward pass, at most.
+    """Maximum number of forward passes through a model chunk of this stage that wait for their backward pass.
 
-    Without virtual stages the chunk is all of the stage.
+    Without virtual stages the chunk is the whole stage.
     """
     virtual = parallel.virtual_pipeline or 1
     behind = parallel.pipeline - stage - 1
@@ -55,6 +57,6 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -
 
 
 def bubble_fraction(parallel: ParallelConfig, micro_batches: int) -> float:
-    """Share of an update in which a stage waits: (p - 1) / (v m + p - 1), from arXiv:2104.04473, section 2.2."""
+    """Fraction of an update in which a stage waits: (p - 1) / (v m + p - 1), from arXiv:2104.04473, section 2.2."""
     waiting = parallel.pipeline - 1
     return waiting / ((parallel.virtual_pipeline or 1) * micro_batches + waiting)

@@ -1,4 +1,4 @@
-"""The sizes of a model that memory and work follow from, out of what its family tells the trainer."""
+"""A model's sizes that determine memory and work, from its family's Megatron configuration."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ class Shape:
     hidden: int
     heads: int
     query_columns: int
-    """Of one head; those of its keys are as many."""
+    """Of one head; keys have as many"""
     value_columns: int
     kv_heads: int
-    """Heads with keys and values of their own; with multi-latent attention all of them, once projected up."""
+    """Heads of keys and values; with multi-latent attention all heads, after the up-projection"""
     query_latent: int
-    """Columns of the latent queries; 0 where there are none."""
+    """Columns of the latent queries, or 0"""
     kv_latent: int
-    """Columns of the latent keys and values; 0 without multi-latent attention."""
+    """Columns of the latent keys and values; 0 without multi-latent attention"""
     rotary_columns: int
-    """Of the rotated key that all heads share, beside the latent."""
+    """Of the rotated key that all heads share, in addition to the latent"""
     qk_norm: bool
-    """Whether queries and keys of a head are normed; the norms of latents are not meant."""
+    """Whether queries and keys of a head are normed; the norms of latents do not count"""
     dense_columns: int
-    """Inner columns of a layer without experts."""
+    """Intermediate size of a layer without experts"""
     expert_columns: int
     shared_columns: int
     experts: int
@@ -31,10 +31,26 @@ class Shape:
     sparse: tuple[bool, ...]
     """By layer: whether it has experts."""
     vocab: int
+    output_gate: bool = False
+    """Whether attention's result is multiplied by a gate, which is as wide"""
+    linear: tuple[bool, ...] = ()
+    """By layer: whether it is a gated delta net instead of attention; empty if none is"""
+    linear_keys: int = 0
+    """Key heads of a gated delta net"""
+    linear_values: int = 0
+    """Its value heads, each with a state"""
+    linear_key_columns: int = 0
+    """Of one head"""
+    linear_value_columns: int = 0
 
     @property
     def layers(self) -> int:
         return len(self.sparse)
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.layers - sum(self.linear)
 
     @classmethod
     def of(cls, model: MegatronModelConfig) -> "Shape":
@@ -62,4 +78,10 @@ class Shape:
             topk=int(facts.get("moe_router_topk") or 0) if experts else 0,
             sparse=tuple(bool(experts and flag) for flag in pattern),
             vocab=model.vocab_size,
+            output_gate=bool(facts.get("attention_output_gate")),
+            linear=tuple(map(bool, facts.get("linear_attention_freq") or ())),
+            linear_keys=int(facts.get("linear_num_key_heads") or 0),
+            linear_values=int(facts.get("linear_num_value_heads") or 0),
+            linear_key_columns=int(facts.get("linear_key_head_dim") or 0),
+            linear_value_columns=int(facts.get("linear_value_head_dim") or 0),
         )

@@ -1,36 +1,36 @@
 """Legal layouts of a number of GPUs, ranked by whether they fit and by the estimated time of a step.
 
-1. Tensor and context sizes are powers of two, pipelines have a whole number of layers on all stages but the last,
-   experts are whole. With each goes the recipe's recompute setting, and full recompute.
-2. What breaks a rule of the settings is left out. Memory and time of the rest follow from the table of weights.
-3. The best few are built on the meta device, as `slimrl plan` builds one, and planned again with what was counted.
+1. Tensor and context sizes are powers of two, all pipeline stages but the last have equally many layers, expert sizes
+   divide the experts. Each layout is tried with the recipe's recompute setting and with full recompute.
+2. Layouts that break a rule are dropped. Memory and time of the rest follow from the weight map.
+3. The best few are built on the meta device, as by `slimrl plan`, and planned again with the counted parameters.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from slimrl.config.check import check_recipe
-from slimrl.config.devices import shares_devices
 from slimrl.config.model_rules import UNEVEN_PIPELINE_FIELDS
 from slimrl.config.schema import ParallelConfig, Recipe
+from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts, buckets_of, model_facts, with_engines
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.layout_plan import LayoutPlan, plan_layout
 from slimrl.planner.parameters import built_stages
-from slimrl.planner.recipe import Planned
 
 LARGEST_CONTEXT = 16
 ALIKE = 1.05
-"""Layouts whose steps take at most so many times the fastest one's are taken as equally fast."""
+"""Layouts count as equally fast up to this multiple of the fastest step."""
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
     settings: str
-    """As they are written on the command line"""
+    """For the command line"""
     plan: LayoutPlan
 
     @property
@@ -39,7 +39,7 @@ class Suggestion:
 
     @property
     def reason(self) -> str:
-        """What keeps it from fitting, or what its time goes into."""
+        """Why it does not fit, or where its time goes."""
         if self.plan.problems:
             return self.plan.problems[0]
         sent = {
@@ -52,68 +52,51 @@ class Suggestion:
 
 
 def suggest(
-    planned: Planned,
+    planned: OfflineRecipe,
     hardware: Hardware,
     *,
     gpus: int | None,
     count: int,
     mean_tokens: int | None = None,
 ) -> tuple[list[Suggestion], int, int]:
-    """The best layouts, how many legal ones there are, and of how many trainer ranks.
+    """The best layouts, the number of legal ones, and the number of trainer ranks.
 
     Args:
-        gpus: trainer ranks, None for as many as the recipe has; engines on GPUs of their own come on top, those that
-            share the trainer's fill these.
-        count: most suggestions.
+        gpus: trainer ranks, None for the recipe's number. Engines on GPUs of their own come on top; those that share
+            the trainer's GPUs fill them.
+        count: maximum number of suggestions.
 
     Raises:
-        ValueError: there is no legal layout, or engines that share the ranks' GPUs do not fill so many.
+        ValueError: there is no legal layout, or engines cannot fill the GPUs that they share with the trainer.
     """
     gpus = planned.recipe.trainer.num_ranks if gpus is None else gpus
     if gpus < 1 or count < 1:
         raise ValueError(f"--gpus {gpus} --top {count}: must be at least 1")
     rollout = planned.recipe.rollout
-    if not planned.sft and shares_devices(planned.recipe) and gpus % rollout.engine_tensor:
-        raise ValueError(f"--gpus {gpus}: engines of {rollout.engine_tensor} GPUs do not fill those of the trainer")
+    if not planned.sft and planned.recipe.shares_devices and gpus % rollout.engine_tp:
+        raise ValueError(f"--gpus {gpus}: engines of {rollout.engine_tp} GPUs do not fill those of the trainer")
     known = model_facts(planned)
     if not planned.sft:
         known = with_engines(known, planned.recipe, buckets_of(known, planned.recipe), hardware)
+    plan_of = partial(plan_layout, known, hardware=hardware, sft=planned.sft, mean_tokens=mean_tokens)
     found = [
-        plan_layout(
-            known,
-            recipe,
-            known.table.stages(recipe.trainer.parallel, layers),
-            layers,
-            hardware,
-            sft=planned.sft,
-            mean_tokens=mean_tokens,
-        )
+        plan_of(recipe, known.table.stages(recipe.trainer.parallel, layers), layers)
         for recipe, layers in legal_layouts(planned, known, gpus, hardware)
     ]
     if not found:
         raise ValueError(f"--gpus {gpus}: no legal layout; try a number with more divisors")
-    best = ranked(found)[:count]
     built = [
-        plan_layout(
-            known,
-            plan.recipe,
-            built_stages(plan.recipe.trainer, known.model),
-            plan.layers,
-            hardware,
-            sft=planned.sft,
-            mean_tokens=mean_tokens,
-        )
-        for plan in best
+        plan_of(plan.recipe, built_stages(plan.recipe.trainer, known.model), plan.layers)
+        for plan in ranked(found)[:count]
     ]
     suggestions = [Suggestion(settings=_settings(plan.recipe, planned.recipe), plan=plan) for plan in ranked(built)]
     return suggestions, len(found), gpus
 
 
 def ranked(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
-    """Those that fit by time, the others behind them by memory.
+    """Layouts that fit, by time, then the others, by memory.
 
-    Those within 5% of the fastest come first, the one with the fewest ranks for a copy of the model, the simplest,
-    before all.
+    Layouts within 5% of the fastest come first, those with the fewest ranks per model replica, the simplest, in front.
     """
     fast = ALIKE * min((plan.step_s for plan in plans if plan.fits), default=0.0)
 
@@ -129,9 +112,9 @@ def ranked(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
 
 
 def legal_layouts(
-    planned: Planned, known: Facts, gpus: int, hardware: Hardware
+    planned: OfflineRecipe, known: Facts, gpus: int, hardware: Hardware
 ) -> Iterator[tuple[Recipe, list[list[int]]]]:
-    """Recipes with another layout, and the layers of their stages."""
+    """Recipes with other layouts, and the layers of their stages."""
     command = "sft" if planned.sft else "train"
     for parallel in _parallels(known, gpus, hardware.gpus_per_node):
         layers = divided_layers(known.shape.layers, parallel.pipeline)
@@ -156,9 +139,9 @@ def _parallels(known: Facts, gpus: int, gpus_per_node: int) -> Iterator[Parallel
 
 
 def _with_layout(
-    planned: Planned, parallel: ParallelConfig, layers: list[list[int]], gpus: int, recompute: dict[str, Any]
+    planned: OfflineRecipe, parallel: ParallelConfig, layers: list[list[int]], gpus: int, recompute: dict[str, Any]
 ) -> Recipe:
-    """The micro-batch of a context-parallel group stays as long as it is."""
+    """The tokens of a context-parallel group's micro-batch stay as they are."""
     recipe = planned.recipe
     trainer, rollout = recipe.trainer, recipe.rollout
     budget = trainer.max_tokens_per_rank * trainer.parallel.context
@@ -172,8 +155,8 @@ def _with_layout(
         max_tokens_per_rank=-(-budget // parallel.context),
         megatron={**megatron, **recompute},
     )
-    if shares_devices(recipe) and not planned.sft:
-        rollout = replace(rollout, num_engines=gpus // rollout.engine_tensor)
+    if recipe.shares_devices and not planned.sft:
+        rollout = replace(rollout, num_engines=gpus // rollout.engine_tp)
     return replace(recipe, trainer=trainer, rollout=rollout)
 
 
@@ -184,7 +167,7 @@ def _recomputes(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def divided_layers(layers: int, pipeline: int) -> list[list[int]] | None:
-    """Equally many layers on every stage but the last, which may have fewer; None where it would have none."""
+    """Equally many layers on every stage but the last, which may have fewer; None if it would have none."""
     each = -(-layers // pipeline)
     if each * (pipeline - 1) >= layers:
         return None
@@ -192,7 +175,7 @@ def divided_layers(layers: int, pipeline: int) -> list[list[int]] | None:
 
 
 def _settings(recipe: Recipe, original: Recipe) -> str:
-    """The overrides that make the original recipe this one."""
+    """The overrides that turn the original recipe into this one."""
     before, after = original.trainer, recipe.trainer
     pairs: list[tuple[str, Any, Any]] = [("trainer.num_ranks", before.num_ranks, after.num_ranks)]
     pairs += [
@@ -214,7 +197,7 @@ def _yaml(value: Any) -> str:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+    return [2**power for power in range(most.bit_length())]
 
 
 def _divisors(number: int) -> list[int]:

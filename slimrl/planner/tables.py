@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from slimrl.config.devices import shares_devices
 from slimrl.observability.terminal import plain_console
+from slimrl.observability.units import counted
 from slimrl.planner.engine import GIB
 from slimrl.planner.hardware import GB
 from slimrl.planner.memory import host_bytes_per_node
-from slimrl.planner.model_state import shares
+from slimrl.planner.model_state import data_parallel_sizes
 from slimrl.planner.parameters import stage_total
 from slimrl.planner.plan import Plan
 from slimrl.planner.suggest import Suggestion
@@ -20,15 +20,15 @@ PIPED_COLUMNS = 160
 SOURCES = {
     "weights": "parameters x 2 bytes in bf16, 4 in fp32",
     "gradients": "parameters x 4 bytes, 2 with grad_reduce_in_fp32: false",
-    "optimizer": "share of main weights and moments, 12 bytes in bf16 (arXiv:1910.02054)",
+    "optimizer": "shard of main weights and moments, 12 bytes in bf16 (arXiv:1910.02054)",
     "activations": "tensors kept for the backward pass (arXiv:2205.05198)",
-    "logits": "float32 logits, their gradient, one chunk's softmax",
-    "resync": "slots of a sender, 2 x resync.bucket_bytes; quantising, 1 more to gather in",
-    "engine_weights": "what a resync sends / engine_tensor",
+    "logits": "logits, their gradient, one chunk's float32 softmax",
+    "resync": "sender's slots, 2 x resync.bucket_bytes; 1 more with quantisation",
+    "engine_weights": "bytes of a resync / engine_tp",
     "kv_cache": "mem_fraction_static x free memory - engine weights",
     "reserve": "CUDA contexts, communication, fragmentation: --reserve-gib",
 }
-"""Part of the memory -> the formula in short; the modules of this package have them in full."""
+"""Part of the memory -> its formula in short."""
 
 
 def print_plan(plan: Plan) -> None:
@@ -58,23 +58,20 @@ def print_suggestions(suggestions: Sequence[Suggestion], tried: int, gpus: int) 
         figures = (f"{suggestion.memory_gib:.1f}", f"{suggestion.plan.step_s:,.1f}")
         fits = "yes" if suggestion.plan.fits else "no"
         rows.append((str(number), *map(str, sizes), recompute, *figures, fits, suggestion.reason))
-    console.print(_table(f"{tried} legal layouts of {gpus} trainer ranks, the best first", _SUGGESTED, rows))
+    columns = ("", "TP", "CP", "PP", "EP", "tokens", "recompute", "GiB", "step s", "fits", "why")
+    console.print(_table(f"{tried} legal layouts of {gpus} trainer ranks, the best first", columns, rows))
     for number, suggestion in enumerate(suggestions, 1):
         console.print(f"{number}: {suggestion.settings}")
-
-
-_SUGGESTED = ("", "TP", "CP", "PP", "EP", "tokens", "recompute", "GiB", "step s", "fits", "why")
 
 
 def _print_world(console: Console, plan: Plan) -> None:
     recipe, sft = plan.planned.recipe, plan.planned.sft
     trainer, parallel, rollout = recipe.trainer, recipe.trainer.parallel, recipe.rollout
-    dense, experts = shares(parallel, trainer.num_ranks)
+    dense, experts = data_parallel_sizes(parallel, trainer.num_ranks)
     cluster = plan.cluster
     console.print(f"model: {plan.planned.model}")
     console.print(
-        f"world: {trainer.num_ranks} trainer ranks, {cluster.gpus} GPUs, {cluster.num_nodes} "
-        f"{'node' if cluster.num_nodes == 1 else 'nodes'}"
+        f"world: {trainer.num_ranks} trainer ranks, {cluster.gpus} GPUs, {counted(cluster.num_nodes, 'node')}"
     )
     console.print(
         f"groups: tensor {parallel.tensor}, context {parallel.context}, data {dense // parallel.context}, "
@@ -82,13 +79,14 @@ def _print_world(console: Console, plan: Plan) -> None:
         f"{parallel.expert_tensor}, expert data {experts}; optimizer states over {dense} and {experts} ranks"
     )
     if not sft:
-        where = "on the trainer's GPUs" if shares_devices(recipe) else "on GPUs of their own"
+        where = "on the trainer's GPUs" if recipe.shares_devices else "on GPUs of their own"
+        spread = f" over {rollout.engine_nodes} nodes" if rollout.engine_nodes > 1 else ""
         console.print(
-            f"engines: {rollout.num_engines} of {rollout.engine_tensor} GPUs, experts in {rollout.engine_expert} "
-            f"parts, {where}"
+            f"engines: {rollout.num_engines} of {rollout.engine_tp} GPUs{spread}, expert parallel {rollout.engine_ep}, "
+            f"{where}"
         )
     known = plan.facts.parameters
-    console.print(f"parameters: {known.total:,}, of which a token meets {known.active:,}")
+    console.print(f"parameters: {known.total:,}, {known.active:,} active per token")
     console.print()
 
 
@@ -111,16 +109,10 @@ def _memory(plan: Plan) -> Table:
     layout = plan.layout
     worst = layout.memory[layout.worst]
     rows = [(name, f"{nbytes / GIB:.2f}", SOURCES[name]) for name, nbytes in worst.parts.items() if nbytes]
-    rows += [(f"= {phase}", f"{nbytes / GIB:.2f}", "held at a time") for phase, nbytes in worst.phases.items()]
+    rows += [(f"= {phase}", f"{nbytes / GIB:.2f}", "peak") for phase, nbytes in worst.phases.items()]
     rows.append(("limit", f"{plan.hardware.gpu_memory_gib:.2f}", "--gpu-memory-gib"))
     if worst.host:
-        rows.append(
-            (
-                "host",
-                f"{worst.host / GIB:.2f}",
-                "in the host's memory: an offloaded optimizer, what a trainer gives away",
-            )
-        )
+        rows.append(("host", f"{worst.host / GIB:.2f}", "host memory: offloaded optimizer, released trainer memory"))
         on_node = host_bytes_per_node(plan.planned.recipe, layout.memory, plan.hardware)
         limit = f"of a node's {plan.hardware.host_memory_gib:,g}, --host-memory-gib"
         rows.append(("= host of a node", f"{on_node / GIB:,.2f}", limit))
@@ -130,13 +122,13 @@ def _memory(plan: Plan) -> Table:
 def _engines(plan: Plan) -> Table:
     engine, rollout = plan.facts.engine, plan.planned.recipe.rollout
     assert engine is not None
-    held = [] if plan.layout.engine_gpu is None else [("held on a GPU", f"{plan.layout.engine_gpu / GIB:.2f} GiB")]
+    own_gpu = [] if plan.layout.engine_gpu is None else [("total on a GPU", f"{plan.layout.engine_gpu / GIB:.2f} GiB")]
     rows = [
-        *held,
+        *own_gpu,
         ("weights on a GPU", f"{engine.weights / GIB:.2f} GiB"),
         ("KV cache on a GPU", f"{engine.kv_cache / GIB:.2f} GiB"),
         ("mem_fraction_static", f"{engine.mem_fraction_static:g}"),
-        ("bytes of a token on one GPU", f"{engine.kv_bytes_per_token:,}"),
+        ("KV cache bytes per token on a GPU", f"{engine.kv_bytes_per_token:,}"),
         ("tokens in the KV cache of an engine", f"{engine.kv_tokens:,}"),
         (
             f"trajectories of {rollout.max_trajectory_tokens:,} tokens at once, all engines",
@@ -156,7 +148,7 @@ def _time(plan: Plan) -> Table:
         ("update", f"{batch.tokens:,} tokens, {batch.micro_batches} micro-batches a rank, {layout.updates} a step"),
         ("pipeline bubble", f"{work.bubble:.1%}"),
         ("training", f"{work.training_s:,.1f} s {at}, {work.training_flops / peta:,.0f} PFLOP a step"),
-        ("communication", f"{layout.communication_s:,.1f} s, if nothing of it is hidden"),
+        ("communication", f"{layout.communication_s:,.1f} s without overlap"),
     ]
     if not plan.planned.sft:
         rows += [

@@ -1,8 +1,11 @@
-"""Floating-point operations of a step, and the seconds that they take at a stated share of the GPUs' peak.
+"""Floating-point operations of a step, and their seconds at a given model FLOPs utilisation (MFU).
 
-A matrix product of N weights costs 2 N operations a token forward and 4 N backward (arXiv:2001.08361, section 2.1), N
-being the parameters that a token meets, without the embedding. Attention over a causal context of L tokens adds
-2 L / 2 n (d + v) a token and layer forward, and twice that backward. What is recomputed is a forward pass more.
+A matrix product of N weights costs 2 N operations per token forward and 4 N backward (arXiv:2001.08361, section 2.1);
+N is the number of active parameters without the embedding. Attention over a causal context of L tokens adds
+2 L / 2 n (d + v) per token and layer forward, and twice that backward. Recompute adds a forward pass.
+
+A gated delta net adds a number that does not grow with L: each of its value heads reads its state [d, v] twice and
+writes it once, 6 d v, and multiplies triangular matrices within a chunk of 64 tokens, 64 (2 d + 2 v).
 """
 
 from dataclasses import dataclass
@@ -15,6 +18,9 @@ from slimrl.planner.parameters import ModelParameters
 from slimrl.planner.schedule import Batch, bubble_fraction
 from slimrl.planner.shape import Shape
 
+DELTA_CHUNK = 64
+"""Tokens that the kernels of a gated delta net take at a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -24,17 +30,20 @@ class Work:
     logprob_flops: float
     generation_flops: float
     training_s: float
-    """Updates, waiting in the pipeline included"""
+    """Updates, pipeline bubble included"""
     logprob_s: float
     rollout_at_least_s: float
     bubble: float
-    """Share of an update that a stage waits"""
+    """Fraction of an update that a stage waits"""
 
 
 def forward_flops_per_token(shape: Shape, parameters: ModelParameters, length: int) -> float:
     """Mean over the tokens of a causal sequence of this length."""
-    attention = shape.layers * length * shape.heads * (shape.query_columns + shape.value_columns)
-    return 2.0 * parameters.active_without_embedding + attention
+    attention = shape.attention_layers * length * shape.heads * (shape.query_columns + shape.value_columns)
+    keys, values = shape.linear_key_columns, shape.linear_value_columns
+    per_head = 6 * keys * values + 2 * DELTA_CHUNK * (keys + values)
+    linear = sum(shape.linear) * shape.linear_values * per_head
+    return 2.0 * parameters.active_without_embedding + attention + linear
 
 
 def step_work(
@@ -46,10 +55,7 @@ def step_work(
     *,
     engine: EnginePlan | None,
 ) -> Work:
-    """
-    Args:
-        engine: None with `slimrl sft`.
-    """
+    """`engine` is None with `slimrl sft`."""
     trainer = recipe.trainer
     updates = trainer.updates_per_rollout if engine else 1
     forward = forward_flops_per_token(shape, parameters, batch.trajectory_tokens) * batch.tokens * updates
@@ -73,10 +79,9 @@ def step_work(
 
 
 def _fill(trainer: TrainerConfig, batch: Batch) -> float:
-    """Share of the tokens of all micro-batches that are no padding: a rank passes over micro-batches of its own size
-    alone, so that only the number of sequences that do not divide over ranks costs."""
-    parallel = trainer.parallel
-    data = trainer.num_ranks // (parallel.tensor * parallel.context * parallel.pipeline)
+    """Balance of the sequences over data-parallel ranks: their mean over their largest number on a rank. Micro-batches
+    are not padded to a common size, so nothing else costs."""
+    data = trainer.parallel.data(trainer.num_ranks)
     sequences = batch.tokens // batch.trajectory_tokens
     per_rank = -(-sequences // data)
     return sequences / (per_rank * data)

@@ -1,10 +1,14 @@
-"""What leaders of the trainer's nodes pass to each other of one bucket.
+"""Messages between the trainer's nodes for one bucket, from the memory of one leader straight into that of another.
 
-Neighbouring blocks with the same way travel as one message, out of the memory of one leader straight into that of the
-other. Blocks of columns are not contiguous in memory; each is a message of its own, copied at both ends.
+1. Blocks that a node transforms before it passes them on travel as what they became, all others as they are.
+2. Neighbouring blocks with the same source and targets travel as one message. Regions of columns are not contiguous:
+   each is a message of its own, copied at both ends.
+3. The ranks of a node take turns: what goes from one node to another, and what is broadcast, is cut into equal shares,
+   one for each rail, a rank of every node. Rails work side by side, so all network adapters of a node do.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -13,9 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.data.protocols import TensorPart
-from slimrl.resync.plan import Block, Transfer
+from slimrl import device
+from slimrl.data.weights import Place
+from slimrl.resync.buckets import Bucket
+from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.ranks import other_ranks
+
+CUT_BYTES = 512
+"""Messages are cut at multiples of this in a bucket: NCCL is slow with memory that is not aligned to 16 bytes."""
+
+_Way = tuple[str, str] | None
+"""Source and target of messages; None for broadcasts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,99 +35,150 @@ class Message:
     source: str
     """The node that has it"""
     targets: tuple[str, ...]
+    """Nodes that get it: one, or, by broadcast, all others of the trainer"""
     start: int
     stop: int
     """Bytes of the bucket that it spans"""
-    columns: Block | None = None
-    """The block, where it does not fill the span."""
+    transformed: bool = False
+    """Whether these are of the bucket as it is sent to engines, not as it is gathered."""
+    columns: Place | None = None
+    """The region of a tensor that it carries, where that does not fill the span."""
+    rail: int = 0
+    """Which rank of each node works on it, by their order there"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.columns[0].region_bytes(self.columns[1]) if self.columns else self.stop - self.start
 
 
-def messages(transfers: Iterable[Transfer]) -> list[Message]:
-    """The transfers of a bucket as few messages."""
+def messages(plan: ResyncPlan, bucket: Bucket) -> list[Message]:
+    """What nodes pass on of a bucket, in one order for all, in as few messages as possible."""
+    each = [
+        _message(place, source, targets, transformed=bool(block.outputs))
+        for block in plan.blocks(bucket)
+        for source, targets in plan.routes(bucket, block.part, block.piece)
+        for place in block.outputs or [(block.part, block.region)]
+    ]
+    each.sort(key=lambda message: (message.transformed, message.start))
     joined: list[Message] = []
-    for message in map(_message, transfers):
+    for message in each:
         last = joined[-1] if joined else None
         if (
             last is not None
             and (last.source, last.targets, last.stop) == (message.source, message.targets, message.start)
+            and last.transformed is message.transformed
             and last.columns is None is message.columns
         ):
             joined[-1] = replace(last, stop=message.stop)
         else:
             joined.append(message)
-    return joined
-
-
-def part_view(flat: Tensor, part: TensorPart) -> Tensor:
-    """The part of a tensor that lies in a bucket's memory."""
-    return flat[part.offset : part.offset + part.nbytes].view(getattr(torch, part.spec.dtype)).view(part.shape)
+    return list(_shared(joined, len(plan.rails)))
 
 
 class Exchange:
-    """The group of all leaders. Made by all ranks of the trainer together, used by the leaders alone."""
+    """A rank on its rail. Made by all ranks of the trainer together; those of no rail do nothing in it."""
 
-    def __init__(self, leaders: Mapping[str, int], rank: int, timeout_s: float) -> None:
-        self._leaders, self._rank = leaders, rank
-        self._node = next((node for node, leader in leaders.items() if leader == rank), None)
-        self._group: Any = dist.new_group(list(leaders.values()), timeout=timedelta(seconds=timeout_s))
+    def __init__(self, rails: Sequence[Mapping[str, int]], rank: int, timeout_s: float) -> None:
+        self._rail, self._node, self._ranks = -1, "", rails[0]
+        self._group: Any = None
+        for number, ranks in enumerate(rails):
+            group = dist.new_group(list(ranks.values()), timeout=timedelta(seconds=timeout_s))
+            node = next((node for node, each in ranks.items() if each == rank), None)
+            if node is not None:
+                self._rail, self._node, self._ranks, self._group = number, node, ranks, group
+        if self._group is not None:
+            # NCCL wants all members in a group's first call, and messages are between some of them.
+            with other_ranks():
+                dist.all_reduce(torch.zeros(1, device=device.compute_device()), group=self._group)
 
-    def run(self, flat: Tensor, todo: Iterable[Message]) -> None:
-        """Send and receive a bucket's messages; those of every leader must be the same, in one order.
+    def run(self, gathered: Tensor, sent: Tensor | None, todo: Iterable[Message]) -> None:
+        """Send and receive those of a bucket's messages that are this rail's; all ranks have the same, in one order.
+
+        Args:
+            gathered: the bucket in this node's memory.
+            sent: the same as the engines get it; None where no message is transformed.
 
         Raises:
-            RankError: another leader died or is late.
+            RankError: another rank of the rail died or is late.
         """
         operations: list[dist.P2POp] = []
         received: list[tuple[Tensor, Tensor]] = []
         with other_ranks():
             for message in todo:
                 to_all = len(message.targets) > 1
-                if not to_all and self._node not in (message.source, *message.targets):
+                if message.rail != self._rail or not (to_all or self._node in (message.source, *message.targets)):
                     continue
-                place = _place(flat, message)
+                memory = _memory_of(gathered, sent, message)
                 is_source = message.source == self._node
-                tensor = place.contiguous()
-                if tensor is not place and not is_source:
-                    received.append((place, tensor))
+                tensor = memory.contiguous()
+                if tensor is not memory and not is_source:
+                    received.append((memory, tensor))
+                # Backends do not know every dtype.
+                data = tensor.view(torch.uint8)
                 if to_all:
-                    dist.broadcast(tensor, self._leaders[message.source], group=self._group)
+                    dist.broadcast(data, self._ranks[message.source], group=self._group)
                     continue
                 function = dist.isend if is_source else dist.irecv
                 peer = message.targets[0] if is_source else message.source
-                operations.append(dist.P2POp(function, tensor, self._leaders[peer], group=self._group))
+                operations.append(dist.P2POp(function, data, self._ranks[peer], group=self._group))
             if operations:
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
-        for place, tensor in received:
-            place.copy_(tensor)
-        if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)
+        for memory, tensor in received:
+            memory.copy_(tensor)
+        device.finish_queued_work()
 
     def close(self) -> None:
-        if self._node is not None and dist.is_initialized():
+        if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
 
 
-def _message(transfer: Transfer) -> Message:
-    part, target = transfer.block.part, transfer.block.target
-    if not target:
-        start, stop, fills = part.offset, part.offset + part.nbytes, True
-    else:
-        row = part.nbytes // (part.stop - part.start)
-        start, stop = (part.offset + edge * row for edge in (target[0].start, target[0].stop))
-        fills = all(
-            (columns.start, columns.stop) == (0, size) for columns, size in zip(target[1:], part.shape[1:], strict=True)
-        )
+def _message(place: Place, source: str, targets: tuple[str, ...], *, transformed: bool) -> Message:
+    part, region = place
+    rows, *columns = part.local(region) or (slice(0, 1),)
+    row_bytes = part.nbytes // (part.stop - part.start)
+    start, stop = (part.offset + edge * row_bytes for edge in (rows.start, rows.stop))
+    fills = all((edge.start, edge.stop) == (0, size) for edge, size in zip(columns, part.shape[1:], strict=True))
     return Message(
-        source=transfer.source,
-        targets=transfer.targets,
+        source=source,
+        targets=targets,
         start=start,
         stop=stop,
-        columns=None if fills else transfer.block,
+        transformed=transformed,
+        columns=None if fills else place,
     )
 
 
-def _place(flat: Tensor, message: Message) -> Tensor:
+def _shared(todo: Sequence[Message], num_rails: int) -> Iterator[Message]:
+    """The messages, cut so that every rail has an equal share of what goes one way."""
+    ways: Counter[_Way] = Counter()
+    for message in todo:
+        ways[_way(message)] += message.nbytes
+    shares = {way: -(-nbytes // num_rails) for way, nbytes in ways.items()}
+    done: Counter[_Way] = Counter()
+    for message in todo:
+        way, start = _way(message), message.start
+        while start < message.stop:
+            rail = min(done[way] // max(1, shares[way]), num_rails - 1)
+            stop = message.stop
+            if message.columns is None and rail + 1 < num_rails:
+                left = start + (rail + 1) * shares[way] - done[way]
+                stop = min(stop, -(-left // CUT_BYTES) * CUT_BYTES)
+            share = replace(message, start=start, stop=stop, rail=rail)
+            yield share
+            done[way] += share.nbytes
+            start = stop
+
+
+def _way(message: Message) -> _Way:
+    """Broadcasts are one way whatever their source: they reach every node, and fewer are cut."""
+    return (message.source, message.targets[0]) if len(message.targets) == 1 else None
+
+
+def _memory_of(gathered: Tensor, sent: Tensor | None, message: Message) -> Tensor:
+    flat = sent if message.transformed else gathered
+    assert flat is not None
     if message.columns is None:
         return flat[message.start : message.stop]
-    return part_view(flat, message.columns.part)[message.columns.target]
+    part, region = message.columns
+    return part.region_view(flat, region)  # type: ignore[no-any-return]

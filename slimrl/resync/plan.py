@@ -1,12 +1,13 @@
-"""Who does what in a resync: pure functions of the trainer's layout and of where the engines are.
+"""Which rank does what in a resync: pure functions of the trainer's layout and the engines' nodes.
 
-Each node of the trainer has a leader, its lowest rank, in whose shared memory a bucket comes together. Leaders that
+Each node of the trainer has a leader, its lowest rank. A bucket is gathered in the leader's shared memory. Leaders that
 serve engines are senders: with `ipc` those of the engines' nodes, with other transports rank 0 alone.
 
 1. Each rank writes the pieces that it owns for its node to their place in the leader's memory.
-2. What a sender's node lacks, leaders pass on: each byte crosses the network once for each node that needs it, never
-   once per rank.
-3. The senders have their engines load the bucket.
+2. A leader transforms what its node has, if that makes it smaller.
+3. Nodes send each other what the senders' nodes lack: each byte crosses the network once for each node that needs it,
+   never once per rank. All ranks of a node work on that, between the memories of the leaders.
+4. The senders transform the rest and have their engines load the bucket.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from slimrl.config.schema import TransportName
-from slimrl.data.protocols import EnginePlace, Region, SourcePiece, SourceTensor, TensorPart
-from slimrl.resync.buckets import PlannedBucket, Transform, cut_buckets
+from slimrl.data.weights import EnginePlace, Place, Region, SourceLayout, SourcePiece, TensorPart
+from slimrl.resync.buckets import Bucket, Transform, cut_buckets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,93 +28,146 @@ class Sender:
     """Names of the engines to which it sends"""
 
 
+Overlap = tuple[TensorPart, Region, SourcePiece]
+"""A part, a piece of the same tensor, and the region of the tensor that lies in both."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What one piece gives to a bucket."""
+    """What nodes pass on as one: an overlap, or a whole part where the same nodes have all of it."""
 
     part: TensorPart
-    target: Region
-    """Within the part"""
-    source: Region
-    """Within the piece"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """A block that leaders pass on."""
-
-    block: Block
-    source: str
-    """The node that has it"""
-    targets: tuple[str, ...]
-    """Nodes that get it: one, or, by broadcast, all others of the trainer."""
+    region: Region
+    piece: SourcePiece
+    """Its holders together hold the block."""
+    outputs: tuple[Place, ...] = ()
+    """What a node transforms it into before it passes it on; empty where it travels as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResyncPlan:
-    buckets: tuple[PlannedBucket, ...]
-    tensors: Mapping[str, SourceTensor]
-    """By name"""
+    buckets: tuple[Bucket, ...]
+    pieces: Mapping[str, tuple[SourcePiece, ...]]
+    """By the tensor's name"""
     nodes: tuple[str, ...]
     """Node of each trainer rank"""
     senders: tuple[Sender, ...]
+    transform: Transform | None = None
 
     @cached_property
     def leaders(self) -> dict[str, int]:
         """Lowest rank of each node of the trainer, in the order of ranks."""
         return self._owners(tuple(range(len(self.nodes))))
 
+    @cached_property
+    def rails(self) -> tuple[dict[str, int], ...]:
+        """The ranks that exchange with each other, by node: the first of each node, the second of each, and so on.
+
+        Ranks that have no counterpart on some node are in none.
+        """
+        ranks: dict[str, list[int]] = {node: [] for node in self.leaders}
+        for rank, node in enumerate(self.nodes):
+            ranks[node].append(rank)
+        return tuple(dict(zip(ranks, members, strict=True)) for members in zip(*ranks.values(), strict=False))
+
     def sender(self, rank: int) -> Sender | None:
         """None for a rank that sends to no engine."""
         return next((sender for sender in self.senders if sender.rank == rank), None)
 
-    def owner(self, piece: SourcePiece, node: str) -> int | None:
-        """The rank that writes a piece for its node, the lowest that holds it; None where none of the node does."""
-        return self.owners(piece).get(node)
-
     def owners(self, piece: SourcePiece) -> Mapping[str, int]:
-        """The owner on each node that holds a piece."""
+        """The rank that writes a piece for each node that holds it: the lowest holder there."""
         return self._owners(piece.holders)
 
-    def writes(self, bucket: PlannedBucket, rank: int) -> list[Block]:
+    def writes(self, bucket: Bucket, rank: int) -> list[Overlap]:
         """What a rank writes into its node's memory: what the node needs, or passes on."""
         node = self.nodes[rank]
-        needed = node in self._needing
+        return [
+            (part, region, piece)
+            for part, region, piece in self.overlaps(bucket)
+            if self.owners(piece).get(node) == rank and self._uses(node, bucket, part, piece)
+        ]
+
+    def overlaps(self, bucket: Bucket) -> Iterator[Overlap]:
+        """What the bucket consists of, in the order of its parts."""
+        for part in bucket.gathered:
+            yield from self._overlaps(part)
+
+    def blocks(self, bucket: Bucket) -> Iterator[Block]:
+        """What the bucket consists of, in the order of its parts."""
+        for part in bucket.gathered:
+            overlaps = self._joined(list(self._overlaps(part)))
+            outputs = self._outputs(bucket, overlaps)
+            for (_, region, piece), output in zip(overlaps, outputs, strict=True):
+                yield Block(part=part, region=region, piece=piece, outputs=output)
+
+    def transforms(self, bucket: Bucket, node: str) -> list[Block]:
+        """What a node transforms before the exchange: what it has, and needs or passes on."""
         return [
             block
-            for block, piece in self.blocks(bucket)
-            if self.owner(piece, node) == rank
-            and (needed or any(source == node for source, _ in self.routes(bucket, block, piece)))
+            for block in self.blocks(bucket)
+            if block.outputs and node in self.owners(block.piece) and self._uses(node, bucket, block.part, block.piece)
         ]
 
-    def transfers(self, bucket: PlannedBucket) -> list[Transfer]:
-        """What leaders pass on, in the order of the bucket's parts."""
-        return [
-            Transfer(block=block, source=source, targets=targets)
-            for block, piece in self.blocks(bucket)
-            for source, targets in self.routes(bucket, block, piece)
-        ]
+    def transforms_behind(self, bucket: Bucket) -> list[TensorPart]:
+        """What every sender transforms behind the exchange."""
+        if self.transform is None:
+            return []
+        before = {(block.part.spec.name, block.part.start) for block in self.blocks(bucket) if block.outputs}
+        return [part for part in bucket.gathered if (part.spec.name, part.start) not in before]
 
-    def blocks(self, bucket: PlannedBucket) -> Iterator[tuple[Block, SourcePiece]]:
-        """What the bucket consists of, in the order of its parts, and the piece that each block is of."""
-        for part in bucket.gathered.parts:
-            for piece in self.tensors[part.spec.name].pieces:
-                if block := _block(part, piece.region):
-                    yield block, piece
+    def answers_for(self, bucket: Bucket, block: Block) -> str:
+        """The node that hashes a block before and after its transform: where the first sender has it from."""
+        first = self._needing[0]
+        routes = self.routes(bucket, block.part, block.piece)
+        return next((source for source, targets in routes if first in targets), first)
 
-    def routes(self, bucket: PlannedBucket, block: Block, piece: SourcePiece) -> list[tuple[str, tuple[str, ...]]]:
-        """(source, targets) by which the nodes that lack the block get it.
+    def routes(self, bucket: Bucket, part: TensorPart, piece: SourcePiece) -> list[tuple[str, tuple[str, ...]]]:
+        """(source, targets) by which nodes that need a piece's rows of a part, and do not hold them, get them.
 
-        Sources take turns along the bucket, so that nodes of equal content share the work.
+        Sources take turns along the bucket, so that nodes with the same pieces divide the work.
         """
         lacking = self._lacking(piece.holders)
         if not lacking:
             return []
         holding = list(self.owners(piece))
-        first = block.part.offset * len(holding) // bucket.gathered.nbytes
+        first = part.offset * len(holding) // bucket.gathered_bytes
         if len(lacking) > len(holding):
             return [(holding[first], self._others[holding[first]])]
         return [(holding[(first + i) % len(holding)], (node,)) for i, node in enumerate(lacking)]
+
+    def _overlaps(self, part: TensorPart) -> Iterator[Overlap]:
+        for piece in self.pieces[part.spec.name]:
+            rows = piece.region[0] if piece.region else slice(0, 1)
+            start, stop = max(rows.start, part.start), min(rows.stop, part.stop)
+            if start < stop:
+                yield part, (slice(start, stop), *piece.region[1:]) if piece.region else (), piece
+
+    def _joined(self, overlaps: list[Overlap]) -> list[Overlap]:
+        """One overlap instead of all those of a part, where the same nodes hold each: then their routes are equal."""
+        if len(overlaps) == 1 or len({tuple(self.owners(piece)) for _, _, piece in overlaps}) > 1:
+            return overlaps
+        part = overlaps[0][0]
+        holders = tuple(sorted({rank for _, _, piece in overlaps for rank in piece.holders}))
+        return [(part, part.region, SourcePiece(region=part.region, holders=holders))]
+
+    def _outputs(self, bucket: Bucket, overlaps: list[Overlap]) -> list[tuple[Place, ...]]:
+        """Of each overlap of a part; if one has none, none has any."""
+        part = overlaps[0][0]
+        none: list[tuple[Place, ...]] = [()] * len(overlaps)
+        if self.transform is None or len(self.leaders) == 1 or not self.transform.changes(part.spec):
+            return none
+        places = bucket.outputs(self.transform, part)
+        outputs: list[tuple[Place, ...]] = []
+        for _, region, _ in overlaps:
+            regions = self.transform.output_regions(part.spec, region)
+            if regions is None:
+                return none
+            outputs.append(tuple(zip(places, regions, strict=True)))
+        return outputs
+
+    def _uses(self, node: str, bucket: Bucket, part: TensorPart, piece: SourcePiece) -> bool:
+        """Whether a node needs the rows of a piece, or passes them on."""
+        return node in self._needing or any(source == node for source, _ in self.routes(bucket, part, piece))
 
     @cached_property
     def _needing(self) -> tuple[str, ...]:
@@ -151,7 +205,7 @@ class ResyncPlan:
 
 
 def plan_resync(
-    tensors: Sequence[SourceTensor],
+    layout: SourceLayout,
     nodes: Sequence[str],
     engines: Sequence[EnginePlace],
     *,
@@ -168,9 +222,13 @@ def plan_resync(
         ValueError: tensors do not go into buckets of this size, see `cut_buckets`; or, with `ipc`, an engine is not on
             one node of the trainer.
     """
-    buckets = cut_buckets([tensor.spec for tensor in tensors], bucket_bytes, transform)
-    by_name = {tensor.spec.name: tensor for tensor in tensors}
-    return ResyncPlan(buckets=buckets, tensors=by_name, nodes=tuple(nodes), senders=_senders(nodes, engines, transport))
+    return ResyncPlan(
+        buckets=cut_buckets(list(layout), bucket_bytes, transform),
+        pieces={spec.name: pieces for spec, pieces in layout.items()},
+        nodes=tuple(nodes),
+        senders=_senders(nodes, engines, transport),
+        transform=transform,
+    )
 
 
 def _senders(nodes: Sequence[str], engines: Sequence[EnginePlace], transport: TransportName) -> tuple[Sender, ...]:
@@ -187,19 +245,4 @@ def _senders(nodes: Sequence[str], engines: Sequence[EnginePlace], transport: Tr
     return tuple(
         Sender(rank=nodes.index(node), node=node, engines=tuple(names))
         for node, names in sorted(served.items(), key=lambda item: nodes.index(item[0]))
-    )
-
-
-def _block(part: TensorPart, region: Region) -> Block | None:
-    """What a piece with this region gives to a part; None where they do not meet."""
-    if not region:
-        return Block(part=part, target=(), source=())
-    rows, *columns = region
-    start, stop = max(rows.start, part.start), min(rows.stop, part.stop)
-    if start >= stop:
-        return None
-    return Block(
-        part=part,
-        target=(slice(start - part.start, stop - part.start), *columns),
-        source=(slice(start - rows.start, stop - rows.start), *(slice(0, c.stop - c.start) for c in columns)),
     )

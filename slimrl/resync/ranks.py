@@ -1,6 +1,6 @@
-"""What the ranks of the trainer say to each other during a resync: small values, over gloo, with a deadline.
+"""Small collectives of the trainer's ranks during a resync, over gloo, with a deadline.
 
-A rank that died makes the others fail at once, one that hangs makes them fail at the deadline.
+The others fail at once when a rank dies, and at the deadline when it hangs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ class RankError(Exception):
 
 
 class Ranks:
-    """All ranks of the default process group, or this process alone where there is none. Made by all together.
+    """All ranks of the default process group, or this process alone without one. All ranks construct it together.
 
     Args:
         node: name of the node of this rank.
@@ -40,7 +40,7 @@ class Ranks:
                     self._node_group = group
 
     def agree(self, verdict: int) -> int:
-        """The highest verdict of all ranks; every rank has come this far when it returns."""
+        """The highest verdict of all ranks; also a barrier."""
         if self._group is None:
             return verdict
         value = torch.tensor([verdict])
@@ -49,7 +49,7 @@ class Ranks:
         return int(value.item())
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on all of them."""
+        """Every rank's value, by rank, on all ranks."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -58,13 +58,13 @@ class Ranks:
         return values
 
     def add(self, values: torch.Tensor) -> None:
-        """Replace the values by the sums over all ranks; a CPU tensor, of one shape on every rank."""
+        """All-reduce a CPU tensor in place, by sum."""
         if self._group is not None:
             with other_ranks():
                 dist.all_reduce(values, group=self._group)
 
-    def meet_on_node(self) -> None:
-        """Returns when all ranks of this node have come this far."""
+    def node_barrier(self) -> None:
+        """Barrier of this node's ranks."""
         if self._node_group is not None:
             with other_ranks():
                 dist.barrier(group=self._node_group)
@@ -81,7 +81,7 @@ class Ranks:
 
 @contextmanager
 def other_ranks() -> Iterator[None]:
-    """Around collective calls: torch raises RuntimeError for a peer that is gone and for one that is late."""
+    """Turns the RuntimeError that a collective raises for a dead or late peer into RankError."""
     try:
         yield
     except RuntimeError as error:

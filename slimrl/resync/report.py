@@ -1,4 +1,4 @@
-"""What a resync reports, and the clock of its stages."""
+"""The report of a resync, and the clock of its stages."""
 
 import time
 from collections import defaultdict
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class ResyncError(Exception):
-    """A resync broke off; says at which version, bucket and tensor, and what failed."""
+    """A resync failed; names version, bucket, tensor and cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +21,23 @@ class ResyncReport:
     """From pause to resume"""
     stage_seconds: dict[str, float]
     """Of the slowest rank. pause: with opening the update. gather, transform: in the trainer. send: until engines have
-    loaded, beside the former ones; wait: the rest of it, when nothing else was to be done. agree: on each bucket, with
-    waiting for other ranks. activate: closing the update, flush, version, resume. verify: fingerprints of what engines
-    loaded and should have. hash: fingerprints of what the transform takes and makes, bucket by bucket."""
+    loaded, beside the former two. wait: the part of it in which the trainer had nothing else to do. agree: on each
+    bucket, with waiting for other ranks. activate: closing the update, flush, version, resume. verify: fingerprints of
+    the engines' and the trainer's tensors. hash: fingerprints before and after the transform, bucket by bucket."""
     verified_tensors: int
     """Tensors compared, counted once per engine."""
     mismatching: tuple[str, ...]
-    """`<engine>: <tensor>` of each that differed; if there are any, all engines are still paused."""
+    """`<engine>: <tensor>` of each that differed. If there are any, all engines are still paused."""
     failed_engines: dict[str, str]
-    """Engines that were taken out, and why; they are paused, or gone."""
+    """Engines that were taken out, and why; they are paused or dead."""
     stale_requests: int
-    """Requests that go on with keys and values of earlier weights."""
+    """Requests that continue with keys and values of earlier weights."""
     peak_extra_bytes: int
-    """Memory that the largest rank holds for resyncs besides its weights."""
+    """Memory for resyncs on the rank that holds most."""
     written_bytes: int | None = None
     """Of the version's files (`disk`, `delta`)"""
     changed_fraction: float | None = None
-    """Of all elements, against the version before (`delta`); None too for a version that is written whole"""
+    """Of all elements, against the version before (`delta`); None for a version that is written whole"""
 
     @property
     def transfer_seconds(self) -> float:
@@ -46,7 +46,7 @@ class ResyncReport:
 
 
 class Clock:
-    """Adds up seconds by stage; not for two threads at once under one name."""
+    """Adds up seconds by stage. Two threads must not time one stage at once."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

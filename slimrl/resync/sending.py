@@ -1,21 +1,21 @@
-"""The send of one bucket, under way in a thread of its own."""
+"""The send of one bucket in a thread of its own, and the clock of such sends."""
 
 import threading
 import time
 from collections.abc import Callable
 
-from slimrl.data.protocols import EngineError
+from slimrl.data.engine import EngineError
 from slimrl.resync.report import Clock
 
 
-class Sending:
+class SendThread:
     """
     Args:
         send: must return or raise within its own deadline.
-        after: one that must have ended first; where it failed, this one is not begun.
+        after: one that must end first; if it fails, this one does not begin and has its error.
     """
 
-    def __init__(self, send: Callable[[], object], after: "Sending | None" = None) -> None:
+    def __init__(self, send: Callable[[], object], after: "SendThread | None" = None) -> None:
         self._send, self._after = send, after
         self._error: Exception | None = None
         # No daemon, as in BroadcastGroup.drop.
@@ -23,7 +23,7 @@ class Sending:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> Exception | None:
-        """What the send raised; the thread has ended, or is late."""
+        """The send's error, or None; an EngineError if it has not ended in time."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return EngineError(f"a bucket was not sent within {timeout_s:g} s")
@@ -43,7 +43,7 @@ class Sending:
 
 
 class SendClock:
-    """Seconds in which at least one send was under way, as stage `send` of a clock. For sends that end in order."""
+    """Adds the seconds in which at least one send was running to the stage `send`. For sends that end in order."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._lock = clock, threading.Lock()

@@ -1,46 +1,23 @@
-"""What the writers of versions share: buckets in, a manifest out, hashed and worked on block by block.
+"""Common parts of the writers of versions. They take buckets, hash and write them block by block, and give a manifest.
 
-A tensor may come in parts, its rows in ascending order. A few threads work on a few blocks at a time, and no more than
-these are held besides the bucket.
+A tensor may come in parts, its rows in ascending order. A few threads work on a few blocks at a time; no other memory
+is held besides the bucket.
 """
 
-import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
-from slimrl.models.versions.blocks import MAX_WORKERS, block_ranges
-from slimrl.models.versions.manifest import Manifest
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-class VersionWriter(Protocol):
-    """Raises OSError from every method: the disk is full, or writing failed."""
-
-    @property
-    def changed_fraction(self) -> float | None:
-        """Of all elements that came, against the base; None for a version without one."""
-        ...
-
-    def write(self, bucket: BucketSpec, data: np.ndarray) -> None:
-        """Take a bucket; `data`, uint8 [bucket.nbytes], may change when this returns."""
-        ...
-
-    def finish(self) -> Manifest:
-        """Everything is on the disk, the manifest last."""
-        ...
-
-    def close(self) -> None:
-        """Let go of files and threads, after `finish` or instead of it."""
-        ...
+from slimrl.config.schema import DeltaEncoding
+from slimrl.data.weights import TensorPart, TensorSpec, num_rows
+from slimrl.versions.codec import MAX_WORKERS, block_ranges, num_workers
+from slimrl.versions.directory import sync_and_close
+from slimrl.versions.manifest import Frame, Manifest, StoredTensor, VersionRef, write_manifest
 
 
 @dataclass(frozen=True)
@@ -54,40 +31,78 @@ class TensorBlock:
     """uint8"""
 
 
-class TensorHashes:
-    """XXH3-64 of tensors whose rows come in ascending order, in any number of parts."""
+class VersionWriter:
+    """Raises OSError from every method: the disk is full, or writing failed.
 
-    def __init__(self) -> None:
-        self._states: dict[str, tuple[xxhash.xxh3_64, int]] = {}
-        self._digests: dict[str, str] = {}
+    Args:
+        folder: new and empty.
+        specs: all tensors that will come, in order.
+    """
 
-    def update(self, part: TensorPart, data: np.ndarray) -> None:
-        name = part.spec.name
-        state, rows = self._states.pop(name, (xxhash.xxh3_64(), 0))
-        assert part.start == rows, f"{name}: row {part.start} came where {rows} was due"
-        state.update(data.data)
-        if part.stop == num_rows(part.spec):
-            self._digests[name] = state.hexdigest()
-        else:
-            self._states[name] = state, part.stop
+    changed_fraction: float | None = None
+    """Of all elements, against the base, when the version is finished; None for a version without a base."""
 
-    def digest(self, name: str) -> str:
-        """16 hexadecimal digits, of a tensor that has come whole."""
-        return self._digests[name]
+    def __init__(self, folder: Path, ref: VersionRef, specs: Sequence[TensorSpec]) -> None:
+        self._folder, self._ref, self._specs = folder, ref, specs
+        self._hashing: dict[str, tuple[xxhash.xxh3_64, int]] = {}
+        """Of tensors of which not all rows have come: the hash so far, and the next row"""
+        self._hashes: dict[str, str] = {}
+        self._pool = ThreadPoolExecutor(num_workers())
+        self._syncs: list[Future[None]] = []
+
+    def write(self, parts: Sequence[TensorPart], data: np.ndarray) -> None:
+        """Take a bucket; `data`, uint8, may change when this returns."""
+        raise NotImplementedError
+
+    def finish(self) -> Manifest:
+        """Bring everything to the disk, the manifest last."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release files and threads, after `finish` or instead of it."""
+        # Each sync that is running or queued closes its file.
+        self._pool.shutdown()
+
+    def _hashed_blocks(self, parts: Sequence[TensorPart], data: np.ndarray) -> Iterator[TensorBlock]:
+        """The bucket's bytes, block by block; hashes each part before its blocks."""
+        for part in parts:
+            value, name = data[part.offset : part.offset + part.nbytes], part.spec.name
+            state, rows = self._hashing.pop(name, (xxhash.xxh3_64(), 0))
+            assert part.start == rows, f"{name}: row {part.start} came instead of {rows}"
+            state.update(value.data)
+            if part.stop == num_rows(part.spec):
+                self._hashes[name] = state.hexdigest()
+            else:
+                self._hashing[name] = state, part.stop
+            first = part.start * (part.nbytes // (part.stop - part.start)) if part.start else 0
+            for start, stop in block_ranges(part.nbytes):
+                yield TensorBlock(part.spec, first + start, value[start:stop])
+
+    def _sync_in_background(self, descriptor: int) -> None:
+        """Sync and close a file, so that the disk works while the next bucket is gathered."""
+        self._syncs.append(self._pool.submit(sync_and_close, descriptor))
+
+    def _write_manifest(
+        self,
+        files: Mapping[str, int],
+        frames: Mapping[str, Sequence[Frame]],
+        *,
+        base: VersionRef | None = None,
+        encoding: DeltaEncoding | None = None,
+    ) -> Manifest:
+        for sync in self._syncs:
+            sync.result()
+        tensors = {
+            spec.name: StoredTensor(spec=spec, xxh3=self._hashes[spec.name], frames=tuple(frames.get(spec.name, ())))
+            for spec in self._specs
+        }
+        manifest = Manifest(ref=self._ref, base=base, encoding=encoding, files=files, tensors=tensors)
+        write_manifest(self._folder, manifest)
+        return manifest
 
 
-def hashed_blocks(bucket: BucketSpec, data: np.ndarray, hashes: TensorHashes) -> Iterator[TensorBlock]:
-    """The bucket's bytes, block by block; each part is hashed before its blocks come."""
-    for part in bucket.parts:
-        value = data[part.offset : part.offset + part.nbytes]
-        hashes.update(part, value)
-        first = part.start * (part.nbytes // (part.stop - part.start)) if part.start else 0
-        for start, stop in block_ranges(part.nbytes):
-            yield TensorBlock(part.spec, first + start, value[start:stop])
-
-
-def in_order(pool: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
-    """(item, result) in the order of the items, computed by the pool at most a few ahead of who takes them."""
+def in_order[T, R](pool: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
+    """(item, result) in the order of the items; the pool computes at most a few ahead of the caller."""
     pending: deque[tuple[T, Future[R]]] = deque()
     try:
         for item in items:
@@ -99,15 +114,7 @@ def in_order(pool: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T
             first, future = pending.popleft()
             yield first, future.result()
     finally:
-        # After an error nobody works on the items' memory any more.
+        # After an error no thread may still work on the items' memory.
         for _, future in pending:
             if not future.cancel():
                 future.exception()
-
-
-def sync_and_close(descriptor: int) -> None:
-    """Raises OSError: what was written did not reach the disk."""
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

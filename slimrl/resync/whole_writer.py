@@ -4,35 +4,29 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from slimrl.data.protocols import BucketSpec, TensorSpec
-from slimrl.models.fp8 import FP8_DTYPE
+from slimrl.checkpoints.other_files import copy_other_files
+from slimrl.checkpoints.safetensors_file import file_layout, spec_bytes, write_at
+from slimrl.checkpoints.safetensors_folder import plan_safetensors_files, write_index
+from slimrl.data.weights import TensorPart, TensorSpec
 from slimrl.models.hf_config import plain_config, read_hf_config
-from slimrl.models.other_files import copy_other_files
-from slimrl.models.safetensors_file import file_layout, spec_bytes, write_at
-from slimrl.models.safetensors_folder import plan_files, write_index
-from slimrl.models.versions.blocks import num_workers
-from slimrl.models.versions.manifest import Manifest, StoredTensor, VersionRef, write_manifest
-from slimrl.resync.mirror import Mirror
-from slimrl.resync.version_writer import TensorBlock, TensorHashes, hashed_blocks, in_order, sync_and_close
+from slimrl.quantization.fp8 import FP8_DTYPE
+from slimrl.resync.last_version import LastVersion
+from slimrl.resync.version_writer import TensorBlock, VersionWriter, in_order
+from slimrl.versions.directory import sync_and_close
+from slimrl.versions.manifest import Manifest, VersionRef
 
 
-class WholeWriter:
-    """Implements VersionWriter.
-
+class WholeWriter(VersionWriter):
+    """
     Args:
-        folder: new and empty.
-        specs: all tensors that will come, in order.
         model_dir: checkpoint whose configuration, tokenizer and code go with the weights.
         file_bytes: most bytes of one file; a larger tensor gets a file of its own.
-        mirror: gets the tensors too; None where no delta will follow.
+        last_version: gets the tensors too; None if no delta will follow.
     """
-
-    changed_fraction: float | None = None
 
     def __init__(
         self,
@@ -42,50 +36,34 @@ class WholeWriter:
         model_dir: Path,
         *,
         file_bytes: int,
-        mirror: Mirror | None = None,
+        last_version: LastVersion | None = None,
     ) -> None:
-        self._folder, self._ref, self._specs, self._model_dir, self._mirror = folder, ref, specs, model_dir, mirror
-        self._files = plan_files(specs, file_bytes)
+        super().__init__(folder, ref, specs)
+        self._model_dir, self._last_version = model_dir, last_version
+        self._files = plan_safetensors_files(specs, file_bytes)
         self._file_of = {spec.name: name for name, group in self._files.items() for spec in group}
         self._missing = {name: sum(map(spec_bytes, group)) for name, group in self._files.items()}
         self._open: dict[str, tuple[int, dict[str, int]]] = {}
-        self._hashes = TensorHashes()
-        self._pool = ThreadPoolExecutor(num_workers())
-        self._syncs: list[Future[None]] = []
 
-    def write(self, bucket: BucketSpec, data: np.ndarray) -> None:
-        for part in bucket.parts:
+    def write(self, parts: Sequence[TensorPart], data: np.ndarray) -> None:
+        for part in parts:
             self._create(self._file_of[part.spec.name])
-        for _ in in_order(self._pool, self._write_block, hashed_blocks(bucket, data, self._hashes)):
+        for _ in in_order(self._pool, self._write_block, self._hashed_blocks(parts, data)):
             pass
-        for part in bucket.parts:
-            name = self._file_of[part.spec.name]
-            self._missing[name] -= part.nbytes
-        for name in {self._file_of[part.spec.name] for part in bucket.parts}:
+        for part in parts:
+            self._missing[self._file_of[part.spec.name]] -= part.nbytes
+        for name in {self._file_of[part.spec.name] for part in parts}:
             if not self._missing[name]:
-                # Now and not at the end, so that the disk works while the next bucket is gathered.
-                self._syncs.append(self._pool.submit(sync_and_close, self._open.pop(name)[0]))
+                self._sync_in_background(self._open.pop(name)[0])
 
     def finish(self) -> Manifest:
         for name, missing in self._missing.items():
             assert not missing, f"{name}: {missing} bytes never came"
         self._write_other_files()
-        for sync in self._syncs:
-            sync.result()
-        files = sorted(self._folder.iterdir())
-        manifest = Manifest(
-            ref=self._ref,
-            base=None,
-            encoding=None,
-            files={file.name: file.stat().st_size for file in files},
-            tensors={spec.name: StoredTensor(spec=spec, xxh3=self._hashes.digest(spec.name)) for spec in self._specs},
-        )
-        write_manifest(self._folder, manifest)
-        return manifest
+        return self._write_manifest({file.name: file.stat().st_size for file in sorted(self._folder.iterdir())}, {})
 
     def close(self) -> None:
-        # What was written is being synchronised or will be: each closes its file.
-        self._pool.shutdown()
+        super().close()
         for descriptor, _ in self._open.values():
             os.close(descriptor)
         self._open.clear()
@@ -101,8 +79,8 @@ class WholeWriter:
     def _write_block(self, block: TensorBlock) -> None:
         descriptor, offsets = self._open[self._file_of[block.spec.name]]
         write_at(descriptor, block.data.data, offsets[block.spec.name] + block.start)
-        if self._mirror is not None:
-            self._mirror.write(block.spec.name, block.start, block.data)
+        if self._last_version is not None:
+            self._last_version.write(block.spec.name, block.start, block.data)
 
     def _write_other_files(self) -> None:
         write_index(self._folder, self._files)
@@ -117,7 +95,7 @@ class WholeWriter:
 
 
 def _common_dtype(specs: Sequence[TensorSpec]) -> str:
-    """That of most of the bytes: of the weights, where biases that choose experts stay in float32 beside bfloat16."""
+    """That of most of the bytes: expert biases may be float32 beside weights in bfloat16."""
     nbytes: Counter[str] = Counter()
     for spec in specs:
         nbytes[spec.dtype] += spec_bytes(spec)

@@ -1,11 +1,12 @@
-"""Processes that compare answers symbolically (comparison.py), in place of threads that share the driver's interpreter.
+"""Processes that compare answers symbolically (comparison.py), outside of the driver's interpreter.
 
-1. The first answers start them, at most one per core and eight. Each compares one pair at a time; other answers wait.
-2. One that has ended, by its limit of CPU time or otherwise, is replaced when the next answer needs it.
-3. `close_comparers` ends them with the run. Without it they end when the driver does, whose pipe their stdin is.
+1. The first answers start the processes, at most one per core and eight. Each compares one pair at a time; other
+   answers wait.
+2. A process that has ended, by its CPU time limit or otherwise, is replaced when the next answer needs it.
+3. `close_comparers` ends them with the run. They also end with the driver, since their stdin is its pipe.
 
-A pool of multiprocessing would import the driver's main module into each, and would leave its resource tracker running
-after its end, for which the end of a run would wait.
+A multiprocessing pool would import the driver's main module into each process. Its resource tracker would outlive it,
+and the end of a run would wait for the tracker.
 """
 
 import json
@@ -22,37 +23,37 @@ from queue import LifoQueue
 MAX_COMPARERS = 8
 """A comparison takes some hundredths of a second, so more are not needed."""
 CPU_LIMIT_S = 5
-"""Of CPU time, for one comparison."""
+"""CPU time limit of one comparison."""
 DEADLINE_S = 300.0
-"""Wall clock, for a process to start and for it to answer. Only one that is stuck gets there."""
+"""Wall-clock deadline of a process's start and of an answer; only a stuck process reaches it."""
 _PROGRAM = Path(__file__).with_name("comparison.py")
-"""Started as a file: `-m` would look for the package, which a container may have elsewhere or not at all."""
+"""Started as a file: `-m` would need the package on the path, which a container may not have."""
 END_S = 10.0
 """How long a killed process may take to end."""
 
 
 class OutOfCpuTime(Exception):
-    """A comparison took more CPU time than it may."""
+    """A comparison exceeded its CPU time limit."""
 
 
 class ComparerFailed(Exception):
-    """A process ended or got stuck, which says nothing about the answer that it compared."""
+    """A process ended or got stuck; whether the answer is right is unknown."""
 
 
 class Comparers:
-    """At most `most` processes, started when they are needed.
+    """At most `max_processes` processes, started when needed.
 
     Args:
-        cpu_limit_s: CPU time of one comparison; the time in which a process starts does not count.
+        cpu_limit_s: CPU time of one comparison, without the start of the process.
         deadline_s: wall clock, for a start and for an answer.
     """
 
-    def __init__(self, *, most: int, cpu_limit_s: int = CPU_LIMIT_S, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, *, max_processes: int, cpu_limit_s: int = CPU_LIMIT_S, deadline_s: float = DEADLINE_S) -> None:
         self._cpu_limit_s, self._deadline_s = cpu_limit_s, deadline_s
-        # Last in, first out: a process that runs is taken before another one is started.
-        self._places: LifoQueue[_Comparer | None] = LifoQueue()
-        for _ in range(most):
-            self._places.put(None)
+        # Last in, first out: a running process is reused before another one is started.
+        self._slots: LifoQueue[_Comparer | None] = LifoQueue()
+        for _ in range(max_processes):
+            self._slots.put(None)
         self._lock = threading.Lock()
         self._started: set[_Comparer] = set()
         self._closed = False
@@ -61,27 +62,27 @@ class Comparers:
         """Whether two answers are mathematically the same. May be called from many threads.
 
         Raises:
-            OutOfCpuTime: the comparison took more than its limit.
+            OutOfCpuTime: the comparison exceeded its limit.
             ComparerFailed: the process ended otherwise or got stuck, or `close` was called.
         """
-        # Whoever holds a place gives it back by a deadline. How many wait before this one is for the caller's deadline.
-        comparer = self._places.get()
+        # A slot is always returned within a deadline. The caller's own deadline covers the wait in the queue.
+        comparer = self._slots.get()
         try:
             if comparer is None or not comparer.lives:
                 comparer = self._start()
                 comparer.wait_ready()
             return comparer.compare(answer, label)
         finally:
-            self._places.put(comparer)
+            self._slots.put(comparer)
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that live."""
+        """Pids of the processes that are alive."""
         with self._lock:
             return [comparer.pid for comparer in self._started if comparer.lives]
 
     def close(self) -> None:
-        """End all processes; comparisons that wait or are under way raise ComparerFailed."""
+        """End all processes; waiting and running comparisons raise ComparerFailed."""
         with self._lock:
             self._closed = True
             for comparer in self._started:
@@ -90,7 +91,7 @@ class Comparers:
     def _start(self) -> "_Comparer":
         with self._lock:
             if self._closed:
-                raise ComparerFailed("no answers are compared any more, the run ends")
+                raise ComparerFailed("the run is ending")
             self._started = {comparer for comparer in self._started if comparer.lives}
             comparer = _Comparer(self._cpu_limit_s, self._deadline_s)
             self._started.add(comparer)
@@ -101,7 +102,7 @@ class _Comparer:
     """One process, used by one thread at a time."""
 
     def __init__(self, cpu_limit_s: int, deadline_s: float) -> None:
-        # Of a session of its own, since Ctrl-C is for the driver. -P: files beside the program hide no module.
+        # In a new session, so Ctrl-C reaches the driver alone. -P: files beside the program do not shadow modules.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM), str(cpu_limit_s)],
             stdin=subprocess.PIPE,
@@ -141,7 +142,7 @@ class _Comparer:
         poll.register(self._answers, select.POLLIN)
         if not poll.poll(1000 * self._deadline_s):
             self.end()
-            raise ComparerFailed(f"a process that compares answers was stuck: nothing within {self._deadline_s:g} s")
+            raise ComparerFailed(f"the process that compares answers did not respond within {self._deadline_s:g} s")
         line = self._answers.readline()
         if not line:
             raise self._cause_of_end()
@@ -153,9 +154,9 @@ class _Comparer:
         with suppress(BrokenPipeError):
             self._questions.close()
         if code == -signal.SIGXCPU:
-            return OutOfCpuTime(f"a comparison took more than {self._cpu_limit_s} s of CPU time")
+            return OutOfCpuTime(f"the comparison took more than {self._cpu_limit_s} s of CPU time")
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        return ComparerFailed(f"a process that compares answers ended {how}")
+        return ComparerFailed(f"the process that compares answers ended {how}")
 
 
 _shared: Comparers | None = None
@@ -163,16 +164,16 @@ _shared_lock = threading.Lock()
 
 
 def shared_comparers() -> Comparers:
-    """Those of this process: a reward is a plain function, which nobody hands anything. None runs before it is used."""
+    """The comparers of this process, global because a reward function gets no other arguments."""
     global _shared
     with _shared_lock:
         if _shared is None:
-            _shared = Comparers(most=min(MAX_COMPARERS, len(os.sched_getaffinity(0))))
+            _shared = Comparers(max_processes=min(MAX_COMPARERS, len(os.sched_getaffinity(0))))
         return _shared
 
 
 def close_comparers() -> None:
-    """End the processes of `shared_comparers`; who asks for them afterwards gets others."""
+    """End the processes of `shared_comparers`, which starts new ones if it is called again."""
     global _shared
     with _shared_lock:
         comparers, _shared = _shared, None

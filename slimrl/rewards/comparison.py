@@ -1,13 +1,12 @@
-"""The process that compares answers symbolically, one after the other, each within a limit of CPU time.
+"""A program that compares answers symbolically, one after the other, each within a CPU time limit.
 
-`comparers.py` starts it as `python -P comparison.py SECONDS`; it imports nothing of slimrl:
+`comparers.py` starts it as `python -P comparison.py SECONDS`. It imports nothing of slimrl.
 
-1. It imports math-verify and compares one pair, which builds what only the first use needs; `true` says that it is
-   ready.
-2. It reads answer and label from stdin, a JSON list per line, and says `true` or `false`.
-3. Where a comparison takes more than SECONDS of CPU time the kernel ends the process: SIGXCPU. An exception would not
-   do, for math-verify and sympy catch exceptions of all kinds.
-4. It ends when stdin does, and so with the process that started it, however that one ended.
+1. It imports math-verify and compares one pair to warm up; it prints `true` when it is ready.
+2. It reads answer and label from stdin, a JSON list per line, and prints `true` or `false`.
+3. If a comparison takes more than SECONDS of CPU time, the kernel ends the process with SIGXCPU. An exception would not
+   do, since math-verify and sympy catch exceptions of all kinds.
+4. It ends at the end of stdin, and so with the process that started it.
 """
 
 import json
@@ -24,7 +23,7 @@ from math_verify import parse, verify
 
 
 def equivalent(answer: str, label: str) -> bool:
-    """Whether two answers, in LaTeX as within \\boxed{}, are mathematically the same. There is no bound on its time."""
+    """Whether two answers, in LaTeX as within \\boxed{}, are mathematically equal. May take arbitrarily long."""
     # math-verify's own limits are of wall-clock time.
     gold = parse(f"\\boxed{{{label}}}", parsing_timeout=None)
     given = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
@@ -33,7 +32,7 @@ def equivalent(answer: str, label: str) -> bool:
 
 @contextmanager
 def cpu_limit(seconds: int) -> Iterator[None]:
-    """The kernel ends this process when the block takes more than `seconds`, rounded up, of its CPU time."""
+    """Have the kernel end this process if the block takes more than `seconds` of CPU time, rounded up."""
     before = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, before[1]))
     try:
@@ -43,7 +42,7 @@ def cpu_limit(seconds: int) -> Iterator[None]:
 
 
 def main() -> None:
-    # What a library prints is no answer, and what it logs is not for the driver's terminal.
+    # Libraries must not print among the answers, nor log to the driver's terminal.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.getLogger().addHandler(logging.NullHandler())

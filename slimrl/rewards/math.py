@@ -1,41 +1,48 @@
 """Rewards for answers in \\boxed{}: 1 for the right one, 0 otherwise."""
 
 import logging
+import re
+from fractions import Fraction
 
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.boxed import final_answer, normalise, number
 from slimrl.rewards.comparers import OutOfCpuTime, shared_comparers
 
 MAX_SYMBOLIC_CHARACTERS = 300
 """A longer answer is not compared symbolically and counts as wrong."""
 MAX_DIGITS = 4000
-"""A longer answer is no number that anyone asked for; Python refuses to convert it."""
+"""A longer answer counts as wrong; Python refuses to convert such a number."""
+
+_BOX = "\\boxed{"
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
+_QUOTIENT = re.compile(r"(?P<sign>[+-]?)\\[dt]?frac\{(?P<top>[+-]?\d+)\}\{(?P<bottom>\d+)\}")
+_SLASH = re.compile(r"(?P<sign>)(?P<top>[+-]?\d+)/(?P<bottom>\d+)")
+_THOUSANDS = re.compile(r"(?<=\d)(,|\{,\}|\\,)(?=\d{3}(\D|$))")
 
 log = logging.getLogger(__name__)
 
 
 def boxed_exact(trajectory: Trajectory, prompt: Prompt) -> float:
-    """1.0 if the final answer is the label, as a number written in digits or as the same text.
+    """1.0 if the final answer is the label, as the same number in digits or the same text.
 
     `\\boxed{2+3}` is wrong for the label 5: a task about computing must not accept the problem as its answer.
     """
-    answer = final_answer(trajectory)
-    return float(answer is not None and _same(normalise(answer), normalise(str(prompt.label))) is True)
+    answer = _final_answer(trajectory)
+    return float(answer is not None and _same(_normalise(answer), _normalise(str(prompt.label))) is True)
 
 
 def boxed_equivalent(trajectory: Trajectory, prompt: Prompt) -> float:
     """1.0 if the final answer equals the label mathematically, for example `2\\sqrt{2}` and `\\sqrt{8}`.
 
-    Symbols are compared in processes of their own (comparers.py). An answer whose comparison takes more CPU time than
-    it may is wrong, and sets `metadata["reward_timed_out"]`, which reward/timeouts counts.
+    Separate processes compare symbols (comparers.py). An answer whose comparison exceeds the CPU time limit counts as
+    wrong and sets `metadata["reward_timed_out"]`, which reward/timeouts counts.
 
     Raises:
-        ComparerFailed: such a process failed, which says nothing about the answer.
+        ComparerFailed: such a process failed; whether the answer is right is unknown.
     """
-    answer = final_answer(trajectory)
+    answer = _final_answer(trajectory)
     if answer is None:
         return 0.0
-    same = _same(normalise(answer), normalise(str(prompt.label)))
+    same = _same(_normalise(answer), _normalise(str(prompt.label)))
     if same is not None:
         return float(same)
     if len(answer) > MAX_SYMBOLIC_CHARACTERS:
@@ -49,12 +56,51 @@ def boxed_equivalent(trajectory: Trajectory, prompt: Prompt) -> float:
 
 
 def _same(answer: str, label: str) -> bool | None:
-    """Whether two normalised answers are the same; None where that takes symbolic comparison."""
+    """Whether two normalised answers are the same; None if that needs symbolic comparison."""
     if answer == label:
         return True
     if len(answer) > MAX_DIGITS:
         return False
-    numbers = number(answer), number(label)
+    numbers = _number(answer), _number(label)
     if None in numbers:
         return None
     return numbers[0] == numbers[1]
+
+
+def _final_answer(trajectory: Trajectory) -> str | None:
+    """The last \\boxed{} of the final message; None if there is none or the message is not the model's."""
+    if not trajectory.messages or trajectory.messages[-1]["role"] != "assistant":
+        return None
+    return final_answer(trajectory.messages[-1]["content"] or "")
+
+
+def final_answer(text: str) -> str | None:
+    """The content of the last closed \\boxed{} of a text, with nested braces; None if there is none."""
+    start = text.rfind(_BOX)
+    while start >= 0:
+        depth = 1
+        begin = start + len(_BOX)
+        for position in range(begin, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[begin:position]
+        start = text.rfind(_BOX, 0, start)
+    return None
+
+
+def _normalise(answer: str) -> str:
+    """An answer without white space, dollar signs, thousands separators and a final full stop."""
+    text = answer.replace("$", "").replace("\N{MINUS SIGN}", "-")
+    text = _THOUSANDS.sub("", re.sub(r"\s+", "", text))
+    return text.removesuffix(".")
+
+
+def _number(normalised: str) -> Fraction | None:
+    """The value of a normalised answer that is a decimal number or a quotient of integers; None for anything else."""
+    if _NUMBER.fullmatch(normalised):
+        return Fraction(normalised)
+    match = _QUOTIENT.fullmatch(normalised) or _SLASH.fullmatch(normalised)
+    if match is None or int(match["bottom"]) == 0:
+        return None
+    value = Fraction(int(match["top"]), int(match["bottom"]))
+    return -value if match["sign"] == "-" else value

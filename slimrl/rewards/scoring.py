@@ -1,4 +1,4 @@
-"""What a reward function is, and how one is applied to a trajectory."""
+"""Reward functions, and how they score a trajectory."""
 
 import asyncio
 import inspect
@@ -10,20 +10,19 @@ from typing import Any
 from slimrl.data.threads import in_thread, reportable
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 
-Parts = float | Mapping[str, float]
-RewardFunction = Callable[[Trajectory, Prompt], Parts | Awaitable[Parts]]
-"""Gives the reward, or its named parts, whose sum is the reward. Synchronous or asynchronous."""
+Reward = float | Mapping[str, float]
+"""A number, or named parts whose sum is the reward."""
+RewardFunction = Callable[[Trajectory, Prompt], Reward | Awaitable[Reward]]
 
 
 async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction, timeout_s: float) -> None:
-    """Set `reward` of a trajectory, and `rewards` where the reward has named parts; a failed one keeps its NaN.
+    """Set `reward` of a trajectory, and `rewards` if the reward has named parts; a failed trajectory keeps its NaN.
 
-    A synchronous function runs in a thread of its own, so that a slow one holds up neither the episodes under way nor
-    the end of the run.
+    A synchronous function runs in its own thread, so a slow one blocks neither the episodes nor the end of the run.
 
     Raises:
         TimeoutError: no reward within `timeout_s`.
-        ValueError: the function gave something else than finite numbers under names.
+        ValueError: the function returned something else than finite numbers.
         TaskCodeExited: the function called sys.exit(), for example.
     """
     if trajectory.status is Status.failed:
@@ -48,7 +47,7 @@ async def _call(function: RewardFunction, trajectory: Trajectory, prompt: Prompt
         if inspect.iscoroutinefunction(function):
             return await function(trajectory, prompt)
         value = await in_thread(partial(function, trajectory, prompt))
-        # Of an object whose __call__ is asynchronous the call gives what is to be waited for.
+        # An object with an asynchronous __call__ returns an awaitable.
         return await value if inspect.isawaitable(value) else value
     except (SystemExit, asyncio.CancelledError) as error:
         task = asyncio.current_task()
@@ -59,16 +58,16 @@ async def _call(function: RewardFunction, trajectory: Trajectory, prompt: Prompt
 
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not name:
-        raise ValueError(f"the reward function named a part {name!r}; a text that is not empty is needed")
+        raise ValueError(f"the reward function named a part {name!r}; it must be a non-empty string")
     return name
 
 
 def _number(value: Any, name: str) -> float:
-    """Of anything that `float` takes and that is no text: numbers of numpy and torch are not always Python's."""
+    """A finite float from anything that `float` takes except text, such as numbers of numpy and torch."""
     try:
         number = float(value) if hasattr(value, "__float__") else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"the reward function gave {name} = {value!r}; finite numbers are needed")
+        raise ValueError(f"the reward function returned {name} = {value!r}; it must be a finite number")
     return number

@@ -1,10 +1,10 @@
-"""Asks an engine, or the router before several, for one assistant turn: token ids in, token ids and log-probs out.
+"""Client of an engine, or of the router of several: one assistant turn, token ids in, token ids and log-probs out.
 
-aiohttp and not httpx: with 256 requests under way httpx's connection pool, which scans all its connections at each
-request, took 7 to 10 ms of processor time a request here, aiohttp 0.2 ms.
+aiohttp and not httpx: httpx's connection pool scans all its connections at each request. With 256 open requests that
+took 7 to 10 ms of CPU time a request, aiohttp 0.2 ms.
 
-A request that reached nobody, or was cut off before its answer, is sent again a few times within its deadline. Nobody
-has seen tokens of the attempt before, which is aborted, and the next one samples under the same seed.
+A request that did not reach an engine, or whose connection broke before the answer, is sent again a few times within
+its deadline. The failed attempt is aborted, none of its tokens were used, and the next one has the same seed.
 """
 
 import asyncio
@@ -18,21 +18,22 @@ import aiohttp
 import numpy as np
 import orjson
 
-from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
+from slimrl.data.engine import Engine, EngineError, GenerateRequest, GenerateResult
+from slimrl.data.seeds import derive_seed
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
-"""The router sends requests with one value to one engine."""
+"""The router sends requests with the same value to the same engine."""
 _ABORT_TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 """Before each attempt but the first."""
 _RETRIED_STATUSES = (500, 502, 503)
-"""Of a router that reaches no engine, and of an engine that takes no request now."""
+"""From a router that reaches no engine, or an engine that accepts no request now."""
 
 log = logging.getLogger(__name__)
 
 
 def request_body(request: GenerateRequest, rid: str, *, routed_experts: bool) -> dict[str, Any]:
-    """The JSON of /generate. Without stop tokens the turn runs to `max_new_tokens`."""
+    """The JSON body of /generate. Without stop tokens the turn has `max_new_tokens` tokens."""
     sampling: dict[str, Any] = {
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -50,7 +51,7 @@ def request_body(request: GenerateRequest, rid: str, *, routed_experts: bool) ->
 
 
 def batch_body(requests: Sequence[GenerateRequest], rids: Sequence[str], *, routed_experts: bool) -> dict[str, Any]:
-    """The JSON of one /generate for several requests; it reaches the engine's scheduler in one piece."""
+    """The JSON body of one /generate for several requests, which reach the engine's scheduler together."""
     bodies = [
         request_body(request, rid, routed_experts=routed_experts) for request, rid in zip(requests, rids, strict=True)
     ]
@@ -65,7 +66,7 @@ def parse_answer(
     *,
     num_retries: int = 0,
 ) -> GenerateResult:
-    """Raises KeyError, TypeError or ValueError for an answer that is not one of /generate."""
+    """Raises KeyError, TypeError or ValueError for an answer that is not from /generate."""
     meta = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
     experts = None
@@ -87,8 +88,8 @@ def parse_answer(
     )
 
 
-class SglangEngine:
-    """Implements Engine. One per event loop; holds its connections until `aclose`."""
+class SglangEngine(Engine):
+    """One per event loop; holds its connections until `aclose`."""
 
     def __init__(
         self,
@@ -101,10 +102,10 @@ class SglangEngine:
         """Connects at the first request.
 
         Args:
-            url: of the router, or of the one engine.
-            engine_urls: of the engines themselves, to which aborts go; the router does not pass them on.
-            vocab_size: tokens from here on are refused, since they would end the engine's process.
-            routed_experts_shape: (MoE layers, experts per token) where the engine reports routing.
+            url: of the router, or of the only engine.
+            engine_urls: of the engines, for aborts, which the router does not forward.
+            vocab_size: refuse input tokens from this id on, which would crash the engine.
+            routed_experts_shape: (MoE layers, experts per token) if the engine reports routing.
         """
         self._url = url
         self._engine_urls = tuple(engine_urls) or (url,)
@@ -113,18 +114,12 @@ class SglangEngine:
         self._http: aiohttp.ClientSession | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
-    def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
-        """Sessions need not be known here."""
-
-    def close(self, session_id: str) -> None:
-        """See `open`."""
-
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """One turn.
 
         Raises:
-            EngineError: the engine refused, ended, or had not answered at the deadline, after which it is not asked
-                again. What it was still computing for this request is aborted, as it is when the caller cancels.
+            EngineError: the engine refused, ended, or did not answer before the deadline. The request is then aborted
+                at the engine, as it is if the caller cancels.
         """
         return (await self.generate_batch([request]))[0]
 
@@ -158,21 +153,21 @@ class SglangEngine:
             raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
 
     async def aclose(self) -> None:
-        """Close the connections, once aborts under way have been sent."""
+        """Close the connections after all aborts have been sent."""
         await asyncio.gather(*self._aborts)
         if self._http is not None:
             await self._http.close()
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            # No limit and no deadline of its own: both are the caller's, per request.
+            # The caller limits concurrency and gives each request its deadline.
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             )
         return self._http
 
     async def _ask(self, requests: Sequence[GenerateRequest], name: str) -> tuple[int, bytes, int]:
-        """Status and content of the attempt that was answered, or of the last one, and how many came before it."""
+        """Status and content of the first answered attempt, or of the last one, and the number of retries."""
         for attempt, delay_s in enumerate(RETRY_DELAYS_S):
             try:
                 status, content = await self._post(requests)
@@ -181,12 +176,12 @@ class SglangEngine:
                 cause = f"{status} {content[:200].decode(errors='replace')}"
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 cause = repr(error)
-            log.warning("%s is asked again in %g s: %s", name, delay_s, cause)
+            log.warning("%s: retry in %g s: %s", name, delay_s, cause)
             await asyncio.sleep(delay_s)
         return *await self._post(requests), len(RETRY_DELAYS_S)
 
     async def _post(self, requests: Sequence[GenerateRequest]) -> tuple[int, bytes]:
-        """Status and content; what brings neither is aborted at the engines."""
+        """Status and content; without an answer the requests are aborted at the engines."""
         rids = [uuid.uuid4().hex for _ in requests]
         experts = self._routed_experts_shape is not None
         if len(requests) == 1:
@@ -195,15 +190,12 @@ class SglangEngine:
             body = batch_body(requests, rids, routed_experts=experts)
         headers = {"content-type": "application/json", ROUTING_HEADER: requests[0].session_id}
         url, data = f"{self._url}/generate", orjson.dumps(body)
-        answered = False
         try:
             async with self._session().post(url, data=data, headers=headers) as response:
-                content = await response.read()
-            answered = True
-        finally:
-            if not answered:
-                self._abort_later(rids)
-        return response.status, content
+                return response.status, await response.read()
+        except BaseException:
+            self._abort_later(rids)
+            raise
 
     def _abort_later(self, rids: Sequence[str]) -> None:
         task = asyncio.get_running_loop().create_task(self._abort(rids))
@@ -216,9 +208,24 @@ class SglangEngine:
             async with self._session().post(f"{url}/abort_request", json={"rid": rid}, timeout=timeout) as response:
                 await response.read()
 
-        # An engine that is gone has nothing left to abort; which one held the request is not known here.
+        # The client does not know which engine has the request. An engine that is gone has nothing to abort.
         await asyncio.gather(*(post(url, rid) for url in self._engine_urls for rid in rids), return_exceptions=True)
 
     def _name(self, requests: Sequence[GenerateRequest]) -> str:
         more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
         return f"{self._url}, session {requests[0].session_id}{more}"
+
+
+class StickyEngines(Engine):
+    """Several engines without a router: the hash of a session's id selects its engine."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = list(engines)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        index = derive_seed("session", request.session_id) % len(self._engines)
+        return await self._engines[index].generate(request)
+
+    async def aclose(self) -> None:
+        for engine in self._engines:
+            await engine.aclose()

@@ -1,22 +1,22 @@
 """Generation in rounds, so that two runs with the same seed compute the same bits.
 
-A CPU product's last bits depend on the shape of the batch, and an engine's batches depend on which requests happen
-to have arrived. So arrival is taken out of it:
-1. Sessions are announced (`open`) before the first of them asks, and leave (`close`) when they end. Where there are
-   more than may be under way at once, the next one in order takes the place of one that has left.
-2. A round starts once every session that is under way waits in `generate`.
-3. Its requests go in order of session id, those of one engine as one call, which reaches its scheduler in one piece;
-   the engine then prefills and decodes them in an order that depends on them alone.
-4. The answers are handed out when all of the round's engines have answered.
+The last bits of a matrix product depend on the shape of the batch, and an engine's batches depend on which requests
+have arrived. Rounds make batches independent of arrival times:
+1. Sessions are announced (`open`) before the first request, and leave (`close`) when they end. If there are more than
+   may be active at once, the next one in order replaces one that has left.
+2. A round starts once every active session waits in `generate`.
+3. Its requests are ordered by session id. All requests to one engine are one call, which reaches its scheduler as a
+   whole, so the order of prefill and decode depends on the requests alone.
+4. The answers are returned when all engines of the round have answered.
 A session's engine is chosen in its first round: the one with the fewest sessions, in order of session id.
-The price is waiting for the slowest session of each round, and for the slowest tool call or reward between
-rounds, while the time limits of all others go on.
+The price: each round waits for its slowest session, tool call or reward, while the deadlines of all others run.
 """
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
+from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
 from slimrl.rollout.client import SglangEngine
 
 
@@ -24,7 +24,7 @@ class LockstepEngine:
     """Implements Engine. Every request must carry a seed."""
 
     def __init__(self, engines: Sequence[SglangEngine]) -> None:
-        """engines: one client for each engine, connected to it directly and not through the router."""
+        """engines: one client for each engine, connected directly and not through the router."""
         self._engines = list(engines)
         self._open: set[str] = set()
         self._at_once = 0
@@ -33,7 +33,7 @@ class LockstepEngine:
         self._round: asyncio.Task[None] | None = None
 
     def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
-        """Announce sessions; call it once for all that belong together.
+        """Announce sessions; call it once for all sessions of a rollout.
 
         Raises:
             ValueError: a session is open already.
@@ -44,7 +44,7 @@ class LockstepEngine:
         self._at_once = at_once
 
     def close(self, session_id: str) -> None:
-        """The session asks no more; unknown ones are ignored, so that closing twice is harmless."""
+        """End a session; unknown ones are ignored, so closing twice is harmless."""
         self._open.discard(session_id)
         self._engine_of.pop(session_id, None)
         self._start_if_complete()
@@ -67,12 +67,12 @@ class LockstepEngine:
         try:
             return await answer
         finally:
-            # Only still there if the caller was cancelled before the round began.
+            # Still there only if the caller was cancelled before the round started.
             if self._waiting.get(session, (None, None))[1] is answer:
                 del self._waiting[session]
 
     async def aclose(self) -> None:
-        """End a round under way and close the connections."""
+        """Cancel the current round and close the connections."""
         if self._round is not None:
             self._round.cancel()
             await asyncio.gather(self._round, return_exceptions=True)
@@ -80,25 +80,24 @@ class LockstepEngine:
             await engine.aclose()
 
     def _start_if_complete(self) -> None:
-        num_under_way = min(self._at_once, len(self._open))
-        if self._round is None and self._waiting and len(self._waiting) == num_under_way:
+        num_active = min(self._at_once, len(self._open))
+        if self._round is None and self._waiting and len(self._waiting) == num_active:
             batch = [self._waiting[session] for session in sorted(self._waiting)]
             self._waiting = {}
             self._round = asyncio.get_running_loop().create_task(self._run_round(batch))
 
     async def _run_round(self, batch: list[tuple[GenerateRequest, asyncio.Future[GenerateResult]]]) -> None:
         try:
-            shares: list[list[tuple[GenerateRequest, asyncio.Future[GenerateResult]]]] = [[] for _ in self._engines]
+            by_engine: dict[int, list[tuple[GenerateRequest, asyncio.Future[GenerateResult]]]] = defaultdict(list)
             for request, answer in batch:
-                shares[self._assign(request.session_id)].append((request, answer))
+                by_engine[self._assign(request.session_id)].append((request, answer))
             calls = [
-                engine.generate_batch([request for request, _ in share])
-                for engine, share in zip(self._engines, shares, strict=True)
-                if share
+                self._engines[index].generate_batch([request for request, _ in asked])
+                for index, asked in sorted(by_engine.items())
             ]
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            for share, outcome in zip((share for share in shares if share), outcomes, strict=True):
-                _hand_out([answer for _, answer in share], outcome)
+            for (_, asked), outcome in zip(sorted(by_engine.items()), outcomes, strict=True):
+                _set_results([answer for _, answer in asked], outcome)
         finally:
             self._round = None
             for _, answer in batch:
@@ -107,19 +106,17 @@ class LockstepEngine:
 
     def _assign(self, session: str) -> int:
         if session not in self._engine_of:
-            loads = [0] * len(self._engines)
-            for index in self._engine_of.values():
-                loads[index] += 1
-            self._engine_of[session] = loads.index(min(loads))
+            loads = Counter(self._engine_of.values())
+            self._engine_of[session] = min(range(len(self._engines)), key=lambda index: loads[index])
         return self._engine_of[session]
 
 
-def _hand_out(answers: list[asyncio.Future[GenerateResult]], outcome: list[GenerateResult] | BaseException) -> None:
+def _set_results(answers: list[asyncio.Future[GenerateResult]], outcome: list[GenerateResult] | BaseException) -> None:
     for index, answer in enumerate(answers):
         if answer.done():
             continue
         if isinstance(outcome, EngineError):
-            # One exception object per waiter: tracebacks are appended to it.
+            # One exception object per waiter, since each raise appends to its traceback.
             answer.set_exception(EngineError(str(outcome)))
         elif isinstance(outcome, BaseException):
             answer.set_exception(outcome)

@@ -1,23 +1,40 @@
-"""Figures of one rollout batch for metrics.jsonl."""
+"""Statistics of a rollout for metrics.jsonl, and of an evaluation set."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from slimrl.data.trajectory import Status, Trajectory
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
-    """Metrics of a batch of scored trajectories that took `seconds` to make.
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """Statistics of one evaluation set."""
 
-    `rollout/tool_error_fraction` is of tool calls (0 when there was none); the other fractions are of trajectories.
-    Failed trajectories have no reward and do not count in `reward/mean`, nor in the mean of a named part.
+    name: str
+    reward_mean: float
+    """A failed trajectory counts as 0."""
+    num_prompts: int
+    turns_mean: float
+    tool_calls_mean: float
+    truncated_fraction: float
+    failed_fraction: float
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
+    """Metrics of scored trajectories that took `seconds` to generate.
+
+    `rollout/tool_error_fraction` and `rollout/malformed_call_fraction` are of tool calls (0 if there were none); the
+    other fractions are of trajectories.
+    Failed trajectories have no reward and do not count in `reward/mean` and `reward/parts`.
     """
     scored = [t for t in trajectories if t.status is not Status.failed]
     parts = sorted({name for t in scored for name in t.rewards})
     tokens = sum(t.num_sampled_tokens for t in trajectories)
     calls = sum(t.metadata["num_tool_calls"] for t in trajectories)
     errors = sum(t.metadata["num_tool_errors"] for t in trajectories)
+    malformed = sum(t.metadata["num_malformed_calls"] for t in trajectories)
     return {
         "reward/mean": float(np.mean([t.reward for t in scored])) if scored else float("nan"),
         **{f"reward/parts/{name}": float(np.mean([t.rewards.get(name, 0.0) for t in scored])) for name in parts},
@@ -25,13 +42,31 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/trajectories": len(trajectories),
         "rollout/tokens": tokens,
         "rollout/tokens_per_s": tokens / seconds,
-        "rollout/turns_mean": float(np.mean([t.metadata["num_turns"] for t in trajectories])),
+        "rollout/turns_mean": _mean(trajectories, "num_turns"),
         "rollout/truncated_fraction": _fraction(trajectories, Status.truncated),
         "rollout/aborted_fraction": _fraction(trajectories, Status.aborted),
         "rollout/failed_fraction": _fraction(trajectories, Status.failed),
         "rollout/tool_error_fraction": errors / calls if calls else 0.0,
+        "rollout/malformed_call_fraction": malformed / calls if calls else 0.0,
         "rollout/retries": sum(t.metadata["num_retries"] for t in trajectories),
     }
+
+
+def evaluate(name: str, trajectories: Sequence[Trajectory]) -> EvalResult:
+    """Statistics of the scored trajectories of evaluation set `name`, one trajectory per prompt."""
+    return EvalResult(
+        name=name,
+        reward_mean=float(np.mean([0.0 if t.status is Status.failed else t.reward for t in trajectories])),
+        num_prompts=len(trajectories),
+        turns_mean=_mean(trajectories, "num_turns"),
+        tool_calls_mean=_mean(trajectories, "num_tool_calls"),
+        truncated_fraction=_fraction(trajectories, Status.truncated),
+        failed_fraction=_fraction(trajectories, Status.failed),
+    )
+
+
+def _mean(trajectories: Sequence[Trajectory], key: str) -> float:
+    return float(np.mean([t.metadata[key] for t in trajectories]))
 
 
 def _fraction(trajectories: Sequence[Trajectory], status: Status) -> float:

@@ -1,69 +1,88 @@
 """What each command of the CLI does, with its arguments as plain values."""
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Unpack
 
+from slimrl.algorithms.selection import apply_truncation_rule
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema import Recipe
 from slimrl.config.show import resolved_dict
+from slimrl.data.mixture import DataOrder, Mixture
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import read_trajectories, write_trajectories
 from slimrl.observability.progress import Progress
-from slimrl.observability.run_folder import RunFolder
+from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
-from slimrl.runtime.batch import apply_truncation_rule
-from slimrl.runtime.checkpoint_check import check_exported
+from slimrl.runtime.checks.checkpoint_check import check_exported
+from slimrl.runtime.checks.start_check import check_checkpoint_model, resume_point
+from slimrl.runtime.checks.task import Task, load_task
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.loop import train as train_loop
-from slimrl.runtime.preemption import preemption_by_signal, raise_preempted
-from slimrl.runtime.sft import read_examples, sft_loop
+from slimrl.runtime.loop import train_on_conversations as sft_loop
+from slimrl.runtime.loop import train_on_file as train_on_file_loop
+from slimrl.runtime.preemption import Preemption, preemption_by_signal, raise_preempted
+from slimrl.runtime.run import Run
+from slimrl.runtime.sft import read_examples
 from slimrl.runtime.start import logs_of_command, open_run, prepare, rollout_stage, started
-from slimrl.runtime.start_check import check_checkpoint_model, resume_point
 from slimrl.runtime.state import RunState
-from slimrl.runtime.step import Step
-from slimrl.runtime.task import load_task
 from slimrl.runtime.train_run import TrainRun
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 BEFORE_STEP_0 = -1
-"""Of an interrupted run without a checkpoint no line of metrics is kept."""
+"""Keeps no line of metrics: for an interrupted run without a checkpoint."""
 
 
-def train(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    resume: bool | None,
-    overwrite: bool,
-    job: str | None,
-    checkpoint_log: Path | None,
-    ray_address: str | None,
-) -> None:
+def train(path: Path, overrides: Sequence[str], *, ray_address: str | None, **how: Unpack[Opening]) -> None:
     """`slimrl train`: rollout and training until the recipe's number of steps.
 
     Args:
-        resume: see `open_run`, also for `job` and `checkpoint_log`.
         ray_address: see `started`, here and in the other commands.
 
     Raises:
-        Preempted: the run made room before its last step.
+        Preempted: the run was preempted before its last step.
     """
-    with Progress(0) as progress, ExitStack() as held:
+    with Progress(0) as progress:
         read = partial(load_task, train=True, evaluate=True)
         loaded, task = prepare(path, overrides, "train", progress, read, ray_address=ray_address)
-        recipe = loaded.recipe
-        progress.total_steps = recipe.steps
-        run = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
-        folder = held.enter_context(run)
+        updates = loaded.recipe.steps * loaded.recipe.trainer.updates_per_rollout
+        _say_all(task.notes, progress)
+        _train(loaded, progress, task.train, task, total_updates=updates, ray_address=ray_address, **how)
+
+
+def sft(path: Path, overrides: Sequence[str], *, ray_address: str | None, **how: Unpack[Opening]) -> None:
+    """`slimrl sft`: supervised training on conversations; raises as `train`."""
+    with Progress(0) as progress:
+        loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
+        updates = loaded.recipe.steps
+        _train(loaded, progress, examples, None, total_updates=updates, ray_address=ray_address, **how)
+
+
+def _train(
+    loaded: LoadedRecipe,
+    progress: Progress,
+    items: Mapping[str, Sequence[Any]],
+    task: Task | None,
+    *,
+    total_updates: int,
+    ray_address: str | None,
+    **how: Unpack[Opening],
+) -> None:
+    """Open the run, continue from its newest checkpoint, and train on `items`: conversations, or a task's prompts,
+    by the name of their file."""
+    recipe = loaded.recipe
+    progress.total_steps = recipe.steps
+    with open_run(loaded, progress, **how) as folder:
+        for note in () if task is None else task.notes:
+            log.info(note)
         checkpoint, state = _resume_point(folder, recipe, progress)
-        prompts = _sampler(task.train, recipe, state)
-        updates = recipe.steps * recipe.trainer.updates_per_rollout
+        data = _sampler(items, recipe, state)
         with (
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state) as trackers,
@@ -71,30 +90,44 @@ def train(
                 recipe,
                 folder,
                 progress,
-                with_engines=True,
-                total_updates=updates,
+                with_engines=task is not None,
+                total_updates=total_updates,
                 checkpoint=checkpoint,
                 ray_address=ray_address,
             ) as processes,
         ):
-            assert processes.engines is not None
             assert processes.trainers is not None
-            with rollout_stage(recipe, task, processes.engines, progress) as stage:
-                train_loop(
-                    TrainRun(
-                        recipe=recipe,
-                        folder=folder,
-                        task=task,
-                        trainers=processes.trainers,
-                        engines=processes.engines,
-                        stage=stage,
-                        trackers=trackers,
-                        progress=progress,
-                        state=state,
-                        prompts=prompts,
-                        preemption=preemption,
-                    )
+            if task is None:
+                run = Run(
+                    recipe=recipe,
+                    folder=folder,
+                    trainers=processes.trainers,
+                    trackers=trackers,
+                    progress=progress,
+                    state=state,
+                    preemption=preemption,
+                    data=data,
+                    summary_every_steps=recipe.sft.summary_every_steps,
                 )
+                sft_loop(run, data)
+            else:
+                assert processes.engines is not None
+                with rollout_stage(recipe, task, processes.engines, progress) as stage:
+                    train_loop(
+                        TrainRun(
+                            recipe=recipe,
+                            folder=folder,
+                            task=task,
+                            trainers=processes.trainers,
+                            engines=processes.engines,
+                            stage=stage,
+                            trackers=trackers,
+                            progress=progress,
+                            state=state,
+                            data=data,
+                            preemption=preemption,
+                        )
+                    )
         raise_preempted(folder, state.step, recipe.steps)
 
 
@@ -106,95 +139,50 @@ def train_on_file(
     Raises:
         ValueError: the file is missing, holds no trajectories, or has broken lines.
     """
-    with Progress(steps) as progress, ExitStack() as held:
+    with Progress(steps) as progress:
         read = partial(load_task, train=False, evaluate=False)
         loaded, task = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read)
         recipe = loaded.recipe
         batch = read_trajectories(trajectories)
         apply_truncation_rule(batch, recipe.algorithm.truncated)
-        folder = held.enter_context(open_run(loaded, progress, overwrite=overwrite))
-        updates = steps * recipe.trainer.updates_per_rollout
+        updates, state = steps * recipe.trainer.updates_per_rollout, RunState()
         with (
-            _trackers(loaded, folder, None, RunState()) as trackers,
-            started(
-                recipe, folder, progress, with_engines=False, total_updates=updates, ray_address=ray_address
-            ) as processes,
+            open_run(loaded, progress, overwrite=overwrite) as folder,
+            _trackers(loaded, folder, None, state) as trackers,
+            started(recipe, folder, progress, total_updates=updates, ray_address=ray_address) as processes,
         ):
             assert processes.trainers is not None
-            state = RunState()
-            learner = Learner(recipe, processes.trainers, state, task.group_filters)
-            for number in range(1, steps + 1):
-                step = Step(number)
-                prepared = learner.prepare(step, batch)
-                with step.timed("logprobs"):
-                    learner.compute_old_logprobs(step, prepared, enforce_limit=number == 1)
-                with step.timed("train"):
-                    learner.train(step, prepared)
-                step.close()
-                trackers.log(number, step.metrics)
-                progress.summary(number, step.metrics)
-            processes.trainers.export_hf(folder.export)
-            progress.say(f"model: {folder.export}")
-
-
-def sft(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    resume: bool | None,
-    overwrite: bool,
-    job: str | None,
-    checkpoint_log: Path | None,
-    ray_address: str | None,
-) -> None:
-    """`slimrl sft`: supervised training on conversations; raises as `train`."""
-    with Progress(0) as progress, ExitStack() as held:
-        loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
-        recipe = loaded.recipe
-        progress.total_steps = recipe.steps
-        run = open_run(loaded, progress, resume=resume, overwrite=overwrite, job=job, checkpoint_log=checkpoint_log)
-        folder = held.enter_context(run)
-        checkpoint, state = _resume_point(folder, recipe, progress)
-        sampler = _sampler(examples, recipe, state)
-        with (
-            preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
-            _trackers(loaded, folder, checkpoint, state) as trackers,
-            started(
-                recipe,
-                folder,
-                progress,
-                with_engines=False,
-                total_updates=recipe.steps,
-                checkpoint=checkpoint,
-                ray_address=ray_address,
-            ) as processes,
-        ):
-            assert processes.trainers is not None
-            sft_loop(recipe, sampler, processes.trainers, folder, trackers, progress, state, preemption)
-        raise_preempted(folder, state.step, recipe.steps)
+            run = Run(
+                recipe=recipe,
+                folder=folder,
+                trainers=processes.trainers,
+                trackers=trackers,
+                progress=progress,
+                state=state,
+                preemption=Preemption(0.0),
+                data=None,
+            )
+            train_on_file_loop(run, Learner(recipe, processes.trainers, state, task.group_filters), batch)
 
 
 def evaluate(
     path: Path, overrides: Sequence[str], *, checkpoint: Path, json_file: Path | None, ray_address: str | None
 ) -> None:
-    """`slimrl eval`: accuracy of a Hugging Face checkpoint on the recipe's evaluation sets."""
+    """`slimrl eval`: the mean reward of a Hugging Face checkpoint on the recipe's evaluation sets."""
     _refuse_other_folder(recipe=path, checkpoint=checkpoint)
     with Progress(1) as progress:
         read = partial(load_task, train=False, evaluate=True)
         loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
         recipe = loaded.recipe
-        with (
-            logs_of_command(recipe.run.dir, "eval", loaded) as folder,
-            started(
-                recipe, folder, progress, with_engines=True, total_updates=None, ray_address=ray_address
-            ) as processes,
-        ):
+        _say_all(task.notes, progress)
+        folder = logs_of_command(recipe.run.dir, "eval", loaded)
+        with started(recipe, folder, progress, with_engines=True, ray_address=ray_address) as processes:
             assert processes.engines is not None
             with rollout_stage(recipe, task, processes.engines, progress) as stage:
                 results = [stage.evaluate(name, prompts, label="eval")[0] for name, prompts in task.eval_sets.items()]
     for result in results:
         progress.say(
-            f"{result.name}: accuracy {result.accuracy:.3f} on {result.num_prompts} prompts, "
+            f"{result.name}: mean reward {result.reward_mean:.3f} on {result.num_prompts} prompts, "
             f"{result.turns_mean:.2f} turns and {result.tool_calls_mean:.2f} tool calls on average"
         )
     if json_file is not None:
@@ -210,19 +198,16 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str
     with Progress(1) as progress:
         loaded, task = prepare(path, overrides, "rollout", progress, partial(load_task, train=True, evaluate=False))
         recipe = loaded.recipe
+        _say_all(task.notes, progress)
         prompts = _sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
-        with (
-            logs_of_command(recipe.run.dir, "rollout", loaded) as folder,
-            started(
-                recipe, folder, progress, with_engines=True, total_updates=None, ray_address=ray_address
-            ) as processes,
-        ):
+        folder = logs_of_command(recipe.run.dir, "rollout", loaded)
+        with started(recipe, folder, progress, with_engines=True, ray_address=ray_address) as processes:
             assert processes.engines is not None
             with rollout_stage(recipe, task, processes.engines, progress) as stage:
-                batch = stage.rollout(prompts, label="step_000001")
+                trajectories = stage.rollout(prompts, label="step_000001")
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_trajectories(out, batch.trajectories)
-        progress.say(f"{len(batch.trajectories)} trajectories: {out}")
+        write_trajectories(out, trajectories)
+        progress.say(f"{len(trajectories)} trajectories: {out}")
 
 
 def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path, ray_address: str | None) -> None:
@@ -230,7 +215,7 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path,
     if out.exists():
         raise ValueError(f"{out} exists; an export never overwrites.")
     if not (checkpoint / "trainer").is_dir():
-        raise ValueError(f"--checkpoint {checkpoint}: no checkpoint of a run; it would hold a folder `trainer`.")
+        raise ValueError(f"--checkpoint {checkpoint}: not a checkpoint of a run, which holds a folder `trainer`.")
     with Progress(1) as progress:
         loaded, _ = prepare(path, overrides, "export", progress, lambda _: None)
         recipe = loaded.recipe
@@ -238,25 +223,22 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path,
             check_exported(checkpoint)
         check_checkpoint_model(checkpoint, recipe)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
-        with (
-            logs_of_command(recipe.run.dir, "export", loaded) as folder,
-            started(
-                recipe,
-                folder,
-                progress,
-                with_engines=False,
-                total_updates=updates,
-                checkpoint=checkpoint,
-                ray_address=ray_address,
-            ) as processes,
-        ):
+        folder = logs_of_command(recipe.run.dir, "export", loaded)
+        with started(
+            recipe, folder, progress, total_updates=updates, checkpoint=checkpoint, ray_address=ray_address
+        ) as processes:
             assert processes.trainers is not None
             processes.trainers.export_hf(out)
         progress.say(f"model: {out}")
 
 
+def _say_all(notes: Sequence[str], progress: Progress) -> None:
+    for note in notes:
+        progress.say(note)
+
+
 def _resume_point(folder: RunFolder, recipe: Recipe, progress: Progress) -> tuple[Path | None, RunState]:
-    """The newest checkpoint; the start for a new run, and for one that was ended before its first checkpoint.
+    """The newest checkpoint and its state; None and a new state if there is no checkpoint.
 
     Raises:
         ValueError: see `resume_point`.
@@ -269,34 +251,42 @@ def _resume_point(folder: RunFolder, recipe: Recipe, progress: Progress) -> tupl
     if found is None:
         return None, RunState()
     if not found.has_checksums:
-        progress.say(f"{found.path} was written without checksums: its files are taken as they are")
+        progress.say(f"{found.path} has no checksums: its files are not checked")
     progress.say(f"continuing after step {found.state.step} of {recipe.steps}, from {found.path}")
     return found.path, found.state
 
 
-def _sampler(items: Sequence[T], recipe: Recipe, state: RunState) -> Sampler[T]:
-    """Goes through the training data in the order that the seed gives, from where `state` left it.
+def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunState) -> DataOrder[T]:
+    """Samples the training data in the order of the seed, starting at the position in `state`.
+
+    Args:
+        files: their items, by name.
 
     Raises:
-        ValueError: `state` is of a file with another number of lines.
+        ValueError: the position is in other files, or in one with another number of lines.
     """
-    sampler = Sampler(items, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    sampler: DataOrder[T]
+    if recipe.data.weights:
+        sampler = Mixture(files, recipe.data.weights, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    else:
+        sampler = Sampler([*chain(*files.values())], seed=recipe.seed, shuffle=recipe.data.shuffle)
     if state.cursor:
         try:
             sampler.restore(state.cursor)
         except ValueError as error:
-            raise ValueError(f"data.train = {recipe.data.train}: {error}") from error
+            paths = ", ".join(recipe.data.train_files.values())
+            raise ValueError(f"data.train = {paths}: {error}") from error
     return sampler
 
 
 def _trackers(loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, state: RunState) -> Trackers:
-    """Trackers that go on after the checkpoint's step, or from nothing."""
+    """Trackers that continue after the checkpoint's step, or start empty."""
     keep = BEFORE_STEP_0 if checkpoint is None else state.step
     return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded), keep_through_step=keep)
 
 
 def _refuse_other_folder(recipe: Path, checkpoint: Path) -> None:
-    """Raises ValueError where `--checkpoint` of `slimrl eval` is not in the Hugging Face format."""
+    """Raises ValueError if `--checkpoint` of `slimrl eval` is not in the Hugging Face format."""
     if (checkpoint / "trainer").is_dir():
         raise ValueError(
             f"--checkpoint {checkpoint}: a training checkpoint of a run. Turn it into the Hugging Face format with "

@@ -1,23 +1,30 @@
-"""The algorithm of a run.
+"""The training loops: reinforcement learning, training on a trajectory file, supervised training.
 
-Each step goes once round the ring:
-1. roll out: the engines, which serve the current weights, make trajectories, and these are scored;
+Each step of reinforcement learning:
+1. rollout: the engines serve the current weights and generate trajectories, which are scored;
 2. prepare: groups without a signal are dropped, the others get advantages and are packed into updates;
-3. log-probs: the trainer recomputes what the engines reported; the difference is measured and limited;
-4. train: one optimizer update per share of the groups;
-5. resync: the engines take the new weights as the next version, and what they loaded is verified.
+3. log-probs: the trainer recomputes the engines' log-probs; the difference is measured and limited;
+4. train: the groups are dealt to the optimizer updates, which run one after another;
+5. resync: the engines load the new weights as the next version, and the loaded tensors are verified.
 
-A checkpoint that is due comes before the evaluation of its step, which may fail; a resumed run makes up for that.
+A step's checkpoint is saved before its evaluation, which may fail. A resumed run makes up for the evaluation.
 """
 
+from collections.abc import Sequence
+
+from slimrl.data.mixture import DataOrder
+from slimrl.data.trajectory import Segment, Trajectory
+from slimrl.runtime.learner import Learner
+from slimrl.runtime.run import Run
+from slimrl.runtime.sft import update
 from slimrl.runtime.train_run import TrainRun
 
 
 def train(run: TrainRun) -> None:
-    """Steps until the recipe's number is reached; evaluations and checkpoints lie between them."""
+    """Run the remaining steps of the recipe, with evaluations and checkpoints between them."""
     learner = run.learner
-    run.meet_engines()
-    while run.goes_on:
+    run.sync_initial_weights()
+    while run.should_continue:
         with run.next_step() as step:
             with step.timed("rollout"):
                 trajectories = run.rollout(step)
@@ -32,4 +39,26 @@ def train(run: TrainRun) -> None:
             run.save_checkpoint()
         if run.evaluation_is_due():
             run.evaluate()
+    run.finish()
+
+
+def train_on_file(run: Run, learner: Learner, trajectories: Sequence[Trajectory]) -> None:
+    """Train on the same trajectories at every step; from the second step on they are of an older policy."""
+    while run.should_continue:
+        with run.next_step() as step:
+            updates = learner.prepare(step, trajectories)
+            with step.timed("logprobs"):
+                learner.compute_old_logprobs(step, updates, enforce_limit=step.number == 1)
+            with step.timed("train"):
+                learner.train(step, updates)
+    run.finish()
+
+
+def train_on_conversations(run: Run, examples: DataOrder[Segment]) -> None:
+    """Supervised: one optimizer update a step."""
+    while run.should_continue:
+        with run.next_step() as step, step.timed("train"):
+            update(step, examples.take(run.recipe.sft.batch_conversations), run)
+        if run.checkpoint_is_due():
+            run.save_checkpoint()
     run.finish()

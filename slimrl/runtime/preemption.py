@@ -1,10 +1,10 @@
-"""How a run makes room: SIGUSR1 asks it to save what it has and to end, so that it can be queued again.
+"""Preemption: SIGUSR1 asks a run to save a checkpoint and exit, so that its job can be queued again.
 
-1. The step under way is finished, its resync and evaluation included, and a checkpoint is written.
-2. A rollout that is still under way `checkpoint.grace_s` later is dropped. The weights are still those of the step
-   before, so the checkpoint is of that step, and a resumed run makes the rollout again.
-3. When its processes have ended, the run's folder gets the file `requeue`, and the command exits with code 75.
-A signal that comes while the last step is under way changes nothing.
+1. The run finishes the current step, with resync and evaluation, and saves a checkpoint.
+2. If the rollout still runs after `checkpoint.grace_s`, the step is dropped. The weights are then those of the step
+   before: the checkpoint is of that step, and a resumed run repeats the rollout.
+3. When its processes have ended, the run writes the file `requeue` into its folder and exits with code 75.
+During the last step the signal changes nothing.
 """
 
 import logging
@@ -12,10 +12,9 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from slimrl.observability.run_folder import RunFolder
-from slimrl.runtime.errors import Preempted, StepDropped
+from slimrl.runtime.cluster.errors import Preempted, StepDropped
 
 SIGNAL = signal.SIGUSR1
 
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Whether the run was asked to make room, and since when."""
+    """Whether the run was asked to end early, and the deadline of its rollout, `grace_s` later."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -34,29 +33,21 @@ class Preemption:
         return self._deadline is not None
 
     def ask(self) -> None:
-        """The first time counts."""
+        """Only the first call counts."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._grace_s
 
     def check(self) -> None:
-        """To be called again and again where the step can be dropped; raises StepDropped when the grace is over."""
+        """Call it regularly while the step can be dropped; raises StepDropped after the grace period."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise StepDropped
 
 
 @contextmanager
 def preemption_by_signal(grace_s: float) -> Iterator[Preemption]:
-    """What SIGUSR1 asks of this process is noted; waits go on.
-
-    Args:
-        grace_s: how long a step that can be dropped may still go on.
-    """
+    """Record SIGUSR1 without interrupting what the process waits for."""
     preemption = Preemption(grace_s)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        preemption.ask()
-
-    before = signal.signal(SIGNAL, note)
+    before = signal.signal(SIGNAL, lambda number, frame: preemption.ask())
     try:
         yield preemption
     finally:
@@ -64,10 +55,10 @@ def preemption_by_signal(grace_s: float) -> Iterator[Preemption]:
 
 
 def raise_preempted(folder: RunFolder, step: int, total_steps: int) -> None:
-    """Mark the folder of a run that ended before its last step, if that is so.
+    """Mark the folder of a run that ended before its last step; do nothing after the last step.
 
     Raises:
-        Preempted: it is so.
+        Preempted: the run ended before its last step.
     """
     if step >= total_steps:
         return

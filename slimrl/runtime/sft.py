@@ -1,114 +1,78 @@
-"""Supervised training on conversations: the loss is on what the assistant writes, tool calls included.
+"""Supervised training on conversations: the loss is on the assistant's messages, tool calls included.
 
-Each step takes the next conversations, packs them over the data-parallel ranks and makes one optimizer update.
+Each step takes the next conversations, packs them for the data-parallel ranks and runs one optimizer update.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from slimrl.chat.chat_format import ChatFormat
 from slimrl.config.load import LoadedRecipe
-from slimrl.config.problems import Problem, RecipeError
+from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Recipe
-from slimrl.data.jsonl import summary
-from slimrl.data.packing import PackedSequence, pack
-from slimrl.data.prompts import Sampler, read_conversations
-from slimrl.observability.progress import Progress
-from slimrl.observability.run_folder import RunFolder
-from slimrl.observability.trackers import Trackers
+from slimrl.data.packing import pack_for
+from slimrl.data.prompts import read_conversations
+from slimrl.data.rows import summary
+from slimrl.data.trajectory import Segment
+from slimrl.runtime.checks.attempts import Attempts
+from slimrl.runtime.checks.dialogue import load_chat_format
 from slimrl.runtime.learner import count_skipped
-from slimrl.runtime.preemption import Preemption
-from slimrl.runtime.state import CheckpointFolder, RunState
-from slimrl.runtime.step import Step, update_metrics
-from slimrl.runtime.task import load_chat_format
-from slimrl.runtime.trainer_group import TrainerGroup
+from slimrl.runtime.run import Run
+from slimrl.runtime.step_metrics import Step, update_metrics
 
 
-def read_examples(loaded: LoadedRecipe) -> list[PackedSequence]:
-    """The conversations of `data.train` as token ids with their loss masks.
+def read_examples(loaded: LoadedRecipe) -> dict[str, list[Segment]]:
+    """The conversations of each training file as tokens with loss masks; several examples of one that the chat template
+    rewrites as it goes on.
 
     Raises:
-        RecipeError: the file, lines of it or the tokenizer are broken, or conversations are longer than
+        RecipeError: the file, some of its lines or the tokenizer are broken, or conversations are longer than
             `sft.max_tokens`; names the lines.
     """
-    recipe = loaded.recipe
-    try:
-        chat = load_chat_format(Path(recipe.model.path))
-    except ValueError as error:
-        raise _refusal(loaded, "model.path", str(error)) from error
-    try:
-        conversations = read_conversations(Path(recipe.data.train))
-    except ValueError as error:
-        raise _refusal(loaded, "data.train", str(error)) from error
-    examples, problems = [], []
-    for conversation in conversations:
-        try:
-            tokens, mask = chat.conversation_tokens(conversation.messages, conversation.tools)
-        except ValueError as error:
-            problems.append(f"{conversation.source}: {error}")
-            continue
-        if len(tokens) > recipe.sft.max_tokens:
-            problems.append(f"{conversation.source}: {len(tokens)} tokens, sft.max_tokens is {recipe.sft.max_tokens}")
-        examples.append(
-            PackedSequence(
-                tokens=np.array(tokens, np.int32),
-                loss_mask=np.array(mask, np.bool_),
-                rollout_logprobs=np.zeros(len(tokens), np.float32),
-                trajectory=0,
-            )
-        )
-    if problems:
-        raise _refusal(loaded, "data.train", summary(problems))
+    data, chat = loaded.recipe.data, load_chat_format(loaded)
+    attempts = Attempts(loaded)
+    examples = {
+        name: attempts.get(data.train_key(name), partial(_read_file, Path(path), loaded.recipe, chat)) or []
+        for name, path in data.train_files.items()
+    }
+    if attempts.problems:
+        raise RecipeError(attempts.problems)
     return examples
 
 
-def sft_loop(
-    recipe: Recipe,
-    examples: Sampler[PackedSequence],
-    trainers: TrainerGroup,
-    folder: RunFolder,
-    trackers: Trackers,
-    progress: Progress,
-    state: RunState,
-    preemption: Preemption,
-) -> None:
-    """Steps until the recipe's number is reached, then the export; or until the run has to make room."""
-    checkpoints = CheckpointFolder(folder.checkpoints)
-    every = recipe.checkpoint.every_steps
-    while state.step < recipe.steps and not preemption.asked:
-        step = Step(state.step + 1)
-        with step.timed("train"):
-            _update(recipe, examples.take(recipe.sft.batch_conversations), trainers, state, step)
-        state.step, state.cursor = step.number, examples.state()
-        step.close()
-        trackers.log(step.number, step.metrics)
-        if step.number % recipe.sft.summary_every_steps == 0 or step.number in (1, recipe.steps):
-            progress.summary(step.number, step.metrics)
-        if state.step == recipe.steps or preemption.asked or (every > 0 and state.step % every == 0):
-            checkpoints.save(state, recipe.checkpoint.keep, trainers.save_checkpoint)
-            folder.note_checkpoint(state.step)
-    if state.step < recipe.steps:
-        return
-    trainers.export_hf(folder.fresh_export())
-    progress.say(f"model: {folder.export}")
+def _read_file(path: Path, recipe: Recipe, chat: ChatFormat) -> list[Segment]:
+    """Raises ValueError: see read_examples."""
+    examples, problems = [], []
+    for conversation in read_conversations(path, recipe.data.keys):
+        try:
+            sequences = chat.training_sequences(conversation.messages, conversation.tools)
+        except ValueError as error:
+            problems.append(f"{conversation.source}: {error}")
+            continue
+        longest = max(len(tokens) for tokens, _ in sequences)
+        if longest > recipe.sft.max_tokens:
+            problems.append(f"{conversation.source}: {longest} tokens, sft.max_tokens is {recipe.sft.max_tokens}")
+        examples += [Segment.not_sampled(tokens, mask) for tokens, mask in sequences]
+    if problems:
+        raise ValueError(summary(problems))
+    return examples
 
 
-def _update(
-    recipe: Recipe, examples: Sequence[PackedSequence], trainers: TrainerGroup, state: RunState, step: Step
-) -> None:
-    layout = trainers.layout
-    batch = pack(
-        examples,
-        np.zeros(1, np.float32),
-        budget_tokens=recipe.trainer.max_tokens_per_rank * recipe.trainer.parallel.context,
-        alignment=layout.alignment,
-        data_parallel=layout.data,
-        micro_batch_multiple=layout.micro_batch_multiple,
-    )
+def update(step: Step, examples: Sequence[Segment], run: Run) -> None:
+    """One optimizer update on these conversations.
+
+    Raises:
+        RunError: too many updates in a row had a gradient that was not finite.
+    """
+    recipe, trainers, state = run.recipe, run.trainers, run.state
+    batch = pack_for(recipe.trainer, trainers.layout, [examples], np.zeros(1, np.float32))
     num_targets = sum(int(m.mask.sum()) for part in batch for m in part)
-    result = trainers.train_update(batch, "sft", denominator=num_targets, temperature=1.0)
-    count_skipped(state, result, recipe.trainer.max_skipped_steps)
+    trainers.put_batches([batch])
+    result = trainers.train_update(0, "sft", denominator=num_targets, temperature=1.0)
+    count_skipped(state, result, recipe.trainer.max_skipped_updates)
     step.record(
         {
             **update_metrics([result]),
@@ -117,7 +81,3 @@ def _update(
             "train/skipped_steps": state.skipped_steps,
         }
     )
-
-
-def _refusal(loaded: LoadedRecipe, key: str, message: str) -> RecipeError:
-    return RecipeError([Problem(key=key, message=message, where=loaded.provenance.get(key, ""))])

@@ -1,7 +1,7 @@
-"""Starting a run, and ending every process that it started whatever happens.
+"""Starts a run, and ends every process that it started whatever happens.
 
-What can be refused is refused by `prepare`, before anything starts. `started` then brings up Ray, the engines and the
-trainer (processes.py) and takes them down again; a signal that asks the driver to end takes the same way out.
+`prepare` refuses a recipe with problems before anything starts. `started` starts Ray, the engines and the trainer
+(processes.py) and ends them again, also when a signal ends the driver.
 """
 
 import logging
@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import yaml
 
@@ -21,38 +20,37 @@ from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
+from slimrl.ipc.stale_files import clean_stale_segments
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
 from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
-from slimrl.resync.shared_buffer import clean_stale_segments
 from slimrl.rewards.comparers import close_comparers
-from slimrl.runtime.cluster import ray_cluster
-from slimrl.runtime.ending import Family, ending_on_signals, what_is_left
-from slimrl.runtime.engine_group import EngineGroup
-from slimrl.runtime.errors import RunError, StageError
-from slimrl.runtime.folder_check import check_nodes
-from slimrl.runtime.placement import most_slots, place
-from slimrl.runtime.processes import Processes, start_processes
-from slimrl.runtime.reservation import Reservation, cluster_nodes
+from slimrl.runtime.checks.fetched_model import fetch_model
+from slimrl.runtime.checks.folder_check import check_nodes
+from slimrl.runtime.checks.start_check import read_files
+from slimrl.runtime.checks.task import Task
+from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
+from slimrl.runtime.cluster.engine_group import EngineGroup
+from slimrl.runtime.cluster.errors import RunError, StageError
+from slimrl.runtime.cluster.placement import most_slots, place
+from slimrl.runtime.cluster.processes import Processes, start_processes
+from slimrl.runtime.cluster.ray_cluster import ray_cluster
+from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 from slimrl.runtime.rollout_stage import RolloutStage
-from slimrl.runtime.start_check import read_files
 from slimrl.runtime.state import CheckpointFolder
-from slimrl.runtime.task import Task
 from slimrl.runtime.versions_folder import versions_folder
 
-T = TypeVar("T")
-
 ATTEMPT_WAITS_S = 180.0
-"""For the attempt before to end: its processes have their deadlines, and on NFS 4 the locks of a node that is lost end
-with its lease (90 s)."""
+"""How long to wait until the job's previous attempt has ended. Its processes have deadlines, and on NFS 4 the locks of
+a lost node end with its lease (90 s)."""
 
 log = logging.getLogger(__name__)
 
 
-def prepare(
+def prepare[T](
     path: Path,
     overrides: Sequence[str],
     command: Command,
@@ -61,18 +59,19 @@ def prepare(
     *,
     ray_address: str | None = None,
 ) -> tuple[LoadedRecipe, T]:
-    """The checked recipe, whose model is a complete checkpoint, and what `read` makes of it; warnings are said.
+    """Check the recipe and its model, and read its files; print warnings. A model of the Hub is fetched.
 
     Args:
-        read: the rest that the command needs of what the recipe names, such as its task.
-        ray_address: as for `started`, which tries the folders of the nodes there.
+        read: reads the files that the command needs, such as the task's; its result is returned.
+        ray_address: as for `started`, which checks the folders on the nodes of that cluster.
 
     Raises:
-        RecipeError: it is refused, with all the reasons that can be seen at once.
+        RecipeError: the recipe is refused; names all problems found.
     """
     loaded, problems = read_recipe(path, overrides, command)
     if loaded is None:
         raise RecipeError(problems)
+    loaded = fetch_model(loaded, problems, progress)
     for problem in check_loaded(loaded):
         if problem.warning:
             progress.say(str(problem))
@@ -91,19 +90,15 @@ def open_run(
     job: str | None = None,
     checkpoint_log: Path | None = None,
 ) -> Iterator[RunFolder]:
-    """The run's folder with what it is made of; the driver's log goes there from here on.
+    """Open and lock the run's folder, record config and provenance there, and log to it from now on.
 
-    No other process can open it meanwhile. Settings that differ from those that a resumed run started with are said.
+    If a resumed run's settings differ from those that it started with, they are printed.
 
-    Args:
-        resume: continue an existing run; None to do so if it has a checkpoint, and else to put what is there aside.
-            With None a process that is at work in it is waited for: the attempt before may still be ending.
-        job: id of a job of which this is an attempt. A run that an earlier attempt opened is taken up as with None;
-            `resume` and `overwrite` are about runs of others.
-        checkpoint_log: as in `RunFolder`.
+    The options are those of `Opening`. With `resume=None` it waits for another process that uses the folder: the job's
+    previous attempt may still be ending.
 
     Raises:
-        ValueError: see `open_run_folder` and `versions_folder`; or another process is at work in it.
+        ValueError: see `open_run_folder` and `versions_folder`; or another process uses the folder.
     """
     recipe = loaded.recipe
     earlier = RunFolder(Path(recipe.run.dir) / recipe.run.name)
@@ -118,11 +113,9 @@ def open_run(
         if resume is None:
             resume = earlier.has_checkpoint
             if not resume and (aside := set_aside(earlier)):
-                progress.say(
-                    f"{earlier.path} is started anew; a run without a checkpoint was there, which is now {aside}"
-                )
+                progress.say(f"{earlier.path}: starting anew; the run there had no checkpoint and is now {aside}")
         if not resume and earlier.ended_early.is_file():
-            progress.say(f"{earlier.path} is started anew; a run that ended before its first step was there")
+            progress.say(f"{earlier.path}: starting anew; the run there ended before its first step")
             overwrite = True
         folder = open_run_folder(
             Path(recipe.run.dir),
@@ -135,7 +128,7 @@ def open_run(
         )
         folder = RunFolder(folder.path, checkpoint_log)
         for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(loaded)):
-            progress.say(f"another setting than the run started with: {change}")
+            progress.say(f"setting changed since the run started: {change}")
         folder.requeue.unlink(missing_ok=True)
         folder.ended_early.unlink(missing_ok=True)
         command = [loaded.environment.hide(argument) for argument in sys.argv]
@@ -150,17 +143,17 @@ def started(
     folder: RunFolder,
     progress: Progress,
     *,
-    with_engines: bool,
-    total_updates: int | None,
+    with_engines: bool = False,
+    total_updates: int | None = None,
     checkpoint: Path | None = None,
     ray_address: str | None = None,
 ) -> Iterator[Processes]:
-    """Engines that answer and a trainer that has loaded its weights; who holds memory is `HandOver`'s to say.
+    """Engines that answer and a trainer that has loaded its weights. `MemorySchedule` decides which of them has memory.
 
     Args:
         total_updates: optimizer updates of the run; None for a command without a trainer.
-        checkpoint: of a run, which the trainer goes on from; None to start from the weights that the recipe names.
-        ray_address: HOST:PORT of the cluster to run on; None for one of its own on this machine.
+        checkpoint: the run's checkpoint that the trainer loads; None for the weights that the recipe names.
+        ray_address: HOST:PORT of the Ray cluster to run on; None for a private one on this machine.
 
     Raises:
         StageError: a process did not start, the cluster is too small, or nodes cannot write their folders.
@@ -168,19 +161,19 @@ def started(
     num_ranks = 0 if total_updates is None else recipe.trainer.num_ranks
     num_engines = recipe.rollout.num_engines if with_engines else 0
     for name in clean_stale_segments():
-        log.info("removed shared memory that an earlier run left: %s", name)
+        log.info("removed shared memory left by an earlier run: %s", name)
     with (
         ending_on_signals(partial(what_is_left, folder)) as take_over_signals,
         ExitStack() as shown,
         ExitStack() as ends,
     ):
-        family = Family()
+        children = ChildProcesses()
         ends.callback(clean_stale_segments)
         ends.callback(folder.note_early_end)
-        # Nobody writes a checkpoint any more when all processes have ended. Those of other nodes may take a moment
-        # longer; what they write then is removed by the next start.
+        # When all processes have ended, none writes a checkpoint. Those of other nodes may end a moment later; the
+        # next start removes what they write until then.
         ends.callback(CheckpointFolder(folder.checkpoints).clean)
-        ends.callback(family.end)
+        ends.callback(children.end)
         ends.callback(close_comparers)
         with progress.stage("starting Ray"):
             slots = most_slots(recipe, num_ranks=num_ranks, num_engines=num_engines)
@@ -204,18 +197,18 @@ def started(
             if processes.trainers is not None:
                 processes.trainers.close()
         except ValueError as error:
-            # The user's input has been accepted by now, so this is no refusal.
+            # The user's input has passed its checks, so this is a failure of the run.
             raise RunError(f"{type(error).__name__}: {error}") from error
         except RunError as error:
             _raise_if_engine_ended(processes.engines, error)
             raise
         finally:
-            family.note()
+            children.note()
             shown.enter_context(progress.stage("ending processes"))
 
 
 def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None:
-    """Raises StageError with the engine's own cause where an engine that ended is what stands behind `error`."""
+    """Raises StageError with the engine's own error if `error` is due to an engine that ended."""
     if engines is None or not engines.addresses:
         return
     try:
@@ -226,7 +219,7 @@ def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None
 
 
 def rollout_stage(recipe: Recipe, task: Task, engines: EngineGroup, progress: Progress) -> RolloutStage:
-    """Episodes on these engines, whose client is told what it needs to know of the model."""
+    """A rollout stage on these engines, with a client for the model's vocabulary and routing."""
     config = read_hf_config(Path(recipe.model.path))
     shape = None
     if recipe.rollout.routed_experts:
@@ -235,10 +228,9 @@ def rollout_stage(recipe: Recipe, task: Task, engines: EngineGroup, progress: Pr
     return RolloutStage(recipe, task, client, progress, watch=engines.watch, flush_caches=engines.flush_caches)
 
 
-@contextmanager
-def logs_of_command(directory: str, command: str, loaded: LoadedRecipe) -> Iterator[RunFolder]:
-    """Where a command that is no training run keeps its logs: `<directory>/<command>-<time>/logs`."""
+def logs_of_command(directory: str, command: str, loaded: LoadedRecipe) -> RunFolder:
+    """The log folder of a command other than a training run: `<directory>/<command>-<time>/logs`."""
     folder = RunFolder(Path(directory) / f"{command}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
     folder.logs.mkdir(parents=True)
     log_to_file(folder.log_file("driver"), hide=loaded.environment.hide)
-    yield folder
+    return folder

@@ -1,8 +1,8 @@
-"""What a run needs, beside the trainer's own checkpoint, to continue exactly: a small JSON file in each checkpoint.
+"""The state of a run beside the trainer's checkpoint, and the folder that holds both.
 
 A checkpoint is the folder `checkpoints/step_000010` with `trainer/` (Megatron's sharded checkpoint) and `state.json`,
-which also has size and checksum of every other file and of itself (checkpoint_check.py compares them).
-It is written under a hidden name and renamed when complete, so that whatever has the final name is complete.
+which also has the size and checksum of every other file and of itself (checkpoint_check.py compares them).
+It is written under a hidden name and renamed when complete, so a folder with the final name is complete.
 """
 
 import json
@@ -16,15 +16,15 @@ from typing import Any
 
 import xxhash
 
-from slimrl.models.digests import FileDigest
+from slimrl.checkpoints.digests import FileDigest
 from slimrl.observability.run_folder import CHECKPOINT_NAME
-from slimrl.runtime.errors import RunError, StageError
+from slimrl.runtime.cluster.errors import RunError, StageError
 
 STATE_FILE = "state.json"
 TRAINER = "trainer"
 
 FULL_MB = 100.0
-"""With less than this a disk is full; torch's own error for that names a position in a file."""
+"""A disk with less free space counts as full; torch's own error only names a position in a file."""
 
 _STEP = "step_{:06d}"
 _PARTIAL = ".partial_"
@@ -43,7 +43,7 @@ class RunState:
     cursor: dict[str, Any] = field(default_factory=dict)
     """Position in the training data."""
     skipped_steps: int = 0
-    """Optimizer updates skipped so far for a gradient that was not finite."""
+    """Optimizer updates skipped so far because their gradient was not finite."""
     skipped_in_a_row: int = 0
     unwritten: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step while they wait for its evaluation; empty once its line is written."""
@@ -56,13 +56,13 @@ class CheckpointFolder:
         self.path = path
 
     def save(self, state: RunState, keep: int, write: Callable[[Path], Mapping[str, FileDigest]]) -> Path:
-        """A new checkpoint, in place of all but the newest `keep - 1`.
+        """Save a checkpoint and keep the newest `keep`.
 
         Args:
-            write: writes the trainer's checkpoint into a new folder; returns the checksums of its files by their names.
+            write: writes the trainer's checkpoint into a new folder; returns the checksums of its files by name.
 
         Raises:
-            RunError: it could not be written, for example to a full disk. Nothing of it is left.
+            RunError: it could not be written, for example to a full disk. No part of it is left.
         """
         try:
             partial = self.begin(state.step)
@@ -73,7 +73,7 @@ class CheckpointFolder:
             self.clean()
             older = self.complete()
             full = f"no space left on the disk of {self.path} ({free_mb:.1f} MB): " if free_mb < FULL_MB else ""
-            rest = f"{older[-1]} is whole: --resume continues from there" if older else "There is none before it"
+            rest = f"--resume continues from {older[-1]}" if older else "There is none before it"
             message = f"the checkpoint of step {state.step} could not be written: {full}{error}. {rest}."
             raise StageError(message, getattr(error, "details", "")) from error
         self.prune(keep)
@@ -87,9 +87,11 @@ class CheckpointFolder:
         return partial
 
     def finish(self, partial: Path, state: RunState, files: Mapping[str, FileDigest]) -> Path:
-        """Add the state, and give the folder its final name."""
+        """Add the state, size and checksum of each file, and a checksum of all that; give the folder its final name."""
+        content = {**asdict(state), "files": {name: asdict(digest) for name, digest in sorted(files.items())}}
+        content = json.loads(json.dumps(content))
         with (partial / STATE_FILE).open("w") as file:
-            file.write(state_text(state, files))
+            file.write(json.dumps({**content, "xxh3_128": _digest(content)}, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
         final = self.path / partial.name.removeprefix(_PARTIAL)
@@ -104,7 +106,7 @@ class CheckpointFolder:
             self._remove(old)
 
     def clean(self) -> None:
-        """Remove what is not complete; nobody may be writing it."""
+        """Remove incomplete checkpoints. No process may be writing one."""
         for partial in self.path.glob(f"{_PARTIAL}*"):
             self._remove(partial)
 
@@ -118,7 +120,7 @@ class CheckpointFolder:
         return [path for _, path in sorted(found, key=lambda item: int(item[0][1]))]
 
     def _remove(self, folder: Path) -> None:
-        """Hides a complete one first, for a removal that is broken off leaves a part of it."""
+        """Rename a complete one first: an interrupted removal would leave part of it under the final name."""
         try:
             if not folder.name.startswith(_PARTIAL):
                 folder = folder.rename(self.path / f"{_PARTIAL}{folder.name}")
@@ -127,15 +129,8 @@ class CheckpointFolder:
             log.warning("%s could not be removed; the next checkpoint tries again: %s", folder, error)
 
 
-def state_text(state: RunState, files: Mapping[str, FileDigest]) -> str:
-    """`state.json`: the state, the files by their names in the checkpoint's folder, and a checksum of both."""
-    content = {**asdict(state), "files": {name: asdict(digest) for name, digest in sorted(files.items())}}
-    content = json.loads(json.dumps(content))
-    return json.dumps({**content, "xxh3_128": _digest(content)}, indent=1) + "\n"
-
-
 def read_state(checkpoint: Path) -> tuple[RunState, dict[str, FileDigest] | None]:
-    """The state in a checkpoint, and what its files have to be; None where it was written without checksums.
+    """The state in a checkpoint, and size and checksum of its files; None if it was written without checksums.
 
     Raises:
         ValueError: its `state.json` is missing or damaged.
@@ -145,13 +140,13 @@ def read_state(checkpoint: Path) -> tuple[RunState, dict[str, FileDigest] | None
         digest = content.pop("xxh3_128", None)
         files = content.get("files")
         if (files is None) != (digest is None) or digest not in (None, _digest(content)):
-            raise ValueError("the checksum in it differs")
+            raise ValueError("its checksum differs")
         content.pop("files", None)
         state = RunState(**content)
     except OSError as error:
         raise ValueError(f"{STATE_FILE}: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{STATE_FILE}: its content is not what was written: {error}") from error
+        raise ValueError(f"{STATE_FILE}: damaged: {error}") from error
     return state, None if files is None else {name: FileDigest(**value) for name, value in files.items()}
 
 

@@ -1,4 +1,4 @@
-"""Whose versions lie in `resync.dir`: the folder there has a run's name, and two runs may have the same one."""
+"""Which run owns a folder in `resync.dir`: it has the run's name, which another run may have too."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,18 +9,15 @@ from slimrl.config.schema import TransportName
 from slimrl.observability.folder_lock import folder_lock
 
 OWNER_FILE = "run"
-"""Has the path of the run's folder."""
+"""Holds the path of the run's folder."""
 
 
 @contextmanager
 def versions_folder(loaded: LoadedRecipe, *, wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold `resync.dir/NAME` for this run, where its transport writes versions there.
-
-    Args:
-        wait_s, say: as for `folder_lock`.
+    """Lock `resync.dir/NAME` for this run, if its transport writes versions there.
 
     Raises:
-        ValueError: it belongs to a run with another folder, or a process is at work in it.
+        ValueError: it belongs to a run with another folder, or another process uses it.
     """
     recipe = loaded.recipe
     if recipe.resync.transport not in (TransportName.disk, TransportName.delta) or not recipe.resync.dir:

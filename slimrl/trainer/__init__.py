@@ -1,4 +1,4 @@
-"""The trainer: one rank of Megatron. Importing it patches megatron-core, before any name of it is bound here."""
+"""The trainer: one rank of Megatron. Importing it first patches megatron-core."""
 
 import megatron_patches
 

@@ -1,4 +1,4 @@
-"""From a recipe and a model's facts to Megatron modules, wrapped for mixed precision and data parallelism."""
+"""Builds Megatron modules from a recipe and a model config, wrapped for mixed precision and data parallelism."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,26 +14,28 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import nn
 
 from slimrl import device
+from slimrl.config.alignment import round_up
 from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
+from slimrl.trainer.fusions import fusions
 from slimrl.trainer.passthrough import converted, fields_for
 
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:
     """Rows of the embedding: the smallest multiple of the tensor-parallel size that holds the vocabulary."""
-    return -(-vocab_size // tensor) * tensor
+    return round_up(vocab_size, tensor)
 
 
 def build_model(
     trainer: TrainerConfig, model: MegatronModelConfig, *, mtp: bool = False
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks, one, or `virtual_pipeline` of them, randomly initialised and ready to train.
+    """This rank's model chunks (one, or `virtual_pipeline` of them), randomly initialised and ready to train.
 
     Args:
         mtp: with the model's layers for multi-token prediction, on the last pipeline stage; they are not trained.
 
     Raises:
-        ValueError: `trainer.megatron` holds something that cannot be.
+        ValueError: see `transformer_config`.
     """
     config = transformer_config(trainer, model, mtp=mtp)
     chunks = []
@@ -62,13 +64,13 @@ def build_local_chunk(
     index: int = 0,
     megatron: Mapping[str, Any] | None = None,
 ) -> GPTModel:
-    """One chunk of this rank's weights as a bare bfloat16 module for looking at, uninitialised.
+    """One chunk of this rank's weights as an uninitialised, unwrapped bfloat16 module, to inspect its shapes.
 
-    It is of Megatron's own layers, on every machine. What a checkpoint stores of them is what it stores of Transformer
-    Engine's, under the same keys.
+    It has Megatron's local layers on every machine. Checkpoints store them under the same keys as Transformer
+    Engine's.
 
     Args:
-        index: of the rank's chunks, of which there are several with virtual pipelining.
+        index: of the chunk; a rank has several with virtual pipelining.
         megatron: further fields of `trainer.megatron`.
     """
     trainer = TrainerConfig(
@@ -76,14 +78,14 @@ def build_local_chunk(
         precision=Precision.bf16,
         max_tokens_per_rank=1,
         optimizer=OptimizerConfig(lr=0.0),
-        # Grouped experts need kernels that may not be there; they too are stored like single ones.
+        # Grouped experts need kernels that may be missing; checkpoints store them like single ones.
         megatron={**(megatron or {}), "perform_initialization": False, "moe_grouped_gemm": False},
     )
     return _gpt(parallel, model, transformer_config(trainer, model, mtp=mtp), index, fused=False)
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
-    """The GPTModel inside the wrappers that `build_model` put around it."""
+    """The GPTModel inside the wrappers of `build_model`."""
     inner: Any = chunk
     while not isinstance(inner, GPTModel):
         inner = inner.module
@@ -91,14 +93,14 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 
 
 def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mtp: bool = False) -> TransformerConfig:
-    """Megatron's model configuration: the family's facts, the layout, the precision, then `trainer.megatron`.
+    """Megatron's model configuration: model family, layout, precision, then `trainer.megatron`.
 
     Args:
         mtp: with the model's layers for multi-token prediction.
 
     Raises:
-        ValueError: `trainer.megatron` names a field that is unknown, has a setting of its own or is the model's, or
-            asks for something that cannot be, as FP8 without Transformer Engine, or megatron-core refuses the whole.
+        ValueError: the settings are impossible, for example FP8 without Transformer Engine; or megatron-core refuses
+            them.
     """
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     user = fields_for(TransformerConfig, trainer.megatron)
@@ -110,14 +112,17 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
     if mtp and model.mtp_layers:
         family["mtp_num_layers"] = model.mtp_layers
     family.setdefault("activation_func", torch.nn.functional.silu)
+    dtype = getattr(torch, trainer.precision.dtype)
+    precision = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
     try:
-        return kind(**{**_defaults(), **family, **_layout(trainer.parallel), **_precision(trainer), **user})
+        defaults = _defaults(latent_attention=model.multi_latent_attention)
+        return kind(**{**defaults, **family, **_layout(trainer.parallel), **precision, **user})
     except AssertionError as error:
         raise ValueError(f"trainer.parallel, trainer.megatron: megatron-core refuses them: {error}") from error
 
 
 def ddp_config(trainer: TrainerConfig) -> DistributedDataParallelConfig:
-    """Gradients are reduced in float32; a NaN is left to the optimizer step, which skips it."""
+    """Gradients are reduced in float32; the optimizer step handles a NaN by skipping the update."""
     user = fields_for(DistributedDataParallelConfig, trainer.megatron)
     ours = {
         "grad_reduce_in_fp32": True,
@@ -127,8 +132,8 @@ def ddp_config(trainer: TrainerConfig) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(**{**ours, **user})
 
 
-def _defaults() -> dict[str, Any]:
-    """Settings that follow from how slimrl trains: packed sequences, per-token loss, fused kernels where they exist."""
+def _defaults(*, latent_attention: bool) -> dict[str, Any]:
+    """Defaults of slimrl: packed sequences, per-token loss, fused kernels where available."""
     fused = device.has_transformer_engine()
     return {
         "calculate_per_token_loss": True,
@@ -137,15 +142,12 @@ def _defaults() -> dict[str, Any]:
         "attention_softmax_in_fp32": True,
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
-        # The bias that chooses experts stays as it came: trained and served models then route alike.
+        # The expert bias stays as in the checkpoint, so trainer and engines route alike.
         "moe_router_bias_update_rate": 0.0,
         "moe_grouped_gemm": fused,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
+        "transformer_impl": "transformer_engine" if fused else "local",
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
+        **fusions(latent_attention=latent_attention),
     }
 
 
@@ -159,17 +161,12 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "context_parallel_size": parallel.context,
         "sequence_parallel": parallel.sequence,
-        # Packed micro-batches differ in length, which pipeline stages must tell each other.
+        # Packed micro-batches differ in length, so pipeline stages must send the length.
         "variable_seq_lengths": parallel.pipeline > 1,
-        # Two interleaved stages exchange in both directions at once; batched operations would then be mixed up.
+        # Two interleaved stages send in both directions at once, which would mix up batched operations.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
-
-
-def _precision(trainer: TrainerConfig) -> dict[str, Any]:
-    dtype = torch.bfloat16 if trainer.precision == Precision.bf16 else torch.float32
-    return {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
 
 
 def _gpt(
@@ -179,7 +176,7 @@ def _gpt(
     index: int,
     fused: bool | None = None,
 ) -> GPTModel:
-    """`fused`: of Transformer Engine's layers or of Megatron's own; None for what this machine trains with."""
+    """`fused`: Transformer Engine's layers (True) or Megatron's local ones (False); None for this machine's default."""
     stage = index if config.virtual_pipeline_model_parallel_size is not None else None
     place: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
     fused = device.has_transformer_engine() if fused is None else fused
@@ -205,9 +202,9 @@ def _gpt(
 
 
 def _keep_router_buffers_float32(chunk: nn.Module) -> None:
-    """The bias that chooses experts is read at full precision, and the counts that move it leave bfloat16 at 256.
+    """Keep the expert bias and the token counts in float32: bfloat16 counts exactly only up to 256.
 
-    Megatron itself restores the bias alone, and only at the first forward pass, when its digits are lost.
+    Megatron restores only the bias, and only at the first forward pass, when its digits are lost.
     """
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and module.enable_expert_bias:
@@ -216,10 +213,10 @@ def _keep_router_buffers_float32(chunk: nn.Module) -> None:
 
 
 def _mark_experts(chunk: nn.Module) -> None:
-    """Expert gradients are reduced over the expert-data-parallel group, with one expert rank too.
+    """Mark expert parameters, so their gradients are reduced over the expert-data-parallel group.
 
-    Megatron marks experts only if expert parallelism is on, and then leaves their gradients unreduced where expert
-    tensor parallelism differs from tensor parallelism.
+    Megatron marks them only where that group differs from the data-parallel one. The marks also group the optimizer's
+    state in a checkpoint, which could not be loaded under another layout if they came and went.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:

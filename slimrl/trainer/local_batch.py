@@ -1,7 +1,7 @@
-"""What one rank computes on: a micro-batch as torch tensors, cut for its place in the context-parallel group."""
+"""One rank's part of a micro-batch as torch tensors, sharded over the context-parallel group."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,24 +12,19 @@ from torch import Tensor
 
 from megatron_patches.zigzag import zigzag_indices
 from slimrl import device
+from slimrl.algorithms.losses import LossBatch
 from slimrl.data.packing import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LocalBatch:
+class LocalBatch(LossBatch):
     """T tokens of this rank in zigzag order, n trajectories of the whole micro-batch. Fields as in MicroBatch."""
 
     tokens_T: Tensor
     targets_T: Tensor
-    mask_T: Tensor
     padding_T: Tensor
     position_ids_T: Tensor
-    trajectory_ids_T: Tensor
     rollout_logprobs_T: Tensor
-    old_logprobs_T: Tensor | None
-    num_sampled_N: Tensor
-    advantages_N: Tensor
-    elsewhere_log_ratio_N: Tensor
     index_T: Tensor
     """int64, position of each token in the whole micro-batch"""
     total_tokens: int
@@ -37,35 +32,22 @@ class LocalBatch:
     packed_seq_params: PackedSeqParams
     """Boundaries of the sequences in the whole micro-batch"""
     context_group: Any
-    """Process group of the ranks that hold the other tokens; None if this rank holds all"""
+    """The context-parallel process group; None if this rank holds all tokens"""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank that are not padding."""
+        """Number of this rank's tokens without padding."""
         return int((~self.padding_T).sum())
 
-    @property
-    def sum_over_ranks(self) -> Callable[[Tensor], Tensor] | None:
-        """Adds a tensor over the ranks that hold pieces of these sequences; None where this rank holds them whole."""
-        if self.context_group is None:
-            return None
 
-        def add(tensor: Tensor) -> Tensor:
-            total = tensor.clone()
-            dist.all_reduce(total, group=self.context_group)
-            return total
-
-        return add
-
-
-def cut(batch: MicroBatch, context_group: Any) -> LocalBatch:
+def shard_context(batch: MicroBatch, context_group: Any) -> LocalBatch:
     """This rank's slice of a micro-batch on the compute device.
 
     Args:
         context_group: the context-parallel process group, possibly of one rank.
 
     Raises:
-        ValueError: a sequence's length is no multiple of twice the number of context-parallel ranks.
+        ValueError: a sequence's length is not a multiple of twice the number of context-parallel ranks.
     """
     ranks = context_group.size()
     bounds = batch.cu_seqlens.tolist()
@@ -86,18 +68,19 @@ def cut(batch: MicroBatch, context_group: Any) -> LocalBatch:
         position_ids_T=per_token(batch.position_ids),
         trajectory_ids_T=per_token(batch.trajectory_ids),
         rollout_logprobs_T=per_token(batch.rollout_logprobs),
-        old_logprobs_T=None if batch.old_logprobs is None else per_token(batch.old_logprobs),
+        added_T={name: per_token(values) for name, values in batch.added.items()},
         num_sampled_N=per_trajectory(batch.num_sampled),
         advantages_N=per_trajectory(batch.advantages),
-        elsewhere_log_ratio_N=per_trajectory(batch.elsewhere_log_ratio),
+        remote_log_ratio_N=per_trajectory(batch.remote_log_ratio),
         index_T=index_T.to(target),
         total_tokens=bounds[-1],
         packed_seq_params=_packed_seq_params(batch.cu_seqlens, target),
         context_group=context_group if ranks > 1 else None,
+        sum_over_ranks=partial(_sum, context_group) if ranks > 1 else None,
     )
 
 
-def join(values_T: Tensor, batch: LocalBatch) -> Tensor:
+def gather_context(values_T: Tensor, batch: LocalBatch) -> Tensor:
     """Values [T, ...] of all context-parallel ranks in the order of the whole micro-batch, on every rank."""
     if batch.context_group is None:
         return values_T
@@ -108,6 +91,12 @@ def join(values_T: Tensor, batch: LocalBatch) -> Tensor:
     whole = values_T.new_empty((batch.total_tokens, *values_T.shape[1:]))
     whole[torch.cat(indices)] = torch.cat(parts)
     return whole
+
+
+def _sum(group: Any, tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _packed_seq_params(cu_seqlens: np.ndarray, target: torch.device) -> PackedSeqParams:

@@ -1,13 +1,13 @@
-"""What a trainer rank holds of its device's memory, given away part by part and taken back.
+"""Releases a trainer rank's device memory part by part, and restores it.
 
-1. Weights, and the optimizer's main weights and moments, are copied to host memory, and their storages shrink to
-   nothing. The tensors stay the objects that they are, so that views of them, such as the shards of the optimizer and
-   the pieces of a resync, hold good when the storages are filled again.
-2. Gradients are dropped; they come back as zeros, which every update starts from.
+1. Weights, and the optimizer's main weights and moments, are copied to host memory, and their storages are resized to
+   0. The tensor objects stay, so views of them, such as the optimizer's shards and a resync's pieces, are valid again
+   once the storages are restored.
+2. Gradients are dropped; they come back as zeros, as every update needs them.
 
-Megatron's own way for the optimizer puts other tensors in the place of its parameters, which are views of the weights
-in float32 and would no longer be.
-On a CPU the same is done, from one place of the same memory to another.
+Megatron's own optimizer offload replaces the parameters by other tensors. In float32 they are views of the weights, and
+would be no longer.
+On a CPU the copies are in the same memory.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -18,19 +18,20 @@ from torch import Tensor
 
 from slimrl import device
 from slimrl.data.training import MemoryPart
+from slimrl.trainer.host_memory import HostMemory
 from slimrl.trainer.optimizer import Optimizer
 
 
 class HostCopies:
-    """Contents of storages on the compute device, in host memory that is kept for the next time."""
+    """Copies of device storages in host memory, which is reused the next time."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
-        """By the identity of the storage."""
+        self._kept: dict[int, HostMemory] = {}
+        """By the storage's identity."""
         self._taken: list[torch.UntypedStorage] = []
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Copy what the tensors lie in and free it; tensors of one storage are one. Reading them is an error now."""
+        """Copy the tensors' storages and free them; the tensors must not be read until `give_back`."""
         assert not self._taken, "taken twice"
         for storage in _distinct_storages(tensors):
             copy = self._host_memory(storage)
@@ -40,28 +41,28 @@ class HostCopies:
 
     def give_back(self) -> None:
         for storage in self._taken:
-            copy = self._kept[storage._cdata]
+            copy = self._kept[storage._cdata].tensor
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy)
         self._taken = []
 
     def _host_memory(self, storage: torch.UntypedStorage) -> Tensor:
         kept = self._kept.get(storage._cdata)
-        if kept is None or kept.numel() != storage.nbytes():
-            pin = storage.device.type == "cuda"
-            kept = self._kept[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
-        return kept
+        if kept is None or kept.tensor.numel() != storage.nbytes():
+            kept = HostMemory(storage.nbytes(), pinned=storage.device.type == "cuda")
+            self._kept[storage._cdata] = kept
+        return kept.tensor
 
 
 class Offload:
-    """The memory of one rank. It starts with everything on the device."""
+    """The device memory of one rank; at first everything is on the device."""
 
     def __init__(self, chunks: list[DistributedDataParallel], optimizer: Optimizer) -> None:
         self._chunks, self._optimizer = chunks, optimizer
         self._weights, self._state = HostCopies(), HostCopies()
 
     def release(self, parts: Collection[MemoryPart]) -> None:
-        """Give the memory of these parts, all of which are on the device, back to it."""
+        """Free the device memory of these parts, all of which are on the device."""
         on_cuda = device.device_type() == "cuda"
         if MemoryPart.gradients in parts:
             for chunk in self._chunks:
@@ -74,7 +75,7 @@ class Offload:
             torch.cuda.empty_cache()
 
     def restore(self, parts: Collection[MemoryPart]) -> None:
-        """Take back what `release` gave away."""
+        """Restore parts that `release` freed."""
         if MemoryPart.weights in parts:
             self._weights.give_back()
         if MemoryPart.optimizer in parts:
@@ -91,13 +92,13 @@ class Offload:
                     yield buffer.param_data
 
     def _optimizer_tensors(self) -> list[Tensor]:
-        """Those that are no views of the weights, as the main weights of float32 training are."""
+        """The optimizer's tensors without views of the weights, which the main weights of float32 training are."""
         weights = {tensor.untyped_storage()._cdata for tensor in self._weight_tensors()}
         return [t for t in self._optimizer.tensors() if t.untyped_storage()._cdata not in weights]
 
 
 def _distinct_storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Of the compute device, those that hold anything; what Megatron itself keeps on the host stays where it is."""
+    """The tensors' non-empty storages on the compute device, without those that Megatron keeps on the host."""
     seen = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()

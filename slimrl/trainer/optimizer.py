@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,63 +19,50 @@ from slimrl.config.schema import Precision, TrainerConfig
 from slimrl.trainer.passthrough import fields_for
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepOutcome:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Global L2 norm before clipping; NaN or infinite if the step was skipped."""
-    skipped: bool
-
-
 class Optimizer:
     """Megatron's optimizer and schedule over this rank's model chunks."""
 
     def __init__(self, trainer: TrainerConfig, chunks: list[DistributedDataParallel], total_updates: int) -> None:
         """
         Args:
-            total_updates: at which the linear and cosine schedules reach `min_lr`.
-
-        Raises:
-            ValueError: the warm-up is as long as the whole schedule.
+            total_updates: when the linear and cosine schedules reach `min_lr`.
         """
         self.clip_grad = trainer.optimizer.clip_grad
         self.megatron: MegatronOptimizer = get_megatron_optimizer(_optimizer_config(trainer), chunks)
         for part in self._parts():
             if isinstance(part.optimizer, HybridDeviceOptimizer):
-                # Its main weights are to be found through its state alone, so it has one from the start.
+                # Its main weights are reachable only through its state, so create that at once.
                 part.optimizer.dummy_step()
         self.scheduler = build_scheduler(trainer, self.megatron, total_updates)
         get_model_config(chunks[0]).grad_scale_func = self.megatron.scale_loss
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last update, or before the first one of update 0."""
+        """Learning rate of the last update; before the first update that of update 0."""
         return float(self.megatron.param_groups[0]["lr"])
 
-    def zero_grad(self) -> None:
-        self.megatron.zero_grad()
+    def step(self) -> float:
+        """One update with the current gradients; returns their global L2 norm before clipping.
 
-    def step(self) -> StepOutcome:
-        """One update from the gradients that lie ready.
-
-        If their global norm is not finite, parameters, optimizer state and schedule stay as they are. The schedule
-        moves on before the update, so that the first update of a warm-up has a rate above 0.
+        If it is NaN or infinite, the update was skipped: parameters, optimizer state and schedule are unchanged. The
+        schedule advances before the update, so the first update of a warm-up has a rate above 0.
         """
         overflow = self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
         if not _finite_everywhere(math.isfinite(grad_norm) and not overflow):
-            return StepOutcome(grad_norm=grad_norm if not math.isfinite(grad_norm) else math.inf, skipped=True)
+            return math.inf if math.isfinite(grad_norm) else grad_norm
         self.scheduler.step(1)
         if self.clip_grad > 0:
-            self._clip(grad_norm)
+            for part in self._parts():
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, grad_norm, decoupled)
         self.megatron.step_with_ready_grads()
-        return StepOutcome(grad_norm=grad_norm, skipped=False)
+        return grad_norm
 
     def create_state(self) -> None:
-        """Give an optimizer that made no update yet the zero moments that it would start from, so that it can be saved.
+        """Create the zero moments of an optimizer without updates, so that it can be saved.
 
-        Torch's Adam keeps a step with each parameter, which Megatron's own initialisation leaves out.
+        Torch's Adam has a step for each parameter, which Megatron's initialisation leaves out.
         """
         for part in self._parts():
             if isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -88,58 +74,57 @@ class Optimizer:
                         part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Parameters, which are main weights or views of the model's, and moments; as they are at this moment."""
+        """The current parameters, which are main weights or views of the model's, and moments."""
         for part in self._parts():
             for group in part.optimizer.param_groups:
                 yield from group["params"]
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def resume_schedule(self, saved: dict[str, Any]) -> None:
-        """Take over the number of updates from a saved schedule; rates follow this run's own settings."""
-        for group in self.megatron.param_groups:
-            group["max_lr"], group["min_lr"] = self.scheduler.max_lr, self.scheduler.min_lr
-        self.scheduler.num_steps = 0
-        self.scheduler.load_state_dict(saved)
+    def load_state_dict(self, saved: dict[Any, Any], schedule: dict[str, Any]) -> None:
+        """Load main weights, moments and the number of updates; learning rates follow this run's settings.
 
-    def _clip(self, grad_norm: float) -> None:
-        for part in self._parts():
-            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, grad_norm, decoupled)
+        Megatron matches saved parameter groups by their learning rates, so these are set to this run's first.
+        """
+        for group in _saved_groups(saved):
+            group["max_lr"], group["min_lr"] = self.scheduler.max_lr, self.scheduler.min_lr
+        self.megatron.load_state_dict(saved)
+        self.scheduler.num_steps = 0
+        self.scheduler.load_state_dict(schedule)
 
     def _parts(self) -> list[Any]:
-        """Megatron's optimizers of dense and of expert parameters; those that hold nothing on this rank left out."""
+        """Megatron's optimizers of dense and of expert parameters, without those that are empty on this rank."""
         parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [part for part in parts if not part.is_stub_optimizer]
+
+
+def _saved_groups(saved: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Parameter groups of one of Megatron's optimizers, or of several that are saved by number."""
+    if "param_groups" in saved:
+        yield from saved["param_groups"]
+    else:
+        parts = [saved["optimizer"]] if "optimizer" in saved else saved.values()
+        yield from (group for part in parts for group in _saved_groups(part))
 
 
 def build_scheduler(
     trainer: TrainerConfig, optimizer: MegatronOptimizer, total_updates: int
 ) -> OptimizerParamScheduler:
-    """The learning rate by number of updates: warm-up from 0, then constant, linear or cosine.
-
-    Raises:
-        ValueError: the warm-up is as long as the whole schedule.
-    """
+    """The learning rate by number of updates: warm-up from 0, then constant, linear or cosine."""
     settings = trainer.optimizer
-    if settings.schedule.value != "constant" and settings.warmup_steps >= total_updates:
-        raise ValueError(
-            f"trainer.optimizer.warmup_steps: {settings.warmup_steps} updates of warm-up leave none of the "
-            f"{total_updates} updates of the run for the {settings.schedule.value} schedule"
-        )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(total_updates, settings.warmup_steps + 1),
+        lr_warmup_steps=settings.warmup_updates,
+        lr_decay_steps=max(total_updates, settings.warmup_updates + 1),
         lr_decay_style=settings.schedule.value,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # A resumed run follows its recipe, and takes from the checkpoint only how far it has come.
+        # A resumed run follows its recipe; the checkpoint only gives the number of updates.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

@@ -1,4 +1,4 @@
-"""`trainer.megatron`: fields of megatron-core's own configurations, given by their names in a recipe."""
+"""`trainer.megatron`: fields of megatron-core's configuration classes, set by name in a recipe."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,38 +6,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-from slimrl.config.passthrough import LATENT_ATTENTION, OF_THE_MODEL, OWNED
-
-SECTIONS = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-"""A field goes to every one of these that has it."""
 
 
 def fields_for(section: type, megatron: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `trainer.megatron` that one of megatron-core's dataclasses takes, in its own types.
+    """The fields of `trainer.megatron` that belong to one of megatron-core's dataclasses, in its types.
+
+    That each belongs to one, and has no setting of its own, was checked as the recipe was read (config/passthrough.py).
 
     Raises:
-        ValueError: a name is in none of megatron-core's dataclasses, has a setting of its own, or is the model's; or a
-            value is unknown to the field.
+        ValueError: a word is unknown to its field.
     """
-    owned = OWNED["trainer.megatron"]
-    for name in megatron:
-        if name in owned:
-            raise ValueError(f"trainer.megatron.{name}: set {owned[name]} instead")
-        if name in LATENT_ATTENTION:
-            raise ValueError(f"trainer.megatron.{name}: {OF_THE_MODEL}")
-        if not any(name in _types(known) for known in SECTIONS):
-            raise ValueError(f"trainer.megatron.{name}: no such field in the installed megatron-core")
     names = _types(section).keys()
     return converted(section, {name: value for name, value in megatron.items() if name in names})
 
 
 def converted(section: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of fields of one of megatron-core's dataclasses, in its own types; words become what they name.
+    """Values for fields of one of megatron-core's dataclasses, with words converted to what they name.
 
     Raises:
         ValueError: a word is unknown to its field.

@@ -1,23 +1,22 @@
-"""Hugging Face tensors into live Megatron modules, under any parallel layout, and the names that connect the two.
+"""Loads Hugging Face tensors into Megatron modules under any parallel layout, and matches the names of the two.
 
-A Megatron parameter's name is made global first (layer index over pipeline stages and virtual chunks, expert index
+A Megatron parameter's name is first made global (layer index over pipeline stages and virtual chunks, expert index
 over expert-parallel ranks) and then looked up in the family's weight map.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from slimrl.models.checkpoint import check_tensors
+from slimrl.checkpoints.hf_check import check_tensors
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.family import Family
-from slimrl.models.hf_checkpoint import open_hf_checkpoint
 from slimrl.models.weight_map import Entry, WeightMap
 from slimrl.trainer.build import unwrap
 
@@ -27,7 +26,7 @@ _GROUPED_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.weight)(\d+)()")
 
 
 def model_weight_map(chunks: Sequence[nn.Module], family: Family, hf_config: dict[str, Any]) -> WeightMap:
-    """The family's table with the padded vocabulary of these modules, and with the MTP layers if they have such."""
+    """The family's weight map with the padded vocabulary of these modules, and their MTP layers if they have any."""
     model = unwrap(chunks[0])
     return family.weight_map(hf_config, model.vocab_size, mtp=bool(model.config.mtp_num_layers))
 
@@ -35,16 +34,16 @@ def model_weight_map(chunks: Sequence[nn.Module], family: Family, hf_config: dic
 def local_weights(chunks: Sequence[nn.Module], weight_map: WeightMap) -> list[tuple[int, Tensor]]:
     """(index in the map's entries, live tensor) of every weight that this rank holds.
 
-    Parameters all have an entry. Buffers are counters and the like, except those that the map knows.
+    Buffers without an entry, such as counters, are skipped.
 
     Raises:
-        ValueError: the map lacks parameters that the model has.
+        ValueError: the map has no entry for some parameters of the model.
     """
     found: list[tuple[int, Tensor]] = []
     unknown: list[str] = []
     for chunk in map(unwrap, chunks):
         layers = {name: m.layer_number - 1 for name, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
-        for name, tensor in _named_tensors(chunk):
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
             index = weight_map.index_of(_global_name(name, layers, chunk.config.num_moe_experts))
             if index is not None:
                 found.append((index, tensor))
@@ -56,7 +55,7 @@ def local_weights(chunks: Sequence[nn.Module], weight_map: WeightMap) -> list[tu
 
 
 def shard_place(entry: Entry) -> tuple[int, int]:
-    """(index, count): which of how many shards of an entry this rank holds."""
+    """(index, count): this rank's shard of an entry, and the number of its shards."""
     if entry.rule.shard is None:
         return 0, 1
     if entry.rule.shard.group == "expert_tensor":
@@ -67,13 +66,13 @@ def shard_place(entry: Entry) -> tuple[int, int]:
 def load_hf_weights(
     chunks: Sequence[nn.Module], path: Path, family: Family, hf_config: dict[str, Any], dtype: str | None = None
 ) -> None:
-    """Fill the modules from a checkpoint folder; each rank reads the slices that it holds.
+    """Load a checkpoint folder into the modules; each rank reads the slices that it holds.
 
-    A checkpoint in block FP8 is dequantised as it is read, to `dtype`, or to the checkpoint's where it is None.
-    Call it before the optimizer is built, which copies the weights.
+    A checkpoint in block FP8 is dequantised as it is read, to `dtype`, or to the checkpoint's if it is None.
+    Call it before building the optimizer, which copies the weights.
 
     Raises:
-        ValueError: tensors of the checkpoint are missing, unknown or misshaped; all of them in one message.
+        ValueError: tensors of the checkpoint are missing, unknown or have the wrong shape; names all of them.
     """
     weight_map = model_weight_map(chunks, family, hf_config)
     with open_hf_checkpoint(path, dtype) as folder, torch.no_grad():
@@ -90,13 +89,8 @@ def load_hf_weights(
             tensor.copy_(value)
 
 
-def _named_tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    yield from chunk.named_parameters()
-    yield from chunk.named_buffers()
-
-
 def _global_name(name: str, layers: dict[str, int], num_experts: int | None) -> str:
-    """With the expert's index of the whole model, and the layer's; MTP layers all lie on one stage and keep theirs."""
+    """The name with the global indices of expert and layer; MTP layers are all on one stage and keep their index."""
     expert = _LOCAL_EXPERT.fullmatch(name) or _GROUPED_EXPERT.fullmatch(name)
     if expert:
         assert num_experts is not None

@@ -1,29 +1,30 @@
-"""One trainer rank: the model, its optimizer, and what can be asked of them. Every rank is asked together."""
+"""One trainer rank: the model, its optimizer, and the calls that the driver makes on all ranks together."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
+from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.alignment import tile_tokens
-from slimrl.config.schema import Precision, TrainerConfig
-from slimrl.data.packing import MicroBatch
+from slimrl.config.schema import TrainerConfig
 from slimrl.data.training import MemoryPart
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
-from slimrl.models.digests import FileDigest
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
-from slimrl.trainer import checkpoint
 from slimrl.trainer.build import build_model
-from slimrl.trainer.export import export_hf
+from slimrl.trainer.checkpointing import checkpoint
+from slimrl.trainer.checkpointing.export import export_hf
+from slimrl.trainer.determinism import make_deterministic
+from slimrl.trainer.held_batches import HeldBatches
+from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
+from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.offload import Offload
 from slimrl.trainer.optimizer import Optimizer
-from slimrl.trainer.parallel import destroy_parallel, init_parallel
-from slimrl.trainer.step import LogProbs, LossFunction, Stepper, UpdateResult
 from slimrl.trainer.weight_source import MegatronWeightSource
 from slimrl.trainer.weights import load_hf_weights
 
 
-class TrainerWorker:
-    """Joins the process group and builds the model with random weights; `load_hf` or `load_checkpoint` fills it."""
+class TrainerWorker(HeldBatches):
+    """Joins the process group and builds the model with random weights; `load_hf` or `load_checkpoint` loads others."""
 
     def __init__(
         self,
@@ -36,15 +37,19 @@ class TrainerWorker:
         master_addr: str,
         master_port: int,
         total_updates: int,
+        deterministic: bool = False,
     ) -> None:
         """
         Args:
-            model_path: Hugging Face checkpoint folder, whose config.json says what is built.
-            total_updates: at which learning-rate schedules end.
+            model_path: Hugging Face checkpoint folder; the model is built from its config.json.
+            total_updates: when learning-rate schedules end.
+            deterministic: the same results from the same seed.
         """
+        if deterministic:
+            trainer = make_deterministic(trainer)
         self.seed, self.model_path = seed, model_path
         self.hf_config = read_hf_config(model_path)
-        self.dtype = "bfloat16" if trainer.precision is Precision.bf16 else "float32"
+        self.dtype = trainer.precision.dtype
         self.family = family_of(self.hf_config)
         self.layout = init_parallel(
             trainer.parallel,
@@ -60,12 +65,14 @@ class TrainerWorker:
         self.chunks = build_model(trainer, model)
         self.optimizer = Optimizer(trainer, self.chunks, total_updates)
         self.offload = Offload(self.chunks, self.optimizer)
-        self.stepper = Stepper(
-            self.chunks,
-            self.optimizer,
-            self.layout,
-            vocab_size=model.vocab_size,
-            chunk_tokens=trainer.logprob_chunk_tokens,
+        super().__init__(
+            MicroBatchRunner(
+                self.chunks,
+                self.optimizer,
+                self.layout,
+                vocab_size=model.vocab_size,
+                chunk_tokens=trainer.logprob_chunk_tokens,
+            )
         )
 
     def load_hf(self) -> None:
@@ -74,41 +81,26 @@ class TrainerWorker:
         self.optimizer.megatron.reload_model_params()
 
     def load_megatron(self, path: Path) -> None:
-        """Load the weights of a training checkpoint, a converted one or a run's, saved under any layout.
+        """Load the weights of a Megatron checkpoint, converted or from a run, saved under any layout.
 
         Raises:
-            ValueError: it is of another model.
+            ValueError: it is a checkpoint of another model.
         """
         folder = weights_folder(path)
         check_architecture(folder, architecture_of(self.hf_config))
         checkpoint.load_weights(folder, self.chunks)
         self.optimizer.megatron.reload_model_params()
 
-    def compute_logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, *, routing: bool = False
-    ) -> list[LogProbs] | None:
-        return self.stepper.compute_logprobs(micro_batches, temperature, routing=routing)
-
-    def train_update(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss_function: LossFunction,
-        *,
-        denominator: float,
-        temperature: float,
-    ) -> UpdateResult:
-        return self.stepper.train_update(micro_batches, loss_function, denominator=denominator, temperature=temperature)
-
     def weight_source(self) -> MegatronWeightSource:
-        """The weights as they are when iterated, under their Hugging Face names, in the precision of the training."""
+        """The current weights as Hugging Face tensors, in the precision of the training."""
         return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype)
 
     def release_memory(self, parts: Collection[MemoryPart]) -> None:
-        """Give away memory of the device; what lies there must be taken back before it is used."""
+        """Free device memory; the parts must be restored before they are used."""
         self.offload.release(parts)
 
     def resume_memory(self, parts: Collection[MemoryPart]) -> None:
-        """Take back what `release_memory` gave away; gradients come back as zeros."""
+        """Restore parts that `release_memory` freed; gradients come back as zeros."""
         self.offload.restore(parts)
 
     def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from slimrl.data.protocols import SourcePiece, SourceTensor
-from slimrl.models.checkpoint_reader import read_whole
-from slimrl.models.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.checkpoint_reader import read_whole
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.data.weights import SourcePiece
 
 
 class CheckpointSource:
@@ -16,16 +16,10 @@ class CheckpointSource:
             self.weights = {spec.name: read_whole(folder, spec.name) for spec in self.specs}
 
     def layout(self):
-        return [
-            SourceTensor(
-                spec=spec,
-                pieces=(SourcePiece(region=tuple(slice(0, size) for size in spec.shape), holders=(0,)),),
-            )
+        return {
+            spec: (SourcePiece(region=tuple(slice(0, size) for size in spec.shape), holders=(0,)),)
             for spec in self.specs
-        ]
-
-    def piece(self, name):
-        return self.weights[name]
+        }
 
     def groups(self, name):
         return self.weights[name][None]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from slimrl_tools.calculator_data import write_calculator_data
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.calculator_data import write_calculator_data
+from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
@@ -57,8 +57,8 @@ class Workspace:
         return RunFolder(self.path / "runs" / name)
 
 
-def make_workspace(path: Path, family: str = "qwen3_moe") -> Workspace:
-    write_toy(family, path / "model", SIZE, 0)
+def make_workspace(path: Path, family: str = "qwen3_moe", size: ToySize = SIZE) -> Workspace:
+    write_toy(family, path / "model", size, 0)
     write_calculator_data(path / "data", seed=0, num_train=32, num_heldout=8, num_conversations=64)
     return Workspace(path)
 
@@ -149,7 +149,7 @@ class CliRun:
 
     def kill_server(self, index: int) -> None:
         """SIGKILL for the main process of an engine; its children end with it."""
-        for process in self.members("slimrl.rollout.launch"):
+        for process in self.members("slimrl.sglang_plugin.launch"):
             parent = process.parent()
             log = Path(f"/proc/{process.pid}/fd/2").resolve()
             if parent is not None and "ray::" in " ".join(parent.cmdline()) and log.name == f"engine_{index}.log":

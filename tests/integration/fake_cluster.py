@@ -15,7 +15,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 NO_GPU = (
     *("--venv", sys.prefix, "--gpus-per-node", "0", "--min-free-gib", "1"),
-    *("--object-store-gib", "0.2", "--meeting-timeout-s", "60"),
+    *("--object-store-gib", "0.2", "--allreduce-timeout-s", "60"),
 )
 """Options of a job on nodes like this machine."""
 

@@ -14,12 +14,11 @@ from engine_probes import answers, serves
 from weight_sender import WeightSender
 
 from slimrl.config.schema import ParallelConfig, Precision, ResyncConfig, RolloutConfig
-from slimrl.data.protocols import EngineControl
+from slimrl.data.weights import EngineControl
 from slimrl.observability.memory import session_members
 from slimrl.resync.session import ResyncError, ResyncReport, ResyncSession
-from slimrl.resync.transports import collective
-from slimrl.rollout.control import SglangControl
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.server import EngineServer
 from slimrl.trainer.weight_source import MegatronWeightSource
 
 CALL_TIMEOUT_S = 6.0
@@ -116,8 +115,6 @@ class Trainer:
         self.sender = WeightSender(
             rank, num_ranks, port, checkpoints[0], ParallelConfig(expert=num_ranks), timeout_s=GROUP_TIMEOUT_S
         )
-        # Of this process alone; experts of the toy are among tensors of this size.
-        collective.IN_PLACE_BYTES = 4000
         self.controls = [FaultyControl(engine) for engine in engines]
         self.source = source(self.sender.source)
         self.session = ResyncSession(

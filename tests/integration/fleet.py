@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 from slimrl.config.schema import Precision, RolloutConfig
-from slimrl.rollout.router import Router
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.router import Router
+from slimrl.rollout.servers.server import EngineServer
 
 
 class Fleet:

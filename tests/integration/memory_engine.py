@@ -4,16 +4,16 @@ import time
 
 import torch
 
-from slimrl.data.protocols import EnginePlace
+from slimrl.data.weights import EnginePlace
+from slimrl.ipc.shared_buffer import open_shared
 from slimrl.models.fingerprint import fingerprint
-from slimrl.models.shared_segment import open_shared
 
 
 class MemoryEngine:
     """Implements the part of EngineControl that `ipc` uses."""
 
     def __init__(self, name: str, node: str) -> None:
-        self.name, self.num_ranks = name, 1
+        self.name = name
         self.place = EnginePlace(name=name, nodes=(node,))
         self.loaded: dict[str, torch.Tensor] = {}
         self.version, self.serves = -1, True
@@ -28,11 +28,10 @@ class MemoryEngine:
     def begin_update(self):
         self.loaded = {}
 
-    def load_shared_bucket(self, segment, bucket):
+    def load_shared_bucket(self, segment, parts):
         flat = open_shared(segment)
-        for part in bucket.parts:
-            value = flat[part.offset : part.offset + part.nbytes].clone()
-            value = value.view(getattr(torch, part.spec.dtype)).view(part.shape)
+        for part in parts:
+            value = part.view(flat).clone()
             if part.is_whole:
                 self.loaded[part.spec.name] = value
             else:

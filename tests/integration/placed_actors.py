@@ -8,9 +8,10 @@ import sys
 
 import ray
 
+from slimrl.config.environment import thread_variables
 from slimrl.config.schema import Recipe
-from slimrl.runtime.placement import place
-from slimrl.runtime.reservation import Reservation, cluster_nodes
+from slimrl.runtime.cluster.placement import place
+from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 
 
 @ray.remote
@@ -24,13 +25,13 @@ def main(address: str) -> None:
     ray.init(address=address, log_to_driver=False)
     recipe = Recipe()
     recipe.rollout.colocated = True
-    recipe.rollout.engine_tensor = 2
+    recipe.rollout.engine_tp = 2
     nodes, resource = cluster_nodes(private=False)
     placement = place(recipe, nodes, num_ranks=4, num_engines=2)
     places = Reservation(placement, resource)
 
-    ranks = [Probe.options(**places.options(slot, 1)).remote() for slot in placement.ranks]  # type: ignore[attr-defined]
-    engines = [Probe.options(**places.options(slots[0], 1)).remote() for slots in placement.engines]  # type: ignore[attr-defined]
+    ranks = [Probe.options(**places.options(slot, thread_variables(1))).remote() for slot in placement.ranks]  # type: ignore[attr-defined]
+    engines = [Probe.options(**places.options(slots[0], thread_variables(1))).remote() for slots in placement.engines]  # type: ignore[attr-defined]
     found = ray.get([probe.seen.remote() for probe in (*ranks, *engines)], timeout=100)
     result = {
         "resource": resource,

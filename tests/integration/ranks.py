@@ -1,7 +1,8 @@
 """Runs one function on N ranks, each a process of its own, and brings back what each returned.
 
-Ranks are forked from a server process that has imported the trainer already, which saves seconds per rank; each is
-ended by its pid, and none outlives `run_ranks`.
+Ranks are forked from a server process that has imported the trainer already, which saves seconds per rank. Where CUDA
+is there they are spawned: that import asks for GPUs, and CUDA does not work in a process forked after that. Each rank
+is ended by its pid, and none outlives `run_ranks`.
 """
 
 import contextlib
@@ -12,7 +13,8 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slimrl.rollout.ports import free_port
+from slimrl import device
+from slimrl.rollout.servers.ports import free_port
 
 
 def run_ranks(
@@ -29,8 +31,9 @@ def run_ranks(
         RuntimeError: a rank raised, with its traceback, or died.
         TimeoutError: the deadline passed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["slimrl.trainer.checkpoint", "slimrl.trainer.step"])
+    context: Any = multiprocessing.get_context(start_method())
+    if start_method() == "forkserver":
+        context.set_forkserver_preload(["slimrl.trainer.checkpointing.checkpoint", "slimrl.trainer.micro_batch_runner"])
     results: Any = context.Queue()
     port = free_port()
     processes = [
@@ -48,6 +51,11 @@ def run_ranks(
             if process.pid is not None:
                 process.kill()
                 process.join(10)
+
+
+def start_method() -> str:
+    """Of the ranks' processes."""
+    return "spawn" if device.device_type() == "cuda" else "forkserver"
 
 
 def _collect(processes: list[Any], results: Any, deadline: float, dying: Collection[int]) -> list[Any]:

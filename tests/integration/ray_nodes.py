@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from slimrl.rollout.ports import free_ports
+from slimrl.rollout.servers.ports import free_ports
 
 START_S = 90.0
 STARTED = "Ray runtime started"

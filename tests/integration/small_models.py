@@ -72,6 +72,20 @@ _DEEPSEEK_V3 = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }
+_QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    **_HEADS_OF_16,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
 _YARN = {
     "rope_type": "yarn",
     "factor": 40.0,
@@ -111,6 +125,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_plain": {**_GLM4_MOE, "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
     "glm4_moe_grouped": {**_GLM4_MOE, "n_group": 4, "num_experts_per_tok": 4, "topk_group": 2},
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_next_mixed": {
+        **_QWEN3_NEXT,
+        "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        "mlp_only_layers": [1],
+        "partial_rotary_factor": 0.5,
+        "linear_num_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
     "deepseek_v3": {**_DEEPSEEK_V3, "rope_parameters": _YARN},
     "deepseek_v3_unscaled": _DEEPSEEK_V3,
     "deepseek_v3_mscale_of_factor": {
@@ -138,7 +161,9 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     for tensor_name, parameter in model.named_parameters():
         if "norm" in tensor_name:
-            torch.nn.init.normal_(parameter, 1.0, 0.1)
+            # Qwen3-Next's norms, but for those of its delta nets, multiply by 1 + weight.
+            centred = config["model_type"] == "qwen3_next" and "linear_attn" not in tensor_name
+            torch.nn.init.normal_(parameter, 0.0 if centred else 1.0, 0.1)
         elif tensor_name.endswith("bias"):
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     for tensor_name, buffer in model.named_buffers():

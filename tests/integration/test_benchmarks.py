@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slimrl.models.shared_segment import SHARED_MEMORY_DIR
+from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

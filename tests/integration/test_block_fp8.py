@@ -13,15 +13,15 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from slimrl_tools.conversion import RECORDS
-from slimrl_tools.quantize import dequantization, quantization
-from slimrl_tools.rewrite import write_checkpoint
-from slimrl_tools.toy import write_toy
-from slimrl_tools.toy_configs import ToySize
+from slimrl_tools.convert.output_folder import RECORDS
+from slimrl_tools.derive.quantize import dequantization, quantization
+from slimrl_tools.derive.rewrite import write_checkpoint
+from slimrl_tools.toy.toy import write_toy
+from slimrl_tools.toy.toy_configs import ToySize
 from weight_cases import EXPECTED_NAME, MOE_LAYOUTS_OF_2, round_trip
 
-from slimrl.models.fp8 import BlockFp8, dequantize, quantize
-from slimrl.models.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.quantization.fp8 import BlockFp8, dequantize, quantize
 
 pytestmark = pytest.mark.integration
 
@@ -64,7 +64,7 @@ def test_sglang_skips_the_same_modules_and_dequantises_to_the_same_bits(tmp_path
     (tmp_path / "configs.json").write_text(json.dumps(configs))
     out = run_python(f"""
         import json, pathlib
-        from slimrl.rollout.sglang_cpu import install
+        from slimrl.sglang_plugin.cpu import install
         install()
         import torch
         from safetensors.torch import load_file
@@ -101,8 +101,8 @@ def test_a_trainer_loads_it_under_any_layout_as_if_it_were_plain(tmp_path):
 def test_the_system_s_own_limit_on_a_file_stops_the_write_midway(tmp_path):
     said = run_python(f"""
         import resource, signal, pathlib, torch
-        from slimrl.data.protocols import TensorSpec
-        from slimrl.models.safetensors_file import write_safetensors_file
+        from slimrl.data.weights import TensorSpec
+        from slimrl.checkpoints.safetensors_file import write_safetensors_file
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         spec = TensorSpec(name="a", shape=(100_000,), dtype="float32")

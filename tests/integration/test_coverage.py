@@ -5,20 +5,22 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from published_sizes import PUBLISHED_SIZES
 from ranks import run_ranks
+from shard_shapes import shard_shape
 from small_models import CONFIGS
 from weight_cases import join, trainer_config
 
 from slimrl.config.schema import ParallelConfig, Precision
-from slimrl.models.family import UNSUPPORTED, family_of
-from slimrl.models.hf_config import published_config, published_names, published_size
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import published_config, published_names
 from slimrl.trainer.build import _gpt, transformer_config
 from slimrl.trainer.weights import local_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 QUICK = ["Qwen2.5-0.5B", "Llama-3.2-1B", "Qwen3-8B", "Qwen3-30B-A3B", "Moonlight-16B-A3B"]
-SUPPORTED = [name for name in published_names() if published_config(name)["model_type"] not in UNSUPPORTED]
+SUPPORTED = published_names()
 
 
 def on_meta(hf_config):
@@ -40,7 +42,7 @@ def full_size_coverage(rank, world_size, port, names):
         hf_config = published_config(name)
         weight_map = family_of(hf_config).weight_map(hf_config, mtp=True)
         held = local_weights([on_meta(hf_config)], weight_map)
-        wrong = [i for i, tensor in held if tuple(tensor.shape) != weight_map.entries[i].shard_shape(1)]
+        wrong = [i for i, tensor in held if tuple(tensor.shape) != shard_shape(weight_map.entries[i], 1)]
         assert not wrong, [weight_map.entries[i].megatron[0] for i in wrong]
         count = sum(tensor.numel() for i, tensor in held if not weight_map.entries[i].rule.mtp)
         results.append((sorted(index for index, _ in held), len(weight_map.entries), count))
@@ -55,21 +57,21 @@ def test_every_megatron_parameter_of_the_published_models_is_covered_exactly_onc
         assert indices == list(range(num_entries)), name
         # Kimi-K2's authors round to a trillion.
         within = 0.03 if name == "Kimi-K2" else 0.01
-        assert count / 1e9 == pytest.approx(published_size(name).total_b, rel=within), name
+        assert count / 1e9 == pytest.approx(PUBLISHED_SIZES[name].total_b, rel=within), name
 
 
-def transformer_engine_name(name: str, *, latent: bool, dense_layers: set[str]) -> str:
+def transformer_engine_name(name: str, *, latent: bool, dense_layers: set[str], delta_layers: set[str]) -> str:
     """What Transformer Engine's spec calls a parameter of Megatron's own layers.
 
     It keeps a norm in the linear layer behind it, where there is one: not before latent attention, which begins with
     two, and not before experts. It holds a layer's experts as one module.
     """
-    layer = re.match(r"(decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.", name)
+    layer = re.match(r"(decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.", name)
     if not layer:
         return name
     rest = name.removeprefix(layer[0])
     if rest == "input_layernorm.weight" and not latent:
-        rest = "self_attention.linear_qkv.layer_norm_weight"
+        rest = f"self_attention.{'in_proj' if layer[1] in delta_layers else 'linear_qkv'}.layer_norm_weight"
     elif rest == "pre_mlp_layernorm.weight" and layer[1] in dense_layers:
         rest = "mlp.linear_fc1.layer_norm_weight"
     elif latent:
@@ -88,12 +90,13 @@ def both_spellings(rank, world_size, port, configs):
     for name, hf_config in configs.items():
         names = [parameter_name for parameter_name, _ in on_meta(hf_config).named_parameters()]
         dense = {parameter_name.split(".mlp.")[0] for parameter_name in names if ".mlp.linear_fc1." in parameter_name}
+        delta = {parameter_name.split(".self_att")[0] for parameter_name in names if ".in_proj." in parameter_name}
         weight_map = family_of(hf_config).weight_map(hf_config, mtp=True)
         latent = "kv_lora_rank" in hf_config
         results[name] = [
             (local, weight_map.index_of(local), weight_map.index_of(fused))
             for local in names
-            for fused in [transformer_engine_name(local, latent=latent, dense_layers=dense)]
+            for fused in [transformer_engine_name(local, latent=latent, dense_layers=dense, delta_layers=delta)]
         ]
     dist.destroy_process_group()
     return results
@@ -105,6 +108,8 @@ def test_transformer_engine_s_names_lead_to_the_same_entries(tmp_path):
     for config in configs.values():
         if "num_nextn_predict_layers" in config:
             config["num_nextn_predict_layers"] = 1
+    # Megatron builds the layer for multi-token prediction only behind one with attention.
+    configs["qwen3_next_mixed"]["num_nextn_predict_layers"] = 0
     (results,) = run_ranks(both_spellings, 1, configs, timeout_s=90)
     assert results.keys() == configs.keys()
     for name, places in results.items():

@@ -7,14 +7,14 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
 
 from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.models.fingerprint import fingerprint
-from slimrl.models.shared_segment import SHARED_MEMORY_DIR
-from slimrl.rollout.control import SglangControl
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -60,7 +60,7 @@ def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weig
     path = tmp_path / "model"
     write_toy(family, path, SIZE, seed=0)
     rollout = RolloutConfig(
-        engine_tensor=tensor, engine_expert=expert, max_trajectory_tokens=128, sglang={"max_total_tokens": 4096}
+        engine_tp=tensor, engine_ep=expert, max_trajectory_tokens=128, sglang={"max_total_tokens": 4096}
     )
     server = EngineServer(0, rollout, path, tmp_path / "engine.log", precision=Precision.fp32)
     try:

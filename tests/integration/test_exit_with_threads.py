@@ -10,10 +10,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 PROCESS = """
 import sys, threading, time
 import torch
-from slimrl.data.protocols import GroupSpec
-from slimrl.models.broadcast_group import BroadcastGroup, serve_store
-from slimrl.resync.sending import Sending
-from slimrl.rollout.bucket_receiver import EngineReceivers
+from slimrl.data.weights import GroupSpec
+from slimrl.ipc.broadcast_group import BroadcastGroup, serve_store
+from slimrl.resync.sending import SendThread
+from slimrl.sglang_plugin.bucket_receiver import EngineReceivers
 
 class OnlyRank:
     rank, per_node = 0, 1
@@ -35,7 +35,7 @@ else:
     joining.start()
     source = BroadcastGroup(spec, 0, store)
     joining.join()
-    sending = Sending(lambda: source.broadcast(torch.zeros(1000)))
+    sending = SendThread(lambda: source.broadcast(torch.zeros(1000)))
 time.sleep(0.5)
 print(*sorted(thread.name for thread in threading.enumerate()))
 """

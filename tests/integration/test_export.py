@@ -7,22 +7,23 @@ import pytest
 import torch
 from megatron.core import parallel_state as mpu
 from ranks import run_ranks
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.toy import ToySize, write_toy
 from trainer_cases import token_cross_entropy, trainer_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slimrl.agent.transcript import Transcript
+from slimrl.algorithms.routing import compare_routing
+from slimrl.chat.chat_format import ChatFormat
+from slimrl.chat.template import ChatTemplate
 from slimrl.config.schema import OptimizerConfig, Precision, RolloutConfig
-from slimrl.data.chat import ChatFormat
-from slimrl.data.packing import MicroBatch, PackedSequence, pack, trajectory_sequences
-from slimrl.data.protocols import GenerateRequest
-from slimrl.data.trajectory import Status, Trajectory
+from slimrl.data.engine import GenerateRequest
+from slimrl.data.packing import MicroBatch, pack
+from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.server import EngineServer
-from slimrl.runtime.routing import compare_routing
+from slimrl.rollout.servers.server import EngineServer
 from slimrl.trainer.build import unwrap
-from slimrl.trainer.local_batch import cut
-from slimrl.trainer.parallel import destroy_parallel
+from slimrl.trainer.layout.parallel import destroy_parallel
+from slimrl.trainer.local_batch import shard_context
 from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -33,7 +34,8 @@ NEW_TOKENS = 24
 
 def conversations(path) -> list[list[int]]:
     """Tokens of tool-use conversations of different lengths, in the checkpoint's own chat template."""
-    chat = ChatFormat(AutoTokenizer.from_pretrained(path))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    chat = ChatFormat(ChatTemplate(tokenizer), [tokenizer.eos_token_id])
     tokens = []
     for number in range(6):
         text = f"{number + 31}*{7 * number + 12}+{90 - number}"
@@ -44,7 +46,7 @@ def conversations(path) -> list[list[int]]:
             {"role": "tool", "content": "1234"},
             {"role": "assistant", "content": "\\boxed{1234}"},
         ]
-        tokens.append(chat.conversation_tokens(messages, [])[0])
+        tokens.append(chat.training_sequences(messages, [])[0][0])
     return tokens
 
 
@@ -58,31 +60,24 @@ def make_worker(rank: int, num_ranks: int, port: int, path: str) -> TrainerWorke
     return worker
 
 
-def packed(worker: TrainerWorker, sequences: list[PackedSequence]) -> list[MicroBatch]:
+def packed(worker: TrainerWorker, segments: list[list[Segment]]) -> list[MicroBatch]:
     """This rank's micro-batches."""
-    advantages = np.zeros(len(sequences), np.float32)
+    advantages = np.zeros(len(segments), np.float32)
     layout = worker.layout
-    parts = pack(sequences, advantages, budget_tokens=256, alignment=layout.alignment, data_parallel=layout.data)
+    parts = pack(segments, advantages, budget_tokens=256, alignment=layout.alignment, data_parallel=layout.data)
     return parts[layout.data_rank]
 
 
 def update_and_export(rank, num_ranks, port, path, out):
     """One update on the conversations, the export, and the logits of the model in memory by conversation."""
     worker = make_worker(rank, num_ranks, port, path)
-    sequences = [
-        PackedSequence(
-            tokens=np.array(tokens), loss_mask=np.ones(len(tokens), np.bool_),
-            rollout_logprobs=np.zeros(len(tokens), np.float32), trajectory=index,
-        )
-        for index, tokens in enumerate(conversations(path))
-    ]  # fmt: skip
-    batches = packed(worker, sequences)
-    worker.train_update(batches, token_cross_entropy, denominator=100.0, temperature=1.0)
+    batches = packed(worker, [[Segment.not_sampled(tokens, [True] * len(tokens))] for tokens in conversations(path)])
+    worker.runner.train_update(batches, token_cross_entropy, denominator=100.0, temperature=1.0)
     worker.export_hf(out)
     logits = {}
     model = unwrap(worker.chunks[0]).eval()
     for batch in batches:
-        local = cut(batch, mpu.get_context_parallel_group())
+        local = shard_context(batch, mpu.get_context_parallel_group())
         with torch.no_grad():
             logits_TV = model(
                 local.tokens_T[None], local.position_ids_T[None], None, packed_seq_params=local.packed_seq_params
@@ -162,16 +157,17 @@ def test_greedy_answers_of_the_engine_are_those_of_transformers(model, answers):
 
 
 def routing_of_trainer(rank, num_ranks, port, path, trajectories):
-    """(comparison with the engine's routing, log-prob differences, of the sampled tokens) of each micro-batch."""
+    """(comparison with the engine's routing, log-prob differences, margins where routed) of each micro-batch."""
     worker = make_worker(rank, num_ranks, port, path)
-    batches = packed(worker, trajectory_sequences(trajectories))
-    outputs = worker.compute_logprobs(batches, 1.0, routing=True)
+    batches = packed(worker, [trajectory.segments for trajectory in trajectories])
+    outputs = worker.runner.compute_logprobs(batches, 1.0, routing=True)
     destroy_parallel()
     return [
         (
-            compare_routing(batch.routed_experts, output.routed_experts, output.routing_margin, batch.cu_seqlens),
+            compare_routing(
+                batch.routed_experts, output.routed_experts, output.routing_margin, batch.cu_seqlens, batch.mask
+            ),
             np.abs(output.logprobs - batch.rollout_logprobs)[batch.mask],
-            batch.mask,
             (np.isfinite(output.routing_margin) == (output.routed_experts >= 0).any(-1)).all(),
         )
         for batch, output in zip(batches, outputs, strict=True)
@@ -188,10 +184,10 @@ def test_engine_and_trainer_take_the_same_experts_but_at_near_ties(exported, ans
         )
     parts = run_ranks(routing_of_trainer, 2, exported[0], trajectories)
     sampled = 0
-    for comparison, difference, mask, margins_where_routed in (result for part in parts for result in part):
+    for comparison, difference, margins_where_routed in (result for part in parts for result in part):
         assert margins_where_routed
         assert (comparison.first_margins < 1e-4).all()
-        unreached = difference[~comparison.reached_T[mask]]
+        unreached = difference[~comparison.reached_S]
         assert unreached.max() < 2e-5
         sampled += len(unreached)
     # Flips are rare: most of the tokens have been compared.

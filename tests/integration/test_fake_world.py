@@ -11,8 +11,8 @@ from slimrl.config.schema import ParallelConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.trainer.build import build_local_chunk
-from slimrl.trainer.fake_world import fake_world, smallest_world
-from slimrl.trainer.shard_schema import shard_schema
+from slimrl.trainer.checkpointing.shard_schema import shard_schema
+from slimrl.trainer.layout.fake_world import fake_world, smallest_world
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -69,5 +69,5 @@ def test_the_schema_covers_a_published_model_exactly_once_under_tensor_paralleli
     config = published_config(name)
     schema = shard_schema(config, tensor=2, mtp=True)
     weights = sum(torch.Size(t.shape).numel() for entry in schema.weight_map.entries for t in entry.hf)
-    assert sum(piece.numel for piece in schema.pieces) == weights
-    assert {piece.entry for piece in schema.pieces} == set(range(len(schema.weight_map.entries)))
+    assert sum(chunk.numel for chunk in schema.chunks) == weights
+    assert {chunk.entry for chunk in schema.chunks} == set(range(len(schema.weight_map.entries)))

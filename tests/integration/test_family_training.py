@@ -4,50 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from family_updates import updates
 from ranks import run_ranks
 from safetensors.torch import load_file
 from small_models import small_model
-from trainer_cases import packed_batches, token_cross_entropy, trainer_config
 
 from slimrl.config.schema import Precision
-from slimrl.trainer.build import unwrap
-from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 TP2_SP_EP2 = {"tensor": 2, "sequence": True, "expert": 2}
-
-
-def updates(rank, num_ranks, port, path, settings, steps, save_to=None, load_from=None):
-    """Mean loss of each update, then the routers' biases of this rank by name.
-
-    Starts from the checkpoint's weights, or from the training checkpoint `load_from`.
-    """
-    trainer = trainer_config(num_ranks, **settings)
-    worker = TrainerWorker(
-        trainer, Path(path), seed=1, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port,
-        total_updates=10,
-    )  # fmt: skip
-    if load_from is None:
-        worker.load_hf()
-    else:
-        worker.load_checkpoint(Path(load_from))
-    losses = []
-    for step in steps:
-        batches = packed_batches(step, worker.layout, trainer.max_tokens_per_rank)
-        result = worker.train_update(batches, token_cross_entropy, denominator=100.0, temperature=1.0)
-        assert not result.skipped
-        losses.append(result.sums["loss"] / result.sums["tokens"])
-    if save_to is not None:
-        worker.save_checkpoint(Path(save_to))
-    biases = {
-        name: buffer.float().numpy().copy()
-        for chunk in worker.chunks
-        for name, buffer in unwrap(chunk).named_buffers()
-        if name.endswith("expert_bias")
-    }
-    worker.close()
-    return losses, biases
 
 
 def hf_biases(path: Path) -> dict[str, np.ndarray]:
@@ -87,7 +53,7 @@ OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
     path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
     run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)

@@ -8,12 +8,12 @@ import pytest
 from ranks import run_ranks
 from trainer_cases import in_layouts, packed_batches, save_initial_weights
 
+from slimrl.algorithms.losses import loss_function
 from slimrl.config.schema import AlgorithmConfig
-from slimrl.trainer.objectives import gspo_objective, sft_objective
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-OBJECTIVES = (gspo_objective(AlgorithmConfig(clip_low=0.9, clip_high=5.0)), sft_objective())
+OBJECTIVES = tuple(loss_function(name, AlgorithmConfig(clip_low=0.9, clip_high=5.0)) for name in ("policy", "sft"))
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,14 @@ def one_sequence(rank, num_ranks, port, weights, layouts):
     results = []
     for run in in_layouts(rank, num_ranks, port, layouts, weights):
         batches = packed_batches(0, run.layout, run.trainer.max_tokens_per_rank, count=1)
-        outputs = run.stepper.compute_logprobs(batches, 0.7, routing=True) or []
+        outputs = run.runner.compute_logprobs(batches, 0.7, routing=True)
+        outputs = (outputs if run.layout.is_output_rank else None) or []
         sampled = [o.logprobs[b.mask] for b, o in zip(batches, outputs, strict=bool(outputs))]
         for batch in batches:
             # Away from the current policy, so that the ratio leaves 1.
-            batch.old_logprobs = batch.rollout_logprobs - 0.01 * batch.position_ids.astype(np.float32)
+            batch.added["old_logprobs"] = batch.rollout_logprobs - 0.01 * batch.position_ids.astype(np.float32)
         updates = [
-            run.stepper.train_update(batches, objective, denominator=3.0, temperature=0.7) for objective in OBJECTIVES
+            run.runner.train_update(batches, objective, denominator=3.0, temperature=0.7) for objective in OBJECTIVES
         ]
         results.append(([batch.num_tokens for batch in batches], sampled, updates))
     return results

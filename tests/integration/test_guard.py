@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slimrl.models.shared_segment import SHARED_MEMORY_DIR
+from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 DRIVER = """
 import os, psutil, subprocess, sys
 from pathlib import Path
-from slimrl.runtime.guard import guarded
+from slimrl.runtime.cluster.guard import guarded
 folder = Path(sys.argv[1])
 (folder / "tmp").mkdir(parents=True)
 command = [sys.executable, "-c", "import time; time.sleep(300)"]

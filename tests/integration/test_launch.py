@@ -79,9 +79,9 @@ def test_a_part_of_a_job_ends_with_all_its_descendants_when_the_job_says_so(tmp_
         f"pathlib.Path({str(pids)!r}).write_text(str(child.pid))\ntime.sleep(100)"
     )
     part = (
-        "import sys, pathlib; from slimrl.launch import control; control.END_TIMEOUT_S = 1.0\n"
+        "import sys, pathlib; from slimrl.launch import control\n"
         f"command, file = [sys.executable, '-c', {parent!r}], pathlib.Path({str(control)!r})\n"
-        "sys.exit(control.run_under_control(command, file, preemptible=False))"
+        "sys.exit(control.run_under_control(command, file, preemptible=False, end_timeout_s=1.0))"
     )
     process = subprocess.Popen([sys.executable, "-c", part], cwd=ROOT)
     try:
@@ -134,7 +134,7 @@ def test_a_job_with_fewer_nodes_than_its_recipe_needs_ends_before_they_meet(star
     settings = make_workspace(tmp_path / "work").overrides("run.name=few")
     job = start(1, TRAIN, "--cores-per-node", "1", str(RECIPES / "gspo_calculator.yaml"), *settings)
     assert job.wait(90) == 1, job.everything()
-    assert "there are cores on: node0 1. Nodes of 1 cores that are enough: 2." in job.output, job.everything()
+    assert "there are cores on: node0 1. Nodes of 1 cores needed: 2." in job.output, job.everything()
     assert not list(job.logs.glob("*/attempt_000/allreduce*"))
     assert not job.left(), job.left(0)
 
@@ -153,10 +153,10 @@ def test_a_job_that_is_signalled_in_the_preflight_is_queued_again_and_a_cancelle
     job.wait_until(lambda: list(job.state.glob("*.node0.pid")), 30)
     job.signal(signal.SIGUSR1)
     job.wait_until(lambda: "attempt 1, nodes node0" in job.output, 60)
-    assert job.output.index("SIGUSR1: nothing runs yet") < job.output.index("queued again")
+    assert job.output.index("SIGUSR1: the command has not started yet") < job.output.index("requeued")
     job.cancel()
     assert job.wait(60) == 1, job.everything()
-    assert "failed: the job is CANCELLED, so it is not queued again" in job.output
+    assert "failed: the job is CANCELLED, so it is not requeued" in job.output
     assert not job.left(), job.left(0)
 
 
@@ -168,7 +168,7 @@ def test_a_signal_before_the_time_limit_saves_and_queues_the_job_again(start, tm
     job.signal(signal.SIGUSR1)
     assert job.wait(120) == 0, job.everything()
     assert saved.read_text() == "step 3"
-    assert job.output.index("SIGUSR1: a checkpoint is asked for") < job.output.index("queued again")
+    assert job.output.index("SIGUSR1: asking for a checkpoint") < job.output.index("requeued")
     assert "attempt 1, nodes node0" in job.output
     logs = job.logs / str(job.job_id)
     # Ray was not told to save: it would have died of that.
@@ -187,8 +187,8 @@ def test_a_job_that_gets_sigterm_and_saves_nothing_within_the_grace_is_queued_ag
     job.signal(signal.SIGTERM)
     # The second attempt ends at once, since the file is there.
     assert job.wait(120) == 0, job.everything()
-    assert "SIGTERM: a checkpoint is asked for" in job.output
-    assert job.output.index("no new checkpoint within 3 s") < job.output.index("queued again")
+    assert "SIGTERM: asking for a checkpoint" in job.output
+    assert job.output.index("no new checkpoint within 3 s") < job.output.index("requeued")
     assert "attempt 1, nodes node0" in job.output
     assert not job.left(), job.left(0)
     assert job.temp_dirs() == []
@@ -211,7 +211,7 @@ def test_a_submitted_recipe_runs_as_given_and_a_cancelled_job_is_not_queued_agai
         assert folder.jobs.read_text() == f"{job.job_id}\n"
         job.cancel()
         job.wait_until(lambda: not job.left(0), 60)
-        assert "queued again" not in job.output.replace("is not queued again", ""), job.everything()
+        assert "requeued" not in job.output.replace("is not requeued", ""), job.everything()
         assert (state / "state").read_text() == "CANCELLED"
         assert not (state / "logs" / str(job.job_id) / "attempt_001").exists()
         assert job.temp_dirs() == []
@@ -227,7 +227,7 @@ def test_a_node_that_dies_ends_the_job_at_once_and_is_named(start, tmp_path: Pat
     assert job.wait(60) == 1, job.everything()
     assert "failed: ray ended with code" in job.output
     assert "srun: error: node1: task 1: Killed" in job.output
-    assert "queued again" not in job.output
+    assert "requeued" not in job.output
     assert not job.left(), job.left(0)
     # The dead node could not remove its own.
     assert len(job.temp_dirs()) == 1
@@ -244,7 +244,7 @@ def test_a_run_on_two_nodes_that_is_preempted_continues_at_the_step_after_its_ch
     job.wait_until(lambda: num_logged_steps(folder) >= 2, 120)
     job.signal(signal.SIGUSR1)
     assert job.wait(150) == 0, job.everything()
-    assert "queued again" in job.output
+    assert "requeued" in job.output
     second = (job.logs / str(job.job_id) / "attempt_001" / "driver.node0.log").read_text()
     found = re.search(r"continuing after step (\d) of 4", second)
     assert found, job.everything()

@@ -8,8 +8,9 @@ import torch
 from ranks import run_ranks
 from trainer_cases import trainer_config
 
-from slimrl.data.packing import MicroBatch, PackedSequence, pack
-from slimrl.trainer.parallel import destroy_parallel
+from slimrl.data.packing import MicroBatch, pack
+from slimrl.data.trajectory import Segment
+from slimrl.trainer.layout.parallel import destroy_parallel
 from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -59,18 +60,10 @@ def token_sequences() -> list[np.ndarray]:
 
 
 def micro_batches(worker: TrainerWorker) -> list[MicroBatch]:
-    packed = [
-        PackedSequence(
-            tokens=tokens,
-            loss_mask=np.ones(len(tokens), np.bool_),
-            rollout_logprobs=np.zeros(len(tokens), np.float32),
-            trajectory=index,
-        )
-        for index, tokens in enumerate(token_sequences())
-    ]
+    segments = [[Segment.not_sampled(tokens, [True] * len(tokens))] for tokens in token_sequences()]
     parts = pack(
-        packed,
-        np.zeros(len(packed), np.float32),
+        segments,
+        np.zeros(len(segments), np.float32),
         budget_tokens=64,
         alignment=worker.layout.alignment,
         data_parallel=worker.layout.data,
@@ -97,7 +90,7 @@ def make_worker(rank: int, num_ranks: int, port: int, path: str, **settings) -> 
 def logprobs(rank, num_ranks, port, path, settings):
     worker = make_worker(rank, num_ranks, port, path, **settings)
     batches = micro_batches(worker)
-    outputs = worker.compute_logprobs(batches, 0.8)
+    outputs = worker.runner.compute_logprobs(batches, 0.8)
     destroy_parallel()
     return [
         (int(trajectory), output.logprobs[(batch.trajectory_ids == index) & ~batch.padding])

@@ -8,16 +8,16 @@ import torch
 from mbridge.core.parallel_states import ParallelStates
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from safetensors.torch import load_file
-from slimrl_tools.conversion import Options
-from slimrl_tools.hf_to_megatron import hf_to_megatron
-from slimrl_tools.megatron_to_hf import megatron_to_hf
+from slimrl_tools.convert.hf_to_megatron import hf_to_megatron
+from slimrl_tools.convert.megatron_to_hf import megatron_to_hf
+from slimrl_tools.convert.options import Options
 from small_models import small_model
 from transformers import AutoConfig
 
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.config.schema import ParallelConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
-from slimrl.models.safetensors_folder import SafetensorsFolder
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(120)]
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 from weight_cases import MOE_LAYOUTS_OF_2, MOE_LAYOUTS_OF_4, join, loaded_chunks, round_trip
 
+from slimrl.checkpoints.hf_check import check_checkpoint
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.config.schema import ParallelConfig, Precision
-from slimrl.models.checkpoint import check_checkpoint
-from slimrl.models.safetensors_folder import SafetensorsFolder
 from slimrl.trainer.build import unwrap
-from slimrl.trainer.export import export_hf
+from slimrl.trainer.checkpointing.export import export_hf
 from slimrl.trainer.weight_source import MegatronWeightSource
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -34,7 +34,8 @@ def model_with_mtp(name: str, folder: Path) -> Path:
 
 
 def test_mtp_layers_return_bit_for_bit_under_layouts_of_two_ranks(tmp_path):
-    cases = [(model_with_mtp("deepseek_v3", tmp_path), QUICK)]
+    qwen3_next = add_mtp_layers(small_model("qwen3_next", tmp_path / "qwen3_next"), 1)
+    cases = [(model_with_mtp("deepseek_v3", tmp_path), QUICK), (qwen3_next, QUICK)]
     run_ranks(round_trip, 2, cases, True, timeout_s=120)
 
 

@@ -4,35 +4,24 @@ import pytest
 import torch
 from megatron.core import parallel_state as mpu
 from ranks import run_ranks
-from trainer_cases import Run, packed_batches, start, trainer_config
+from trainer_cases import (
+    Run,
+    gradient_bytes,
+    optimizer_bytes,
+    packed_batches,
+    start,
+    trainer_config,
+    weight_bytes,
+)
 
 from slimrl.config.schema import OptimizerConfig, Precision
 from slimrl.data.training import MemoryPart
+from slimrl.trainer.layout.parallel import destroy_parallel, init_model_parallel
 from slimrl.trainer.offload import Offload
-from slimrl.trainer.parallel import destroy_parallel, init_model_parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
 
 CASES = [(precision, distributed) for precision in Precision for distributed in (True, False)]
-
-
-def weight_storages(run: Run) -> dict[int, torch.UntypedStorage]:
-    return {p.untyped_storage()._cdata: p.untyped_storage() for chunk in run.chunks for p in chunk.parameters()}
-
-
-def weight_bytes(run: Run) -> int:
-    return sum(storage.nbytes() for storage in weight_storages(run).values())
-
-
-def gradient_bytes(run: Run) -> int:
-    buffers = [buffer for chunk in run.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
-
-
-def optimizer_bytes(run: Run) -> int:
-    """Of what is not the model's weights too, as a float32 optimizer's main weights are."""
-    storages = [tensor.untyped_storage() for tensor in run.optimizer.tensors()]
-    return sum(storage.nbytes() for storage in storages if storage._cdata not in weight_storages(run))
 
 
 def updates(rank, num_ranks, port):
@@ -51,7 +40,7 @@ def updates(rank, num_ranks, port):
         result = []
         for step in range(3):
             batches = packed_batches(step, layout, trainer.max_tokens_per_rank)
-            result.append([output.logprobs for output in run.stepper.compute_logprobs(batches, 0.7)])
+            result.append([output.logprobs for output in run.runner.compute_logprobs(batches, 0.7)])
             result.append(run.update(step))
             if offload is not None:
                 assert optimizer_bytes(run) > 0

@@ -10,9 +10,9 @@ from trainer_cases import Run, start, trainer_config
 
 from slimrl.config.schema import Precision
 from slimrl.data.training import MemoryPart
-from slimrl.trainer import checkpoint
+from slimrl.trainer.checkpointing import checkpoint
+from slimrl.trainer.layout.parallel import destroy_parallel, init_model_parallel
 from slimrl.trainer.offload import Offload
-from slimrl.trainer.parallel import destroy_parallel, init_model_parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
 

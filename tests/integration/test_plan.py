@@ -9,9 +9,7 @@ from typer.testing import CliRunner
 
 from slimrl.cli import app
 from slimrl.config.load import intended_command, read_recipe
-from slimrl.models.family import UNSUPPORTED
-from slimrl.models.hf_config import config_for_planning
-from slimrl.models.toy_configs import TOYS, ToySize
+from slimrl.toys.toy_configs import TOYS, ToySize
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -52,6 +50,20 @@ def toy_model(tmp_path: Path) -> Path:
     return folder
 
 
+def test_deepseek_v3_in_bf16_fits_with_engines_of_sixteen_gpus_on_two_nodes():
+    recipe = str(RECIPES / "deepseek_v3" / "deepseek_v3_gspo_disaggregated.yaml")
+    given = ["model.path=models/DeepSeek-V3", "rollout.num_engines=4", "rollout.engine_tp=16", "rollout.engine_ep=16"]
+    memory = ["--gpu-memory-gib", str(LARGER_GPUS["deepseek_v3_gspo"])]
+    found = plan(recipe, *given, "rollout.engine_nodes=2", *memory)
+    assert found["fits"], found["problems"]
+    # 128 GPUs of the trainer and 4 x 16 of engines, whole nodes of 8.
+    assert (found["gpus"], found["nodes"]) == (192, 24)
+    # Two bytes for each parameter, a sixteenth on each GPU; what all ranks hold comes on top.
+    least = 2 * 671_026_419_200 / 16 / 2**30
+    assert least < found["memory_gib"]["engine_weights"] < 1.05 * least
+    assert "each engine is on one node" in refusal(recipe, *given, *memory)
+
+
 @pytest.mark.parametrize(
     "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SHIPPED]
 )
@@ -60,10 +72,6 @@ def test_every_recipe_is_planned_in_half_a_minute(recipe, toy_model):
     overrides = [f"model.path={toy_model}"] if recipe.startswith("tiny") else []
     loaded, _ = read_recipe(path, overrides, intended_command(path, overrides))
     assert loaded is not None
-    hf_config, _ = config_for_planning(Path(loaded.recipe.model.path))
-    if hf_config["model_type"] in UNSUPPORTED:
-        assert "is not supported" in refusal(str(path))
-        return
     start = time.monotonic()
     found = plan(str(path), *overrides, "--gpu-memory-gib", str(gpu_memory_gib(recipe)))
     assert time.monotonic() - start < 30
@@ -87,7 +95,7 @@ def test_a_recipe_with_less_memory_does_not_fit_and_says_what_takes_it():
     assert any("train, stage 0" in problem and "GiB of 24" in problem for problem in found["problems"])
     assert any("start, stage 0" in problem for problem in found["problems"])
     # Weights and optimizer states of eight ranks, with the gradients that the optimizer reads, 64 GiB each.
-    assert any("the host of a node: 515 GiB of 300" in problem for problem in found["problems"])
+    assert any("host memory of a node: 515 GiB of 300" in problem for problem in found["problems"])
     assert found["memory_gib"]["phases"]["start"] > 24
 
 
@@ -125,7 +133,10 @@ def test_fewer_tokens_make_a_shorter_step_and_other_links_a_longer_one():
         ([QWEN, "trainer.parallel.sequence=false"], "needs sequence: true"),
         ([QWEN, "trainer.num_ranks=12"], "does not divide trainer.num_ranks 12"),
         ([QWEN, "model.path=models/nothing"], "'nothing' is none of"),
-        ([QWEN, "model.path=models/Qwen3-Next-80B-A3B"], "model_type 'qwen3_next' is not supported"),
+        (
+            [QWEN, "model.path=models/Qwen3-Next-80B-A3B", "trainer.parallel.tensor=2", "trainer.parallel.context=16"],
+            "tensor 2 x context 16 = 32 does not divide the model's 16 key heads of linear attention",
+        ),
         ([QWEN, "--mfu", "2"], "--mfu 2.0: must be at most 1"),
         ([QWEN, "--gpus", "16"], "--gpus goes with --suggest"),
         ([QWEN, "--mean-tokens", "0"], "--mean-tokens 0: must be at least 1"),

@@ -16,8 +16,8 @@ from slimrl.planner.model_state import state_bytes
 from slimrl.planner.parameters import ParameterTable, built_stages, stage_total
 from slimrl.planner.shape import Shape
 from slimrl.trainer.build import build_model, transformer_config
-from slimrl.trainer.parallel import destroy_parallel
-from slimrl.trainer.source_layout import layers_of_stages
+from slimrl.trainer.layout.parallel import destroy_parallel
+from slimrl.trainer.layout.source_layout import layers_of_stages
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
 

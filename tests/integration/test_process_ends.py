@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from cli_runs import SIZE
-from slimrl_tools.toy import write_toy
+from slimrl_tools.toy.toy import write_toy
 
 from slimrl.config.schema import Precision, RolloutConfig
-from slimrl.rollout.process import ServerError, ServerProcess
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.process import ServerError, ServerProcess
+from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -51,9 +51,7 @@ def test_a_process_ended_by_a_signal_is_shown_with_the_error_in_its_log(tmp_path
 def test_an_engine_whose_worker_raises_while_it_starts_names_the_workers_error(tmp_path: Path):
     write_toy("qwen3_moe", tmp_path / "model", SIZE, 0)
     # A recipe may not set it; SGLang's schedulers raise over it at the first batch on a CPU.
-    rollout = RolloutConfig(
-        max_trajectory_tokens=64, engine_tensor=2, startup_timeout_s=200, sglang={"attn_dp_size": 2}
-    )
+    rollout = RolloutConfig(max_trajectory_tokens=64, engine_tp=2, startup_timeout_s=200, sglang={"attn_dp_size": 2})
     server = EngineServer(0, rollout, tmp_path / "model", tmp_path / "engine.log", precision=Precision.fp32)
     try:
         with pytest.raises(ServerError) as raised:

@@ -3,10 +3,11 @@
 import pytest
 from engine_probes import engine_logprobs, transformers_logprobs
 from ranks import run_ranks
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_sender import WeightSender
 
-from slimrl.config.model_rules import num_experts
+from slimrl.checkpoints.safetensors_file import spec_bytes
+from slimrl.config.hf_config import num_experts
 from slimrl.config.schema import (
     ParallelConfig,
     Precision,
@@ -17,10 +18,9 @@ from slimrl.config.schema import (
 )
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
-from slimrl.models.safetensors_file import spec_bytes
 from slimrl.resync.session import ResyncReport, ResyncSession
-from slimrl.rollout.control import SglangControl
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

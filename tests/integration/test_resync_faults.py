@@ -26,13 +26,13 @@ from fault_cases import (
 )
 from fleet import Fleet
 from ranks import run_ranks
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl.config.schema import DeltaEncoding, Precision, ResyncConfig, RolloutConfig, TransportName, VerifyMode
-from slimrl.models.versions.directory import VersionDirectory
-from slimrl.models.versions.manifest import read_manifest
-from slimrl.rollout.process import ServerError
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.process import ServerError
+from slimrl.rollout.servers.server import EngineServer
+from slimrl.versions.directory import VersionDirectory
+from slimrl.versions.manifest import read_manifest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

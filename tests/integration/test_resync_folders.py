@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_probes import serves
 from ranks import run_ranks
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_sender import WeightSender
 
 from slimrl.config.schema import (
@@ -20,11 +20,11 @@ from slimrl.config.schema import (
     TransportName,
     VerifyMode,
 )
-from slimrl.models.versions.manifest import read_manifest
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.control import SglangControl
-from slimrl.rollout.server import EngineServer
-from slimrl.trainer.export import export_hf
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.server import EngineServer
+from slimrl.trainer.checkpointing.export import export_hf
+from slimrl.versions.manifest import read_manifest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -97,7 +97,7 @@ def send_versions(rank, world_size, port, url, model_dir, tmp_path) -> list[tupl
 def test_an_engine_of_two_serves_what_was_sent_and_a_delta_that_was_cut_short_is_sent_whole(tmp_path):
     model_dir = tmp_path / "model"
     write_toy("qwen3_moe", model_dir, ToySize(init_std=0.1), seed=0)
-    rollout = RolloutConfig(engine_tensor=2, max_trajectory_tokens=128, sglang={"max_total_tokens": 4096})
+    rollout = RolloutConfig(engine_tp=2, max_trajectory_tokens=128, sglang={"max_total_tokens": 4096})
     server = EngineServer(0, rollout, model_dir, tmp_path / "engine.log", precision=Precision.fp32)
     try:
         server.wait_ready()

@@ -7,24 +7,24 @@ import torch
 from checkpoint_source import CheckpointSource
 from cli_runs import RECIPES, make_workspace, succeed
 from safetensors.torch import load_file
-from slimrl_tools.quantize import quantization
-from slimrl_tools.rewrite import write_checkpoint
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.derive.quantize import quantization
+from slimrl_tools.derive.rewrite import write_checkpoint
+from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl import device
+from slimrl.checkpoints.checkpoint_reader import read_whole
+from slimrl.checkpoints.hf_checkpoint import is_block_fp8, open_hf_checkpoint
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.config.schema import Precision, ResyncConfig, RolloutConfig, VerifyMode
-from slimrl.models.checkpoint_reader import read_whole
 from slimrl.models.fingerprint import fingerprint
-from slimrl.models.fp8 import dequantize, quantize
-from slimrl.models.hf_checkpoint import is_block_fp8, open_hf_checkpoint
 from slimrl.models.hf_config import read_hf_config
-from slimrl.models.safetensors_folder import SafetensorsFolder
 from slimrl.observability.metrics import read_metrics
+from slimrl.quantization.fp8 import dequantize, quantize
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transports.ipc import IpcTransport
-from slimrl.rollout.control import SglangControl
-from slimrl.rollout.server import EngineServer
-from slimrl.runtime.engine_format import engine_transform
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.server import EngineServer
+from slimrl.runtime.checks.engine_format import engine_transform
 
 pytestmark = [
     pytest.mark.integration,
@@ -43,11 +43,11 @@ TIMEOUT_S = 60.0
 class SpoilingTransport(IpcTransport):
     """Flips one bit of one expert after the bucket was packed."""
 
-    def send(self, bucket, buffer, live):
-        for part in bucket.parts:
+    def send(self, parts, buffer):
+        for part in parts:
             if part.spec.name == SPOILED:
                 buffer.tensor[part.offset + 4 * 77] ^= 1
-        super().send(bucket, buffer, live)
+        super().send(parts, buffer)
 
 
 @pytest.fixture(scope="module")

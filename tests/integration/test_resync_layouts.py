@@ -10,7 +10,7 @@ import pytest
 from engine_probes import engine_logprobs, transformers_logprobs
 from fleet import Fleet
 from ranks import run_ranks
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_cases import MOE_LAYOUTS_OF_4
 from weight_sender import WeightSender
 
@@ -23,9 +23,8 @@ from slimrl.config.schema import (
     VerifyMode,
 )
 from slimrl.resync.session import ResyncSession
-from slimrl.resync.transports import collective
-from slimrl.rollout.control import SglangControl
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(400)]
 
@@ -43,8 +42,6 @@ def send_all(rank, world_size, port, checkpoints, expected, engines, folder):
         SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks)
         for index, (url, num_ranks) in enumerate(engines)
     ]
-    # Of this process alone; experts of the toy are among tensors of this size.
-    collective.IN_PLACE_BYTES = 10_000
     wrong, version = [], 0
     for name, parallel in MOE_LAYOUTS_OF_4.items():
         sender.use_layout(parallel)
@@ -63,7 +60,7 @@ def send_all(rank, world_size, port, checkpoints, expected, engines, folder):
                 sender.load(checkpoints[which])
                 report = session.run(version)
                 if report is not None:
-                    complaints = complaints_of(report, len(sender.source.specs()), engines, expected[which])
+                    complaints = complaints_of(report, len(sender.source.layout()), engines, expected[which])
                     wrong += [(name, transport.value, complaint) for complaint in complaints]
             session.close()
     sender.close()
@@ -84,10 +81,10 @@ def complaints_of(report, num_tensors, engines, expected_T) -> list[str]:
     return complaints
 
 
-@pytest.mark.parametrize("engine_expert", [1, 2])
+@pytest.mark.parametrize("engine_ep", [1, 2])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_every_transport_brings_what_trainers_of_four_ranks_hold_to_engines_of_one_and_two(
-    tmp_path: Path, family, engine_expert
+    tmp_path: Path, family, engine_ep
 ):
     checkpoints = [tmp_path / name for name in "ab"]
     for seed, path in enumerate(checkpoints):
@@ -98,7 +95,7 @@ def test_every_transport_brings_what_trainers_of_four_ranks_hold_to_engines_of_o
     with Fleet(
         RolloutConfig(num_engines=1, router=False, **common), checkpoints[0], tmp_path, precision=Precision.fp32
     ) as fleet:
-        rollout = RolloutConfig(engine_tensor=2, engine_expert=engine_expert, **common)
+        rollout = RolloutConfig(engine_tp=2, engine_ep=engine_ep, **common)
         fleet.engines.append(EngineServer(1, rollout, checkpoints[0], tmp_path / "two.log", precision=Precision.fp32))
         fleet.engines[1].wait_ready()
         engines = list(zip(fleet.engine_urls, (1, 2), strict=True))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from memory_engine import MemoryEngine
 from ranks import run_ranks
 
+from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.schema import (
     OptimizerConfig,
     ParallelConfig,
@@ -25,17 +26,17 @@ from slimrl.config.schema import (
     TransportName,
     VerifyMode,
 )
+from slimrl.data.weights import packed_bytes
+from slimrl.ipc.shared_buffer import open_shared
 from slimrl.models.fingerprint import add_hashes, as_hex, partial_hash
-from slimrl.models.fp8 import BlockFp8
 from slimrl.models.hf_config import read_hf_config
-from slimrl.models.safetensors_file import spec_bytes
-from slimrl.models.shared_segment import open_shared
-from slimrl.models.sized_toy import sized_config, write_sized_toy
-from slimrl.models.versions.manifest import read_manifest
 from slimrl.observability.memory import MemoryWatch
+from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transform import quantize_transform
+from slimrl.toys.sized_toy import sized_config, write_sized_toy
 from slimrl.trainer.worker import TrainerWorker
+from slimrl.versions.manifest import read_manifest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -98,15 +99,14 @@ class ReadingEngine(MemoryEngine):
     def begin_update(self):
         self.seen, self.hashes = 0, {}
 
-    def load_shared_bucket(self, segment, bucket):
+    def load_shared_bucket(self, segment, parts):
         flat = open_shared(segment)
-        flat[: bucket.nbytes].amax()
-        for part in bucket.parts if self.hashing else ():
-            value = flat[part.offset : part.offset + part.nbytes].view(getattr(torch, part.spec.dtype))
+        flat[: packed_bytes(parts)].amax()
+        for part in parts if self.hashing else ():
             offset = part.start * torch.Size(part.spec.shape[1:]).numel()
-            hashed = partial_hash(value.view(part.shape), offset)
+            hashed = partial_hash(part.view(flat), offset)
             self.hashes[part.spec.name] = add_hashes(self.hashes.get(part.spec.name, 0), hashed)
-        self.seen += bucket.nbytes
+        self.seen += packed_bytes(parts)
 
     def load_version(self, folder, local_dir):
         """Reloading is another process's work; the version is whole, or it would not have this name."""

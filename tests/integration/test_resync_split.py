@@ -3,13 +3,13 @@
 import pytest
 from checkpoint_source import CheckpointSource
 from engine_probes import serves
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl import device
 from slimrl.config.schema import Precision, ResyncConfig, RolloutConfig, VerifyMode
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.control import SglangControl
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [
     pytest.mark.integration,

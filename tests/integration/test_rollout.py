@@ -14,18 +14,18 @@ import psutil
 import pytest
 import torch
 from fleet import Fleet
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
 
 from slimrl.config.schema import PauseMode, Precision, RolloutConfig
-from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
+from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
 from slimrl.data.seeds import derive_seed
 from slimrl.observability.memory import session_members
 from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.control import EngineMemory, SglangControl
 from slimrl.rollout.lockstep import LockstepEngine
-from slimrl.rollout.process import ServerError
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.control import EngineMemory, SglangControl
+from slimrl.rollout.servers.process import ServerError
+from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -179,7 +179,7 @@ async def test_requests_are_aborted_or_stay_in_place_as_the_pause_says(fleet):
     await asyncio.to_thread(first.release_memory, list(EngineMemory))
     assert (await task).finish_reason == "abort"
     first.resume_memory([EngineMemory.weights])
-    first.resume_memory([EngineMemory.kv_cache])
+    first.resume_memory([EngineMemory.kv_cache, EngineMemory.cuda_graph])
     first.resume()
     assert len((await direct.generate(ask("after", prompt(1, 10), 4))).tokens) == 4
     await direct.aclose()
@@ -285,8 +285,8 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from slimrl.config.schema import Precision, RolloutConfig
-from slimrl.rollout.router import Router
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.router import Router
+from slimrl.rollout.servers.server import EngineServer
 rollout = RolloutConfig(max_trajectory_tokens=64, max_concurrency_per_engine=4, startup_timeout_s=200)
 server = EngineServer(0, rollout, sys.argv[1], Path(sys.argv[2]) / "engine.log", precision=Precision.fp32)
 server.wait_ready()

@@ -10,8 +10,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from slimrl.rollout.client import ROUTING_HEADER
-from slimrl.rollout.ports import free_ports
-from slimrl.rollout.router import Router
+from slimrl.rollout.servers.ports import free_ports
+from slimrl.rollout.servers.router import Router
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 

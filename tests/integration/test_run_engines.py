@@ -52,7 +52,7 @@ def test_a_colocated_run_is_bit_identical_to_one_with_memory_of_its_own(workspac
     assert steps_without_times(colocated) == steps_without_times(apart)
     assert exported(colocated) == exported(apart)
     # The engine of the one waits for the trainer's memory; that of the other starts with the trainer.
-    given_away = "the trainer has given its memory away, and the engines start"
+    given_away = "the trainer has released its memory; starting the engines"
     logs = [folder.log_file("driver").read_text() for folder in (apart, colocated)]
     assert [given_away in text for text in logs] == [False, True]
     assert logs[1].index(given_away) < logs[1].index("engine 0, actor")

@@ -4,7 +4,7 @@ import pytest
 from cli_runs import RECIPES, make_workspace, succeed
 from safetensors.torch import load_file
 
-from slimrl.models.checkpoint import check_checkpoint
+from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.observability.metrics import read_metrics
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(600)]

@@ -35,7 +35,7 @@ def sft(workspace: Workspace, name: str, *more: str) -> list[str]:
         "deterministic=true",
         "trainer.num_ranks=1",
         "trainer.parallel.expert=1",
-        "trainer.optimizer.warmup_steps=2",
+        "trainer.optimizer.warmup_updates=2",
         "steps=6",
         "checkpoint.every_steps=2",
         "tracking.wandb=disabled",
@@ -65,8 +65,8 @@ def test_flipped_bytes_are_named_and_the_run_goes_on_from_the_checkpoint_that_is
     assert "starting" not in refused.stdout
     lines = refused.stderr.splitlines()
     assert lines[0] == f"{newest} is damaged:"
-    assert lines[1] == "  trainer/__0_0.distcp: its bytes are not those that were written"
-    assert lines[2].startswith(f"{run.checkpoints / 'step_000004'} is whole. To continue from there,")
+    assert lines[1] == "  trainer/__0_0.distcp: its checksum differs"
+    assert lines[2].startswith(f"{run.checkpoints / 'step_000004'} is intact. To continue from there,")
     assert lines[3:] == [f"  mv {newest} {newest.with_name('damaged_step_000006')}"]
     shutil.move(*lines[3].split()[1:])
     succeed(*resume, timeout_s=RUN_S)
@@ -124,7 +124,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint_is_one_error_and_gets_its_room_bac
     assert line.startswith(
         f"failed: the checkpoint of step 6 could not be written: no space left on the disk of {checkpoints} "
     )
-    assert line.endswith(f"{checkpoints / 'step_000004'} is whole: --resume continues from there.")
+    assert line.endswith(f"--resume continues from {checkpoints / 'step_000004'}.")
     assert names(RunFolder(small_disk / "full")) == ["step_000002", "step_000004"]
     assert shutil.disk_usage(small_disk).free > 2e6
 
@@ -155,4 +155,4 @@ def test_no_file_that_a_run_writes_has_what_it_read_from_the_environment(
     assert any(path.suffix == ".wandb" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
     assert "${oc.env:SLIMRL_TEST_SECRET}" in run.config.read_text()
-    assert "server_args=as config.yaml" in run.log_file("engine_0").read_text()
+    assert "server_args=see config.yaml of the run" in run.log_file("engine_0").read_text()

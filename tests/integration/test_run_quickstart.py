@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
 GSPO, SFT = str(RECIPES / "gspo_calculator.yaml"), str(RECIPES / "sft.yaml")
 RUN_S = 400.0
-SHORT_SFT = ["steps=6", "trainer.optimizer.warmup_steps=2"]
+SHORT_SFT = ["steps=6", "trainer.optimizer.warmup_updates=2"]
 
 STEP_METRICS = {
     "step",
@@ -73,7 +73,7 @@ def test_the_quickstart_in_small(tmp_path: Path, temporary_files: Path):
     assert result["checkpoint"] == str(gspo.export)
     assert result["sets"]["heldout"]["num_prompts"] == 8
     # Greedy, so what the run measured at its end is measured again.
-    assert result["sets"]["heldout"]["accuracy"] == read_metrics(gspo.metrics)[-1]["eval/heldout/accuracy"]
+    assert result["sets"]["heldout"]["reward_mean"] == read_metrics(gspo.metrics)[-1]["eval/heldout/reward_mean"]
     assert [path.name for path in temporary_files.iterdir() if not path.name.startswith("slimrl-compiled-")] == []
 
 
@@ -124,7 +124,7 @@ def assert_metrics_hold(lines: list[dict[str, Any]], *, evaluated: bool = True) 
         assert line["train/skipped_steps"] == 0
     # The policy moves between the two updates of a step, so ratios leave 1.
     assert any(line["policy/clip_fraction"] > 0 for line in lines[1:])
-    assert ("eval/heldout/accuracy" in lines[-1]) == evaluated
+    assert ("eval/heldout/reward_mean" in lines[-1]) == evaluated
 
 
 def assert_export_is_a_trained_model(before: Path, after: Path) -> None:

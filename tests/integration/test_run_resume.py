@@ -20,8 +20,8 @@ from cli_runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from slimrl.cli import PREEMPTED_EXIT_CODE
 from slimrl.data.trajectory import read_trajectories
+from slimrl.launch.slurm import PREEMPTED
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 
@@ -97,7 +97,7 @@ def preempt(arguments: list[str], folder: RunFolder, *, pause_s: float) -> str:
         run.wait_until(lambda: num_logged_steps(folder) >= 2, RUN_S)
         time.sleep(pause_s)
         run.process.send_signal(signal.SIGUSR1)
-        assert run.wait(RUN_S) == PREEMPTED_EXIT_CODE, run.stderr
+        assert run.wait(RUN_S) == PREEMPTED, run.stderr
         assert run.left() == []
     finally:
         run.close()
@@ -118,7 +118,7 @@ def test_a_preempted_run_finishes_its_step_and_continues_as_if_it_had_not_been(w
     assert [path.name for path in preempted.checkpoints.iterdir()] == [f"step_{step:06d}"]
     assert not preempted.export.exists()
     aside = workspace.run_folder("preempted.attempt_000")
-    assert f"was there, which is now {aside.path}" in said
+    assert f"had no checkpoint and is now {aside.path}" in said
     assert (aside.config.read_text(), aside.metrics.read_text()) == ("seed: 1\n", '{"step": 0}\n')
     succeed("train", GSPO, *arguments, timeout_s=RUN_S)
     assert not preempted.requeue.exists()
@@ -229,7 +229,7 @@ def sft_overrides(workspace: Workspace, name: str) -> list[str]:
         f"model.path={workspace.path / 'model'}",
         f"data.train={workspace.path / 'data' / 'sft.jsonl'}",
         "steps=6",
-        "trainer.optimizer.warmup_steps=2",
+        "trainer.optimizer.warmup_updates=2",
         "checkpoint.every_steps=3",
         "tracking.wandb=disabled",
     ]

@@ -7,35 +7,31 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from loaded_models import chunks_of, load_hf, same_weights, start
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from ranks import run_ranks
-from slimrl_tools.conversion import Options
-from slimrl_tools.hf_to_megatron import hf_to_megatron
-from slimrl_tools.megatron_to_hf import megatron_to_hf
-from slimrl_tools.toy import write_toy
-from slimrl_tools.toy_configs import ToySize
+from slimrl_tools.convert.hf_to_megatron import hf_to_megatron
+from slimrl_tools.convert.megatron_to_hf import megatron_to_hf
+from slimrl_tools.convert.options import Options
+from slimrl_tools.toy.toy import write_toy
+from slimrl_tools.toy.toy_configs import ToySize
 from small_models import small_model
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trainer_cases import packed_batches, token_cross_entropy, trainer_config
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
-from slimrl.models.family import family_of
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.torch_dist.chunks import SHARDING
+from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk
+from slimrl.config.schema import ParallelConfig
 from slimrl.models.hf_config import read_hf_config
-from slimrl.models.safetensors_folder import SafetensorsFolder
-from slimrl.models.shard_pieces import SHARDING
-from slimrl.models.stored_block import read_block
-from slimrl.trainer.build import build_model, unwrap
-from slimrl.trainer.checkpoint import load_weights
-from slimrl.trainer.parallel import init_model_parallel, init_parallel
-from slimrl.trainer.torch_dist import TorchDistCheckpoint
-from slimrl.trainer.weights import load_hf_weights
+from slimrl.trainer.build import unwrap
+from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint
 from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-TIMEOUT_S = 60.0
 LAYOUTS_OF_2 = {
     "tp2": ParallelConfig(tensor=2, sequence=True),
     "pp2": ParallelConfig(pipeline=2),
@@ -49,28 +45,6 @@ LAYOUTS_OF_4 = {
     "tp4": ParallelConfig(tensor=4, sequence=True),
 }
 OPTIONS = Options()
-
-
-def start(rank: int, world_size: int, port: int) -> None:
-    init_parallel(
-        ParallelConfig(), rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
-        timeout_s=TIMEOUT_S, seed=0,
-    )  # fmt: skip
-
-
-def chunks_of(path: Path, parallel: ParallelConfig, *, mtp: bool = False):
-    mpu.destroy_model_parallel()
-    init_model_parallel(parallel, timeout_s=TIMEOUT_S, seed=0)
-    hf_config = read_hf_config(path)
-    trainer = TrainerConfig(
-        parallel=parallel, precision=Precision.fp32, max_tokens_per_rank=64, optimizer=OptimizerConfig(lr=1e-3)
-    )
-    return build_model(trainer, family_of(hf_config).megatron_config(hf_config), mtp=mtp)
-
-
-def load_hf(chunks, path: Path) -> None:
-    hf_config = read_hf_config(path)
-    load_hf_weights(chunks, path, family_of(hf_config), hf_config)
 
 
 def save_live(rank, world_size, port, path, layouts, out, sharding, mtp):
@@ -99,7 +73,7 @@ def contents(path: Path):
             objects.add(key)
     for index, place in metadata.storage_data.items():
         if index.fqn in shapes:
-            blocks[index.fqn, tuple(index.offset)] = read_block(path, place)
+            blocks[index.fqn, tuple(index.offset)] = read_chunk(path, place)
     return blocks, shapes, objects
 
 
@@ -128,30 +102,6 @@ def test_a_converted_checkpoint_is_block_for_block_what_megatron_saves_of_the_lo
     assert set(blocks) == set(expected_blocks)
     assert not [key for key, block in blocks.items() if not torch.equal(block, expected_blocks[key])]
     assert not [key for key, block in blocks.items() if block.dtype != expected_blocks[key].dtype]
-
-
-def tensors_of(chunk) -> dict[str, torch.Tensor]:
-    """Copies of a model chunk's weights and buffers."""
-    state = unwrap(chunk).state_dict()
-    return {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def same_weights(rank, world_size, port, hf, converted, layouts):
-    """Raises where a model loaded from the converted checkpoint differs from one loaded from Hugging Face's."""
-    start(rank, world_size, port)
-    for name, parallel in layouts.items():
-        expected = chunks_of(hf, parallel)
-        load_hf(expected, hf)
-        states = [tensors_of(chunk) for chunk in expected]
-        chunks = chunks_of(hf, parallel)
-        load_weights(converted, chunks)
-        assert len(chunks) == len(states) == (parallel.virtual_pipeline or 1)
-        for chunk, state in zip(chunks, states, strict=True):
-            found = tensors_of(chunk)
-            assert found.keys() == state.keys()
-            assert found
-            assert not [key for key, tensor in found.items() if not torch.equal(tensor, state[key])], name
-    dist.destroy_process_group()
 
 
 @pytest.mark.full
@@ -216,7 +166,7 @@ def losses(rank, world_size, port, hf, settings, megatron=None, save_to=None):
     results = []
     for step in range(2):
         batches = packed_batches(step, worker.layout, trainer.max_tokens_per_rank)
-        result = worker.train_update(batches, token_cross_entropy, denominator=100.0, temperature=1.0)
+        result = worker.runner.train_update(batches, token_cross_entropy, denominator=100.0, temperature=1.0)
         results.append(result.sums["loss"] / result.sums["tokens"])
     if save_to is not None:
         worker.save_checkpoint(save_to / "trainer")

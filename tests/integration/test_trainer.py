@@ -1,5 +1,6 @@
 """The trainer on one and two ranks: log-probs, skipped updates, and checkpoints across layouts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,19 @@ from trainer_cases import (
     in_layouts,
     packed_batches,
     save_initial_weights,
+    sequences,
     start,
     token_cross_entropy,
     trainer_config,
 )
 
-from slimrl.config.schema import OptimizerConfig, Precision
-from slimrl.trainer import checkpoint
-from slimrl.trainer.forward import vocab_parallel_logprobs
-from slimrl.trainer.parallel import destroy_parallel
+from slimrl.algorithms.losses import loss_function
+from slimrl.config.schema import AlgorithmConfig, OptimizerConfig, Precision
+from slimrl.data.packing import OLD_LOGPROBS, is_split, pack
+from slimrl.trainer.checkpointing import checkpoint
+from slimrl.trainer.held_batches import HeldBatches
+from slimrl.trainer.layout.parallel import destroy_parallel
+from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -68,7 +73,17 @@ def logprob_layouts(rank, num_ranks, port, weights, layouts):
     results = []
     for run in in_layouts(rank, num_ranks, port, layouts, weights):
         batches = packed_batches(0, run.layout, run.trainer.max_tokens_per_rank)
-        outputs = run.stepper.compute_logprobs(batches, 0.7, routing=True)
+        held = HeldBatches(run.runner)
+        held.put_batches([batches])
+        reports = held.add_logprobs(0, "found", 0.7, routing=True)
+        assert (reports is not None) == run.layout.is_output_rank
+        outputs = run.runner.compute_logprobs(batches, 0.7, routing=True)
+        # Every rank that may compute a loss has them, one reports the experts.
+        assert (outputs is None) == (not run.layout.is_last_stage)
+        for batch, output in zip(batches, outputs or [], strict=outputs is not None):
+            assert np.array_equal(batch.added["found"], output.logprobs)
+            assert (output.routed_experts is not None) == run.layout.is_output_rank
+        outputs = outputs if run.layout.is_output_rank else None
         by_trajectory = {}
         for batch, output in zip(batches, outputs or [], strict=outputs is not None):
             for local, trajectory in enumerate(batch.trajectories):
@@ -98,17 +113,52 @@ def test_logprobs_and_routing_come_back_once_and_in_order_under_every_layout(wei
             assert (merged[trajectory][3][clear_TL] == experts_TLK[clear_TL]).all(), f"{layout} {trajectory}"
 
 
+def split_updates(rank, num_ranks, port, weights, layouts):
+    """Of each layout: two updates on four trajectories of three sequences each, held by the ranks throughout."""
+    loss = loss_function("policy", AlgorithmConfig(clip_low=0.9, clip_high=5.0))
+    results = []
+    for run in in_layouts(rank, num_ranks, port, layouts, weights):
+        packed, advantages_N = sequences(0)
+        parts = pack(
+            [packed[index::4] for index in range(4)], advantages_N[:4],
+            budget_tokens=run.trainer.max_tokens_per_rank * run.layout.context,
+            alignment=run.layout.alignment, data_parallel=run.layout.data,
+        )  # fmt: skip
+        held = HeldBatches(run.runner)
+        held.put_batches([parts[run.layout.data_rank]])
+        held.add_logprobs(0, OLD_LOGPROBS, 0.7)
+        updates = [held.train_update(0, loss, 4.0, 0.7)]
+        held.refresh_remote(0, 0.7)
+        elsewhere = max((float(abs(b.remote_log_ratio).max(initial=0)) for b in held.updates[0]), default=0.0)
+        updates.append(held.train_update(0, loss, 4.0, 0.7))
+        results.append((is_split(parts), elsewhere, updates))
+    return results
+
+
+def test_trajectories_that_lie_on_several_ranks_make_the_updates_of_one_micro_batch(weights):
+    [[(split, elsewhere, expected)]] = run_ranks(split_updates, 1, weights, [{"max_tokens_per_rank": 1024}])
+    assert (split, elsewhere) == (False, 0.0)
+    layouts = [{}, {"context": 2}, {"pipeline": 2}, TP2_SP_EP2]
+    for rank in run_ranks(split_updates, 2, weights, layouts, timeout_s=200):
+        for layout, (split, elsewhere, found) in zip(layouts, rank, strict=True):
+            assert split
+            assert elsewhere > 1e-4 or "pipeline" in layout
+            for update, wanted in zip(found, expected, strict=True):
+                assert update.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4), layout
+                assert update.sums == pytest.approx(wanted.sums, rel=1e-4, abs=1e-5), layout
+
+
 def update_with_nan(rank, num_ranks, port, weights):
     trainer = trainer_config(num_ranks, expert=2)
     run = Run(trainer, start(trainer, rank, num_ranks, port), weights)
     before = [p.detach().clone() for chunk in run.chunks for p in chunk.parameters()]
 
     def poisoned(logprobs_T, entropy_T, batch):
-        loss, sums = token_cross_entropy(logprobs_T, entropy_T, batch)
-        return (loss * float("nan") if rank == 1 else loss), sums
+        sums = token_cross_entropy(logprobs_T, entropy_T, batch)
+        return replace(sums, loss=sums.loss * float("nan")) if rank == 1 else sums
 
     batches = packed_batches(0, run.layout, trainer.max_tokens_per_rank)
-    bad = run.stepper.train_update(batches, poisoned, denominator=100.0, temperature=0.7)
+    bad = run.runner.train_update(batches, poisoned, denominator=100.0, temperature=0.7)
     after = [p.detach() for chunk in run.chunks for p in chunk.parameters()]
     untouched = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     good = run.update(0)
@@ -201,7 +251,7 @@ def load_mismatch(rank, num_ranks, port, folder):
     first = run.update(0)
     checkpoint.load(Path(folder), run.chunks, run.optimizer, layout, ARCHITECTURE, seed=3)
     assert run.update(0) == first
-    with pytest.raises(ValueError, match="there is a checkpoint already"):
+    with pytest.raises(ValueError, match="exists already"):
         checkpoint.save(Path(folder), run.chunks, run.optimizer, layout, ARCHITECTURE)
     with pytest.raises(ValueError, match="hidden_size is 64 there and 128 here"):
         checkpoint.load(Path(folder), run.chunks, run.optimizer, layout, {"hidden_size": 128}, seed=3)

@@ -26,7 +26,7 @@ GSPO = str(RECIPES / "gspo_calculator.yaml")
 RUN_S = 250.0
 LOSS_S = 120.0
 """From the death of a node to the end of the command; the cluster takes a quarter of a minute to notice."""
-OURS = ("ray::TrainerActor", "ray::EngineActor", "slimrl.rollout.launch")
+OURS = ("ray::TrainerActor", "ray::EngineActor", "slimrl.sglang_plugin.launch")
 
 StartNodes = Callable[..., RayNodes]
 
@@ -135,6 +135,29 @@ def test_engines_on_cores_of_their_own_get_the_weights_over_the_network(workspac
     lines = read_metrics(folder.metrics)
     assert [line["resync/fingerprint_mismatches"] for line in lines] == [0, 0, 0]
     assert [line["policy/grad_norm"] > 0 for line in lines[1:]] == [True, True]
+
+
+@pytest.mark.full
+def test_an_engine_over_both_nodes_gets_the_weights_on_each_and_generates(
+    workspace: Workspace, start_nodes: StartNodes
+):
+    nodes = start_nodes(2, 2)
+    more = overrides(
+        workspace, "spread", "resync.transport=collective", "trainer.num_ranks=1", "trainer.parallel.expert=1",
+        "rollout.num_engines=1", "rollout.engine_tp=2", "rollout.engine_nodes=2",
+    )  # fmt: skip
+    succeed("train", GSPO, *more, "--ray-address", nodes.address, timeout_s=RUN_S)
+    folder = workspace.run_folder("spread")
+    rank, *engine = nodes_of_slots(folder)
+    assert len(set(engine)) == len(engine) == 2
+    assert rank in engine
+    log = folder.log_file("driver").read_text()
+    assert all(f"engine 0, server on {node}" in log for node in engine)
+    lines = read_metrics(folder.metrics)
+    assert [line["resync/fingerprint_mismatches"] for line in lines] == [0, 0, 0]
+    assert [line["policy/grad_norm"] > 0 for line in lines[1:]] == [True, True]
+    assert max(line["mismatch/logprob_abs_mean"] for line in lines[1:]) < 1e-4
+    assert nodes.left(*OURS) == []
 
 
 @pytest.mark.full

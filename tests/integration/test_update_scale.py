@@ -5,6 +5,7 @@ Layouts, resumed runs and other ranks are compared with one rank elsewhere; here
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from slimrl.algorithms.losses import loss_function
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.config.schema import AlgorithmConfig, OptimizerConfig, Precision, TrainerConfig
-from slimrl.data.packing import MicroBatch, PackedSequence, pack
+from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.training import MemoryPart
-from slimrl.models.hf_checkpoint import open_hf_checkpoint
-from slimrl.rollout.ports import free_port
-from slimrl.trainer.objectives import gspo_objective, sft_objective
+from slimrl.data.trajectory import Segment
+from slimrl.rollout.servers.ports import free_port
 from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -78,16 +80,14 @@ def reference(checkpoint: Path) -> Qwen3MoeForCausalLM:
     )
 
 
-def sequences() -> list[PackedSequence]:
+def sequences() -> list[Segment]:
     rng = np.random.default_rng(5)
     return [
-        PackedSequence(
-            tokens=rng.integers(0, VOCAB, length),
-            loss_mask=rng.random(length) < 0.6,
+        replace(
+            Segment.not_sampled(rng.integers(0, VOCAB, length), rng.random(length) < 0.6),
             rollout_logprobs=rng.normal(-3.7, 0.2, length).astype(np.float32),
-            trajectory=index,
         )
-        for index, length in enumerate(LENGTHS)
+        for length in LENGTHS
     ]
 
 
@@ -96,15 +96,16 @@ ADVANTAGES = np.array([1.5, -0.5, 0.75], np.float32)
 
 def micro_batches(budget_tokens: int) -> list[MicroBatch]:
     """One of all sequences, or one for each; old log-probs are the rollout's."""
-    (batches,) = pack(sequences(), ADVANTAGES, budget_tokens=budget_tokens, alignment=1, data_parallel=1)
+    segments = [[segment] for segment in sequences()]
+    (batches,) = pack(segments, ADVANTAGES, budget_tokens=budget_tokens, alignment=1, data_parallel=1)
     for batch in batches:
-        batch.old_logprobs = batch.rollout_logprobs
+        batch.added["old_logprobs"] = batch.rollout_logprobs
     return batches
 
 
-def logprobs_of(model: Qwen3MoeForCausalLM, sequence: PackedSequence, temperature: float) -> torch.Tensor:
+def logprobs_of(model: Qwen3MoeForCausalLM, sequence: Segment, temperature: float) -> torch.Tensor:
     """Of the tokens to learn from."""
-    tokens_T = torch.from_numpy(sequence.tokens)
+    tokens_T = torch.from_numpy(sequence.tokens).long()
     logprobs_TV = (model(tokens_T[None, :-1]).logits[0] / temperature).log_softmax(-1)
     return logprobs_TV.gather(1, tokens_T[1:, None])[:, 0][torch.from_numpy(sequence.loss_mask[1:])]
 
@@ -127,8 +128,8 @@ def gradient_norm(model: Qwen3MoeForCausalLM) -> float:
 
 
 LOSSES = {
-    "gspo": (gspo_objective(AlgorithmConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)), gspo_loss),
-    "sft": (sft_objective(), sft_loss),
+    "gspo": (loss_function("policy", AlgorithmConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)), gspo_loss),
+    "sft": (loss_function("sft", AlgorithmConfig()), sft_loss),
 }
 
 
@@ -140,7 +141,7 @@ def test_the_gradient_is_that_of_the_summed_loss_over_the_denominator(checkpoint
             model = reference(checkpoint)
             loss = loss_of(model, temperature)
             (loss / denominator).backward()
-            result = worker.train_update(
+            result = worker.runner.train_update(
                 micro_batches(budget_tokens), objective, denominator=denominator, temperature=temperature
             )
             case = f"{name} {denominator} {temperature} {budget_tokens}"
@@ -154,7 +155,7 @@ def test_updates_are_those_of_adamw_on_gradients_cut_to_the_clipping_norm(
 ):
     """An epsilon of the order of the clipped gradients keeps Adam from hiding their scale. A norm of 0 cuts nothing."""
     betas = {"beta1": 0.8, "beta2": 0.95}
-    worker = start_trainer(lr=0.01, warmup_steps=4, clip_grad=clip_grad, eps=3e-3, weight_decay=0.1, **betas)
+    worker = start_trainer(lr=0.01, warmup_updates=4, clip_grad=clip_grad, eps=3e-3, weight_decay=0.1, **betas)
     model = reference(checkpoint)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
@@ -170,7 +171,7 @@ def test_updates_are_those_of_adamw_on_gradients_cut_to_the_clipping_norm(
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * update / 4
         optimizer.step()
-        result = worker.train_update(micro_batches(64), objective, denominator=29.0, temperature=0.7)
+        result = worker.runner.train_update(micro_batches(64), objective, denominator=29.0, temperature=0.7)
         assert (result.lr, result.grad_norm) == pytest.approx((0.01 * update / 4, norm), rel=1e-5)
     model.float().save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
@@ -182,12 +183,12 @@ def test_updates_are_those_of_adamw_on_gradients_cut_to_the_clipping_norm(
 
 def test_a_resumed_run_follows_its_own_learning_rate_from_where_it_was(start_trainer, tmp_path):
     def update(worker: TrainerWorker) -> float:
-        return worker.train_update(micro_batches(64), LOSSES["sft"][0], denominator=29.0, temperature=0.7).lr
+        return worker.runner.train_update(micro_batches(64), LOSSES["sft"][0], denominator=29.0, temperature=0.7).lr
 
-    first = start_trainer(lr=0.01, min_lr=0.001, warmup_steps=4)
+    first = start_trainer(lr=0.01, min_lr=0.001, warmup_updates=4)
     assert update(first) == pytest.approx(0.01 / 4)
     first.save_checkpoint(tmp_path / "checkpoint")
-    resumed = start_trainer(lr=0.03, min_lr=0.003, warmup_steps=4)
+    resumed = start_trainer(lr=0.03, min_lr=0.003, warmup_updates=4)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert update(resumed) == pytest.approx(0.03 * 2 / 4)
 
@@ -201,7 +202,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def update(worker: TrainerWorker, objective=LOSSES["sft"][0], batches=None):
-    return worker.train_update(batches or micro_batches(64), objective, denominator=29.0, temperature=0.7)
+    return worker.runner.train_update(batches or micro_batches(64), objective, denominator=29.0, temperature=0.7)
 
 
 def test_log_probs_entropies_and_experts_are_those_of_transformers(checkpoint, start_trainer):
@@ -210,7 +211,7 @@ def test_log_probs_entropies_and_experts_are_those_of_transformers(checkpoint, s
     for budget_tokens, routing in ((64, True), (20, True), (20, False)):
         update(worker)
         batches = micro_batches(budget_tokens)
-        outputs = worker.compute_logprobs(batches, 0.7, routing=routing)
+        outputs = worker.runner.compute_logprobs(batches, 0.7, routing=routing)
         assert len(outputs) == len(batches)
         for batch, output in zip(batches, outputs, strict=True):
             for place, trajectory in enumerate(batch.trajectories):
@@ -243,13 +244,13 @@ def test_dropout_is_on_in_updates_alone(start_trainer):
 
 
 def test_an_update_whose_gradient_is_no_number_changes_nothing(start_trainer):
-    worker = start_trainer(lr=0.01, warmup_steps=4)
+    worker = start_trainer(lr=0.01, warmup_updates=4)
     before = weights_of(worker)
 
     def broken(factor):
         def objective(logprobs_T, entropy_T, batch):
-            loss, reported = LOSSES["sft"][0](logprobs_T, entropy_T, batch)
-            return loss * factor, reported
+            sums = LOSSES["sft"][0](logprobs_T, entropy_T, batch)
+            return replace(sums, loss=sums.loss * factor)
 
         return objective
 
@@ -261,7 +262,7 @@ def test_an_update_whose_gradient_is_no_number_changes_nothing(start_trainer):
     # Neither moments nor the schedule have moved.
     result = update(worker)
     assert (result.skipped, result.lr) == (False, pytest.approx(0.01 / 4))
-    fresh = start_trainer(lr=0.01, warmup_steps=4)
+    fresh = start_trainer(lr=0.01, warmup_updates=4)
     assert update(fresh).grad_norm == result.grad_norm
     assert not same(weights_of(fresh), before)
 
@@ -283,21 +284,22 @@ def test_an_update_counts_the_tokens_that_are_no_padding_and_reports_its_routers
     empty = micro_batches(64)
     empty[0].padding[:] = True
     with pytest.raises(ValueError, match="the update batch has no tokens"):
-        start_trainer(lr=0.0).train_update(empty, LOSSES["sft"][0], denominator=1.0, temperature=1.0)
+        start_trainer(lr=0.0).runner.train_update(empty, LOSSES["sft"][0], denominator=1.0, temperature=1.0)
 
 
 def test_progress_is_told_after_each_micro_batch(start_trainer):
     worker, told = start_trainer(lr=0.0), []
-    worker.stepper.on_micro_batch = lambda: told.append(None)
+    worker.runner.on_progress = lambda *progress: told.append(progress)
     batches = micro_batches(20)
-    worker.compute_logprobs(batches, 1.0)
-    assert len(told) == len(batches) > 1
+    worker.runner.compute_logprobs(batches, 1.0)
+    assert len(batches) > 1
+    assert told == [(done, len(batches)) for done in range(len(batches) + 1)]
 
 
 def test_a_checkpoint_is_whole_names_its_files_and_gives_back_all_that_an_update_needs(
     checkpoint, start_trainer, tmp_path
 ):
-    settings = {"lr": 0.01, "warmup_steps": 2}
+    settings = {"lr": 0.01, "warmup_updates": 2}
     worker, folder = start_trainer(**settings, megatron={"hidden_dropout": 0.3}), tmp_path / "saved"
     (tmp_path / ".saved.partial").mkdir()
     (tmp_path / ".saved.partial" / "left over").touch()
@@ -312,7 +314,7 @@ def test_a_checkpoint_is_whole_names_its_files_and_gives_back_all_that_an_update
     assert facts["layout"] == worker.layout.sizes()
     config = json.loads((folder / "hf" / "config.json").read_text())
     assert (config["model_type"], config["vocab_size"]) == ("qwen3_moe", VOCAB)
-    with pytest.raises(ValueError, match="there is a checkpoint already"):
+    with pytest.raises(ValueError, match="exists already"):
         worker.save_checkpoint(folder)
     saved = weights_of(worker)
     # With dropout the next update takes the random-number states too.

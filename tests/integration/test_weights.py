@@ -14,7 +14,7 @@ from weight_cases import join, loaded_chunks
 
 from slimrl.config.schema import ParallelConfig, Precision
 from slimrl.trainer.build import unwrap
-from slimrl.trainer.export import export_hf
+from slimrl.trainer.checkpointing.export import export_hf
 from slimrl.trainer.weight_source import MegatronWeightSource
 from slimrl.trainer.weights import load_hf_weights
 

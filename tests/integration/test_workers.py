@@ -10,7 +10,7 @@ from pathlib import Path
 
 import failing_workers
 import pytest
-from slimrl_tools.workers import run_workers
+from slimrl_tools.convert.workers import run_workers
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 
@@ -49,7 +49,7 @@ import signal
 import sys
 sys.path.insert(0, sys.argv[1])
 import failing_workers
-from slimrl_tools.workers import run_workers
+from slimrl_tools.convert.workers import run_workers
 if __name__ == "__main__":
     # Tests that run in a shell's background are told to ignore it, and so is all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,7 @@
 """A tiny Qwen3-MoE, fixed packed data and one rank's work on it, shared by the trainer's integration tests."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,23 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 
-from slimrl.algorithms.losses import cross_entropy, gspo_loss
+from slimrl.algorithms.losses import LossSums, cross_entropy, gspo_loss
 from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
-from slimrl.data.packing import MicroBatch, PackedSequence, pack
+from slimrl.data.packing import MicroBatch, pack
+from slimrl.data.trajectory import Segment
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.trainer.build import build_model, unwrap
+from slimrl.trainer.layout.parallel import Layout, destroy_parallel, init_model_parallel, init_parallel
+from slimrl.trainer.local_batch import LocalBatch
+from slimrl.trainer.micro_batch_runner import MicroBatchRunner, UpdateResult
 from slimrl.trainer.optimizer import Optimizer
-from slimrl.trainer.parallel import Layout, destroy_parallel, init_model_parallel, init_parallel
-from slimrl.trainer.step import Stepper, UpdateResult
 
 VOCAB, LAYERS = 101, 4
 """An odd vocabulary: its padding differs between tensor-parallel sizes."""
 
 
-def model_config() -> MegatronModelConfig:
+def model_config(**sizes: Any) -> MegatronModelConfig:
+    """`sizes` replace those of the transformer below."""
     return MegatronModelConfig(
         transformer={
             "num_layers": LAYERS,
@@ -42,6 +46,7 @@ def model_config() -> MegatronModelConfig:
             "moe_ffn_hidden_size": 32,
             "moe_router_load_balancing_type": "none",
             "init_method_std": 0.1,
+            **sizes,
         },
         multi_latent_attention=False,
         vocab_size=VOCAB,
@@ -64,21 +69,15 @@ def trainer_config(num_ranks: int = 1, **settings: Any) -> TrainerConfig:
     return TrainerConfig(num_ranks=num_ranks, parallel=ParallelConfig(**parallel), **{**defaults, **settings})
 
 
-def sequences(step: int, count: int = 12) -> tuple[list[PackedSequence], np.ndarray]:
-    """Random sequences of 9 to 57 tokens, each a trajectory, and their advantages."""
+def sequences(step: int, count: int = 12) -> tuple[list[Segment], np.ndarray]:
+    """Random sequences of 9 to 57 tokens, and an advantage for each."""
     rng = np.random.default_rng(1000 + step)
     packed = []
-    for index in range(count):
+    for _ in range(count):
         length = int(rng.integers(9, 58))
         mask = rng.random(length) < 0.6
-        packed.append(
-            PackedSequence(
-                tokens=rng.integers(0, VOCAB, length),
-                loss_mask=mask,
-                rollout_logprobs=rng.normal(-4, 0.1, length).astype(np.float32),
-                trajectory=index,
-            )
-        )
+        segment = Segment.not_sampled(rng.integers(0, VOCAB, length), mask)
+        packed.append(replace(segment, rollout_logprobs=rng.normal(-4, 0.1, length).astype(np.float32)))
     return packed, rng.normal(size=count).astype(np.float32)
 
 
@@ -86,7 +85,7 @@ def packed_batches(step: int, layout: Layout, budget_tokens: int, count: int = 1
     """This rank's micro-batches of one update, of `count` sequences."""
     packed, advantages_N = sequences(step, count)
     parts = pack(
-        packed,
+        [[segment] for segment in packed],
         advantages_N,
         budget_tokens=budget_tokens * layout.context,
         alignment=layout.alignment,
@@ -96,26 +95,16 @@ def packed_batches(step: int, layout: Layout, budget_tokens: int, count: int = 1
     return parts[layout.data_rank]
 
 
-def gspo(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, batch: Any) -> Any:
+def gspo(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, batch: LocalBatch) -> LossSums:
     """Old log-probs are the rollout's, so that ratios leave 1."""
-    sums = gspo_loss(
-        logprobs_T,
-        batch.rollout_logprobs_T,
-        batch.mask_T,
-        batch.trajectory_ids_T,
-        batch.advantages_N,
-        batch.num_sampled_N,
-        batch.elsewhere_log_ratio_N,
-        clip_low=0.9,
-        clip_high=5.0,
-        sum_over_ranks=batch.sum_over_ranks,
-    )
-    return sums.loss, sums.reported
+    batch = replace(batch, added_T={"old_logprobs": batch.rollout_logprobs_T})
+    return gspo_loss(logprobs_T, entropy_T, batch, clip_low=0.9, clip_high=5.0)
 
 
-def token_cross_entropy(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, batch: Any) -> Any:
-    sums = cross_entropy(logprobs_T, batch.mask_T)
-    return sums.loss, {**sums.reported, "entropy": torch.where(batch.mask_T, entropy_T, 0.0).sum().detach()}
+def token_cross_entropy(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, batch: LocalBatch) -> LossSums:
+    sums = cross_entropy(logprobs_T, entropy_T, batch)
+    entropy = torch.where(batch.mask_T, entropy_T, 0.0).sum().detach()
+    return replace(sums, reported={**sums.reported, "entropy": entropy})
 
 
 LOSSES = {"cross_entropy": token_cross_entropy, "gspo": gspo}
@@ -124,19 +113,25 @@ LOSSES = {"cross_entropy": token_cross_entropy, "gspo": gspo}
 class Run:
     """One rank of a trainer of the tiny model, starting from saved weights if any."""
 
-    def __init__(self, trainer: TrainerConfig, layout: Layout, weights: str | None) -> None:
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        layout: Layout,
+        weights: str | None,
+        model: MegatronModelConfig | None = None,
+    ) -> None:
         self.trainer, self.layout = trainer, layout
-        self.chunks = build_model(trainer, model_config())
+        self.chunks = build_model(trainer, model or model_config())
         if weights is not None:
             self._load(weights)
         self.optimizer = Optimizer(trainer, self.chunks, total_updates=10)
-        self.stepper = Stepper(
+        self.runner = MicroBatchRunner(
             self.chunks, self.optimizer, layout, vocab_size=VOCAB, chunk_tokens=trainer.logprob_chunk_tokens
         )
 
     def update(self, step: int, loss: str = "cross_entropy") -> UpdateResult:
         batches = packed_batches(step, self.layout, self.trainer.max_tokens_per_rank)
-        return self.stepper.train_update(batches, LOSSES[loss], denominator=100.0, temperature=0.7)
+        return self.runner.train_update(batches, LOSSES[loss], denominator=100.0, temperature=0.7)
 
     def _state(self) -> dict[str, Any]:
         return {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(self.chunks)}
@@ -149,6 +144,25 @@ class Run:
         loaded = dist_checkpointing.load(self._state(), path)
         for i, chunk in enumerate(self.chunks):
             unwrap(chunk).load_state_dict(loaded[f"model{i}"])
+
+
+def weight_storages(run: Run) -> dict[int, torch.UntypedStorage]:
+    return {p.untyped_storage()._cdata: p.untyped_storage() for chunk in run.chunks for p in chunk.parameters()}
+
+
+def weight_bytes(run: Run) -> int:
+    return sum(storage.nbytes() for storage in weight_storages(run).values())
+
+
+def gradient_bytes(run: Run) -> int:
+    buffers = [buffer for chunk in run.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+
+
+def optimizer_bytes(run: Run) -> int:
+    """Of what is not the model's weights too, as a float32 optimizer's main weights are."""
+    storages = [tensor.untyped_storage() for tensor in run.optimizer.tensors()]
+    return sum(storage.nbytes() for storage in storages if storage._cdata not in weight_storages(run))
 
 
 def save_initial_weights(rank: int, num_ranks: int, port: int, path: str) -> None:

@@ -17,7 +17,7 @@ from slimrl.device import compute_device
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer.build import build_model
-from slimrl.trainer.parallel import init_model_parallel, init_parallel
+from slimrl.trainer.layout.parallel import Layout, init_model_parallel, init_parallel
 from slimrl.trainer.weight_source import MegatronWeightSource
 from slimrl.trainer.weights import load_hf_weights
 
@@ -57,9 +57,9 @@ def join(rank: int, world_size: int, port: int) -> None:
     )  # fmt: skip
 
 
-def change_layout(parallel: ParallelConfig) -> None:
+def change_layout(parallel: ParallelConfig) -> Layout:
     mpu.destroy_model_parallel()
-    init_model_parallel(parallel, timeout_s=TIMEOUT_S, seed=0)
+    return init_model_parallel(parallel, timeout_s=TIMEOUT_S, seed=0)
 
 
 def trainer_config(parallel: ParallelConfig, precision: Precision = Precision.fp32) -> TrainerConfig:
@@ -102,7 +102,7 @@ def round_trip(
                 assert (tensor is None) == (rank != 0)
                 seen[tensor_name] = tensor if tensor is None else tensor.to("cpu", copy=True)
             seconds[path.name, name] = time.perf_counter() - start
-            assert list(seen) == [spec.name for spec in source.specs()]
+            assert list(seen) == [spec.name for spec in source.layout()]
             if rank == 0:
                 assert set(seen) == set(expected)
                 wrong = [key for key, tensor in seen.items() if not torch.equal(tensor, expected[key])]
@@ -112,7 +112,13 @@ def round_trip(
 
 
 def packed_logits(
-    rank: int, world_size: int, port: int, paths: Sequence[Path], tokens_T: torch.Tensor, bounds: list[int]
+    rank: int,
+    world_size: int,
+    port: int,
+    paths: Sequence[Path],
+    tokens_T: torch.Tensor,
+    bounds: list[int],
+    precision: Precision = Precision.fp32,
 ) -> list[np.ndarray]:
     """float32 [T, V] of each checkpoint on one rank, sequences packed one after the other."""
     join(rank, world_size, port)
@@ -127,10 +133,10 @@ def packed_logits(
     position_ids_T = torch.cat([torch.arange(int(length), device=device) for length in cu_seqlens.diff()])
     results = []
     for path in paths:
-        chunks, _, _ = loaded_chunks(path, ParallelConfig())
+        chunks, _, _ = loaded_chunks(path, ParallelConfig(), precision)
         chunks[0].eval()
         with torch.no_grad():
             logits_1TV = chunks[0](tokens_T[None], position_ids_T[None], None, packed_seq_params=packed)
-        results.append(logits_1TV[0].cpu().numpy())
+        results.append(logits_1TV[0].float().cpu().numpy())
     dist.destroy_process_group()
     return results

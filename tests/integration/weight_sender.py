@@ -9,7 +9,7 @@ from slimrl.config.schema import ParallelConfig, Precision
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer.build import build_model
-from slimrl.trainer.parallel import init_parallel
+from slimrl.trainer.layout.parallel import init_parallel
 from slimrl.trainer.weight_source import MegatronWeightSource
 from slimrl.trainer.weights import load_hf_weights
 

@@ -19,7 +19,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     """A random Qwen3-MoE, the same each time."""
-    from slimrl_tools.toy import write_toy
+    from slimrl_tools.toy.toy import write_toy
     from toy_tools import SMALL
 
     write_toy("qwen3_moe", tmp_path / "toy", SMALL, seed=1)
@@ -29,11 +29,10 @@ def toy(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 kB in versions, so that a tensor of a test has several."""
-    from slimrl.models.versions import codec
+    from slimrl.versions import codec
 
-    for module in ("codec", "blocks", "apply"):
-        monkeypatch.setattr(f"slimrl.models.versions.{module}.BLOCK_BYTES", 4096)
-    monkeypatch.setattr("slimrl.resync.delta_writer.BLOCK_BYTES", 4096)
+    for module in ("codec", "apply"):
+        monkeypatch.setattr(f"slimrl.versions.{module}.BLOCK_BYTES", 4096)
     assert codec.BLOCK_BYTES == 4096
 
 

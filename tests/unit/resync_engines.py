@@ -7,12 +7,13 @@ import torch
 from engine_ranks import OnlyRank
 
 from slimrl.config.schema import ResyncConfig, VerifyMode
-from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceTensor, TensorSpec
-from slimrl.models.broadcast_group import GroupError
+from slimrl.data.engine import EngineError
+from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec, packed_bytes
+from slimrl.ipc.broadcast_group import GroupError
+from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.models.fingerprint import fingerprint
-from slimrl.models.shared_segment import SHARED_MEMORY_DIR
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.bucket_receiver import EngineReceivers
+from slimrl.sglang_plugin.bucket_receiver import EngineReceivers
 
 
 class Source:
@@ -21,23 +22,13 @@ class Source:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.weights = tensors
 
-    def specs(self):
-        return [
-            TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-            for name, t in self.weights.items()
-        ]
-
     def layout(self):
-        return [
-            SourceTensor(
-                spec=spec,
-                pieces=(SourcePiece(region=tuple(map(slice, [0] * len(spec.shape), spec.shape)), holders=(0,)),),
+        return {
+            TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")): (
+                SourcePiece(region=tuple(map(slice, [0] * t.ndim, t.shape)), holders=(0,)),
             )
-            for spec in self.specs()
-        ]
-
-    def piece(self, name):
-        return self.weights[name]
+            for name, t in self.weights.items()
+        }
 
     def groups(self, name):
         return self.weights[name][None]
@@ -47,7 +38,7 @@ class Engine:
     """Keeps what it loads, and a log of what it was told."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.num_ranks = name, 1
+        self.name = name
         self.calls: list[str] = []
         self.loaded: dict[str, torch.Tensor] = {}
         self.version = -1
@@ -95,19 +86,19 @@ class Engine:
         self._note("fingerprints")
         return {name: fingerprint(self.loaded[name]) for name in (self.loaded if names is None else names)}
 
-    def load_shared_bucket(self, segment, bucket):
+    def load_shared_bucket(self, segment, parts):
         self._note("load")
-        data = (SHARED_MEMORY_DIR / segment).read_bytes()[: bucket.nbytes]
-        self._take(torch.frombuffer(bytearray(data), dtype=torch.uint8), bucket)
+        data = (SHARED_MEMORY_DIR / segment).read_bytes()[: packed_bytes(parts)]
+        self._take(torch.frombuffer(bytearray(data), dtype=torch.uint8), parts)
 
     def open_receivers(self, group, first_rank):
         self._note("open")
         self.receivers.open_version(group, first_rank)
 
-    def load_received(self, group, number, bucket):
+    def load_received(self, group, number, parts):
         self._note("receive")
         try:
-            self._take(self.receivers.bucket(group, number)[: bucket.nbytes], bucket)
+            self._take(self.receivers.bucket(group, number)[: packed_bytes(parts)], parts)
         except GroupError as error:
             raise EngineError(f"{self.name}: {error}") from error
         self.receivers.all_loaded(number)
@@ -116,15 +107,15 @@ class Engine:
         self._note("leave")
         self.receivers.close()
 
-    def _take(self, flat, bucket):
+    def _take(self, flat, parts):
         with self.loading:
             time.sleep(self.load_s)
-            self._keep(flat, bucket)
+            self._keep(flat, parts)
 
-    def _keep(self, flat, bucket):
-        for part in bucket.parts:
+    def _keep(self, flat, parts):
+        for part in parts:
             dtype = getattr(torch, part.spec.dtype)
-            value = flat[part.offset : part.offset + part.nbytes].clone().view(dtype).view(part.shape)
+            value = part.view(flat).clone()
             if part.is_whole:
                 self.loaded[part.spec.name] = value
                 continue

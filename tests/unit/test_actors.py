@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
 
-from slimrl.rollout.process import ServerError
-from slimrl.runtime import actors
-from slimrl.runtime.actors import ActorGroup
-from slimrl.runtime.errors import StageError
-from slimrl.runtime.placement import Node
+from slimrl.rollout.servers.process import ServerError
+from slimrl.runtime.cluster import actors
+from slimrl.runtime.cluster.actors import ActorGroup
+from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.placement import Node
 
 NEVER = float("inf")
 METHODS = ("train", "save", "start", "ending", "__ray_ready__")

@@ -11,9 +11,9 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 
 import slimrl.models
 from slimrl.models import family as family_table
+from slimrl.models.families.rules import decoder
 from slimrl.models.family import FAMILIES, family_of
 from slimrl.models.hf_config import published_config
-from slimrl.models.rules import decoder
 from slimrl.models.weight_map import WeightMap
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,17 +1,27 @@
 """Advantages, ratios, losses and KL against closed forms and float64 references."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from slimrl.algorithms.advantages import group_advantages, zero_variance_groups
-from slimrl.algorithms.kl import k3
-from slimrl.algorithms.losses import cross_entropy, gspo_loss
-from slimrl.algorithms.ratios import sequence_log_ratio
+from slimrl.algorithms.advantages import group_advantages
+from slimrl.algorithms.losses import cross_entropy, gspo_loss, loss_function
+from slimrl.algorithms.mismatch import k3
+from slimrl.algorithms.selection import zero_variance_groups
+from slimrl.config.schema import AlgorithmConfig
 
 CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+
+
+def gspo(logprobs, old_logprobs, mask, ids, advantages, num_sampled, elsewhere, *, sum_over_ranks=None):
+    batch = SimpleNamespace(
+        added_T={"old_logprobs": old_logprobs}, mask_T=mask, trajectory_ids_T=ids, advantages_N=advantages,
+        num_sampled_N=num_sampled, remote_log_ratio_N=elsewhere, sum_over_ranks=sum_over_ranks,
+    )  # fmt: skip
+    return gspo_loss(logprobs, torch.zeros_like(logprobs), batch, **CLIP)
 
 
 def test_grpo_advantages_of_a_group_by_hand():
@@ -81,7 +91,7 @@ class Case:
 def test_gspo_loss_and_gradient_equal_a_float64_reference():
     case = Case()
     new, ref = case.new.clone().requires_grad_(), case.new.double().requires_grad_()
-    sums = gspo_loss(new, case.old, case.mask, case.ids, case.advantages, case.counts, torch.zeros(7), **CLIP)
+    sums = gspo(new, case.old, case.mask, case.ids, case.advantages, case.counts, torch.zeros(7))
     sums.loss.backward()
     expected = case.reference(ref)
     expected.backward()
@@ -98,7 +108,7 @@ def test_gspo_split_over_places_adds_up_to_the_whole():
     """Tokens dealt to four places, two ranks of two micro-batches each: gradients and reported sums add up."""
     case = Case(1)
     whole = case.new.clone().requires_grad_()
-    expected = gspo_loss(whole, case.old, case.mask, case.ids, case.advantages, case.counts, torch.zeros(7), **CLIP)
+    expected = gspo(whole, case.old, case.mask, case.ids, case.advantages, case.counts, torch.zeros(7))
     expected.loss.backward()
     place = torch.arange(len(case.ids)) % 4
     difference = torch.where(case.mask, case.new - case.old, torch.zeros(()))
@@ -112,7 +122,7 @@ def test_gspo_split_over_places_adds_up_to_the_whole():
         part = case.new[here].clone().requires_grad_()
         inputs = (part, case.old[here], case.mask[here], case.ids[here], case.advantages, case.counts)
         over_ranks = total(micro_batch)
-        sums = gspo_loss(*inputs, total(~micro_batch), **CLIP, sum_over_ranks=lambda _, found=over_ranks: found)
+        sums = gspo(*inputs, total(~micro_batch), sum_over_ranks=lambda _, found=over_ranks: found)
         sums.loss.backward()
         gradient[here] = part.grad
         for name, value in sums.reported.items():
@@ -125,8 +135,14 @@ def test_a_trajectory_counts_as_clipped_where_the_bound_on_its_advantage_s_side_
     ratio = torch.tensor([1.01, 1.01, 0.99, 0.99, 1.01, 0.99])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0])
     ones, ids = torch.ones(6, dtype=torch.int64), torch.arange(6)
-    sums = gspo_loss(ratio.log(), torch.zeros(6), ones.bool(), ids, advantages, ones, torch.zeros(6), **CLIP)
+    sums = gspo(ratio.log(), torch.zeros(6), ones.bool(), ids, advantages, ones, torch.zeros(6))
     assert sums.reported["clipped"].item() == 2
+
+
+def test_the_recipe_says_which_loss_it_is_and_how_far_ratios_may_go():
+    settings = AlgorithmConfig(clip_low=0.25, clip_high=0.5)
+    assert loss_function("policy", settings).keywords == {"clip_low": 0.25, "clip_high": 0.5}
+    assert loss_function("sft", settings) is cross_entropy
 
 
 def test_a_place_of_padding_alone_adds_nothing_and_still_has_a_gradient():
@@ -134,7 +150,7 @@ def test_a_place_of_padding_alone_adds_nothing_and_still_has_a_gradient():
     logprobs = torch.full((8,), -2.0, requires_grad=True)
     nothing, ids = torch.zeros(8, dtype=torch.bool), torch.zeros(8, dtype=torch.int64)
     none = torch.zeros(0)
-    sums = gspo_loss(logprobs, torch.full((8,), torch.nan), nothing, ids, none, none.long(), none, **CLIP)
+    sums = gspo(logprobs, torch.full((8,), torch.nan), nothing, ids, none, none.long(), none)
     sums.loss.backward()
     assert sums.loss.item() == 0
     assert logprobs.grad.tolist() == [0] * 8
@@ -144,7 +160,7 @@ def test_a_place_of_padding_alone_adds_nothing_and_still_has_a_gradient():
 def test_the_ratio_is_one_and_the_gradient_alive_on_policy():
     case = Case(2)
     new = case.old.clone().requires_grad_()
-    sums = gspo_loss(new, case.old, case.mask, case.ids, case.advantages, case.counts, torch.zeros(7), **CLIP)
+    sums = gspo(new, case.old, case.mask, case.ids, case.advantages, case.counts, torch.zeros(7))
     sums.loss.backward()
     sampled = case.counts > 0
     assert sums.loss.item() == pytest.approx(-case.advantages[sampled].sum().item(), abs=1e-6)
@@ -155,12 +171,13 @@ def test_the_ratio_is_one_and_the_gradient_alive_on_policy():
 def test_lengths_that_differ_are_refused():
     case = Case()
     with pytest.raises(ValueError, match="different lengths"):
-        sequence_log_ratio(case.new[:-1], case.old, case.mask, case.ids, case.counts, torch.zeros(7))
+        gspo(case.new[:-1], case.old, case.mask, case.ids, case.advantages, case.counts, torch.zeros(7))
 
 
 def test_cross_entropy_ignores_masked_nans():
     logprobs = torch.tensor([-1.0, float("nan"), -2.5], requires_grad=True)
-    sums = cross_entropy(logprobs, torch.tensor([True, False, True]))
+    batch = SimpleNamespace(mask_T=torch.tensor([True, False, True]))
+    sums = cross_entropy(logprobs, torch.zeros(3), batch)
     sums.loss.backward()
     assert sums.loss.item() == 3.5
     assert logprobs.grad.tolist() == [-1, 0, -1]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slimrl_tools.calculator_data import write_calculator_data
 from slimrl_tools.cli import app as tools
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.calculator_data import write_calculator_data
+from slimrl_tools.toy.toy import ToySize, write_toy
 from typer.testing import CliRunner, Result
 
 from slimrl.cli import app
@@ -16,7 +16,7 @@ from slimrl.config.load import load_recipe
 from slimrl.models.architecture import FACTS_FILE, architecture_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.run_folder import open_run_folder
-from slimrl.runtime.folder_check import folder_problems
+from slimrl.runtime.checks.folder_check import folder_problems
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
 GSPO, SFT = RECIPES / "gspo_calculator.yaml", RECIPES / "sft.yaml"
@@ -102,8 +102,8 @@ def test_typos_layouts_tasks_and_files_are_listed_together(cli: Cli):
         "agent.tools=[no_such:tool]",
         "data.eval.heldout=/nowhere.jsonl",
     )
-    texts = ["algorithm.clip_high", "rollout.engine_tensor", "trainer.parallel.expert", "module no_such", "/nowhere"]
-    refused(result, *texts, "trainer.megatron.num_layers: is the model's")
+    texts = ["algorithm.clip_high", "rollout.engine_tp", "trainer.parallel.expert", "module no_such", "/nowhere"]
+    refused(result, *texts, "trainer.megatron.num_layers: is set by the model")
     assert result.stderr.count("/nowhere.jsonl") == 1
 
 
@@ -174,7 +174,7 @@ def test_a_layout_that_does_not_divide_is_refused(cli: Cli, overrides: list[str]
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused(cli: Cli):
-    refused(cli("sft", "steps=20"), "trainer.optimizer.warmup_steps", "20 updates")
+    refused(cli("sft", "steps=20"), "trainer.optimizer.warmup_updates", "20 updates")
 
 
 def test_broken_lines_of_a_prompt_file_are_named(cli: Cli, tmp_path: Path):
@@ -203,8 +203,12 @@ def test_a_conversation_above_the_token_limit_is_named(cli: Cli, workspace: Path
         ("reward.function", "no_such_module:reward", "no module no_such_module"),
         ("agent.tools", "[slimrl.agent.calculator:no_such]", "has no no_such"),
         ("reward.group_filters", "[not a path]", "module:function"),
-        ("agent.parser", "telepathy", "agent.parser: 'telepathy' is neither hermes nor an import path module:name."),
-        ("agent.parser", "slimrl.agent.parsers:HermesPasrer", "Did you mean HermesParser?"),
+        (
+            "agent.parser",
+            "telepathy",
+            "'telepathy' is neither a parser of SGLang nor an import path module:name. SGLang has apertus",
+        ),
+        ("agent.parser", "slimrl.agent.parsers:NoCallz", "Did you mean NoCalls?"),
     ],
 )
 def test_an_import_path_that_leads_nowhere_is_refused(cli: Cli, key: str, value: str, text: str):
@@ -269,12 +273,12 @@ def test_resuming_with_another_data_file_is_refused(cli: Cli, interrupted_run: P
     shorter = tmp_path / "shorter.jsonl"
     lines = (workspace / "data" / "sft.jsonl").read_text().splitlines(keepends=True)
     shorter.write_text("".join(lines[:5]))
-    refused(cli("sft", "--resume", f"data.train={shorter}"), str(shorter), "8 items, this one has 5")
+    refused(cli("sft", "--resume", f"data.train={shorter}"), str(shorter), "8 items, but there are 5 now")
 
 
 def test_resuming_a_complete_run_is_refused(cli: Cli, interrupted_run: Path):
     (interrupted_run / "export" / "hf").mkdir(parents=True)
-    settings = ["steps=1", "trainer.optimizer.warmup_steps=0"]
+    settings = ["steps=1", "trainer.optimizer.warmup_updates=0"]
     refused(cli("sft", "--resume", *settings), f"{interrupted_run} is complete: step 1 of 1", "larger `steps`")
 
 

@@ -14,7 +14,9 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "conversion.py"
 def conversion():
     spec = importlib.util.spec_from_file_location("conversion_benchmark", FILE)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FILE.parent)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -29,5 +31,5 @@ def test_the_model_has_the_size_that_was_asked_for(conversion, gigabytes, relati
 
 
 def test_a_size_below_the_smallest_is_refused(conversion):
-    with pytest.raises(ValueError, match=r"--gigabytes 0\.05: the smallest has 0\.115\."):
+    with pytest.raises(ValueError, match=r"--gigabytes 0\.05: the smallest model has 0\.115\."):
         conversion.config_of(0.05)

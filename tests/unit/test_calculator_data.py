@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from slimrl_tools.calculator_data import SYSTEM_PROMPT, guess, write_calculator_data
-from slimrl_tools.toy_tokenizer import build_tokenizer
+from slimrl_tools.toy.calculator_data import SYSTEM_PROMPT, guess, write_calculator_data
+from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
-from slimrl.data.chat import ChatFormat
+from slimrl.chat.chat_format import ChatFormat
+from slimrl.chat.template import ChatTemplate
 from slimrl.data.prompts import read_conversations, read_prompts
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
@@ -84,8 +85,11 @@ def test_a_guess_is_near_and_never_right(value):
 
 
 def test_conversations_stay_short(folder):
-    chat = ChatFormat(build_tokenizer())
-    lengths = [len(chat.conversation_tokens(c.messages, c.tools)[0]) for c in read_conversations(folder / "sft.jsonl")]
+    tokenizer = build_tokenizer()
+    chat = ChatFormat(ChatTemplate(tokenizer), [tokenizer.eos_token_id])
+    conversations = read_conversations(folder / "sft.jsonl")
+    lengths = [len(tokens) for c in conversations for tokens, _ in chat.training_sequences(c.messages, c.tools)]
+    assert len(lengths) == len(conversations)
     assert sum(lengths) / len(lengths) < 150
     assert max(lengths) < yaml.safe_load((RECIPES / "sft.yaml").read_text())["sft"]["max_tokens"]
 

@@ -1,5 +1,6 @@
 """What the `slimrl` command says apart from errors."""
 
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 from slimrl.cli import app
 from slimrl.observability.metrics import MetricsWriter
 from slimrl.observability.run_folder import RunFolder, open_run_folder
-from slimrl.runtime.ending import what_is_left
+from slimrl.runtime.cluster.ending import what_is_left
 from slimrl.runtime.state import CheckpointFolder, RunState
 
 
@@ -21,7 +22,7 @@ def test_text_of_a_recipe_is_printed_as_it_is(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     recipe = "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml"
     refused = CliRunner().invoke(app, ["config", "check", recipe, "agent.tools=['[red]a:b:c']"])
-    assert "command line: agent.tools: '[red]a:b:c' is no import path; write module:function." in refused.output
+    assert "command line: agent.tools: '[red]a:b:c' is not an import path; write module:function." in refused.output
     shown = CliRunner().invoke(app, ["config", "show", recipe, "agent.system_prompt='[red]a:b:c'"])
     assert "agent.system_prompt" in shown.output
     assert "[red]a:b:c" in shown.output
@@ -33,7 +34,7 @@ def test_text_of_a_recipe_is_printed_as_it_is(monkeypatch):
 
 def test_a_report_says_where_it_is(tmp_path: Path):
     run = open_run_folder(tmp_path, "demo", "seed: 1\n")
-    with MetricsWriter(run.metrics) as writer:
+    with closing(MetricsWriter(run.metrics)) as writer:
         writer.log(1, {"reward/mean": 0.5})
     out = tmp_path / "curve.png"
     result = CliRunner().invoke(app, ["report", str(run.path), "--out", str(out)])

@@ -1,24 +1,24 @@
 """What each command starts, gives to its parts and leaves behind; the parts are stand-ins that note it."""
 
 import json
-import sys
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe, TruncatedRule
+from slimrl.config.schema import Recipe, TruncationMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.evaluate import EvalResult
-from slimrl.runtime import commands, resync_bench, start
-from slimrl.runtime.errors import Preempted, RunError, StageError
-from slimrl.runtime.processes import Processes
+from slimrl.rollout.statistics import EvalResult
+from slimrl.runtime import commands, start
+from slimrl.runtime.cluster.errors import Preempted, RunError, StageError
+from slimrl.runtime.cluster.processes import Processes
+from slimrl.runtime.cluster.trainer_actor import TrainerActor
+from slimrl.runtime.resync_tools import resync_bench
 from slimrl.runtime.state import RunState
-from slimrl.runtime.trainer_actor import TrainerActor
 
 PROMPTS = [Prompt(prompt_id=str(i), messages=[], label=None) for i in range(7)]
 
@@ -62,12 +62,12 @@ class Parts:
 
     def rollout(self, prompts, *, label):
         self.noted.append(("rollout", [prompt.prompt_id for prompt in prompts], label))
-        return SimpleNamespace(trajectories=["a", "b"])
+        return ["a", "b"]
 
     def evaluate(self, name, prompts, *, label):
         self.noted.append(("evaluate", name, len(prompts), label))
         return EvalResult(
-            name=name, accuracy=0.5, num_prompts=len(prompts), turns_mean=1.25, tool_calls_mean=0.75,
+            name=name, reward_mean=0.5, num_prompts=len(prompts), turns_mean=1.25, tool_calls_mean=0.75,
             truncated_fraction=0.0, failed_fraction=0.0,
         ), None  # fmt: skip
 
@@ -75,7 +75,9 @@ class Parts:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     made = Parts(tmp_path)
-    task = SimpleNamespace(train=PROMPTS, eval_sets={"one": PROMPTS[:2], "two": PROMPTS[:3]}, group_filters=["filter"])
+    task = SimpleNamespace(
+        train={"train": PROMPTS}, eval_sets={"one": PROMPTS[:2], "two": PROMPTS[:3]}, group_filters=["filter"], notes=[]
+    )
 
     @contextmanager
     def progress(total_steps):
@@ -94,12 +96,11 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     @contextmanager
     def started(recipe, folder, progress, **how):
         made.started = how
-        yield Processes(engines=made if how["with_engines"] else None, trainers=made)
+        yield Processes(engines=made if how.get("with_engines") else None, trainers=made)
 
-    @contextmanager
     def logs_of_command(directory, command, loaded):
         made.noted.append(("logs", directory, command))
-        yield made.folder
+        return made.folder
 
     @contextmanager
     def rollout_stage(recipe, task, engines, progress):
@@ -143,7 +144,7 @@ def test_a_fresh_run_trains_from_the_first_prompt_for_all_its_updates(parts: Par
     runs = []
 
     def loop(run):
-        runs.append((run.state.step, [p.prompt_id for p in run._prompts.take(2)]))
+        runs.append((run.state.step, [p.prompt_id for p in run.data.take(2)]))
         run.state.step = 4
 
     monkeypatch.setattr(commands, "train_loop", loop)
@@ -163,7 +164,7 @@ def test_a_resumed_run_goes_on_with_its_state_and_says_from_where(parts: Parts, 
     path = checkpointed(monkeypatch, parts, step, has_checksums=has_checksums)
     runs = []
     monkeypatch.setattr(
-        commands, "train_loop", lambda run: runs.append((run.state.step, [p.prompt_id for p in run._prompts.take(2)]))
+        commands, "train_loop", lambda run: runs.append((run.state.step, [p.prompt_id for p in run.data.take(2)]))
     )
     with pytest.raises(Preempted, match=f"after step {step or 0} of 4"):
         commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
@@ -172,7 +173,7 @@ def test_a_resumed_run_goes_on_with_its_state_and_says_from_where(parts: Parts, 
         return
     assert runs == [(2, ["3", "4"])]
     assert (parts.started["checkpoint"], parts.keep) == (path, 2)
-    taken = [] if has_checksums else [f"{path} was written without checksums: its files are taken as they are"]
+    taken = [] if has_checksums else [f"{path} has no checksums: its files are not checked"]
     assert parts.said == [*taken, f"continuing after step 2 of 4, from {path}"]
 
 
@@ -181,7 +182,7 @@ def test_a_checkpoint_of_a_file_with_another_number_of_lines_is_refused(parts: P
     monkeypatch.setattr(commands, "train_loop", lambda run: pytest.fail("it trains"))
     monkeypatch.setattr("test_commands.PROMPTS", PROMPTS)
     parts.recipe.data.train = "data.jsonl"
-    other = SimpleNamespace(train=PROMPTS[:5], eval_sets={}, group_filters=[])
+    other = SimpleNamespace(train={"train": PROMPTS[:5]}, eval_sets={}, group_filters=[], notes=[])
     monkeypatch.setattr(commands, "prepare", lambda *_, **__: (SimpleNamespace(recipe=parts.recipe), other))
     with pytest.raises(ValueError, match=r"^data\.train = data\.jsonl: "):
         commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
@@ -191,18 +192,18 @@ def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts:
     path = checkpointed(monkeypatch, parts, 2)
     given = []
 
-    def loop(recipe, sampler, trainers, folder, trackers, progress, state, preemption):
-        given.append((state.step, [p.prompt_id for p in sampler.take(1)], preemption.asked))
-        state.step = 4
+    def loop(run, sampler):
+        given.append((run.state.step, [p.prompt_id for p in sampler.take(1)], run.should_continue))
+        run.state.step = 4
 
     monkeypatch.setattr(
         commands,
         "prepare",
-        lambda path, overrides, command, progress, read: (SimpleNamespace(recipe=parts.recipe), PROMPTS),
+        lambda path, overrides, command, progress, read: (SimpleNamespace(recipe=parts.recipe), {"train": PROMPTS}),
     )
     monkeypatch.setattr(commands, "sft_loop", loop)
     commands.sft(Path("r.yaml"), [], **HOW, ray_address="head:1")
-    assert given == [(2, ["3"], False)]
+    assert given == [(2, ["3"], True)]
     assert parts.opened == HOW
     assert parts.started == {
         "with_engines": False, "total_updates": 4, "checkpoint": path, "ray_address": "head:1"
@@ -234,7 +235,9 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     monkeypatch.setattr(commands, "Learner", Learner)
     monkeypatch.setattr(commands, "read_trajectories", lambda path: batch)
     monkeypatch.setattr(commands, "apply_truncation_rule", lambda *given: ruled.append(given))
-    parts.recipe.algorithm.truncated = TruncatedRule.zero
+    parts.recipe.algorithm.truncated = TruncationMode.zero
+    # As the command line over the recipe says.
+    parts.recipe.steps = 2
     commands.train_on_file(
         Path("r.yaml"), ["a=1"], trajectories=Path("t.jsonl"), steps=2, overwrite=True, ray_address="head:1"
     )
@@ -242,10 +245,10 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
         ("prepare", 1, batch), ("logprobs", "updates", True), ("train", "updates"),
         ("prepare", 2, batch), ("logprobs", "updates", False), ("train", "updates"),
     ]  # fmt: skip
-    assert ruled == [(batch, TruncatedRule.zero)]
+    assert ruled == [(batch, TruncationMode.zero)]
     assert parts.prepared[:3] == (["a=1", "steps=2"], "train --trajectories", {"train": False, "evaluate": False})
     assert (parts.opened, parts.keep) == ({"overwrite": True}, -1)
-    assert parts.started == {"with_engines": False, "total_updates": 6, "ray_address": "head:1"}
+    assert parts.started == {"total_updates": 6, "ray_address": "head:1"}
     timed = {"time/logprobs_s", "time/train_s"}
     assert parts.noted == [
         ("log", 1, timed), ("summary", 1), ("log", 2, timed), ("summary", 2), ("export", parts.folder.export),
@@ -258,13 +261,13 @@ def test_an_evaluation_reports_every_set_and_starts_no_trainer(parts: Parts, tmp
     (checkpoint / "config.json").write_text("{}")
     commands.evaluate(Path("r.yaml"), ["a=1"], checkpoint=checkpoint, json_file=report, ray_address="head:1")
     assert parts.prepared[:3] == (["a=1", f"model.path={checkpoint}"], "eval", {"train": False, "evaluate": True})
-    assert parts.started == {"with_engines": True, "total_updates": None, "ray_address": "head:1"}
+    assert parts.started == {"with_engines": True, "ray_address": "head:1"}
     logs = ("logs", parts.recipe.run.dir, "eval")
     assert parts.noted == [logs, ("evaluate", "one", 2, "eval"), ("evaluate", "two", 3, "eval")]
     written = json.loads(report.read_text())
     assert written["checkpoint"] == str(checkpoint)
     assert {name: figures["num_prompts"] for name, figures in written["sets"].items()} == {"one": 2, "two": 3}
-    assert parts.said[0] == "one: accuracy 0.500 on 2 prompts, 1.25 turns and 0.75 tool calls on average"
+    assert parts.said[0] == "one: mean reward 0.500 on 2 prompts, 1.25 turns and 0.75 tool calls on average"
     commands.evaluate(Path("r.yaml"), [], checkpoint=checkpoint, json_file=None, ray_address=None)
 
 
@@ -287,7 +290,7 @@ def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(
     assert written == [(out, ["a", "b"])]
     assert out.parent.is_dir()
     assert parts.prepared[1:3] == ("rollout", {"train": True, "evaluate": False})
-    assert parts.started == {"with_engines": True, "total_updates": None, "ray_address": "head:1"}
+    assert parts.started == {"with_engines": True, "ray_address": "head:1"}
     assert parts.noted[-1] == ("rollout", ["0", "1"], "step_000001")
     out.touch()
     with pytest.raises(ValueError, match="exists; remove it or give another --out"):
@@ -299,14 +302,12 @@ def test_an_export_checks_the_checkpoint_before_anything_starts(parts: Parts, tm
     checked = []
     monkeypatch.setattr(commands, "check_exported", lambda path: checked.append(path))
     monkeypatch.setattr(commands, "check_checkpoint_model", lambda path, recipe: checked.append((path, recipe)))
-    with pytest.raises(ValueError, match="no checkpoint of a run"):
+    with pytest.raises(ValueError, match="not a checkpoint of a run"):
         commands.export(Path("r.yaml"), [], checkpoint=checkpoint, out=out, ray_address=None)
     (checkpoint / "trainer").mkdir(parents=True)
     commands.export(Path("r.yaml"), [], checkpoint=checkpoint, out=out, ray_address="head:1")
     assert checked == [checkpoint, (checkpoint, parts.recipe)]
-    assert parts.started == {
-        "with_engines": False, "total_updates": 12, "checkpoint": checkpoint, "ray_address": "head:1"
-    }  # fmt: skip
+    assert parts.started == {"total_updates": 12, "checkpoint": checkpoint, "ray_address": "head:1"}
     assert parts.noted[-1] == ("export", out)
     out.mkdir()
     with pytest.raises(ValueError, match="an export never overwrites"):
@@ -390,7 +391,7 @@ def bench(monkeypatch, reports: list[ResyncReport]):
     monkeypatch.setattr(resync_bench, "MemoryWatch", Watch)
     monkeypatch.setattr(resync_bench, "started", started)
     monkeypatch.setattr(resync_bench, "versions_folder", nothing)
-    monkeypatch.setattr(resync_bench, "logs_of_command", nothing)
+    monkeypatch.setattr(resync_bench, "logs_of_command", lambda *_: None)
     monkeypatch.setattr(resync_bench, "over_disk", lambda export, urls, folder, timeout_s: (1.5, 2.0))
     recipe = Recipe()
     recipe.resync.bucket_bytes = 100
@@ -422,33 +423,22 @@ def test_a_benchmark_says_whether_what_was_loaded_is_what_was_sent(monkeypatch):
         bench(monkeypatch, [good[0], report(2, 1.0, failed_engines={"engine 0": "gone"}), *good[2:]])
 
 
-def test_a_trainer_rank_counts_its_micro_batches_and_closes_all_that_it_holds(monkeypatch):
-    # Megatron's takes seconds to import.
-    objectives = ModuleType("slimrl.trainer.objectives")
-    objectives.gspo_objective, objectives.sft_objective = lambda algorithm: ("gspo", algorithm), lambda: "sft"
-    monkeypatch.setitem(sys.modules, objectives.__name__, objectives)
+def test_a_trainer_rank_works_tells_how_far_it_is_and_closes_all_that_it_holds():
     actor = object.__new__(TrainerActor.__ray_metadata__.modified_class)
-    seen = []
     actor.done, actor.total = 5, 9
 
-    def compute(micro_batches, temperature, *, routing):
-        seen.append((micro_batches, temperature, routing, actor.progress()))
-        actor._advance()
-        return actor.progress()
-
-    def train(micro_batches, objective, *, denominator, temperature):
-        return objective, micro_batches, denominator, temperature, actor.progress()
+    def update(*given):
+        actor._set_progress(1, 3)
+        return given
 
     noted = []
     actor.worker = SimpleNamespace(
-        compute_logprobs=compute, train_update=train, load_hf=lambda: noted.append("hf"),
+        train_update=update, load_hf=lambda: noted.append("hf"),
         load_megatron=lambda path: noted.append(path), close=lambda: noted.append("worker"),
     )  # fmt: skip
-    assert actor.compute_logprobs(["m"] * 3, 0.7, True) == (1, 3)
-    assert seen == [(["m"] * 3, 0.7, True, (0, 3))]
+    assert actor.work("train_update", 2, "a loss", 6.0) == (2, "a loss", 6.0)
+    assert actor.progress() == (1, 3)
     actor.recipe = Recipe()
-    assert actor.train_update(["m"] * 2, "sft", 6.0, 1.0) == ("sft", ["m"] * 2, 6.0, 1.0, (0, 2))
-    assert actor.train_update([], "policy", 6.0, 1.0)[0] == ("gspo", actor.recipe.algorithm)
     actor.resync_session = SimpleNamespace(run=lambda version, progress: (version, progress(2, 8)))
     assert actor.resync(7) == (7, None)
     assert actor.progress() == (2, 8)

@@ -7,10 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from slimrl_tools import compare
-from slimrl_tools.compare import EXACT, Limit, compare_checkpoints, compare_tensors, fp8_limit, limit_of, rounding_limit
+from slimrl_tools.verify import compare
+from slimrl_tools.verify.compare import (
+    EXACT,
+    Limit,
+    compare_checkpoints,
+    compare_tensors,
+    fp8_limit,
+    limit_of,
+    rounding_limit,
+)
 
-from slimrl.data.protocols import TensorSpec
+from slimrl.data.weights import TensorSpec
 
 
 class MemoryReader:

@@ -23,7 +23,7 @@ class Episodes:
         for _ in range(5):
             await asyncio.sleep(0)
         self.running -= 1
-        counts = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_retries": 0}
+        counts = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_malformed_calls": 0, "num_retries": 0}
         return Trajectory(
             group_id=prompt.prompt_id,
             trajectory_id=trajectory_id,
@@ -58,6 +58,6 @@ def test_trajectories_under_way_are_so_many_times_the_engines(engines: int, at_o
         Progress(1) as progress,
         RolloutStage(recipe, task, engine, progress, watch=lambda: None, flush_caches=lambda: None) as stage,
     ):
-        assert len(stage.rollout(prompts, label="step_1").trajectories) == 10
+        assert len(stage.rollout(prompts, label="step_1")) == 10
     assert episodes.most == most
     assert engine.announced == (10, at_once)

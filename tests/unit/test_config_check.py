@@ -126,15 +126,15 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt",
          "1: grpo advantages compare samples of one prompt. Use 2 or more."),
         ("rollout.prompts_per_step=7 trainer.updates_per_rollout=2", "rollout.prompts_per_step",
-         "7 groups do not divide into trainer.updates_per_rollout 2 equal shares. Use 6 or 8."),
+         "7 groups do not divide into trainer.updates_per_rollout 2 equal updates. Use 6 or 8."),
         ("rollout.sampling.temperature=0", "rollout.sampling.temperature",
          "0 is greedy: every sample of a group would be the same. Use 1."),
         ("rollout.sampling.top_p=0.8", "rollout.sampling.top_p",
-         "0.8: samples would be of fewer tokens than the log-probs that training compares, which are over the whole "
-         "vocabulary. Use 1; rollout.eval_sampling is free."),
+         "0.8: engines would sample from fewer tokens than the trainer's log-probs, which cover the whole "
+         "vocabulary. Use 1; rollout.eval_sampling may differ."),
         ("rollout.sampling.top_k=20", "rollout.sampling.top_k",
-         "20: samples would be of fewer tokens than the log-probs that training compares, which are over the whole "
-         "vocabulary. Use -1; rollout.eval_sampling is free."),
+         "20: engines would sample from fewer tokens than the trainer's log-probs, which cover the whole "
+         "vocabulary. Use -1; rollout.eval_sampling may differ."),
         ("trainer.num_ranks=2 trainer.parallel.context=2 trainer.max_tokens_per_rank=255",
          "trainer.max_tokens_per_rank",
          "255 x context 2 = 510 tokens cannot hold one sequence of rollout.max_trajectory_tokens 512 (padded 512). "
@@ -143,34 +143,33 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "512 leaves no room for a prompt in rollout.max_trajectory_tokens 512."),
         ("rollout.tool_timeout_s=700", "rollout.tool_timeout_s",
          "700.0 is longer than rollout.trajectory_timeout_s 600.0."),
-        ("rollout.sglang.nnodes=2", "rollout.sglang.nnodes",
-         "2: an engine runs on one node. Leave it out. For more speed use more engines; a model that a node's GPUs do "
-         "not hold takes about half as many in block FP8 (slimrl-tools quantize)."),
+        ("rollout.engine_tp=4 rollout.engine_nodes=3 resync.transport=disk", "rollout.engine_nodes",
+         "3 does not divide rollout.engine_tp 4. Use 2 or 4."),
         ("resync.transport=delta", "resync.local_dir",
-         "delta needs a folder on the own disk of each node, with room for the model."),
+         "delta needs a folder on a local disk of each node, with room for the model."),
         ("rollout.colocated=true resync.transport=collective", "rollout.colocated",
-         "collective needs devices of the engines' own. Use resync.transport ipc, or colocated false."),
+         "collective needs engines on devices of their own. Use resync.transport ipc, or colocated false."),
         ("rollout.max_replacements=-1", "rollout.max_replacements", "-1: must not be negative."),
-        ("rollout.engine_tensor=3", "rollout.engine_tensor",
+        ("rollout.engine_tp=3", "rollout.engine_tp",
          "3 does not divide the model's 32 attention heads. Use 2 or 4."),
-        ("rollout.engine_tensor=2 rollout.engine_expert=4", "rollout.engine_expert",
-         "4 does not divide rollout.engine_tensor 2. Use 2."),
-        ("rollout.engine_tensor=12 rollout.engine_expert=12", "rollout.engine_expert",
+        ("rollout.engine_tp=2 rollout.engine_ep=4", "rollout.engine_ep",
+         "4 does not divide rollout.engine_tp 2. Use 2."),
+        ("rollout.engine_tp=12 rollout.engine_ep=12", "rollout.engine_ep",
          "12 does not divide the model's 128 experts. Use 4."),
         ("trainer.num_ranks=0", "trainer.num_ranks", "0: must be at least 1."),
         ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "0.0: must be greater than 0 and at most 1."),
         ("rollout.eval_sampling.top_k=0", "rollout.eval_sampling.top_k", "0: must be at least 1, or -1 for off."),
         ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=2 "
          "trainer.megatron.overlap_p2p_comm=false", "trainer.megatron.overlap_p2p_comm",
-         "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; it is set rightly."),
+         "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; slimrl sets it."),
         ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=2 "
          "trainer.megatron.batch_p2p_comm=true", "trainer.megatron.batch_p2p_comm",
-         "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; it is set rightly."),
-        ("trainer.optimizer.schedule=cosine trainer.optimizer.warmup_steps=9 trainer.updates_per_rollout=3 "
-         "rollout.prompts_per_step=3", "trainer.optimizer.warmup_steps",
+         "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; slimrl sets it."),
+        ("trainer.optimizer.schedule=cosine trainer.optimizer.warmup_updates=9 trainer.updates_per_rollout=3 "
+         "rollout.prompts_per_step=3", "trainer.optimizer.warmup_updates",
          "9 updates of warm-up leave none of the 9 updates of the run for the cosine schedule."),
         ("trainer.megatron.fp8=e4m3 trainer.precision=fp32", "trainer.megatron.fp8",
-         "FP8 layers stand beside bf16 ones, not fp32. Set trainer.precision to bf16."),
+         "FP8 needs bf16 for the other layers, not fp32. Set trainer.precision to bf16."),
         ("trainer.num_ranks=10 trainer.parallel.tensor=4 trainer.parallel.sequence=true trainer.parallel.expert=8",
          "trainer.num_ranks", "10 is not a multiple of tensor 4 x pipeline 1 x context 1 = 4. Use 8 or 16."),
         ("trainer.num_ranks=12 trainer.parallel.expert=8", "trainer.parallel.expert",
@@ -184,15 +183,20 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr", "inf: must be a finite number."),
         ("trainer.optimizer.min_lr=1e-3", "trainer.optimizer.min_lr", "0.001 is above trainer.optimizer.lr 1e-06."),
         ("run.dir=$HOME/runs", "run.dir",
-         "'$HOME/runs' is taken as it is written. Write ${oc.env:HOME}, which is filled in."),
+         "'$HOME/runs' is not expanded. Write ${oc.env:HOME} instead."),
         ("data.eval.a=~/a.jsonl", "data.eval.a",
-         "'~/a.jsonl' is taken as it is written. Write ${oc.env:HOME}, which is filled in."),
+         "'~/a.jsonl' is not expanded. Write ${oc.env:HOME} instead."),
+        ("trainer.megatron.fp8=e4m3 trainer.megatron.fp8_param=true trainer.precision=bf16",
+         "trainer.megatron.fp8_param",
+         "keeps weights in FP8, which a resync and memory that is released cannot read. Leave it out."),
+        ("trainer.megatron.fp8_param_gather=true", "trainer.megatron.fp8_param_gather",
+         "keeps weights in FP8, which a resync and memory that is released cannot read. Leave it out."),
         ("trainer.megatron.fp8_recipe=blockwise", "trainer.megatron.fp8_recipe",
          "has no effect without trainer.megatron.fp8. Set that to e4m3 or hybrid."),
         ("trainer.megatron.recompute_granularity=full", "trainer.megatron.recompute_granularity",
-         "full needs to know of which layers. Set recompute_method: uniform and recompute_num_layers: 1."),
+         "full needs a method. Set recompute_method: uniform and recompute_num_layers: 1."),
         ("trainer.megatron.recompute_method=block", "trainer.megatron.recompute_method",
-         "block belongs to recompute_granularity: full."),
+         "block needs recompute_granularity: full."),
         ("trainer.megatron.recompute_granularity=selective trainer.megatron.recompute_modules=[mlp,moe_atc]",
          "trainer.megatron.recompute_modules", "'moe_atc' is not one of core_attn, layernorm, mla_up_proj, mlp, moe, "
          "moe_act, shared_experts. Did you mean moe_act?"),
@@ -201,7 +205,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("trainer.megatron.main_params_dtype=uint8", "trainer.megatron.main_params_dtype",
          "'uint8' is not one of float32, float16."),
         (f"{ON_HOST} trainer.megatron.exp_avg_sq_dtype=float16", "trainer.megatron.exp_avg_sq_dtype",
-         "an optimizer on the host (optimizer_cpu_offload) keeps float32. Leave it out."),
+         "an offloaded optimizer (optimizer_cpu_offload) keeps float32. Leave it out."),
         ("trainer.megatron.optimizer_cpu_offload=true trainer.megatron.use_precision_aware_optimizer=true",
          "trainer.megatron.optimizer_cpu_offload",
          "offloads nothing by itself. Set optimizer_offload_fraction, 1.0 for all of it."),
@@ -209,7 +213,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "trainer.megatron.optimizer_cpu_offload", "main weights would stay on the device, and a checkpoint could not "
          "be loaded. Set use_precision_aware_optimizer: true."),
         (f"{ON_HOST} trainer.precision=fp32", "trainer.megatron.optimizer_cpu_offload",
-         "its main weights stand beside bf16 ones, not fp32. Set trainer.precision to bf16."),
+         "needs weights in bf16, not fp32. Set trainer.precision to bf16."),
         (f"{ON_HOST} trainer.optimizer.distributed=false", "trainer.megatron.use_precision_aware_optimizer",
          "needs trainer.optimizer.distributed: true."),
         ("trainer.num_ranks=3 trainer.parallel.pipeline=3 trainer.megatron.num_layers_in_last_pipeline_stage=1",
@@ -222,8 +226,8 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("rollout.colocated=true rollout.num_engines=2 trainer.num_ranks=1", "rollout.num_engines",
          "2 engines of 1 ranks do not fit on the 1 devices of the trainer that they share. Use 1, or colocated false."),
         ("rollout.colocated=true rollout.sglang.mem_fraction_static=0.95", "rollout.sglang.mem_fraction_static",
-         "0.95 leaves a colocated trainer 5% of a device for what it keeps while engines generate: its context, "
-         "communication buffers and the slots of a resync. Use 0.85 or less."),
+         "0.95 leaves a colocated trainer 5% of a device for the memory that it keeps while engines "
+         "generate: its context, communication buffers and resync buffers. Use 0.85 or less."),
         ("rollout.sglang.mem_fraction_static=1.5", "rollout.sglang.mem_fraction_static",
          "1.5: must lie between 0 and 1, both excluded."),
         ("rollout.sglang.context_length=256", "rollout.sglang.context_length",
@@ -232,13 +236,13 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "2: a resync cannot place weights in such an engine. Use rollout.num_engines for replicas."),
         ("eval.every_steps=4", "eval.every_steps", "4, but data.eval names no evaluation set. Use 0."),
         ("trainer.optimizer.lr=0", "trainer.optimizer.lr", "0.0: must be greater than 0."),
-        ("run.name=a/b", "run.name", "'a/b' is no folder name; use letters, digits, '.', '_' and '-'."),
-        ("data.eval.a/b=x.jsonl", "data.eval.a/b", "'a/b' is no name of a set; use letters, digits, '.', '_' and '-'."),
+        ("run.name=a/b", "run.name", "'a/b' is not a folder name; use letters, digits, '.', '_' and '-'."),
+        ("data.eval.a/b=x.jsonl", "data.eval.a/b", "'a/b' is not a valid name; use letters, digits, '.', '_' and '-'."),
         ("agent.max_result_chars=8", "agent.max_result_chars", "8: must be at least 16."),
         ("sft.summary_every_steps=0", "sft.summary_every_steps", "0: must be at least 1."),
-        ("agent.tools=[calculator]", "agent.tools", "'calculator' is no import path; write module:function."),
+        ("agent.tools=[calculator]", "agent.tools", "'calculator' is not an import path; write module:function."),
         ("agent.parser=hermess", "agent.parser",
-         "'hermess' is neither hermes nor an import path module:name. Did you mean hermes?"),
+         "'hermess' is neither a parser of SGLang nor an import path module:name. Did you mean hermes?"),
     ],
 )  # fmt: skip
 def test_a_broken_rule_is_named_by_key_with_what_to_use_instead(folder, overrides, key, message):
@@ -247,10 +251,10 @@ def test_a_broken_rule_is_named_by_key_with_what_to_use_instead(folder, override
 
 @pytest.mark.parametrize("key", ["trainer.num_ranks", "trainer.parallel.tensor", "trainer.parallel.expert",
                                  "trainer.parallel.expert_tensor", "trainer.parallel.pipeline",
-                                 "rollout.engine_tensor", "rollout.engine_expert"])  # fmt: skip
+                                 "rollout.engine_tp", "rollout.engine_ep"])  # fmt: skip
 def test_a_size_that_a_refusal_proposes_is_not_refused(folder, key):
     layout = "trainer.num_ranks=8 trainer.parallel.tensor=2 trainer.parallel.sequence=true trainer.parallel.expert=4"
-    engine = ["rollout.engine_tensor=4", "rollout.engine_expert=2"]
+    engine = ["rollout.engine_tp=4", "rollout.engine_ep=2"]
     right = load_recipe("recipe.yaml", [*GIVEN, *layout.split(), *engine]).recipe
 
     def refusals(recipe):
@@ -277,7 +281,7 @@ def test_a_size_that_a_refusal_proposes_is_not_refused(folder, key):
     "key",
     [
         *(f"trainer.parallel.{name}" for name in ("tensor", "pipeline", "expert", "expert_tensor", "context")),
-        *("trainer.num_ranks", "rollout.engine_tensor", "rollout.engine_expert"),
+        *("trainer.num_ranks", "rollout.engine_tp", "rollout.engine_ep"),
         *(f"trainer.megatron.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
     ],
 )
@@ -290,10 +294,10 @@ def test_a_size_of_nothing_is_all_that_is_said_since_other_rules_divide_by_it(fo
     ("keys", "taken", "refused"),
     [
         ("steps rollout.num_engines resync.bucket_bytes resync.keep sft.max_tokens checkpoint.keep "
-         "trainer.max_skipped_steps rollout.max_turns trainer.updates_per_rollout", [1], [0, -1]),
+         "trainer.max_skipped_updates rollout.max_turns trainer.updates_per_rollout", [1], [0, -1]),
         ("trainer.optimizer.lr trainer.optimizer.eps algorithm.clip_low rollout.request_timeout_s resync.timeout_s "
          "algorithm.max_logprob_mismatch checkpoint.grace_s trainer.timeout_s", [1e-9, 5.0], [0, -1]),
-        ("seed trainer.optimizer.warmup_steps trainer.optimizer.weight_decay rollout.sampling.temperature "
+        ("seed trainer.optimizer.warmup_updates trainer.optimizer.weight_decay rollout.sampling.temperature "
          "eval.every_steps checkpoint.every_steps rollout.max_replacements tracking.trajectories_per_step "
          "trainer.optimizer.clip_grad trainer.optimizer.min_lr", [0, 1], [-1]),
         ("agent.max_result_chars", [16], [15]),
@@ -333,10 +337,10 @@ def test_a_share_of_memory_has_its_limits(folder, overrides, fraction, told):
 
 def test_an_engine_larger_than_the_trainer_whose_devices_it_shares_is_told_its_size(folder):
     colocated = ["rollout.colocated=true", "rollout.sglang.mem_fraction_static=0.5"]
-    (problem,) = problems_of([*colocated, "rollout.engine_tensor=4", "trainer.num_ranks=2"])
+    (problem,) = problems_of([*colocated, "rollout.engine_tp=4", "trainer.num_ranks=2"])
     assert problem.key == "rollout.num_engines"
-    assert problem.message.endswith("Use rollout.engine_tensor 2 or less, or colocated false.")
-    fit = ["rollout.engine_tensor=2", "rollout.num_engines=2", "trainer.num_ranks=4"]
+    assert problem.message.endswith("Use rollout.engine_tp 2 or less, or colocated false.")
+    fit = ["rollout.engine_tp=2", "rollout.num_engines=2", "trainer.num_ranks=4"]
     assert problems_of([*colocated, *fit]) == []
 
 
@@ -398,7 +402,9 @@ def test_names_of_runs_and_of_sets_are_those_of_files(folder, name, right):
 def test_an_import_path_of_a_parser_is_taken(folder):
     assert problems_of(["agent.parser=my.calls:Parser"]) == []
     (problem,) = problems_of(["agent.parser=my.calls:Parser:x"])
-    assert problem.message == "'my.calls:Parser:x' is neither hermes nor an import path module:name."
+    assert problem.message.startswith(
+        "'my.calls:Parser:x' is neither a parser of SGLang nor an import path module:name."
+    )
 
 
 def test_expert_parallelism_of_a_dense_model_is_refused(folder):
@@ -407,15 +413,15 @@ def test_expert_parallelism_of_a_dense_model_is_refused(folder):
 
 
 def test_an_expert_parallel_engine_of_a_dense_model_is_refused(folder):
-    (problem,) = problems_of(["rollout.engine_tensor=2", "rollout.engine_expert=2"], model=DENSE)
-    assert (problem.key, problem.message) == ("rollout.engine_expert", "2: the model has no experts. Use 1.")
+    (problem,) = problems_of(["rollout.engine_tp=2", "rollout.engine_ep=2"], model=DENSE)
+    assert (problem.key, problem.message) == ("rollout.engine_ep", "2: the model has no experts. Use 1.")
 
 
 def test_ranks_of_an_expert_parallel_engine_need_not_divide_the_columns_of_an_expert(folder):
     model = {**MODEL, "moe_intermediate_size": 30}
-    problems = problems_of(["rollout.engine_tensor=4"], model=model)
+    problems = problems_of(["rollout.engine_tp=4"], model=model)
     assert "4 does not divide the model's 30 columns of an expert." in problems[0].message
-    assert problems_of(["rollout.engine_tensor=4", "rollout.engine_expert=2"], model=model) == []
+    assert problems_of(["rollout.engine_tp=4", "rollout.engine_ep=2"], model=model) == []
 
 
 def test_shared_experts_and_the_dense_layers_before_them_are_divided_too(folder):
@@ -432,13 +438,30 @@ def test_shared_experts_and_the_dense_layers_before_them_are_divided_too(folder)
     ]
 
 
+def test_the_key_heads_of_linear_attention_are_divided_by_tensor_and_context_parallelism_together(folder):
+    model = {**MODEL, "linear_num_key_heads": 4, "shared_expert_intermediate_size": 64}
+    ranks = ["trainer.num_ranks=16", "trainer.parallel.sequence=true"]
+
+    def said(*layout):
+        found = problems_of([*ranks, *(f"trainer.parallel.{part}" for part in layout)], model=model, command="sft")
+        return [(problem.key, problem.message) for problem in found if not problem.warning]
+
+    assert said("tensor=2", "context=2") == []
+    message = "does not divide the model's 4 key heads of linear attention."
+    assert said("tensor=2", "context=4") == [("trainer.parallel.context", f"tensor 2 x context 4 = 8 {message}")]
+    (problem,) = problems_of(["rollout.engine_tp=8"], model={**model, "num_attention_heads": 8})
+    assert (problem.key, problem.message) == (
+        "rollout.engine_tp", f"8 {message} Use 4.",
+    )  # fmt: skip
+
+
 def test_a_dense_model_has_no_experts_to_report(folder):
     (problem,) = problems_of(["rollout.routed_experts=true"], model=DENSE)
     assert (problem.key, problem.message) == ("rollout.routed_experts", "the model has no experts. Use false.")
 
 
 def test_engines_may_repeat_key_value_heads(folder):
-    assert problems_of(["rollout.engine_tensor=8"]) == []
+    assert problems_of(["rollout.engine_tp=8"]) == []
 
 
 def test_uneven_pipelines_are_left_to_megatron_when_the_recipe_asks_for_them(folder):
@@ -469,7 +492,7 @@ def test_states_of_the_precision_aware_optimizer_have_their_dtypes_by_name(folde
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_a_warm_up_may_take_more_updates_than_the_run_has_steps(folder, schedule):
     updates = ["trainer.updates_per_rollout=3", "rollout.prompts_per_step=3"]
-    optimizer = [f"trainer.optimizer.schedule={schedule}", "trainer.optimizer.warmup_steps=8"]
+    optimizer = [f"trainer.optimizer.schedule={schedule}", "trainer.optimizer.warmup_updates=8"]
     assert problems_of([*updates, *optimizer]) == []
 
 
@@ -481,18 +504,18 @@ def test_a_warm_up_may_take_more_updates_than_the_run_has_steps(folder, schedule
         ("trainer.num_ranks=8 trainer.parallel.expert=8 rollout.prompts_per_step=2 rollout.samples_per_prompt=2",
          "rollout.prompts_per_step", "4 trajectories of an update leave 4 of 8 data-parallel ranks without work."),
         ("rollout.colocated=true rollout.sglang.mem_fraction_static=0.5 trainer.num_ranks=4 trainer.parallel.expert=4",
-         "rollout.num_engines", "3 of the 4 devices that engines share with the trainer have no engine and idle while "
-         "the others generate. 4 engines would fit."),
-        ("rollout.colocated=true", "rollout.colocated", "without rollout.sglang.mem_fraction_static SGLang takes what "
-         "suits an engine alone on a GPU. Set it, to 0.85 or less."),
-        ("rollout.sglang.mem_fraction_static=0.5", "rollout.colocated", "with resync.transport ipc engines are on the "
-         "trainer's GPUs, and with false both keep all of their memory. Set true, or resync.transport collective for "
-         "engines with GPUs of their own."),
-        ("trainer.optimizer.warmup_steps=10 trainer.updates_per_rollout=3 rollout.prompts_per_step=3",
-         "trainer.optimizer.warmup_steps",
-         "10 updates of warm-up are more than the 9 of the run, which never comes to trainer.optimizer.lr."),
-        ("trainer.optimizer.warmup_steps=4", "trainer.optimizer.warmup_steps",
-         "4 updates of warm-up are more than the 3 of the run, which never comes to trainer.optimizer.lr."),
+         "rollout.num_engines", "3 of the 4 devices that engines share with the trainer have no engine and are "
+         "idle during a rollout. 4 engines would fit."),
+        ("rollout.colocated=true", "rollout.colocated", "without rollout.sglang.mem_fraction_static SGLang takes "
+         "memory as if it were alone on a GPU. Set it to 0.85 or less."),
+        ("rollout.sglang.mem_fraction_static=0.5", "rollout.colocated", "with resync.transport ipc engines run on the "
+         "trainer's GPUs, and false lets both keep all of their memory. Set true, or resync.transport collective for "
+         "engines on GPUs of their own."),
+        ("trainer.optimizer.warmup_updates=10 trainer.updates_per_rollout=3 rollout.prompts_per_step=3",
+         "trainer.optimizer.warmup_updates",
+         "10 updates of warm-up are more than the 9 of the run, which never reaches trainer.optimizer.lr."),
+        ("trainer.optimizer.warmup_updates=4", "trainer.optimizer.warmup_updates",
+         "4 updates of warm-up are more than the 3 of the run, which never reaches trainer.optimizer.lr."),
         ("resync.dir=versions", "resync.dir", "has no effect with resync.transport ipc, only with disk and delta."),
         ("resync.transport=disk resync.local_dir=copies", "resync.local_dir",
          "has no effect with resync.transport disk, only with delta."),
@@ -529,13 +552,13 @@ def test_an_interleaved_pipeline_of_uneven_ends_has_whole_chunks_everywhere(fold
 
 
 def test_rules_of_settings_that_a_command_does_not_read_say_nothing(folder):
-    trainer, engine = ["trainer.num_ranks=3", "trainer.parallel.context=2"], ["rollout.engine_tensor=3"]
+    trainer, engine = ["trainer.num_ranks=3", "trainer.parallel.context=2"], ["rollout.engine_tp=3"]
     batch = ["rollout.samples_per_prompt=1"]
     keys = {
         command: {problem.key for problem in problems_of([*trainer, *engine, *batch], command=command)}
         for command in ("train", "train --trajectories", "sft", "rollout", "export", "resync bench")
     }
-    ranks, tensor, samples = "trainer.num_ranks", "rollout.engine_tensor", "rollout.samples_per_prompt"
+    ranks, tensor, samples = "trainer.num_ranks", "rollout.engine_tp", "rollout.samples_per_prompt"
     assert keys == {
         "train": {ranks, tensor, samples}, "train --trajectories": {ranks, tensor, samples}, "sft": {ranks},
         "rollout": {tensor}, "export": {ranks}, "resync bench": {ranks, tensor},
@@ -595,7 +618,7 @@ def test_missing_files_and_broken_rules_come_together_with_their_lines(folder):
         "command line: model.path: model: no such folder.",
         "recipe.yaml:5: rollout.samples_per_prompt: 1: grpo advantages compare samples of one prompt. Use 2 or more.",
         "recipe.yaml (default): rollout.prompts_per_step: 32 groups do not divide into trainer.updates_per_rollout 5 "
-        "equal shares. Use 30 or 35.",
+        "equal updates. Use 30 or 35.",
         "5 problems. Nothing was started.",
     ]
 
@@ -605,7 +628,7 @@ def test_the_model_is_read_from_its_folder(folder):
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
     (folder / "train.jsonl").write_text("")
     assert check_loaded(load_recipe("recipe.yaml", GIVEN)) == []
-    problems = check_loaded(load_recipe("recipe.yaml", [*GIVEN, "rollout.engine_tensor=3"]))
+    problems = check_loaded(load_recipe("recipe.yaml", [*GIVEN, "rollout.engine_tp=3"]))
     assert "does not divide the model's 32 attention heads" in str(RecipeError(problems))
     (folder / "model" / "config.json").write_text("{")
     assert "model/config.json:1: not JSON" in str(RecipeError(check_loaded(load_recipe("recipe.yaml", GIVEN))))

@@ -23,7 +23,7 @@ def refused(tmp_path, monkeypatch):
     def of(model: str | dict, tensor: int, expert: int = 1, **quantization) -> list[tuple[str, str]]:
         config = published_config(model) if isinstance(model, str) else model
         config = {**config, "quantization_config": {**BLOCK_FP8, **quantization}}
-        sizes = [f"rollout.engine_tensor={tensor}", f"rollout.engine_expert={expert}"]
+        sizes = [f"rollout.engine_tp={tensor}", f"rollout.engine_ep={expert}"]
         recipe = load_recipe("recipe.yaml", GIVEN + sizes, command="rollout").recipe
         return [(problem.key, problem.message) for problem in check_recipe(recipe, config, "rollout")]
 
@@ -33,7 +33,7 @@ def refused(tmp_path, monkeypatch):
 def test_experts_cut_within_tiles_are_refused_with_the_parts_that_are_whole(refused):
     assert refused("Qwen3-30B-A3B", 8, 1) == [
         (
-            "rollout.engine_expert",
+            "rollout.engine_ep",
             "1: the 768 columns of an expert on 8 ranks are 96 each, no whole number of FP8 tiles of 128. Use 4 or 8.",
         )
     ]
@@ -48,8 +48,8 @@ def test_experts_and_shared_experts_are_refused_each_with_what_is_whole(refused)
     # 1408 columns of an expert are 11 tiles, 2816 of both shared ones 22, 11264 of the dense layer 88.
     text = "each, no whole number of FP8 tiles of 128."
     assert refused("Moonlight-16B-A3B", 4, 1) == [
-        ("rollout.engine_expert", f"1: the 1408 columns of an expert on 4 ranks are 352 {text} Use 4."),
-        ("rollout.engine_tensor", f"4: the 2816 columns of the shared experts on 4 ranks are 704 {text} Use 1."),
+        ("rollout.engine_ep", f"1: the 1408 columns of an expert on 4 ranks are 352 {text} Use 4."),
+        ("rollout.engine_tp", f"4: the 2816 columns of the shared experts on 4 ranks are 704 {text} Use 1."),
     ]
     assert refused("Moonlight-16B-A3B", 2, 2) == []
 
@@ -57,7 +57,7 @@ def test_experts_and_shared_experts_are_refused_each_with_what_is_whole(refused)
 def test_a_dense_layer_is_refused_with_the_largest_smaller_engine_that_heads_allow(refused):
     # 9728 columns are 76 tiles; 7 and 6 ranks do not divide the heads, 5 neither.
     ((key, message),) = refused("Qwen3-4B", 8)
-    assert key == "rollout.engine_tensor"
+    assert key == "rollout.engine_tp"
     assert message.startswith("8: the 9728 columns of a dense layer on 8 ranks are 1216 each")
     assert message.endswith("Use 4.")
 
@@ -96,10 +96,10 @@ LATENT = {
 def test_heads_of_latent_attention_are_of_their_two_parts_and_cut_only_where_ranks_share_them(refused):
     # 4 heads of 96 + 64 on 2 ranks are 320 rows each, of 96 + 128 they are 448.
     text = "each, no whole number of FP8 tiles of 128. Use 1."
-    queries = ("rollout.engine_tensor", f"2: the 640 rows of the queries on 2 ranks are 320 {text}")
+    queries = ("rollout.engine_tp", f"2: the 640 rows of the queries on 2 ranks are 320 {text}")
     assert refused(LATENT, 2) == [
         queries,
-        ("rollout.engine_tensor", f"2: the 896 rows of keys and values on 2 ranks are 448 {text}"),
+        ("rollout.engine_tp", f"2: the 896 rows of keys and values on 2 ranks are 448 {text}"),
     ]
     assert refused(LATENT, 1) == []
     assert refused(LATENT, 2, modules_to_not_convert=["self_attn.q_b_proj", "self_attn.kv_b_proj"]) == []

@@ -5,8 +5,8 @@ import importlib
 
 import pytest
 
-from slimrl.config.divisors import fitting_text, multiples_text
 from slimrl.config.functions import _defined_names, _find, absent_modules, function_violations
+from slimrl.config.problems import fitting_text, multiples_text
 from slimrl.config.schema import AgentConfig, Recipe, RewardConfig
 
 

@@ -3,13 +3,11 @@
 import ast
 import dataclasses
 import runpy
-import subprocess
-import sys
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 import yaml
+from cpu_seconds import cpu_seconds
 
 from slimrl.config import package_fields
 from slimrl.config.check import check_recipe
@@ -172,7 +170,7 @@ def test_what_is_no_interpolation_is_named_with_its_line_and_how_to_escape_it(fo
     assert refused(text, "data.eval.held=${oc.env:SLIMRL_NOT_SET}")[:-1] == [
         "command line: data.eval.held: '${oc.env:SLIMRL_NOT_SET}': Environment variable 'SLIMRL_NOT_SET' not found. "
         "Set it, or give a default: ${oc.env:NAME,default}.",
-        "recipe.yaml:19: agent.system_prompt: 'Write ${x once': ${ begins a reference, and this is none. "
+        "recipe.yaml:19: agent.system_prompt: 'Write ${x once': ${ begins a reference, and this is not one. "
         r"To write ${ itself, write \${.",
     ]
 
@@ -211,6 +209,7 @@ def test_escaped_openings_within_lists_and_mappings_are_kept_by_the_resolved_yam
         ("rolout.num_engine", "rollout.num_engines"),
         ("extend", "extends"),
         ("zebra", None),
+        ("algorithm.loss", None),
     ],
 )
 def test_the_key_that_was_meant_is_one_of_that_name_or_a_sibling_before_others(key, meant):
@@ -297,14 +296,15 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
         ("rollout.sglang.page_siez=1",
          "rollout.sglang.page_siez: no such field in the installed version. Did you mean page_size?"),
         ("rollout.sglang.page_size=many", "rollout.sglang.page_size: expected None | int, got 'many'."),
-        ("rollout.sglang.tp_size=2", "rollout.sglang.tp_size: is set by rollout.engine_tensor."),
+        ("rollout.sglang.tp_size=2", "rollout.sglang.tp_size: is set by rollout.engine_tp."),
+        ("rollout.sglang.nnodes=2", "rollout.sglang.nnodes: is set by rollout.engine_nodes."),
         ("rollout.sglang.port=30000", "rollout.sglang.port: is set by slimrl, for each engine."),
         ("rollout.sglang.dtype=float16", "rollout.sglang.dtype: is set by trainer.precision."),
         ("trainer.megatron.exp_avg_dtype=bfloat",
          "trainer.megatron.exp_avg_dtype: 'bfloat' is not one of float32, bfloat16, float16, uint8. "
          "Did you mean bfloat16?"),
         ("trainer.megatron.activation_func=gelu",
-         "trainer.megatron.activation_func: is a Callable, which a recipe cannot hold."),
+         "trainer.megatron.activation_func: is a Callable[[torch.Tensor], torch.Tensor], which a recipe cannot hold."),
         ("trainer.megatron.recompute_granularity=ful",
          "trainer.megatron.recompute_granularity: 'ful' is not one of full, selective. Did you mean full?"),
         ("trainer.megatron.rotary_base=5.0",
@@ -456,15 +456,11 @@ def test_words_of_a_field_hold_for_each_element_unless_another_parser_reads_them
     assert words("A[str, Other(choices=NAMED)]").words == ()
 
 
-def test_the_configuration_imports_quickly_and_without_torch():
+def test_the_configuration_imports_without_torch_in_an_eighth_of_the_time_that_its_import_takes():
     code = (
-        "import sys, time; start = time.process_time()\n"
-        "import slimrl.config.load, slimrl.config.check, slimrl.config.show, slimrl.config.reference\n"
-        "seconds = time.process_time() - start\n"
+        "import slimrl.config.load, slimrl.config.check, slimrl.config.show, slimrl.config.reference, sys\n"
         "heavy = {'torch', 'numpy', 'ray', 'megatron', 'sglang', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "print(seconds)\n"
     )
-    # One attempt in a quiet moment is enough: a machine at work takes longer.
-    attempts = (subprocess.run([sys.executable, "-c", code], stdout=PIPE, check=True, timeout=60) for _ in range(3))
-    assert any(float(attempt.stdout) < 0.3 for attempt in attempts)
+    # One pair in an even moment is enough: on a machine at work either may be slowed down alone.
+    assert any(cpu_seconds(code) < cpu_seconds("import torch\n") / 8 for _ in range(3))

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slimrl_tools.slice_layers import sliced_config
-from slimrl_tools.toy import write_toy
-from slimrl_tools.toy_configs import ToySize
+from slimrl_tools.derive.slice_layers import sliced_config
+from slimrl_tools.toy.toy import write_toy
+from slimrl_tools.toy.toy_configs import ToySize
 from toy_tools import SMALL, run
 
 SIZE = replace(SMALL, layers=3)
@@ -81,7 +81,7 @@ def test_checkpoints_of_two_models_are_refused_with_what_differs(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--weights", "0.5,0.6"], "add up to 1.1"),
+        (["--weights", "0.5,0.6"], "add up to 1.1; they must add up to 1"),
         (["--weights", "1"], "1 of them for 2 checkpoints"),
         (["--weights", "a,b"], "numbers separated by commas"),
         (["--dtype", "int8"], "one of keep, bf16, fp16, fp32"),

@@ -32,7 +32,6 @@ def test_without_a_gpu_everything_is_on_the_cpu(machine):
     assert (device.device_type(), device.compute_device(), device.collective_backend()) == (
         "cpu", torch.device("cpu"), "gloo",
     )  # fmt: skip
-    assert device.broadcasts_in_place()
     assert not device.computes_block_fp8()
     assert not device.has_transformer_engine()
 
@@ -45,7 +44,14 @@ def test_ranks_are_dealt_to_the_gpus_that_they_see(machine):
     assert (device.device_type(), device.compute_device(), device.collective_backend()) == (
         "cuda", torch.device("cuda", 3), "nccl",
     )  # fmt: skip
-    assert not device.broadcasts_in_place()
+
+
+@pytest.mark.parametrize(("capability", "packs"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+def test_engine_weights_are_packed_from_capability_10_on(machine, capability, packs):
+    machine(1, capability)
+    assert device.packs_engine_weights() is packs
+    machine(0, capability)
+    assert device.packs_engine_weights() is False
 
 
 @pytest.mark.parametrize(("capability", "computes"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])

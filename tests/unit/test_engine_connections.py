@@ -13,12 +13,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from slimrl.config.schema import PauseMode
-from slimrl.data.protocols import BucketSpec, EngineError, GenerateRequest, GroupSpec, TensorPart, TensorSpec
+from slimrl.data.engine import EngineError, GenerateRequest
+from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
 from slimrl.rollout import client
-from slimrl.rollout.bucket_loader import bucket_payload, open_payload, received_payload
-from slimrl.rollout.client import ROUTING_HEADER, SglangEngine, batch_body, request_body
-from slimrl.rollout.control import EngineMemory, SglangControl
-from slimrl.rollout.pinned import PinnedEngines
+from slimrl.rollout.client import ROUTING_HEADER, SglangEngine, StickyEngines, batch_body, request_body
+from slimrl.rollout.servers.control import EngineMemory, SglangControl
+from slimrl.sglang_plugin.bucket_loader import bucket_payload, open_payload, received_payload
 
 
 def ask(session: str = "s", tokens=(1, 2), timeout_s: float = 20.0, seed: int | None = 11) -> GenerateRequest:
@@ -199,7 +199,7 @@ async def test_without_a_router_a_session_stays_on_one_engine_and_all_engines_ha
             self.closed = True
 
     engines = [Noting() for _ in range(3)]
-    pinned = PinnedEngines(engines)
+    pinned = StickyEngines(engines)
     names = [f"step_000001/{i:05d}" for i in range(60)]
     pinned.open(names, at_once=60)
     for _ in range(2):
@@ -233,19 +233,21 @@ class Wire:
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     made, original = Wire(), httpx.Client
     transport = httpx.MockTransport(lambda request: made.handle(request))
-    monkeypatch.setattr("slimrl.rollout.control.httpx.Client", lambda **how: original(**how, transport=transport))
+    monkeypatch.setattr(
+        "slimrl.rollout.servers.control.httpx.Client", lambda **how: original(**how, transport=transport)
+    )
     return made
 
 
 @pytest.fixture
 def control(wire: Wire) -> Iterator[SglangControl]:
-    made = SglangControl("engine 2", "http://10.0.0.1:1", timeout_s=10.0, num_ranks=2, node="host-a")
+    made = SglangControl("engine 2", "http://10.0.0.1:1", timeout_s=10.0, num_ranks=2, nodes=("host-a",))
     yield made
     made.close()
 
 
 SPEC = TensorSpec(name="w", shape=(4, 2), dtype="float32")
-BUCKET = BucketSpec(parts=(TensorPart(spec=SPEC, start=1, stop=3, offset=8, nbytes=16),), nbytes=24)
+BUCKET = [TensorPart(spec=SPEC, start=1, stop=3, offset=8, nbytes=16)]
 GROUP = GroupSpec(
     name="g", address="10.0.0.1", port=1, world_size=3, backend="gloo", bucket_bytes=24, timeout_s=5.0
 )  # fmt: skip
@@ -335,8 +337,8 @@ def test_what_an_engine_says_of_itself_is_read(wire: Wire, control: SglangContro
     assert wire.timeouts == [10.0, 0.5, 10.0, 10.0]
     checked = {"action": "slimrl_fingerprints", "skip_tensor_list": ["w"], "selector": "target"}
     assert wire.calls[2:] == [("GET", "model_info", None), ("POST", "weights_checker", checked)]
-    assert (control.name, control.num_ranks, control.place.nodes) == ("engine 2", 2, ("host-a",))
-    assert SglangControl("engine 0", "http://10.0.0.1:1", timeout_s=1.0).num_ranks == 1
+    assert (control.name, control.place.num_ranks, control.place.nodes) == ("engine 2", 2, ("host-a",))
+    assert SglangControl("engine 0", "http://10.0.0.1:1", timeout_s=1.0).place.num_ranks == 1
 
 
 @pytest.mark.parametrize(

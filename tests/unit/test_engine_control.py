@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.data.protocols import EngineError
-from slimrl.rollout.control import SglangControl
-from slimrl.runtime.engine_actor import EngineAddress
-from slimrl.runtime.trainer_actor import TrainerActor
+from slimrl.data.engine import EngineError
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.trainer_actor import TrainerActor
 
 
 def test_a_control_that_was_closed_says_so():
@@ -25,9 +25,9 @@ def test_a_trainer_closes_the_controls_of_engines_that_it_lets_go_of():
     actor.resync_session = SimpleNamespace(use=used.append, close=lambda: None)
     actor.worker = SimpleNamespace(close=lambda: None)
     actor.controls = []
-    address = EngineAddress(name="engine 0", url="http://127.0.0.1:1", tensor=1, node="a", pids=(1,))
+    address = EngineAddress(name="engine 0", url="http://127.0.0.1:1", tensor=1, nodes=("a",), pids=(1,))
     for _ in range(2):
-        actor.use_engines([address])
+        actor.connect_engines([address])
     [first], [second] = used
     assert (first._http.is_closed, second._http.is_closed) == (True, False)
     actor.close()

@@ -9,18 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema import Recipe
-from slimrl.data.protocols import EngineError
+from slimrl.data.engine import EngineError
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.control import EngineMemory
+from slimrl.rollout.client import SglangEngine, StickyEngines
 from slimrl.rollout.lockstep import LockstepEngine
-from slimrl.rollout.pinned import PinnedEngines
-from slimrl.rollout.process import ServerError
-from slimrl.runtime import engine_actor, engine_group
-from slimrl.runtime.engine_actor import EngineActor, EngineAddress
-from slimrl.runtime.engine_group import EngineGroup
-from slimrl.runtime.errors import StageError
-from slimrl.runtime.placement import Node
+from slimrl.rollout.servers.control import EngineMemory
+from slimrl.rollout.servers.process import ServerError
+from slimrl.runtime.cluster import engine_actor, engine_group
+from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress
+from slimrl.runtime.cluster.engine_group import EngineGroup
+from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.placement import Node
 
 
 class Actors:
@@ -51,7 +50,7 @@ class Actors:
         return {name: getattr(self, method)(name) for name in (self.names if arguments is None else arguments)}
 
     def start(self, name):
-        return EngineAddress(name=name, url=f"http://{name}", tensor=1, node="host", pids=(1, 2))
+        return EngineAddress(name=name, url=f"http://{name}", tensor=1, nodes=("host",), pids=(1, 2))
 
     def ending(self, name):
         return self.ended.get(name, "")
@@ -92,10 +91,11 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         recipe.rollout.num_engines = engines
         for name, value in settings.items():
             setattr(recipe if name == "deterministic" else recipe.rollout, name, value)
-        made = []
+        made, given = [], []
 
         def actors(handles, logs, nodes):
             made.append(Actors(list(handles)))
+            made[0].environments = given
             return made[0]
 
         handle = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments: None))
@@ -104,13 +104,21 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         monkeypatch.setattr(engine_group, "Router", Router)
         slots = [[SimpleNamespace(node=SimpleNamespace(name="host"))] for _ in range(engines)]
         places = SimpleNamespace(
-            placement=SimpleNamespace(engines=slots), options=lambda *a: {}, devices=lambda slots: ()
+            placement=SimpleNamespace(engines=slots),
+            options=lambda slot, variables: given.append(variables) or {},
+            devices=lambda slots: (),
         )
-        group = EngineGroup(recipe, RunFolder(tmp_path), tmp_path, places)
+        group = EngineGroup(recipe, RunFolder(tmp_path), places)
         group.wait_ready()
         return group, made[0]
 
     return begin
+
+
+def test_engines_get_the_settings_of_nccl_that_the_trainer_gets(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_group, "engine_variables", lambda recipe, inherited: {"of": inherited})
+    _, actors = start(engines=2)
+    assert [environment["of"] for environment in actors.environments] == [os.environ] * 2
 
 
 def watch(group: EngineGroup) -> None:
@@ -147,7 +155,7 @@ def test_a_replaced_engine_that_ends_again_counts_again(start: Start):
         watch(group)
         group.replace(["engine 0"])
     actors.kill("engine 0")
-    with pytest.raises(StageError, match=r"max_replacements = 2 allows no more engines to be replaced \(2 were\)"):
+    with pytest.raises(StageError, match=r"max_replacements = 2 allows no more replacements of engines \(2 so far\)"):
         watch(group)
 
 
@@ -237,8 +245,8 @@ PARTS = (("actor", 1), ("server", 2))
     ("settings", "kind", "urls"),
     [
         ({}, SglangEngine, ["http://router"]),
-        ({"engines": 1}, PinnedEngines, ["http://engine 0"]),
-        ({"router": False}, PinnedEngines, [f"http://engine {i}" for i in range(3)]),
+        ({"engines": 1}, StickyEngines, ["http://engine 0"]),
+        ({"router": False}, StickyEngines, [f"http://engine {i}" for i in range(3)]),
         ({"deterministic": True}, LockstepEngine, [f"http://engine {i}" for i in range(3)]),
     ],
 )
@@ -345,12 +353,13 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(engine_actor.os, "chdir", lambda path: journal.append(("cd", path)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     recipe = Recipe(seed=3)
-    recipe.resync.timeout_s, recipe.rollout.engine_tensor = 30.0, 2
+    recipe.resync.timeout_s, recipe.rollout.engine_tp = 30.0, 2
+    recipe.model.path = "/model"
 
     def make(devices=()):
         actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
         node = Node(node_id="n", name="host-a", address="10.0.0.3", slots=1)
-        actor.__init__(recipe, Path("/model"), tmp_path, Path("/work"), 4, node, devices)
+        actor.__init__(recipe, tmp_path, Path("/work"), 4, node, devices)
         return actor, journal
 
     return make
@@ -364,7 +373,7 @@ def test_an_engine_listens_on_its_nodes_address_and_starts_again_at_its_port_pau
     assert (kind, index, model, log) == ("server", 4, Path("/model"), "engine_4.log")
     assert (given["host"], given["port"], given["precision"]) == ("10.0.0.3", None, actor.recipe.trainer.precision)
     assert journal[3:] == [("ready",), ("control", "engine 4", "http://engine", 30.0)]
-    assert (address.name, address.url, address.tensor, address.node) == ("engine 4", "http://engine", 2, "host-a")
+    assert (address.name, address.url, address.tensor, address.nodes) == ("engine 4", "http://engine", 2, ("host-a",))
     assert address.pids == (os.getpid(), 77)
     seed = given["seed"]
     for again, colocated in ((1, False), (2, True)):
@@ -374,7 +383,7 @@ def test_an_engine_listens_on_its_nodes_address_and_starts_again_at_its_port_pau
         assert [entry[0] for entry in journal[:3]] == ["stop", "close", "server"]
         assert journal[2][3] == f"engine_4_start_{again}.log"
         assert (journal[2][4]["port"], journal[2][4]["seed"]) == (7000, seed)
-        released = [("release_memory", [EngineMemory.kv_cache])] if colocated else []
+        released = [("release_memory", [EngineMemory.kv_cache, EngineMemory.cuda_graph])] if colocated else []
         assert journal[4:] == [("control", "engine 4", "http://engine", 30.0), ("pause",), *released]
     journal.clear()
     actor.resume_memory([EngineMemory.weights])

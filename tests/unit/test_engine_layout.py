@@ -2,6 +2,7 @@
 
 import base64
 import pickle
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,13 +10,19 @@ import pytest
 import torch
 from engine_ranks import OnlyRank
 
-from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
+from slimrl.data.weights import TensorPart, TensorSpec, num_rows
 from slimrl.models.engine_layout import EngineShape, engine_slices
 from slimrl.models.fingerprint import fingerprint
-from slimrl.rollout import split_tensors
-from slimrl.rollout.bucket_loader import around_end_update, around_update, bucket_payload, update
-from slimrl.rollout.split_tensors import copy_rows
-from slimrl.rollout.weight_fingerprints import rank_hashes
+from slimrl.sglang_plugin import bucket_loader
+from slimrl.sglang_plugin.bucket_loader import (
+    around_end_update,
+    around_update,
+    bucket_payload,
+    copy_rows,
+    load_rows,
+    update,
+)
+from slimrl.sglang_plugin.weight_fingerprints import fingerprints, rank_hashes
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, EXPERTS, VOCAB = 4, 2, 3, 8, 8, 4, 10
 
@@ -100,7 +107,8 @@ def test_the_shards_of_all_ranks_give_each_tensor_back_once(world, expert_parall
                 assert [shard for shard, _ in shards] == list(range(len(shards)))
                 whole = torch.cat([part for _, part in shards], dim=piece.shard_dim or 0)
                 assert torch.equal(whole[: piece.size], tensors[piece.hf_name]), piece.hf_name
-            assert {(h.shards, h.copies) for h in held.values()} == {(len(copies[0]), len(copies))}
+            assert {h.shards for h in held.values()} == {len(copies[0])}
+            assert piece.num_copies(world) == len(copies)
             found.append(piece.hf_name)
     assert sorted(found) == sorted(tensors)
 
@@ -108,7 +116,7 @@ def test_the_shards_of_all_ranks_give_each_tensor_back_once(world, expert_parall
 def engine_prints(ranks, shape):
     """Fingerprints from the sum of the ranks' tables, which modulo 2^64 is what int64 gives."""
     hashes = [rank_hashes(parameters, shape, rank, None) for rank, parameters in enumerate(ranks)]
-    return replace(hashes[0], table=sum(part.table for part in hashes)).fingerprints()
+    return fingerprints(hashes[0][0], sum(table for _, table in hashes))
 
 
 @pytest.mark.parametrize(("world", "expert_parallel"), RANKS)
@@ -117,6 +125,101 @@ def test_the_hashes_of_all_ranks_add_up_to_the_fingerprints_of_whole_tensors(wor
     ranks = [engine_rank(tensors, rank, world, expert_parallel) for rank in range(world)]
     prints = engine_prints(ranks, engine_shape(world, expert_parallel))
     assert prints == {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+NEXT = SimpleNamespace(
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB, num_experts=EXPERTS, moe_intermediate_size=INNER,
+    shared_expert_intermediate_size=12, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=2,
+    linear_value_head_dim=3,
+)  # fmt: skip
+KEYS, VALUES = 4 * 2, 8 * 3
+
+
+def next_tensors():
+    """A gated delta net, an attention and a shared expert of Qwen3-Next."""
+    torch.manual_seed(0)
+    shapes = {
+        "model.embed_tokens.weight": (16, HIDDEN),
+        "model.layers.0.linear_attn.in_proj_qkvz.weight": (2 * KEYS + 2 * VALUES, HIDDEN),
+        "model.layers.0.linear_attn.in_proj_ba.weight": (16, HIDDEN),
+        "model.layers.0.linear_attn.conv1d.weight": (2 * KEYS + VALUES, 1, 4),
+        "model.layers.0.linear_attn.A_log": (8,),
+        "model.layers.0.linear_attn.dt_bias": (8,),
+        "model.layers.0.linear_attn.norm.weight": (3,),
+        "model.layers.0.linear_attn.out_proj.weight": (HIDDEN, VALUES),
+        "model.layers.0.mlp.shared_expert.gate_proj.weight": (12, HIDDEN),
+        "model.layers.0.mlp.shared_expert.up_proj.weight": (12, HIDDEN),
+        "model.layers.0.mlp.shared_expert.down_proj.weight": (HIDDEN, 12),
+        "model.layers.0.mlp.shared_expert_gate.weight": (1, HIDDEN),
+        "model.layers.3.self_attn.q_proj.weight": (2 * HEADS * SIZE, HIDDEN),
+        "model.layers.3.self_attn.k_proj.weight": (KV_HEADS * SIZE, HIDDEN),
+        "model.layers.3.self_attn.v_proj.weight": (KV_HEADS * SIZE, HIDDEN),
+        "model.layers.3.self_attn.o_proj.weight": (HIDDEN, HEADS * SIZE),
+        "model.layers.3.self_attn.q_norm.weight": (SIZE,),
+        "model.layers.3.self_attn.k_norm.weight": (SIZE,),
+    }
+    return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+def next_rank(tensors, rank, world):
+    """As SGLang's qwen3_next.py has it: attention in the layer itself, channels of the convolution kind by kind."""
+
+    def shard(name, dim=0, index=rank, of=world):
+        return tensors[name].chunk(of, dim)[index]
+
+    replicas = max(1, world // KV_HEADS)
+    delta, attention = "model.layers.0.linear_attn.", "model.layers.3.self_attn."
+    shared = "model.layers.0.mlp.shared_expert."
+    kv = {"index": rank // replicas, "of": world // replicas}
+    qkv = [shard(attention + "q_proj.weight"), *(shard(f"{attention}{x}_proj.weight", **kv) for x in "kv")]
+    kinds = tensors[delta + "conv1d.weight"].split([KEYS, KEYS, VALUES])
+    whole = [name for name in tensors if name.endswith(("linear_attn.norm.weight", "shared_expert_gate.weight"))]
+    return {
+        "model.embed_tokens.weight": shard("model.embed_tokens.weight"),
+        **{f"{delta}{name}.weight": shard(f"{delta}{name}.weight") for name in ("in_proj_qkvz", "in_proj_ba")},
+        delta + "conv1d.weight": torch.cat([kind.chunk(world)[rank] for kind in kinds]),
+        delta + "A_log": shard(delta + "A_log").float(),
+        delta + "dt_bias": shard(delta + "dt_bias"),
+        delta + "out_proj.weight": shard(delta + "out_proj.weight", 1),
+        **{name: tensors[name] for name in whole},
+        shared + "gate_up_proj.weight": torch.cat([shard(f"{shared}{x}_proj.weight") for x in ("gate", "up")]),
+        shared + "down_proj.weight": shard(shared + "down_proj.weight", 1),
+        "model.layers.3.qkv_proj.weight": torch.cat(qkv),
+        "model.layers.3.o_proj.weight": shard(attention + "o_proj.weight", 1),
+        "model.layers.3.q_norm.weight": tensors[attention + "q_norm.weight"],
+        "model.layers.3.k_norm.weight": tensors[attention + "k_norm.weight"],
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_hashes_of_qwen3_next_s_shards_add_up_to_the_fingerprints_of_whole_tensors(world):
+    tensors = next_tensors()
+    shape = replace(EngineShape.of_config(NEXT, world), vocab_size=16)
+    ranks = [next_rank(tensors, rank, world) for rank in range(world)]
+    assert engine_prints(ranks, shape) == {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_of_qwen3_next_s_tensors_reach_every_shard_that_has_a_part_of_them(monkeypatch, world):
+    """Two rows of each tensor at a time, into ranks of zeros."""
+    tensors = {name: tensor for name, tensor in next_tensors().items() if tensor.ndim > 1}
+    for rank in range(world):
+        expected = {name: value for name, value in next_rank(next_tensors(), rank, world).items() if value.ndim > 1}
+        found = {name: torch.zeros_like(value) for name, value in expected.items()}
+        group = SimpleNamespace(rank_in_group=rank, world_size=world)
+        parallel = SimpleNamespace(tp_group=group, moe_ep_size=1)
+        context = SimpleNamespace(get_parallel=lambda parallel=parallel: parallel)
+        monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+        config = SimpleNamespace(**{**vars(NEXT), "vocab_size": 16})
+        model = SimpleNamespace(config=config, named_parameters=lambda found=found: found.items())
+        for name, tensor in tensors.items():
+            spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype="bfloat16")
+            for start in range(0, len(tensor), 2):
+                rows = tensor[start : start + 2]
+                part = TensorPart(spec=spec, start=start, stop=start + len(rows), offset=0, nbytes=rows.nbytes)
+                load_rows(model, [(part, rows)])
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (rank, name)
 
 
 def test_widths_that_the_engine_pads_do_not_change_a_fingerprint():
@@ -271,7 +374,7 @@ class FakeUpdater:
 
 
 def bucket_of(tensors):
-    """(description, bytes), aligned to 16."""
+    """(parts, bytes), aligned to 16."""
     parts, chunks, end = [], [], 0
     for name, tensor in tensors.items():
         start = -(-end // 16) * 16
@@ -279,7 +382,7 @@ def bucket_of(tensors):
         spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         parts.append(TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=start, nbytes=tensor.nbytes))
         end = start + tensor.nbytes
-    return BucketSpec(parts=tuple(parts), nbytes=end), b"".join(chunks)
+    return parts, b"".join(chunks)
 
 
 MIXED = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.bfloat16), "c": torch.randn(1)}
@@ -304,10 +407,10 @@ def test_a_bucket_in_shared_memory_is_loaded_as_it_was_written(tmp_path, monkeyp
 def test_after_rows_of_a_tensor_the_model_derives_anew_what_it_computes_with(tmp_path, monkeypatch):
     """SGLang does so itself only in the loading of whole tensors."""
     loaded = []
-    monkeypatch.setattr(split_tensors, "load_rows", lambda model, parts: loaded.extend(parts))
+    monkeypatch.setattr(bucket_loader, "load_rows", lambda model, parts: loaded.extend(parts))
     whole, content = bucket_of({"a": torch.randn(6, 5)})
-    (part,) = whole.parts
-    rows = BucketSpec(parts=(replace(part, start=2, stop=4, nbytes=40),), nbytes=40)
+    (part,) = whole
+    rows = [replace(part, start=2, stop=4, nbytes=40)]
     segment = tmp_path / "segment"
     segment.write_bytes(content)
     updater = FakeUpdater()
@@ -315,7 +418,7 @@ def test_after_rows_of_a_tensor_the_model_derives_anew_what_it_computes_with(tmp
         value = pickle.loads(base64.b64decode(bucket_payload(str(segment), bucket)))
         assert update(updater.model, value, OnlyRank()) == (True, "Success")
         around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
-    assert [(name, start, rows.shape) for name, start, rows in loaded] == [("a", 2, (2, 5))]
+    assert [(part.spec.name, part.start, rows.shape) for part, rows in loaded] == [("a", 2, (2, 5))]
     assert updater.post_loads == [True, False]
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from slimrl.config.schema import Recipe
 from slimrl.resync.report import ResyncReport
-from slimrl.runtime.errors import RunError
+from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.state import RunState
-from slimrl.runtime.step import Step
+from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.weight_sync import WeightSync
 
 
@@ -41,7 +41,7 @@ class Run:
         self.calls.append(f"replace {', '.join(names)}")
         self.num_replaced += len(names)
 
-    def use_engines(self, addresses):
+    def connect_engines(self, addresses):
         assert addresses == self.addresses
         self.calls.append("use")
 

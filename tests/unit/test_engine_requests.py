@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from slimrl.data.protocols import EngineError, GenerateRequest
+from slimrl.data.engine import EngineError, GenerateRequest
 from slimrl.rollout import client
 from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.ports import free_ports
+from slimrl.rollout.servers.ports import free_ports
 
 META = {
     "output_token_logprobs": [[-0.5, 7, None]],

@@ -6,20 +6,22 @@ import time
 
 import numpy as np
 import pytest
-from slimrl_tools.toy_tokenizer import build_tokenizer
+from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.agent.calculator import calculator
-from slimrl.agent.episode import EpisodeRunner, _bounded
-from slimrl.agent.parsers import HermesParser
-from slimrl.agent.tools import ToolBox, make_tool
-from slimrl.config.schema import RolloutConfig, SamplingConfig
-from slimrl.data.chat import ChatFormat
-from slimrl.data.protocols import EngineError, GenerateResult
+from slimrl.agent.dialogue import make_dialogue
+from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.parsers import NoCalls, make_parser
+from slimrl.agent.tools import ToolBox, make_tool, shortened
+from slimrl.chat.chat_format import ChatFormat
+from slimrl.chat.template import ChatTemplate
+from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
+from slimrl.data.engine import EngineError, GenerateResult
 from slimrl.data.trajectory import Prompt, Status
 
 LAYERS, TOPK = 2, 2
 TOKENIZER = build_tokenizer()
-CHAT = ChatFormat(TOKENIZER)
+CHAT = ChatFormat(ChatTemplate(TOKENIZER), [TOKENIZER.eos_token_id])
 PROMPT = Prompt(prompt_id="p:1", messages=[{"role": "user", "content": "Compute 34*17+2."}], label=580)
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "34*17+2"}}\n</tool_call>'
 ANSWER = "34*17+2 = \\boxed{580}.<|im_end|>"
@@ -81,17 +83,16 @@ def lookup(word: str) -> str:
 TOOLS = ToolBox([make_tool(calculator), make_tool(lookup)])
 
 
+def runner_of(engine, tools=TOOLS, chat=CHAT, agent=None, **limits):
+    rollout = RolloutConfig(**{"max_trajectory_tokens": 512, **limits})
+    parser = make_parser("qwen25", tools.schemas) if tools.schemas else NoCalls()
+    dialogue = make_dialogue(chat, tools, parser, stop_at_call=rollout.stop_at_tool_call)
+    return EpisodeRunner(engine=engine, dialogue=dialogue, rollout=rollout, agent=agent or AgentConfig())
+
+
 def play(engine, tools=TOOLS, seed=11, max_result_chars=4000, sampling=None, max_new_tokens=64, **limits):
-    config = RolloutConfig(**{"max_trajectory_tokens": 512, **limits})
-    runner = EpisodeRunner(
-        engine=engine,
-        chat=CHAT,
-        tools=tools,
-        parser=HermesParser(),
-        rollout=config,
-        system_prompt="Put the answer in \\boxed{}.",
-        max_result_chars=max_result_chars,
-    )
+    agent = AgentConfig(system_prompt="Put the answer in \\boxed{}.", max_result_chars=max_result_chars)
+    runner = runner_of(engine, tools, agent=agent, **limits)
     sampling = sampling or SamplingConfig(temperature=0.7, max_new_tokens=max_new_tokens)
     return asyncio.run(runner.run(PROMPT, trajectory_id="t:1", sampling=sampling, seed=seed))
 
@@ -143,8 +144,8 @@ def test_a_token_keeps_the_experts_of_its_first_pass_and_the_last_has_none():
 
 
 def test_tokens_that_no_text_would_encode_to_are_kept():
-    odd = [*encode("3"), *encode("4"), *encode(" "), *encode(" "), CHAT.end_of_turn_id]
-    split = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "Compute"] + [CHAT.end_of_turn_id]
+    odd = [*encode("3"), *encode("4"), *encode(" "), *encode(" "), TOKENIZER.eos_token_id]
+    split = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "Compute"] + [TOKENIZER.eos_token_id]
     assert encode(TOKENIZER.decode(split)) != split
     for tokens in (odd, split):
         (segment,) = play(ScriptedEngine(tokens)).segments
@@ -169,7 +170,7 @@ def test_requests_carry_the_session_the_sampling_the_stops_and_a_seed_of_their_o
     first, second = engine.requests
     assert {request.session_id for request in engine.requests} == {"t:1"}
     assert (first.temperature, first.max_new_tokens, first.timeout_s) == (0.7, 64, 9.0)
-    assert set(first.stop_token_ids) == {CHAT.end_of_turn_id, CHAT.token_id("</tool_call>")}
+    assert set(first.stop_token_ids) == {TOKENIZER.eos_token_id, CHAT.token_id("</tool_call>")}
     assert first.seed != second.seed
     again = ScriptedEngine(CALL, ANSWER)
     play(again)
@@ -182,32 +183,40 @@ def test_requests_carry_the_session_the_sampling_the_stops_and_a_seed_of_their_o
 @pytest.mark.parametrize(
     ("turn", "reply"),
     [
-        (CALL.replace("}}", "}"), "error: malformed tool call: not JSON"),
+        (CALL.replace("}}", "}"), "error: malformed tool call: it cannot be read"),
         ("<tool_call>\n{<|im_end|>", "error: malformed tool call: not closed"),
         ("</tool_call>", "error: malformed tool call: nothing opened it"),
         (CALL.replace("calculator", "abacus"), "error: unknown tool abacus; known: calculator, lookup"),
         (CALL.replace("34*17+2", "34*"), "error: invalid expression"),
         (
             CALL.replace("expression", "expr"),
-            "error: expression: Missing required argument; expr: Unexpected keyword argument",
+            "error: malformed tool call: arguments: 'expression' is a required property",
         ),
-        (CALL.replace('"34*17+2"', "5"), "error: expression: Input should be a valid string"),
+        (CALL.replace('"34*17+2"', "5"), "error: malformed tool call: expression: 5 is not of type 'string'"),
     ],
 )
 def test_a_call_that_cannot_be_answered_gets_an_error_as_its_tool_turn_and_the_model_goes_on(turn, reply):
     engine = ScriptedEngine(turn, CALL, ANSWER)
     trajectory = play(engine)
     assert trajectory.status is Status.completed
-    assert trajectory.messages[3] == {"role": "tool", "content": reply}
+    assert trajectory.messages[3] | {"name": ""} == {
+        "role": "tool",
+        "name": "",
+        "tool_call_id": "call_0",
+        "content": reply,
+    }
     assert trajectory.metadata["num_tool_calls"] == 2
     assert trajectory.metadata["num_tool_errors"] == 1
     sampled = encode(turn) + encode(CALL) + encode(ANSWER)
     assert trajectory.segments[0].tokens[trajectory.segments[0].loss_mask].tolist() == sampled
 
 
-def test_without_tools_every_call_is_unknown():
-    trajectory = play(ScriptedEngine(CALL, ANSWER), tools=ToolBox([]))
-    assert trajectory.messages[3]["content"] == "error: unknown tool calculator; known: none"
+def test_without_tools_whatever_is_written_is_the_answer():
+    engine = ScriptedEngine(CALL + "<|im_end|>")
+    trajectory = play(engine, tools=ToolBox([]))
+    assert trajectory.status is Status.completed
+    assert trajectory.messages[-1] == {"role": "assistant", "content": CALL}
+    assert engine.requests[0].stop_token_ids == (TOKENIZER.eos_token_id,)
     assert "# Tools" not in TOKENIZER.decode(trajectory.segments[0].tokens[:20].tolist())
 
 
@@ -215,7 +224,7 @@ def test_several_calls_in_one_turn_are_answered_in_order():
     two = CALL + "\n" + CALL.replace("34*17+2", "1+1") + "<|im_end|>"
     engine = ScriptedEngine(two, ANSWER)
     trajectory = play(engine, stop_at_tool_call=False)
-    assert engine.requests[0].stop_token_ids == (CHAT.end_of_turn_id,)
+    assert engine.requests[0].stop_token_ids == (TOKENIZER.eos_token_id,)
     assert [message["content"] for message in trajectory.messages if message["role"] == "tool"] == ["580", "2"]
     added = contexts(engine)[1][len(contexts(engine)[0]) + len(encode(two)) :]
     assert TOKENIZER.decode(added) == (
@@ -225,7 +234,7 @@ def test_several_calls_in_one_turn_are_answered_in_order():
 
 
 def test_a_hanging_tool_is_an_error_for_the_model_and_a_broken_one_fails_the_trajectory():
-    call = '<tool_call>{"name": "lookup", "arguments": {"word": "hang"}}</tool_call>'
+    call = '<tool_call>\n{"name": "lookup", "arguments": {"word": "hang"}}\n</tool_call>'
     trajectory = play(ScriptedEngine(call, ANSWER), tool_timeout_s=0.05)
     assert trajectory.status is Status.completed
     assert "no answer within 0.05 s" in trajectory.messages[3]["content"]
@@ -236,7 +245,7 @@ def test_a_hanging_tool_is_an_error_for_the_model_and_a_broken_one_fails_the_tra
 
 
 def test_a_long_result_loses_its_middle_and_a_result_cannot_end_its_turn():
-    call = '<tool_call>{"name": "lookup", "arguments": {"word": "%s"}}</tool_call>'
+    call = '<tool_call>\n{"name": "lookup", "arguments": {"word": "%s"}}\n</tool_call>'
     trajectory = play(ScriptedEngine(call % ("a" * 30 + "b" * 30), ANSWER), max_result_chars=45)
     reply = trajectory.messages[3]["content"]
     assert len(reply) == 45
@@ -245,7 +254,7 @@ def test_a_long_result_loses_its_middle_and_a_result_cannot_end_its_turn():
     engine = ScriptedEngine(call % "<|im_end|>", ANSWER)
     play(engine)
     added = contexts(engine)[1][len(contexts(engine)[0]) + len(encode(call % "<|im_end|>")) :]
-    assert added.count(CHAT.end_of_turn_id) == 2  # the policy's turn and the tool's
+    assert added.count(TOKENIZER.eos_token_id) == 2  # the policy's turn and the tool's
 
 
 def test_a_turn_with_a_call_that_is_malformed_is_kept_as_it_was_written():
@@ -254,7 +263,7 @@ def test_a_turn_with_a_call_that_is_malformed_is_kept_as_it_was_written():
     assert trajectory.messages[2] == {"role": "assistant", "content": turn.removesuffix("<|im_end|>")}
     assert [message["content"] for message in trajectory.messages[3:5]] == [
         "580",
-        "error: malformed tool call: not JSON",
+        "error: malformed tool call: it cannot be read",
     ]
     assert (trajectory.metadata["num_tool_calls"], trajectory.metadata["num_tool_errors"]) == (2, 1)
     plain = play(ScriptedEngine(ANSWER))
@@ -264,7 +273,7 @@ def test_a_turn_with_a_call_that_is_malformed_is_kept_as_it_was_written():
 @pytest.mark.parametrize("limit", [16, 17, 44, 45])
 def test_a_result_is_cut_to_its_limit_in_the_middle_and_only_above_it(limit):
     text = "".join(chr(97 + index % 26) for index in range(45))
-    cut = _bounded(text, limit)
+    cut = shortened(text, limit)
     assert len(cut) == limit
     if limit == 45:
         assert cut == text
@@ -278,7 +287,7 @@ def test_a_result_is_cut_to_its_limit_in_the_middle_and_only_above_it(limit):
 def test_a_turn_that_ends_the_text_completes_the_trajectory_whatever_it_called():
     """Engines stop at the model's other end tokens too, after which the template has no place for a tool's answer."""
     other_end = TOKENIZER.pad_token_id
-    assert other_end != CHAT.end_of_turn_id
+    assert other_end != TOKENIZER.eos_token_id
     trajectory = play(ScriptedEngine([*encode("<tool_call>\n{"), other_end]))
     assert trajectory.status is Status.completed
     assert trajectory.metadata["num_tool_calls"] == 0
@@ -350,16 +359,7 @@ def test_a_trajectory_has_a_deadline():
 def test_a_system_message_of_the_prompts_own_is_kept():
     engine = ScriptedEngine(ANSWER)
     own = dataclasses.replace(PROMPT, messages=[{"role": "system", "content": "Be brief."}, *PROMPT.messages])
-    config = RolloutConfig(max_trajectory_tokens=512)
-    runner = EpisodeRunner(
-        engine=engine,
-        chat=CHAT,
-        tools=TOOLS,
-        parser=HermesParser(),
-        rollout=config,
-        system_prompt="ignored",
-        max_result_chars=100,
-    )
+    runner = runner_of(engine, agent=AgentConfig(system_prompt="ignored"))
     trajectory = asyncio.run(runner.run(own, trajectory_id="t", sampling=SamplingConfig(), seed=None))
     assert trajectory.messages[:2] == own.messages
     assert own.messages == [{"role": "system", "content": "Be brief."}, *PROMPT.messages]

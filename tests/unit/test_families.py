@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimrl.models.checkpoint import MAX_LISTED, check_tensors
-from slimrl.models.family import FAMILIES, UNSUPPORTED, family_of
+from slimrl.checkpoints.hf_check import MAX_LISTED, check_tensors
+from slimrl.models.family import FAMILIES, family_of
 from slimrl.models.hf_config import published_config, published_names, read_hf_config
 
 TINY_MOE = {
@@ -57,10 +57,7 @@ def transformers_tensors(hf_config: dict) -> dict[str, tuple[int, ...]]:
     return result
 
 
-SUPPORTED = [name for name in published_names() if published_config(name)["model_type"] not in UNSUPPORTED]
-
-
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", published_names())
 def test_every_parameter_of_the_published_model_is_covered_exactly_once(name):
     hf_config = published_config(name)
     specs = family_of(hf_config).hf_tensor_specs(hf_config)
@@ -105,9 +102,31 @@ def test_with_tied_embeddings_the_mtp_layers_repeat_one_tensor_twice():
     assert {spec.name for spec in family_of(tied).hf_tensor_specs(tied, mtp=True)} == expected
 
 
-def test_qwen3_next_is_refused_with_what_stands_in_the_way():
-    with pytest.raises(ValueError, match=r"model_type 'qwen3_next' is not supported: megatron-core .* packs"):
-        family_of(published_config("Qwen3-Next-80B-A3B"))
+def test_qwen3_next_has_a_layer_for_multi_token_prediction_that_its_config_does_not_name():
+    """As published: a layer with attention and experts, without its own embedding and output layer."""
+    hf_config = {**published_config("Qwen3-Next-80B-A3B"), "num_experts": 16}
+    family, hidden = family_of(hf_config), hf_config["hidden_size"]
+    own = {"fc": (hidden, 2 * hidden)}
+    own |= dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), (hidden,))
+    expected = {f"mtp.{name}.weight": shape for name, shape in own.items()}
+    # Layer 3 is the first with attention.
+    for spec in family.hf_tensor_specs(hf_config):
+        if spec.name.startswith("model.layers.3."):
+            expected[spec.name.replace("model.layers.3.", "mtp.layers.0.")] = spec.shape
+    found = {spec.name: spec.shape for spec in family.hf_tensor_specs(hf_config, mtp=True)}
+    assert {name: shape for name, shape in found.items() if name.startswith("mtp.")} == expected
+
+
+def test_qwen3_next_s_layers_are_those_that_transformers_makes():
+    hf_config = published_config("Qwen3-Next-80B-A3B")
+    few = {**hf_config, "num_hidden_layers": 6, "num_experts": 4}
+    for change in ({}, {"full_attention_interval": 3}, {"layer_types": ["full_attention", *["linear_attention"] * 5]}):
+        config = {**few, **change}
+        kinds = AutoConfig.for_model(**config).layer_types
+        model = family_of(config).megatron_config(config).transformer
+        assert model["linear_attention_freq"] == [int(kind == "linear_attention") for kind in kinds]
+        names = {spec.name for spec in family_of(config).hf_tensor_specs(config)}
+        assert names == transformers_tensors(config).keys()
 
 
 def test_layers_without_experts_take_the_dense_rules():
@@ -229,8 +248,8 @@ def test_a_checkpoint_of_other_tensors_than_its_config_implies_is_told_all_of_th
         [
             "lm_head.weight: missing",
             "odd: not part of this model",
-            f"{names[1]}: float64 is not supported, convert it to bfloat16 or float32 first",
             "model.norm.weight: shape [15], config.json implies [16]",
+            f"{names[1]}: float64 is not supported, convert it to bfloat16 or float32 first",
         ],
     )
     for missing, more in ((MAX_LISTED, []), (MAX_LISTED + 3, ["and 3 more"])):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from published_sizes import PUBLISHED_SIZES
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -11,7 +12,6 @@ from slimrl.models.hf_config import (
     partial_rotary_factor,
     published_config,
     published_names,
-    published_size,
     rope_scaling,
     rope_theta,
 )
@@ -25,13 +25,13 @@ def tensor_count(specs) -> int:
 def test_the_parameters_add_up_to_the_published_total(name):
     hf_config = published_config(name)
     billions = tensor_count(family_of(hf_config).hf_tensor_specs(hf_config)) / 1e9
-    assert billions == pytest.approx(published_size(name).total_b, rel=0.01)
+    assert billions == pytest.approx(PUBLISHED_SIZES[name].total_b, rel=0.01)
 
 
 def test_every_published_config_has_its_size_and_fields_that_transformers_knows():
     for name in published_names():
         hf_config = published_config(name)
-        size = published_size(name)
+        size = PUBLISHED_SIZES[name]
         assert 0 < size.active_b <= size.total_b
         read = AutoConfig.for_model(**hf_config)
         kept = {key: value for key, value in hf_config.items() if not key.startswith("rope_") and key != "dtype"}
@@ -41,7 +41,7 @@ def test_every_published_config_has_its_size_and_fields_that_transformers_knows(
         written = read.to_dict()
         assert rope_theta(written) == rope_theta(hf_config) == hf_config["rope_theta"]
         assert rope_scaling(written) == rope_scaling(hf_config)
-        default = 0.5 if hf_config["model_type"] == "glm4_moe" else 1.0
+        default = {"glm4_moe": 0.5, "qwen3_next": 0.25}.get(hf_config["model_type"], 1.0)
         assert partial_rotary_factor(written, default) == partial_rotary_factor(hf_config, default)
 
 
@@ -80,6 +80,11 @@ def test_llama_s_wavelengths_are_those_of_transformers(name):
         ("GLM-4.5", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
         ("GLM-4.5", {"n_group": 8, "topk_group": 2}, "topk_group: 2"),
         ("GLM-4.5", {"n_shared_experts": 0}, "n_shared_experts: 0"),
+        ("Qwen3-Next-80B-A3B", {"layer_types": ["sliding_attention"] * 48}, "layer_types: .'sliding_attention'"),
+        ("Qwen3-Next-80B-A3B", {"layer_types": ["full_attention"]}, "layer_types: .'full_attention'"),
+        ("Qwen3-Next-80B-A3B", {"linear_num_value_heads": 24}, "24 is no multiple of linear_num_key_heads: 16"),
+        ("Qwen3-Next-80B-A3B", {"num_nextn_predict_layers": 2}, "2 layers for multi-token prediction"),
+        ("Qwen3-Next-80B-A3B", {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
     ],
 )
 def test_what_no_rule_or_no_layer_of_megatron_covers_is_refused_with_its_value(name, change, message):

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.config.environment import thread_variables
 from slimrl.config.schema import Recipe, TransportName
-from slimrl.runtime import folder_check
-from slimrl.runtime.errors import StageError
-from slimrl.runtime.folder_check import check_nodes, why_not_writable
-from slimrl.runtime.placement import Node, Placement, Slot
+from slimrl.runtime.checks import folder_check
+from slimrl.runtime.checks.folder_check import check_nodes, why_not_writable
+from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.placement import Node, Placement, Slot
 
 
 def test_two_that_try_one_folder_at_once_do_not_refuse_each_other(tmp_path, monkeypatch):
@@ -102,7 +103,7 @@ def test_the_nodes_of_engines_and_of_the_first_rank_try_the_local_folder_of_delt
     recipe = Recipe()
     recipe.resync.transport, recipe.resync.local_dir = TransportName(transport), "local"
     check_nodes(recipe, reservation(ranks, engines))
-    assert sorted(tried) == [(name, 1, Path("local").absolute()) for name in asked]
+    assert sorted(tried) == [(name, thread_variables(1), Path("local").absolute()) for name in asked]
     if asked:
         reasons |= {"a": "Permission denied"}
         with pytest.raises(StageError, match=r"resync\.local_dir: .*local cannot be written on a: Permission denied$"):

@@ -48,7 +48,7 @@ def test_a_holder_that_is_ending_is_waited_for(tmp_path: Path, monkeypatch):
     with folder_lock(tmp_path, wait_s=20, say=say):
         first.join(20)
     assert len(said) == 1
-    assert re.search(r"in use by process \d+ on .*; waiting for its end", said[0])
+    assert re.search(r"in use by process \d+ on .*; waiting for it to end", said[0])
 
 
 def test_the_lock_of_a_folder_that_was_replaced_meanwhile_is_not_taken_for_its_successors(tmp_path: Path, monkeypatch):
@@ -78,7 +78,7 @@ def test_a_file_system_without_locks_is_said_and_one_that_cannot_be_written_refu
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with folder_lock(tmp_path, say=said.append):
         assert said == [
-            f"{tmp_path}: its file system has no locks (Function not implemented). Start no second process there"
+            f"{tmp_path}: its file system has no locks (Function not implemented). Do not start a second process there"
         ]
     with (
         pytest.raises(ValueError, match="absent/lock cannot be opened: No such file"),
@@ -99,7 +99,7 @@ def test_nobody_else_opens_a_run_that_lives_and_its_folder_stays_as_it_is(tmp_pa
     with start.open_run(loaded, Progress(0)) as run:
         run.metrics.write_text("kept")
         before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-        refused = f"{run.path} is in use by process {os.getpid()} on .* End that one first"
+        refused = f"{run.path} is in use by process {os.getpid()} on .* End that process first"
         with pytest.raises(ValueError, match=refused), start.open_run(loaded, Progress(0), **how):
             raise AssertionError
         assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
@@ -119,7 +119,7 @@ def test_an_attempt_of_a_queued_job_waits_for_the_one_before(tmp_path: Path, loa
         with pytest.raises(ValueError, match="is in use by process"), start.open_run(loaded, progress, **how):
             raise AssertionError
         assert len(said) == 1
-        assert "waiting for its end" in said[0]
+        assert "waiting for it to end" in said[0]
         assert run.path.is_dir()
         assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
@@ -154,6 +154,9 @@ def test_who_waits_for_a_lock_gives_up_at_its_deadline_and_says_once_for_whom_it
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     with folder_lock(tmp_path):
         monkeypatch.setattr(module, "time", clock)
-        with pytest.raises(ValueError, match="End that one first"), folder_lock(tmp_path, wait_s=3.0, say=said.append):
+        with (
+            pytest.raises(ValueError, match="End that process first"),
+            folder_lock(tmp_path, wait_s=3.0, say=said.append),
+        ):
             raise AssertionError
     assert (now[0], len(said)) == (13.0, 1)

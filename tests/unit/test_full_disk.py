@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from version_cases import (
@@ -22,14 +21,13 @@ from version_cases import (
     with_changes,
 )
 
-from slimrl.data.protocols import EngineError
-from slimrl.models import shared_buffer
-from slimrl.models.safetensors_file import spec_bytes
-from slimrl.models.shared_buffer import FileBuffer
+from slimrl.checkpoints.safetensors_file import spec_bytes
+from slimrl.data.engine import EngineError
+from slimrl.ipc import shared_buffer
+from slimrl.ipc.shared_buffer import FileBuffer
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-E = TypeVar("E", bound=Exception)
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _REMOUNT, _DETACH = 32, 2
 """MS_REMOUNT of mount(2), MNT_DETACH of umount2(2)"""
@@ -57,7 +55,7 @@ def disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
         _LIBC.umount2(os.fsencode(folder), _DETACH)
 
 
-def error_of(call: Callable[[], None], kind: type[E]) -> E | None:
+def error_of[E: Exception](call: Callable[[], None], kind: type[E]) -> E | None:
     """What the call raised, where that is of the kind."""
     try:
         call()

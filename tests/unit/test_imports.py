@@ -8,25 +8,35 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+LEAVES = {"config", "data"}
+"""All of slimrl may import these."""
+
 MAY_IMPORT = {
     "config": set(),
     "data": {"config"},
-    "models": {"config", "data"},
-    "algorithms": {"config", "data", "models"},
-    "agent": {"config", "data", "models", "algorithms"},
-    "rewards": {"config", "data", "models", "algorithms", "agent"},
-    "device": {"config"},
-    "observability": {"config", "data"},
-    "megatron_patches": {"config", "device"},
-    "rollout": {"config", "data", "models", "algorithms", "agent", "rewards", "device", "observability"},
-    "trainer": {"config", "data", "models", "algorithms", "device", "observability", "megatron_patches"},
-    "resync": {"config", "data", "models", "algorithms", "device", "observability"},
+    "device": LEAVES,
+    "algorithms": LEAVES,
+    "chat": LEAVES,
+    "agent": {*LEAVES, "chat"},
+    "rewards": LEAVES,
+    "observability": LEAVES,
+    "ipc": LEAVES,
+    "megatron_patches": {*LEAVES, "device"},
+    "models": LEAVES,
+    "quantization": {*LEAVES, "models"},
+    "checkpoints": {*LEAVES, "models", "quantization"},
+    "versions": {*LEAVES, "checkpoints"},
+    "toys": {*LEAVES, "models", "checkpoints"},
+    "sglang_plugin": {*LEAVES, "device", "ipc", "models", "quantization", "checkpoints", "versions"},
+    "rollout": {*LEAVES, "device", "agent", "checkpoints", "sglang_plugin"},
+    "trainer": {*LEAVES, "device", "algorithms", "models", "quantization", "checkpoints", "megatron_patches"},
+    "resync": {*LEAVES, "device", "ipc", "models", "quantization", "checkpoints", "versions"},
     "runtime": {
-        "config", "data", "models", "algorithms", "agent", "rewards", "device", "observability", "rollout", "trainer",
-        "resync",
+        *LEAVES, "device", "algorithms", "chat", "agent", "rewards", "observability", "ipc", "models", "quantization",
+        "checkpoints", "versions", "toys", "rollout", "trainer", "resync",
     },
-    "planner": {"config", "data", "models", "observability", "trainer", "resync", "runtime"},
-    "launch": {"config", "models", "runtime"},
+    "planner": {*LEAVES, "models", "observability", "trainer", "resync", "runtime"},
+    "launch": {*LEAVES, "models", "runtime"},
 }  # fmt: skip
 """Part -> the other parts that it may import. cli may import all; slimrl_tools too, except cli and runtime."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from slimrl_tools.toy import ToySize, write_toy
+from slimrl_tools.toy.toy import ToySize, write_toy
 from typer.testing import CliRunner
 
 from slimrl.cli import app
@@ -42,24 +42,24 @@ def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: float):
 
 @pytest.mark.parametrize("text", ["5x", "", "4h", "1.5", "-5", "1-", "1:2:3:4", "1-2:3:4:5", " 5"])
 def test_a_time_limit_that_slurm_does_not_take_is_refused(text: str):
-    with pytest.raises(ValueError, match=r"not as SLURM takes it\. Use MINUTES"):
+    with pytest.raises(ValueError, match=r"no time limit of SLURM\. Use MINUTES"):
         time_limit_s(text)
 
 
 def test_a_job_that_would_be_signalled_as_it_begins_is_refused():
     for text in ("5", "6:00"):
-        with pytest.raises(ValueError, match=f"--time {text}: the job would be asked for a checkpoint at once"):
+        with pytest.raises(ValueError, match=f"--time {text}: SLURM would ask for a checkpoint at once"):
             check_time_limit(text, 300)
     check_time_limit("7", 300)
     check_time_limit("0", 300)
     refused = launch(f"{FAMILY}/qwen3_30b_a3b_gspo.yaml", "--nodes", "1", "--time", "5x")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("--time 5x: not as SLURM takes it.")
+    assert refused.stderr.startswith("--time 5x: no time limit of SLURM.")
 
 
 def test_a_grace_that_leaves_no_time_to_save_is_told():
     recipe = f"{FAMILY}/qwen3_30b_a3b_gspo.yaml"
-    told = "checkpoint.grace_s: warning: 240 s for a rollout, and the job waits 240 s for the checkpoint."
+    told = "checkpoint.grace_s: warning: a rollout may take 240 s, but the job waits only 240 s"
     assert told in launch(recipe, "checkpoint.grace_s=240", "--nodes", "1").stderr
     assert (
         "checkpoint.grace_s" not in launch(recipe, "checkpoint.grace_s=240", "--nodes", "1", "--signal-s", "900").stderr
@@ -70,9 +70,7 @@ def test_nodes_that_the_run_would_not_use_are_refused_but_as_spares():
     recipe = f"{FAMILY}/qwen3_30b_a3b_gspo_disaggregated.yaml"
     refused = launch(recipe, "--nodes", "4")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "needs 2 nodes of 8 GPUs; --nodes 4 leaves some without work; nodes in reserve are --spares." in (
-        refused.stderr
-    )
+    assert "needs 2 nodes of 8 GPUs; --nodes 4 leaves some idle; ask for reserve nodes with --spares." in refused.stderr
     assert "#SBATCH --nodes=4\n" in launch(recipe, "--nodes", "2", "--spares", "2").stdout
 
 
@@ -89,13 +87,13 @@ def test_a_recipe_for_sft_is_launched_and_shown_as_one():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"nodes": 0}, "--nodes 0 --spares 0: at least one node, and no less than 0 spares."),
-        ({"spares": -1}, "--nodes 1 --spares -1: at least one node"),
+        ({"nodes": 0}, "--nodes 0 --spares 0: needs at least 1 node and 0 spares."),
+        ({"spares": -1}, "--nodes 1 --spares -1: needs at least 1 node"),
         ({"container": "i", "venv": Path("v")}, "--container and --venv exclude each other."),
         ({"container_mounts": "/a:/b"}, "--container-mounts needs --container."),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude each other."),
-        ({"signal_s": 60}, "--signal-s 60: more than the 60 s that the requeue may take."),
-        ({"time": "6"}, "--time 6: the job would be asked for a checkpoint at once"),
+        ({"signal_s": 60}, "--signal-s 60: must exceed the 60 s that are kept for the requeue."),
+        ({"time": "6"}, "--time 6: SLURM would ask for a checkpoint at once"),
         ({"sbatch": ("--array=1",)}, "--array cannot be given"),
     ],
 )
@@ -115,7 +113,7 @@ def test_a_job_of_too_few_nodes_says_how_many_it_needs_and_one_without_gpus_is_l
     needed = []
     monkeypatch.setattr(job_check, "nodes_needed", lambda recipe, gpus, *, sft: needed.append((gpus, sft)) or 1)
     loaded = SimpleNamespace(recipe=None, path="r.yaml")
-    with pytest.raises(ValueError, match=r"r\.yaml: needs 1 node of 4 GPUs; --nodes 2 leaves some without work"):
+    with pytest.raises(ValueError, match=r"r\.yaml: needs 1 node of 4 GPUs; --nodes 2 leaves some idle"):
         job_check._check_nodes(loaded, SlurmJob(nodes=2, gpus_per_node=4, sft=True))
     job_check._check_nodes(loaded, SlurmJob(nodes=1, gpus_per_node=4))
     job_check._check_nodes(loaded, SlurmJob(nodes=9, gpus_per_node=0))

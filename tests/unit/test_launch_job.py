@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.load import load_recipe
-from slimrl.launch import attempt, meeting, ray_node, recipe_nodes
+from slimrl.launch import allreduce_probe, attempt, ray_node, recipe_nodes
 from slimrl.launch import job as job_module
 from slimrl.launch.attempt import MOST_UNOPENED, AttemptFolder, Preempted, Step, attempt_folder, wait_for
 from slimrl.launch.job import Job
@@ -29,7 +29,8 @@ from slimrl.launch.reports import LaunchError, NodeReport, Selection, write_repo
 from slimrl.launch.slurm import PREEMPTED, Allocation, named_nodes
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
-from slimrl.runtime import commands, start, start_check
+from slimrl.runtime import commands, start
+from slimrl.runtime.checks import start_check
 from slimrl.runtime.state import CheckpointFolder, RunState
 
 ROOT = Path(__file__).parents[2]
@@ -60,9 +61,9 @@ class WatchedJob(Job):
     def _check_recipe(self, selection: Selection) -> None:
         return
 
-    def _meeting(self):
-        met = SimpleNamespace(nodes=["a"], plan=dict, ray_address="a:1")
-        return SimpleNamespace(meet=lambda selection: met)
+    def _allreduce_probe(self):
+        passed = SimpleNamespace(nodes=["a"], plan=dict, ray_address="a:1")
+        return SimpleNamespace(run=lambda selection: passed)
 
     def _start(self, name, nodes, module, *arguments):
         end = lambda: self.events.append(f"{name} is waited for")  # noqa: E731
@@ -143,7 +144,7 @@ def test_two_attempts_without_a_new_checkpoint_end_the_job(watched, tmp_path: Pa
     job = watched(PREEMPTED, "--log-dir", str(logs))
     job._allocation = replace(job._allocation, attempt=2)
     refused = pytest.raises(
-        LaunchError, match="attempt_000 and attempt made no new checkpoint, so the job is not queued again"
+        LaunchError, match="attempt_000 and attempt wrote no new checkpoint, so the job is not requeued"
     )
     job._folder.checkpoints.write_text("4\n")
     # The attempt before made none, or went on from one and made none; the one between did not open the run.
@@ -169,7 +170,7 @@ def test_attempts_that_do_not_open_the_run_are_no_proof_but_do_not_go_on_for_eve
     job = watched(PREEMPTED, "--log-dir", str(logs))
     job._allocation = replace(job._allocation, attempt=MOST_UNOPENED - 1)
     assert job.run() == PREEMPTED
-    assert f"did not come to the run: {MOST_UNOPENED - 1}; with {MOST_UNOPENED} the job ends" in capsys.readouterr().out
+    assert f"did not open the run: {MOST_UNOPENED - 1}; after {MOST_UNOPENED} the job ends" in capsys.readouterr().out
     job._allocation = replace(job._allocation, attempt=MOST_UNOPENED)
     with pytest.raises(LaunchError, match=f"{MOST_UNOPENED} attempts in a row were ended before they opened the run"):
         job.run()
@@ -230,7 +231,7 @@ class HangingProcess:
         self.code = -9
 
 
-@pytest.mark.parametrize("stage", ["preflight", "meeting"])
+@pytest.mark.parametrize("stage", ["preflight", "all-reduce"])
 def test_a_signal_while_a_node_hangs_queues_the_job_again_before_its_srun_is_ended(watched, monkeypatch, stage: str):
     job = watched(0, "--gpus-per-node", "0")
     process = HangingProcess(job.events, lambda: job._note(signal.SIGUSR1, None) if not job.events else None)
@@ -241,8 +242,8 @@ def test_a_signal_while_a_node_hangs_queues_the_job_again_before_its_srun_is_end
         monkeypatch.setattr(WatchedJob, "_preflight", Job._preflight)
     else:
         job._reports = {}
-        monkeypatch.setattr(meeting, "start_step", hanging)
-        monkeypatch.setattr(WatchedJob, "_meeting", Job._meeting)
+        monkeypatch.setattr(allreduce_probe, "start_step", hanging)
+        monkeypatch.setattr(WatchedJob, "_allreduce_probe", Job._allreduce_probe)
     assert job.run() == PREEMPTED
     assert job.events == ["queued again after nothing", "srun is told", "srun is killed"]
 
@@ -331,11 +332,10 @@ def test_every_node_is_asked_by_itself_and_what_is_wrong_with_it_is_told(watched
     job = watched(0, "--gpus-per-node", "4", "--min-free-gib", "9.5", "--spares", "2", "--preflight-timeout-s", "30")
     nodes = ["a", "b", "c"]
     job._allocation = replace(job._allocation, nodes=nodes)
-    job._container = ["--container-image=i"]
     asked = []
 
-    def start_alone(folder, name, node, command, *, container, gpus) -> Step:
-        asked.append((name, node, command, container, gpus))
+    def start_alone(folder, options, name, node, module, *arguments) -> Step:
+        asked.append((name, node, options, module, arguments))
         folder.log(name, node).write_text(f"last of {node}\n")
         if node == "c":
             write_report(folder.path / "preflight", NodeReport("c", cores=5))
@@ -353,12 +353,11 @@ def test_every_node_is_asked_by_itself_and_what_is_wrong_with_it_is_told(watched
     missing = f"sent no report{' within 30 s' if late else ''}: last of b"
     assert selection == Selection(["c"], {"a": "it is full", "b": missing})
     assert [node for _, node, *_ in asked] == nodes
-    (name, _, command, container, gpus) = asked[0]
-    assert (name, container, gpus) == ("preflight", ["--container-image=i"], 4)
-    assert command == [
-        str(Path.cwd() / ".venv" / "bin" / "python"), "-m", "slimrl.launch.preflight",
-        f"--folder={job._folder.path}", "--gpus=4", "--min-free-gib=9.5", f"--first-port={port_block(7).first}",
-    ]  # fmt: skip
+    (name, _, given, module, arguments) = asked[0]
+    assert (name, given, module) == ("preflight", job._options, "slimrl.launch.preflight")
+    assert arguments == (
+        f"--folder={job._folder.path}", "--gpus=4", "--min-free-gib=9.5", f"--first-port={port_block(7).first}"
+    )  # fmt: skip
     said = capsys.readouterr().out
     assert "preflight: left out a: it is full\n" in said
     assert f"preflight: left out b: {missing}\n" in said
@@ -383,17 +382,21 @@ def started(monkeypatch):
 
 def test_steps_have_logs_of_their_nodes_and_of_srun(tmp_path: Path, started):
     folder = AttemptFolder(tmp_path)
-    step = attempt.start_step(folder, "ray", ["a", "b"], ["python", "-x"], container=["--container-image=i"], gpus=4)
+    contained = options("--container", "i", "--gpus-per-node", "4")
+    step = attempt.start_step(folder, contained, "ray", ["a", "b"], "slimrl.launch.ray_node", "-x")
     (command, log) = started[0]
     assert log == str(tmp_path / "ray.srun.log")
     expected = {"--nodelist=a,b", "--nodes=2", f"--output={tmp_path}/ray.%N.log", "--gpus-per-node=4"}
     assert {*expected, "--kill-on-bad-exit=1", "--wait=0"} <= set(command)
-    assert command[-3:] == ["--container-image=i", "python", "-x"]
+    assert "--container-image=i" in command
+    assert command[-4:] == ["python3", "-m", "slimrl.launch.ray_node", "-x"]
     assert (step.name, step.nodes, step.code) == ("ray", ["a", "b"], None)
-    attempt.start_step(folder, "sum", ["a", "b"], ["x"], container=[], gpus=0, stop_together=False)
+    without = options("--gpus-per-node", "0", "--venv", "/v")
+    attempt.start_step(folder, without, "sum", ["a", "b"], "x", stop_together=False)
+    assert started[1][0][-3:] == ["/v/bin/python", "-m", "x"]
     assert "--kill-on-bad-exit=0" in started[1][0]
     assert not any(word.startswith("--gpus") for word in started[1][0])
-    alone = attempt.start_alone(folder, "preflight", "b", ["x"], container=["-c"], gpus=2)
+    alone = attempt.start_alone(folder, options("--gpus-per-node", "2"), "preflight", "b", "x")
     (command, log) = started[2]
     assert log == str(tmp_path / "preflight.b.log")
     assert {"--nodelist=b", "--nodes=1", "--ntasks=1", "--gpus-per-node=2"} <= set(command)
@@ -407,19 +410,20 @@ def test_without_srun_the_job_fails(tmp_path: Path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", absent)
     with pytest.raises(LaunchError, match="no srun on PATH"):
-        attempt.start_step(AttemptFolder(tmp_path), "ray", ["a"], ["x"], container=[], gpus=0)
+        attempt.start_step(AttemptFolder(tmp_path), options(), "ray", ["a"], "x")
 
 
 def test_a_job_starts_its_programs_with_the_plan_and_the_control_file(watched, monkeypatch):
     job, calls = watched(0, "--gpus-per-node", "3"), []
     monkeypatch.setattr(job_module, "start_step", lambda *arguments, **how: calls.append((arguments, how)))
     Job._start(job, "driver", ["a"], "slimrl.launch.driver", "--", "train")
-    ((folder, name, nodes, command), how) = calls[0]
-    assert (folder, name, nodes) == (job._folder, "driver", ["a"])
-    assert command[1:] == [
-        "-m", "slimrl.launch.driver", f"--plan={folder.plan}", f"--control={folder.control}", "--", "train",
+    ((folder, *given), how) = calls[0]
+    assert folder == job._folder
+    assert given == [
+        job._options, "driver", ["a"], "slimrl.launch.driver",
+        f"--plan={folder.plan}", f"--control={folder.control}", "--", "train",
     ]  # fmt: skip
-    assert how == {"container": [], "gpus": 3}
+    assert how == {}
 
 
 def test_a_step_that_goes_on_is_given_time_before_its_srun_is_told(monkeypatch):
@@ -439,7 +443,7 @@ def test_a_step_that_goes_on_is_given_time_before_its_srun_is_told(monkeypatch):
         (["r.yaml"], 3, None, 3, "job 7, attempt 2, nodes a, b\n"),
         (["r.yaml"], PREEMPTED, None, PREEMPTED, "its end is awaited\n"),
         (["r.yaml"], 0, LaunchError("node a died"), 1, "failed: node a died\n"),
-        (["--spares", "2", "r.yaml"], 0, None, 1, "failed: --spares 2 of 2 nodes leaves none\n"),
+        (["--spares", "2", "r.yaml"], 0, None, 1, "failed: --spares 2 leaves none of 2 nodes\n"),
         (["--spares", "1"], 0, None, 1, "failed: no recipe is given\n"),
     ],
 )
@@ -448,7 +452,7 @@ def test_a_job_ends_with_the_commands_code_and_with_1_for_its_own_failures(
 ):
     class StandIn:
         def __init__(self, options, allocation, folder) -> None:
-            assert folder == attempt_folder(tmp_path / "logs", 7, 2)
+            assert folder.path == attempt_folder(tmp_path / "logs", 7, 2).path
             assert folder.control.read_text() == "run\n"
             assert folder.canary.read_text().startswith("7 2 ")
             assert (folder.path.parent / "latest").resolve() == folder.path
@@ -508,7 +512,7 @@ def recipe(tmp_path: Path) -> list[str]:
         str(ROOT / "recipes" / "tiny_moe" / "gspo_calculator.yaml"),
         *(f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 't.jsonl'}"),
         *(f"data.eval.heldout={tmp_path / 't.jsonl'}", "trainer.num_ranks=8", "trainer.parallel.expert=8"),
-        *("rollout.num_engines=4", "rollout.engine_tensor=2", "resync.transport=collective"),
+        *("rollout.num_engines=4", "rollout.engine_tp=2", "resync.transport=collective"),
     ]
 
 
@@ -518,16 +522,16 @@ NEEDED = "the run needs 8 GPUs for trainer ranks and 4 x 2 others for engines, e
 @pytest.mark.parametrize(
     ("nodes", "arguments", "rest", "said"),
     [
-        (1, [], [], f"{NEEDED}; there are GPUs on: n0 8. Nodes of 8 GPUs that are enough: 2."),
+        (1, [], [], f"{NEEDED}; there are GPUs on: n0 8. Nodes of 8 GPUs needed: 2."),
         (2, [], ["--resume"], ""),
-        (3, [], [], "the run leaves n2 without work: it needs 2 of 3 nodes"),
-        (2, ["--sft"], ["sft.max_tokens=64"], "the run leaves n1 without work: it needs 1 of 2 nodes"),
+        (3, [], [], "idle nodes: n2; the run needs 2 of 3 nodes"),
+        (2, ["--sft"], ["sft.max_tokens=64"], "idle nodes: n1; the run needs 1 of 2 nodes"),
         (4, ["--gpus-per-node", "0", "--cores-per-node", "4"], [], ""),
-        (3, ["--gpus-per-node", "0"], [], "there are cores on: n0 5, n1 5, n2 5. Nodes of 5 cores that are enough: 4."),
+        (3, ["--gpus-per-node", "0"], [], "there are cores on: n0 5, n1 5, n2 5. Nodes of 5 cores needed: 4."),
         (2, [], ["trainer.parallel.expert=3"], "trainer.parallel.expert: 3 does not divide the model's 128 experts."),
     ],
 )
-def test_nodes_are_compared_with_the_recipes_before_they_meet(
+def test_nodes_are_compared_with_the_recipes_before_the_all_reduce(
     watched, recipe, monkeypatch, capsys, nodes, arguments, rest, said
 ):
     job = watched(0, *arguments)
@@ -535,12 +539,12 @@ def test_nodes_are_compared_with_the_recipes_before_they_meet(
     job._options.rest = [*recipe, *rest]
     job._reports = {name: SimpleNamespace(cores=5) for name in names}
 
-    def start_alone(folder, name, node, command, **_) -> Step:
+    def start_alone(folder, options, name, node, module, *arguments) -> Step:
         """Runs the check in this process, its output in its log as srun leaves it."""
-        assert (name, node, command[1:3]) == ("recipe", "n0", ["-m", "slimrl.launch.recipe_nodes"])
+        assert (name, node, module) == ("recipe", "n0", "slimrl.launch.recipe_nodes")
         log, code = io.StringIO(), 0
         with monkeypatch.context() as patched, redirect_stdout(log):
-            patched.setattr(sys, "argv", command[2:])
+            patched.setattr(sys, "argv", [module, *arguments])
             try:
                 recipe_nodes.main()
             except SystemExit as ended:
@@ -552,11 +556,11 @@ def test_nodes_are_compared_with_the_recipes_before_they_meet(
     monkeypatch.setattr(job_module, "start_alone", start_alone)
     monkeypatch.setattr(WatchedJob, "_preflight", lambda self: Selection(names, {}))
     monkeypatch.setattr(WatchedJob, "_check_recipe", Job._check_recipe)
-    if said.startswith("the run leaves") or not said:
+    if said.startswith("idle nodes") or not said:
         assert job.run() == 0
         printed = capsys.readouterr().out
         assert said in printed
-        assert ("without work" in printed) == bool(said)
+        assert ("idle nodes" in printed) == bool(said)
     else:
         with pytest.raises(LaunchError, match=re.escape(said)):
             job.run()

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from ray.exceptions import RpcError
 
-from slimrl.launch import allreduce, control, driver, joined, preflight, ray_node, slurm
-from slimrl.launch.allreduce import lone_address, meet
+from slimrl.launch import allreduce, control, driver, preflight, ray_node, slurm, wait_for_nodes
+from slimrl.launch.allreduce import lone_address, probe
 from slimrl.launch.control import run_under_control
 from slimrl.launch.ports import NAMED, PortBlock, port_block
 from slimrl.launch.reports import LaunchError, NodeReport, read_reports
@@ -87,13 +88,13 @@ def controlled(monkeypatch, tmp_path):
     handlers = {}
     (tmp_path / "control").write_text("run\n")
 
-    def run(*happens, preemptible: bool = True) -> int:
+    def run(*happens, preemptible: bool = True, **settings) -> int:
         started = []
         monkeypatch.setattr(control, "time", Clock(*happens))
         monkeypatch.setattr(signal, "signal", handlers.__setitem__)
         monkeypatch.setattr(subprocess, "Popen", lambda command, env: started.append((command, env)) or child)
         monkeypatch.setattr(psutil, "Process", FakeClass(child))
-        code = run_under_control(["c", "1"], tmp_path / "control", {"A": "b"}, preemptible=preemptible)
+        code = run_under_control(["c", "1"], tmp_path / "control", {"A": "b"}, preemptible=preemptible, **settings)
         assert started == [(["c", "1"], {"A": "b"})]
         return code
 
@@ -149,15 +150,16 @@ def test_what_outlives_the_command_that_started_it_is_ended(controlled):
     assert sorted(controlled.events) == ["terminate later", "terminate orphan"]
 
 
-def test_a_command_that_does_not_end_when_it_is_told_is_killed(controlled):
+@pytest.mark.parametrize("settings", [{}, {"end_timeout_s": 3.0}])
+def test_a_command_that_does_not_end_when_it_is_told_is_killed(controlled, settings):
     controlled.child.ends_by = ("kill",)
     waits = []
     wait = controlled.child.wait
     controlled.child.wait = lambda timeout_s=None: waits.append(timeout_s) or wait(timeout_s)
     controlled.word.write_text("end\n")
-    assert controlled.run() == 0
+    assert controlled.run(**settings) == 0
     assert controlled.events == ["terminate command", "kill command"]
-    assert waits == [control.END_TIMEOUT_S, None]
+    assert waits == [settings.get("end_timeout_s", 20.0), None]
 
 
 @pytest.mark.parametrize("preemptible", [True, False])
@@ -171,6 +173,14 @@ def test_who_can_save_is_told_to_once_and_goes_on(controlled, preemptible):
 def test_a_signal_to_whoever_watches_ends_the_command(controlled, number):
     assert controlled.run(lambda: controlled.handlers[number](number, None)) == -signal.SIGTERM
     assert controlled.events == ["terminate command"]
+
+
+def test_a_signal_that_comes_when_the_command_has_ended_is_not_lost(controlled):
+    def end_and_tell() -> None:
+        controlled.child.returncode = 1
+        controlled.handlers[signal.SIGTERM](signal.SIGTERM, None)
+
+    assert controlled.run(end_and_tell) == -signal.SIGTERM
 
 
 def test_a_file_system_that_fails_for_a_moment_changes_nothing_and_one_that_fails_for_long_ends_the_part(controlled):
@@ -214,7 +224,7 @@ def plan(tmp_path, monkeypatch) -> Path:
     first = port_block(4321).first
     own = {"address": "10.0.0.1", "interface": "ib0", "cores": 96, "first_port": first + 500}
     settings = {
-        "job_id": 4321, "head_address": "10.0.0.9", "ray_address": "10.0.0.9:1", "first_port": first, "gpus": 8,
+        "job_id": 4321, "ray_address": "10.0.0.9:1", "gpus": 8,
         "token_file": "/shared/token", "object_store_bytes": 2**30,
         "nodes": {"a": {**own, "rank": 0}, "b": {**own, "rank": 1}},
     }  # fmt: skip
@@ -246,7 +256,7 @@ def test_the_command_runs_once_all_nodes_are_there_and_its_code_is_the_drivers(
     with pytest.raises(SystemExit) as ended:
         driver.main()
     assert ended.value.code == exit_code
-    joined_command = [sys.executable, "-m", "slimrl.launch.joined", "10.0.0.9:1", "2"]
+    joined_command = [sys.executable, "-m", "slimrl.launch.wait_for_nodes", "10.0.0.9:1", "2"]
     commands = [joined_command, ["python", "--", "-x"]]
     assert [command for command, _, _ in calls] == (commands if ends is not None else commands[:1])
     for _, file, environment in calls:
@@ -261,9 +271,9 @@ def test_rays_part_of_a_node_waits_for_the_head_and_leaves_no_folder(plan, monke
     happened = []
     monkeypatch.setattr(ray_node, "TEMP", str(tmp_path))
     monkeypatch.setenv("SLURMD_NODENAME", node)
-    monkeypatch.setattr(ray_node, "_await_head", lambda address, port: happened.append((address, port)))
+    monkeypatch.setattr(ray_node, "_await_head", happened.append)
 
-    def run(command, control, environment, *, preemptible):
+    def run(command, control, environment, *, preemptible, end_timeout_s):
         with pytest.raises(SystemExit):
             handlers[signal.SIGTERM](signal.SIGTERM, None)
         (folder,) = tmp_path.glob("slimrl-ray-4321-*")
@@ -271,6 +281,7 @@ def test_rays_part_of_a_node_waits_for_the_head_and_leaves_no_folder(plan, monke
         assert f"--temp-dir={folder}" in command
         assert f"--node-name={node}" in command
         assert (environment["TMPDIR"], control, preemptible) == (str(folder / "tmp"), Path("c"), False)
+        assert end_timeout_s < 20
         return code
 
     monkeypatch.setattr(ray_node, "run_under_control", run)
@@ -278,15 +289,55 @@ def test_rays_part_of_a_node_waits_for_the_head_and_leaves_no_folder(plan, monke
     with pytest.raises(SystemExit) as ended:
         ray_node.main()
     assert ended.value.code == (1 if code else 0)
-    assert happened[:-1] == ([("10.0.0.9", port_block(4321).port("gcs"))] if node == "b" else [])
+    assert happened[:-1] == (["10.0.0.9:1"] if node == "b" else [])
     assert not happened[-1].exists()
     ending = f"{node}: Ray's processes have ended with {code}" if code else f"{node}: ended"
     assert capsys.readouterr().err == f"{ending}\n"
 
 
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (["gives up", "gives up", "is ended"], 0),
+        (["gives up"] * 3, 1),
+        (["refuses"], 1),
+        (["dies"], 1),
+        (["gives up", "dies"], 1),
+        (["is killed"], 1),
+    ],
+)
+def test_ray_that_gives_up_on_its_own_start_is_started_again_and_nothing_else_is(
+    plan, monkeypatch, tmp_path, capsys, ends, code
+):
+    clock, waited, runs = Clock(), [], iter(ends)
+    monkeypatch.setattr(ray_node, "TEMP", str(tmp_path))
+    monkeypatch.setattr(ray_node, "time", clock)
+    monkeypatch.setenv("SLURMD_NODENAME", "b")
+    monkeypatch.setattr(ray_node, "_await_head", waited.append)
+
+    def run(command, control, environment, *, preemptible, end_timeout_s):
+        end = next(runs)
+        clock.now_s += 1 if end == "refuses" else 40
+        if end == "dies":
+            (folder,) = tmp_path.glob("slimrl-ray-4321-*")
+            (folder / "ray_current_cluster").write_text("10.0.0.9:1")
+        return {"is ended": 0, "is killed": -9}.get(end, 1)
+
+    monkeypatch.setattr(ray_node, "run_under_control", run)
+    monkeypatch.setattr(sys, "argv", ["ray_node", f"--plan={plan}", "--control=c"])
+    with pytest.raises(SystemExit) as ended:
+        ray_node.main()
+    assert ended.value.code == code
+    assert list(runs) == []
+    assert waited == ["10.0.0.9:1"] * len(ends)
+    said = capsys.readouterr().err
+    assert said.count("b: Ray gave up on its own start, attempt") == len(ends) - 1
+    assert list(tmp_path.glob("slimrl-ray-*")) == []
+
+
 def test_each_of_rays_ports_is_the_one_of_its_name_and_cpus_and_gpus_are_the_plans(plan):
     settings = json.loads(plan.read_text())
-    ports = PortBlock(settings["first_port"] + 500)
+    ports = PortBlock(settings["nodes"]["b"]["first_port"])
     command = ray_node.ray_command(settings, "b", Path("/tmp/x"))
     given = dict(text.split("=", 1) for text in command if text.startswith("--") and "=" in text)
     options = {
@@ -324,13 +375,13 @@ def test_a_head_that_does_not_listen_yet_is_waited_for_and_not_for_ever(monkeypa
             asked.append("closed")
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    ray_node._await_head("h", 7)
+    ray_node._await_head("h:7")
     assert asked == [("h", 7)] * 4 + ["closed"]
     asked.clear()
     began = clock.now_s
     monkeypatch.setattr(socket, "create_connection", lambda a, timeout: asked.clear() or connect(a, timeout))
     with pytest.raises(TimeoutError, match="no Ray head at h:7 within 180 s: refused"):
-        ray_node._await_head("h", 7)
+        ray_node._await_head("h:7")
     assert 180 < clock.now_s - began < 190
 
 
@@ -351,6 +402,8 @@ class Ray:
 
     def nodes(self):
         self.alive += 1
+        if self.alive == 2:
+            raise RpcError("the head has started again")
         return [{"Alive": True}] * self.alive + [{"Alive": False}] * 5
 
     def shutdown(self) -> None:
@@ -359,18 +412,18 @@ class Ray:
 
 def test_all_nodes_are_waited_for_and_dead_ones_do_not_count(monkeypatch, capsys):
     cluster = Ray()
-    monkeypatch.setattr(joined, "ray", cluster)
-    monkeypatch.setattr(joined, "time", Clock())
-    monkeypatch.setattr(sys, "argv", ["joined", "h:1", "3"])
-    joined.main()
+    monkeypatch.setattr(wait_for_nodes, "ray", cluster)
+    monkeypatch.setattr(wait_for_nodes, "time", Clock())
+    monkeypatch.setattr(sys, "argv", ["wait_for_nodes", "h:1", "3"])
+    wait_for_nodes.main()
     assert (cluster.tries, cluster.alive, cluster.ended) == (3, 3, True)
-    assert capsys.readouterr().err == "not yet: not there\n" * 2
+    assert capsys.readouterr().err == "not yet: not there\n" * 2 + "not yet: the head has started again\n"
     never = Ray(refuses=10**6)
-    monkeypatch.setattr(joined, "ray", never)
+    monkeypatch.setattr(wait_for_nodes, "ray", never)
     clock = Clock()
-    monkeypatch.setattr(joined, "time", clock)
+    monkeypatch.setattr(wait_for_nodes, "time", clock)
     with pytest.raises(TimeoutError, match="0 of 3 nodes are in the Ray cluster at h:1 after 300 s"):
-        joined.main()
+        wait_for_nodes.main()
     assert 300 < clock.now_s - 1000 < 302
 
 
@@ -416,7 +469,7 @@ def test_nodes_of_a_group_meet_at_the_heads_address_on_the_route_to_it(network, 
     timeout, ranks = timedelta(seconds=20), max(1, gpus)
     # The others come before the head here, so what it has put there is there already.
     network.store["address 0"] = "10.0.0.9"
-    found = [meet(node, nodes, hosts, 77, timeout_s=20, gpus=gpus) for node in ("b", "c", "a")]
+    found = [probe(node, nodes, hosts, 77, timeout_s=20, gpus=gpus) for node in ("b", "c", "a")]
     assert found == [("10.0.0.2", "ib1"), ("10.0.0.2", "ib1"), ("10.0.0.1", "ib0")]
     assert [master for _, _, _, master, _, _ in network.store.connections] == [False, False, True]
     assert {connection[:3] for connection in network.store.connections} == {("host-a", 77, 3)}
@@ -434,14 +487,14 @@ def test_nodes_of_a_group_meet_at_the_heads_address_on_the_route_to_it(network, 
 
 
 def test_a_node_alone_takes_an_address_that_is_no_loopback_where_it_has_one(network):
-    assert meet("a", ["a"], {"a": "x"}, 7, timeout_s=1, gpus=0) == ("10.0.0.1", "ib0")
+    assert probe("a", ["a"], {"a": "x"}, 7, timeout_s=1, gpus=0) == ("10.0.0.1", "ib0")
     assert lone_address({"127.0.1.1": "lo", "127.0.0.1": "lo"}) == "127.0.0.1"
 
 
 def test_an_address_that_no_interface_has_is_refused(network, monkeypatch):
     monkeypatch.setattr(allreduce, "local_addresses", lambda: {"127.0.0.1": "lo"})
     with pytest.raises(RuntimeError, match=r"b: others reach it at 10\.0\.0\.2, which none of its interfaces has"):
-        meet("b", ["a", "b"], {"a": "x", "b": "y"}, 7, timeout_s=1, gpus=0)
+        probe("b", ["a", "b"], {"a": "x", "b": "y"}, 7, timeout_s=1, gpus=0)
     assert network.sums == []
 
 
@@ -452,7 +505,7 @@ def test_a_node_reports_its_address_in_its_own_group_and_nothing_without_one(tmp
     ]
     (tmp_path / "groups.plan").write_text(json.dumps({"groups": groups}))
     met = []
-    monkeypatch.setattr(allreduce, "meet", lambda *group, **how: met.append((group, how)) or ("10.0.0.4", "eth0"))
+    monkeypatch.setattr(allreduce, "probe", lambda *group, **how: met.append((group, how)) or ("10.0.0.4", "eth0"))
     arguments = ["allreduce", f"--plan={tmp_path / 'groups.plan'}", "--gpus=2", "--timeout-s=9"]
     monkeypatch.setattr(sys, "argv", arguments)
     for node in ("d", "e"):
@@ -523,7 +576,7 @@ def test_a_node_reports_what_it_has_and_everything_that_is_wrong_with_it(node, t
     (tmp_path / "canary").write_text("\n")
     node.found.computes = ["GPU 1 multiplies matrices wrongly"]
     assert [problem.split(":")[0] for problem in node.inspect(ports=PortBlock(7)).problems] == [
-        "the shared file system is not as on the batch host", "8.0 GiB of memory are free, 8 needed",
+        "the shared file system differs from the batch host's", "8.0 GiB of memory are free, 8 needed",
         "port 7 is taken", "2",
     ]  # fmt: skip
 
@@ -637,10 +690,10 @@ def test_an_allocation_is_read_from_the_environment_and_from_scontrol(programs, 
     programs.answers = [names, {"stdout": lines}]
     assert slurm.this_allocation().attempt == 3
     programs.answers = [names, {"stdout": "NodeName=n1 NodeHostName=host1\n"}]
-    with pytest.raises(LaunchError, match="scontrol show node says nothing of n2"):
+    with pytest.raises(LaunchError, match="scontrol show node does not list n2"):
         slurm.this_allocation()
     programs.answers = [names, {"stdout": "NodeName=n1 NodeHostNames=host1\n"}]
-    with pytest.raises(LaunchError, match="scontrol answers without NodeHostName: NodeName=n1"):
+    with pytest.raises(LaunchError, match="no NodeHostName in the answer of scontrol: NodeName=n1"):
         slurm.this_allocation()
 
 

@@ -18,17 +18,16 @@ from typer.testing import CliRunner
 
 from slimrl.cli import app
 from slimrl.config.schema import Recipe, TransportName
-from slimrl.launch import meeting as meeting_module
-from slimrl.launch import ray_node, slurm
+from slimrl.launch import allreduce_probe, ray_node, slurm
+from slimrl.launch.allreduce_probe import AllReduceProbe
 from slimrl.launch.attempt import AttemptFolder
-from slimrl.launch.meeting import Meeting
-from slimrl.launch.options import add_options, container_options, train_command
+from slimrl.launch.options import add_options, train_command
 from slimrl.launch.ports import NAMED, NUM_BLOCKS, port_block
 from slimrl.launch.preflight import canary_problems, judge_gpus, port_problems
 from slimrl.launch.reports import LaunchError, NodeReport, Selection, read_reports, select_nodes, write_report
 from slimrl.launch.slurm import Allocation, srun_command
 from slimrl.launch.submit import MARGIN_S, SIGNAL_S, SlurmJob, nodes_needed
-from slimrl.rollout.ports import FIRST_PORT
+from slimrl.rollout.servers.ports import FIRST_PORT
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
@@ -65,7 +64,7 @@ def test_blocks_of_ports_are_below_what_slimrl_and_the_kernel_hand_out_and_diffe
     assert port_block(7) == port_block(7)
     assert len({port_block(7, lane) for lane in range(NUM_BLOCKS)}) == NUM_BLOCKS
     assert max(blocks[0].port(name) for name in NAMED) < blocks[0].first_worker
-    with pytest.raises(ValueError, match="11 nodes of the job have one address"):
+    with pytest.raises(LaunchError, match="11 nodes of the job have one address"):
         port_block(7, 10)
 
 
@@ -160,32 +159,32 @@ def test_what_a_script_leaves_out_is_what_a_job_has_by_default():
     assert plain.grace_s == SIGNAL_S - MARGIN_S == 240
     assert (plain.venv, plain.container, plain.command) == (Path(".venv"), None, False)
     assert (plain.min_free_gib, plain.object_store_gib) == (8.0, 16.0)
-    assert (plain.preflight_timeout_s, plain.meeting_timeout_s) == (300.0, 180.0)
+    assert (plain.preflight_timeout_s, plain.allreduce_timeout_s) == (300.0, 180.0)
 
 
 def test_steps_run_in_the_container_with_one_task_on_each_node():
-    container = container_options(options("--container", "i.sqsh", "--container-mounts", "/data:/data", "r.yaml"))
-    command = srun_command(["a", "b"], Path("ray.%N.log"), ["python3"], container=container, gpus=8)
+    contained = options("--container", "i.sqsh", "--container-mounts", "/data:/data", "r.yaml")
+    command = srun_command(contained, ["a", "b"], Path("ray.%N.log"), "slimrl.launch.ray_node", ["-x"])
     assert {"--nodelist=a,b", "--ntasks=2", "--kill-on-bad-exit=1", "--overlap", "--gpus-per-node=8"} <= set(command)
     assert f"--container-mounts={Path.cwd()}:{Path.cwd()},/tmp:/tmp,/data:/data" in command
-    assert command[-1] == "python3"
+    assert command[-4:] == ["python3", "-m", "slimrl.launch.ray_node", "-x"]
 
 
 def test_as_many_nodes_are_needed_as_places_for_ranks_and_engines_make():
     recipe = Recipe()
-    recipe.trainer.num_ranks, recipe.rollout.num_engines, recipe.rollout.engine_tensor = 16, 4, 2
+    recipe.trainer.num_ranks, recipe.rollout.num_engines, recipe.rollout.engine_tp = 16, 4, 2
     recipe.resync.transport = TransportName.collective
     assert nodes_needed(recipe, 8, sft=False) == 3
     assert nodes_needed(recipe, 8, sft=True) == 2
     recipe.rollout.colocated = True
     assert nodes_needed(recipe, 8, sft=False) == 2
-    recipe.rollout.engine_tensor = 16
-    with pytest.raises(ValueError, match=r"no number of nodes with 8 GPUs is enough: rollout.engine_tensor = 16"):
+    recipe.rollout.engine_tp = 16
+    with pytest.raises(ValueError, match=r"no number of nodes with 8 GPUs is enough: rollout.engine_tp = 16"):
         nodes_needed(recipe, 8, sft=False)
 
 
-class MeetingWithBadNodes(Meeting):
-    """Groups come through that have no bad node, or no other: what is bad is its network.
+class ProbeWithBadNodes(AllReduceProbe):
+    """A group passes if it has no bad node, or one node only: the network of bad nodes is broken.
 
     Every node has one address, and two share one machine's.
     """
@@ -194,10 +193,10 @@ class MeetingWithBadNodes(Meeting):
         allocation = Allocation(77, 0, nodes, {node: node for node in nodes})
         reports = {node: NodeReport(node, cores=4) for node in nodes}
         folder = AttemptFolder(tmp_path)
-        super().__init__(folder, allocation, options("r.yaml"), reports, container=[], stop=lambda: False)
+        super().__init__(folder, allocation, options("r.yaml"), reports, lambda: False)
         self._bad = bad
 
-    def _round(self, groups):
+    def _run_groups(self, groups):
         good = [node for group in groups if len(group) == 1 or not self._bad & set(group) for node in group]
         return {node: NodeReport(node, addresses={f"10.0.0.{node[1]}": "ib0"}) for node in good}
 
@@ -215,57 +214,55 @@ def test_nodes_that_no_other_reaches_are_left_out_and_spares_take_their_places(
     tmp_path: Path, count: int, bad: set[str]
 ):
     nodes = [f"n{index}" for index in range(count)]
-    met = MeetingWithBadNodes(tmp_path, nodes, bad).meet(Selection(nodes[: count - len(bad)], {}))
+    met = ProbeWithBadNodes(tmp_path, nodes, bad).run(Selection(nodes[: count - len(bad)], {}))
     assert met.nodes == [node for node in nodes if node not in bad]
 
 
-def test_nodes_in_reserve_stay_there_while_those_in_front_come_through(tmp_path: Path):
+def test_spares_stay_unused_while_the_first_nodes_pass(tmp_path: Path):
     nodes = ["n0", "n1", "n2", "n3"]
-    assert MeetingWithBadNodes(tmp_path, nodes, set()).meet(Selection(nodes[:2], {})).nodes == ["n0", "n1"]
-    left_out = MeetingWithBadNodes(tmp_path, nodes, set()).meet(Selection(["n1", "n3"], {"n0": "full"}))
+    assert ProbeWithBadNodes(tmp_path, nodes, set()).run(Selection(nodes[:2], {})).nodes == ["n0", "n1"]
+    left_out = ProbeWithBadNodes(tmp_path, nodes, set()).run(Selection(["n1", "n3"], {"n0": "full"}))
     assert left_out.nodes == ["n1", "n2"]
 
 
 def test_a_round_gives_each_group_a_port_and_all_of_them_a_deadline(tmp_path: Path, monkeypatch):
     started, waits = [], []
-    meet = MeetingWithBadNodes(tmp_path, ["n0", "n1", "n2", "n3"], set())
-    meet._options = options("--gpus-per-node", "4", "--meeting-timeout-s", "50", "--venv", "/v", "r.yaml")
-    meet._container = ["--container-image=i"]
+    probe = ProbeWithBadNodes(tmp_path, ["n0", "n1", "n2", "n3"], set())
+    probe._options = options("--gpus-per-node", "4", "--allreduce-timeout-s", "50", "--venv", "/v", "r.yaml")
 
-    def start(folder, name, nodes, command, **how):
-        started.append((folder, name, nodes, command, how))
+    def start(folder, given, name, nodes, module, *arguments, **how):
+        assert given is probe._options
+        started.append((folder, name, nodes, module, arguments, how))
         write_report(tmp_path / name, NodeReport("n1", addresses={"10.0.0.1": "ib0"}))
         return SimpleNamespace(wait=lambda *asked: waits.append(asked))
 
-    monkeypatch.setattr(meeting_module, "start_step", start)
+    monkeypatch.setattr(allreduce_probe, "start_step", start)
     for number, groups in enumerate([[["n0", "n1"], ["n3", "n2"]], [["n1"]]]):
-        assert list(Meeting._round(meet, groups)) == ["n1"]
-        (folder, name, nodes, command, how) = started[number]
+        assert list(AllReduceProbe._run_groups(probe, groups)) == ["n1"]
+        (folder, name, nodes, module, arguments, how) = started[number]
         assert (folder.path, name, nodes) == (tmp_path, f"allreduce_{number}", [node for g in groups for node in g])
         plan = tmp_path / name / "groups.plan"
-        assert command == [
-            "/v/bin/python", "-m", "slimrl.launch.allreduce", f"--plan={plan}", "--gpus=4", "--timeout-s=50.0",
-        ]  # fmt: skip
-        assert how == {"container": ["--container-image=i"], "gpus": 4, "stop_together": False}
+        assert (module, how) == ("slimrl.launch.allreduce", {"stop_together": False})
+        assert arguments == (f"--plan={plan}", "--gpus=4", "--timeout-s=50.0")
         first = port_block(77).port("preflight")
         assert json.loads(plan.read_text())["groups"] == [
             {"nodes": group, "hosts": {node: node for node in group}, "port": first + index}
             for index, group in enumerate(groups)
         ]
-    assert waits == [(50.0 + 60.0, meet._stop)] * 2
+    assert waits == [(50.0 + 60.0, probe._stop)] * 2
 
 
 def test_the_plan_says_what_every_node_needs(tmp_path: Path):
-    meeting = MeetingWithBadNodes(tmp_path, ["n1", "n2"], set()).meet(Selection(["n1", "n2"], {}))
+    probe = ProbeWithBadNodes(tmp_path, ["n1", "n2"], set()).run(Selection(["n1", "n2"], {}))
     first = port_block(77).first
     own = {"interface": "ib0", "first_port": first, "cores": 4}
-    assert meeting.plan() == {
-        "job_id": 77, "head_address": "10.0.0.1", "ray_address": f"10.0.0.1:{first}", "first_port": first,
+    assert probe.plan() == {
+        "job_id": 77, "ray_address": f"10.0.0.1:{first}",
         "token_file": str(tmp_path / "token"), "gpus": 8, "object_store_bytes": 16 * 2**30,
         "nodes": {"n1": {"rank": 0, "address": "10.0.0.1", **own}, "n2": {"rank": 1, "address": "10.0.0.2", **own}},
     }  # fmt: skip
-    meeting._options = options("--cores-per-node", "3", "--object-store-gib", "0.5", "r.yaml")
-    plan = meeting.plan()
+    probe._options = options("--cores-per-node", "3", "--object-store-gib", "0.5", "r.yaml")
+    plan = probe.plan()
     assert [own["cores"] for own in plan["nodes"].values()] == [3, 3]
     assert plan["object_store_bytes"] == 2**29
 
@@ -273,36 +270,36 @@ def test_the_plan_says_what_every_node_needs(tmp_path: Path):
 def test_more_nodes_of_one_address_than_there_are_ports_for_end_the_job(tmp_path: Path):
     nodes = [f"n1{letter}" for letter in "abcdefghijk"]
     with pytest.raises(LaunchError, match="11 nodes of the job have one address"):
-        MeetingWithBadNodes(tmp_path, nodes, set()).meet(Selection(nodes, {})).plan()
+        ProbeWithBadNodes(tmp_path, nodes, set()).run(Selection(nodes, {})).plan()
 
 
-def test_where_every_pair_comes_through_those_without_an_answer_are_named(tmp_path: Path):
+def test_where_every_pair_passes_the_nodes_without_a_report_are_named(tmp_path: Path):
     nodes = ["n0", "n1", "n2"]
 
-    class MeetingInPairs(MeetingWithBadNodes):
-        def _round(self, groups):
-            all_of = super()._round(groups)
+    class FailsBeyondPairs(ProbeWithBadNodes):
+        def _run_groups(self, groups):
+            all_of = super()._run_groups(groups)
             return {node: all_of[node] for group in groups for node in (group[:2] if len(group) > 2 else group)}
 
-    with pytest.raises(LaunchError, match=r"all-reduce of 3 nodes failed, but every node comes through beside") as said:
-        MeetingInPairs(tmp_path, nodes, set()).meet(Selection(nodes, {}))
-    assert "Without an answer were n2. Logs: " in str(said.value)
+    with pytest.raises(LaunchError, match=r"all-reduce of 3 nodes failed, but every node passes in a pair") as said:
+        FailsBeyondPairs(tmp_path, nodes, set()).run(Selection(nodes, {}))
+    assert "No report came from n2. Logs: " in str(said.value)
 
 
-def test_a_node_that_meets_nobody_and_fails_is_left_out_for_the_next(tmp_path: Path):
-    class AloneOnly(MeetingWithBadNodes):
-        def _round(self, groups):
-            return {} if groups == [["n0"]] else super()._round(groups)
+def test_a_node_that_fails_alone_is_replaced_by_the_next(tmp_path: Path):
+    class AloneOnly(ProbeWithBadNodes):
+        def _run_groups(self, groups):
+            return {} if groups == [["n0"]] else super()._run_groups(groups)
 
-    assert AloneOnly(tmp_path, ["n0", "n1"], set()).meet(Selection(["n0"], {})).nodes == ["n1"]
+    assert AloneOnly(tmp_path, ["n0", "n1"], set()).run(Selection(["n0"], {})).nodes == ["n1"]
 
 
 def test_where_good_nodes_are_too_few_or_no_node_can_be_blamed_the_job_ends(tmp_path: Path):
     nodes = ["n0", "n1", "n2", "n3"]
-    with pytest.raises(LaunchError, match="all-reduce: n2 did not come through; 3 good nodes are left, 4 needed"):
-        MeetingWithBadNodes(tmp_path, nodes, {"n2"}).meet(Selection(nodes, {}))
-    with pytest.raises(LaunchError, match="of 2 nodes failed, but no two nodes come through beside each other"):
-        MeetingWithBadNodes(tmp_path, nodes[:2], {"n1"}).meet(Selection(nodes[:2], {}))
+    with pytest.raises(LaunchError, match="all-reduce: n2 failed; 3 good nodes are left, 4 needed"):
+        ProbeWithBadNodes(tmp_path, nodes, {"n2"}).run(Selection(nodes, {}))
+    with pytest.raises(LaunchError, match="of 2 nodes failed, but no pair of nodes passes either"):
+        ProbeWithBadNodes(tmp_path, nodes[:2], {"n1"}).run(Selection(nodes[:2], {}))
 
 
 def test_a_job_that_its_user_cancelled_is_not_queued_again(monkeypatch):
@@ -314,7 +311,7 @@ def test_a_job_that_its_user_cancelled_is_not_queued_again(monkeypatch):
         return f"JobId=7 JobName=x JobState={next(states)} Reason=None" if "show" in command else ""
 
     monkeypatch.setattr(slurm, "_ask", answer)
-    with pytest.raises(LaunchError, match="the job is CANCELLED, so it is not queued again"):
+    with pytest.raises(LaunchError, match="the job is CANCELLED, so it is not requeued"):
         slurm.requeue(7)
     assert ("scontrol", "requeue", "7") not in asked
     slurm.requeue(7)
@@ -322,8 +319,8 @@ def test_a_job_that_its_user_cancelled_is_not_queued_again(monkeypatch):
 
 
 def test_the_plan_gives_nodes_of_one_address_ports_of_their_own(tmp_path: Path):
-    meeting = MeetingWithBadNodes(tmp_path, ["n1", "n1b", "n2"], set())
-    plan = meeting.meet(Selection(["n1", "n1b", "n2"], {})).plan()
+    probe = ProbeWithBadNodes(tmp_path, ["n1", "n1b", "n2"], set())
+    plan = probe.run(Selection(["n1", "n1b", "n2"], {})).plan()
     ports = {node: own["first_port"] for node, own in plan["nodes"].items()}
     assert ports == {"n1": port_block(77).first, "n1b": port_block(77, 1).first, "n2": port_block(77).first}
     assert plan["ray_address"] == f"10.0.0.1:{port_block(77).port('gcs')}"
@@ -346,7 +343,7 @@ def test_what_runs_on_the_batch_host_needs_the_standard_library_alone():
                 assert name.split(".")[0] in {*sys.stdlib_module_names, "slimrl"}, f"{module} imports {name}"
                 if name.startswith("slimrl.") and name not in seen:
                     waiting.append(name)
-    assert {"slimrl.launch.slurm", "slimrl.launch.reports", "slimrl.launch.meeting"} <= seen
+    assert {"slimrl.launch.slurm", "slimrl.launch.reports", "slimrl.launch.allreduce_probe"} <= seen
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -376,14 +373,6 @@ def test_dockerfiles_pin_images_by_version_and_packages_by_equality():
             assert all("==" in word for word in words), line
 
 
-def test_versions_of_the_cuda_image_are_those_of_the_tests():
-    text = (ROOT / "docker" / "Dockerfile.cuda").read_text()
-    pins = (ROOT / "requirements" / "no-deps.txt").read_text()
-    sglang, megatron = (re.search(rf"^{name}==(\S+)", pins, re.M).group(1) for name in ("sglang", "megatron-core"))
-    assert f"lmsysorg/sglang:v{sglang}" in text
-    assert f"megatron-core=={megatron}" in text
-
-
 def test_the_cuda_image_has_what_rays_http_server_needs():
     wanted = [Requirement(text) for text in requires("ray")]
     names = {package.name for package in wanted if package.marker and package.marker.evaluate({"extra": "default"})}
@@ -403,7 +392,7 @@ def test_the_ray_job_for_kubernetes_has_the_fields_that_kuberay_reads():
     assert spec["backoffLimit"] > 0
     assert "--resume-or-start" in spec["entrypoint"]
     assert "auto" not in spec["entrypoint"]
-    pins = (ROOT / "requirements" / "cpu.txt").read_text()
+    pins = (ROOT / "requirements" / "slimrl.txt").read_text()
     cluster = spec["rayClusterSpec"]
     assert f"ray=={cluster['rayVersion']}" in pins
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
@@ -426,7 +415,7 @@ def launch(*arguments: str):
 @pytest.fixture
 def task(tmp_path: Path) -> list[str]:
     """Overrides that point the tiny recipe to files that are there."""
-    from slimrl_tools.toy import ToySize, write_toy
+    from slimrl_tools.toy.toy import ToySize, write_toy
 
     write_toy("qwen3_moe", tmp_path / "model", ToySize(layers=1, hidden=32, moe_intermediate=16), 0)
     data = tmp_path / "data.jsonl"

@@ -12,7 +12,7 @@ import yaml
 
 from slimrl.config.load import load_recipe
 from slimrl.config.schema import Recipe
-from slimrl.launch.mounts import unmounted_paths
+from slimrl.launch.job_check import unmounted_paths
 from slimrl.launch.options import add_options
 from slimrl.launch.reports import LaunchError
 from slimrl.launch.submit import SlurmJob, job_script, nodes_needed, quote, submit
@@ -66,7 +66,7 @@ def test_what_a_user_gives_reaches_sbatch_and_the_job_as_it_is(tmp_path: Path):
         min_free_gib=100.5,
         object_store_gib=2.0,
         preflight_timeout_s=10.0,
-        meeting_timeout_s=20.0,
+        allreduce_timeout_s=20.0,
         sft=True,
     )
     script = job_script(recipe, overrides, job)
@@ -220,7 +220,7 @@ def test_a_local_run_without_a_recipe_says_how_it_is_used(tmp_path: Path, argume
 def test_a_local_run_stays_in_the_working_directory_and_says_where_python_is_missing(tmp_path: Path):
     here = local_run(tmp_path, "mine.yaml", nvidia_smi="exit 9", SLIMRL_GPUS="0", SLIMRL_PYTHON=str(tmp_path / "where"))
     assert here.returncode == 2
-    assert here.stderr.startswith(f"{tmp_path / 'where'}: no such program. `make setup` in {ROOT} makes it")
+    assert here.stderr.startswith(f"{tmp_path / 'where'}: no such program. Run `make setup` in {ROOT}")
     (tmp_path / "where").write_text("#!/bin/bash\npwd\n")
     (tmp_path / "where").chmod(0o755)
     here = local_run(tmp_path, "mine.yaml", nvidia_smi="exit 9", SLIMRL_GPUS="0", SLIMRL_PYTHON=str(tmp_path / "where"))

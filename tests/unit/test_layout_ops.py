@@ -1,9 +1,11 @@
 """Layout operations: exact inverses, the layouts that Megatron documents, and equal under any sharding."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from slimrl.models.layout_ops import GateUp, GroupedQKV, Identity
+from slimrl.models.layout_ops import DeltaNetInput, GateUp, GroupedQKV, Identity
 from slimrl.models.weight_map import Entry, HfTensor, Rule, Shard, WeightMap
 
 HIDDEN, GROUPS, QUERIES, DIM, WIDE = 12, 4, 3, 5, 8
@@ -17,6 +19,23 @@ QKV = Rule(
     op=GroupedQKV(QUERIES, DIM),
     shard=Shard(dim=0),
 )
+GATED_QKV = Rule(
+    megatron=("gated",),
+    hf=(HfTensor(name="qg", shape=(GROUPS * QUERIES * 2 * DIM, HIDDEN)), *QKV.hf[1:]),
+    op=GroupedQKV(QUERIES, DIM, gated=True),
+    shard=Shard(dim=0),
+)
+KEY_DIM, VALUE_DIM, VALUES = 2, 3, 2
+DELTA_NET = Rule(
+    megatron=("delta",),
+    hf=(
+        HfTensor(name="qkvz", shape=(GROUPS * (2 * KEY_DIM + 2 * VALUES * VALUE_DIM), HIDDEN)),
+        HfTensor(name="ba", shape=(GROUPS * 2 * VALUES, HIDDEN)),
+    ),
+    op=DeltaNetInput(VALUES, KEY_DIM, VALUE_DIM),
+    shard=Shard(dim=0),
+)
+CONV = Rule(megatron=("conv",), hf=(HfTensor(name="conv", shape=(32, 1, 3)),), shard=Shard(dim=0, sections=(8, 8, 16)))
 GATE_UP = Rule(
     megatron=("fc1",),
     hf=(HfTensor(name="gate", shape=(WIDE, HIDDEN)), HfTensor(name="up", shape=(WIDE, HIDDEN))),
@@ -43,20 +62,15 @@ def shards(rule: Rule, weights: dict[str, torch.Tensor], count: int) -> list[tor
     return [entry.to_megatron(lambda name, where: weights[name][where], i, count) for i in range(count)]
 
 
-@pytest.mark.parametrize("rule", [QKV, GATE_UP, DOWN, EMBED], ids=lambda rule: rule.megatron[0])
+@pytest.mark.parametrize(
+    "rule", [QKV, GATED_QKV, DELTA_NET, CONV, GATE_UP, DOWN, EMBED], ids=lambda rule: rule.megatron[0]
+)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_shards_turn_back_into_the_tensors_they_came_from(rule, count):
     weights = random_weights(rule)
     back = entry_of(rule).to_hf(shards(rule, weights, count))
     for tensor, result in zip(rule.hf, back, strict=True):
         assert torch.equal(result, weights[tensor.name])
-
-
-@pytest.mark.parametrize("rule", [QKV, GATE_UP, DOWN, EMBED, NORM], ids=lambda rule: rule.megatron[0])
-def test_declared_shard_shapes_are_the_real_ones(rule):
-    count = 1 if rule is NORM else 4
-    for shard in shards(rule, random_weights(rule), count):
-        assert tuple(shard.shape) == entry_of(rule).shard_shape(count)
 
 
 def test_grouped_qkv_puts_each_group_s_queries_before_its_key_and_value():
@@ -68,6 +82,38 @@ def test_grouped_qkv_puts_each_group_s_queries_before_its_key_and_value():
         rows.append(weights["k"][group * DIM : (group + 1) * DIM])
         rows.append(weights["v"][group * DIM : (group + 1) * DIM])
     assert torch.equal(fused, torch.cat(rows))
+
+
+def test_a_group_s_gate_heads_follow_its_query_heads():
+    """Row 10 h + d of the queries' tensor is dimension d of query head h, row 10 h + 5 + d of its gate."""
+    weights = random_weights(GATED_QKV)
+    (fused,) = shards(GATED_QKV, weights, 1)
+    rows = []
+    for group in range(GROUPS):
+        heads = range(group * QUERIES, (group + 1) * QUERIES)
+        for gate in (0, DIM):
+            rows += [weights["qg"][2 * DIM * head + gate : 2 * DIM * head + gate + DIM] for head in heads]
+        rows += [weights[name][group * DIM : (group + 1) * DIM] for name in ("k", "v")]
+    assert torch.equal(fused, torch.cat(rows))
+
+
+def test_the_input_of_a_delta_net_holds_all_heads_of_a_kind_one_after_the_other():
+    weights = random_weights(DELTA_NET)
+    for count in (1, 2):
+        heads = GROUPS // count
+        for index, shard in enumerate(shards(DELTA_NET, weights, count)):
+            qkvz, ba = (weights[name].view(GROUPS, -1, HIDDEN)[index * heads : (index + 1) * heads] for name in weights)
+            edges = [0, KEY_DIM, 2 * KEY_DIM, 2 * KEY_DIM + VALUES * VALUE_DIM, 2 * KEY_DIM + 2 * VALUES * VALUE_DIM]
+            kinds = [qkvz[:, a:b] for a, b in pairwise(edges)] + [ba[:, :VALUES], ba[:, VALUES:]]
+            assert torch.equal(shard, torch.cat([kind.reshape(-1, HIDDEN) for kind in kinds]))
+
+
+def test_every_section_of_a_convolution_is_sharded_by_itself():
+    weights = random_weights(CONV)
+    query, key, value = weights["conv"].split([8, 8, 16])
+    assert torch.equal(shards(CONV, weights, 2)[1], torch.cat([query[4:], key[4:], value[8:]]))
+    with pytest.raises(ValueError, match="conv: dimension 0 of 8 does not divide over 3 ranks"):
+        shards(CONV, weights, 3)
 
 
 def test_a_shard_of_fc1_holds_a_piece_of_gate_and_a_piece_of_up():
@@ -125,6 +171,11 @@ def test_groups_are_views_of_the_weight_with_the_rows_of_each_tensor():
     assert [tuple(Identity().groups(torch.ones(shape))[0].shape) for shape in ((), (3,), (2, 3))] == [
         (1, 1), (1, 3), (1, 2, 3),
     ]  # fmt: skip
+    for rule in (GATED_QKV, DELTA_NET):
+        weights = random_weights(rule)
+        groups = rule.op.groups(rule.op.to_megatron(*weights.values()))
+        assert [g.shape[0] for g in groups] == [GROUPS] * len(weights)
+        assert all(torch.equal(g.flatten(0, 1), t) for g, t in zip(groups, weights.values(), strict=True))
     both_views = GateUp().groups(both)
     both.zero_()
     assert not any(groups.any() for groups in both_views)

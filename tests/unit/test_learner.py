@@ -6,13 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from slimrl.algorithms.losses import log_ratio_sums, set_remote_log_ratio
+from slimrl.algorithms.mismatch import report_logprobs
 from slimrl.config.schema import Recipe
+from slimrl.data.packing import num_trajectories
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.data.trajectory import Segment, Status, Trajectory
-from slimrl.runtime.errors import RunError
+from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.state import RunState
-from slimrl.runtime.step import Step
+from slimrl.runtime.step_metrics import Step
 
 PROMPT = 3
 """Tokens of each segment that nobody sampled."""
@@ -30,12 +33,11 @@ class AnsweringTrainers:
     def __init__(self, *, mismatch: float = 0.0, skips=(), drift_of_update: float = 0.0) -> None:
         self.mismatch, self.drift = mismatch, drift_of_update
         self.skips = list(skips)
-        self.updates, self.logprob_temperatures, self.routing = [], [], []
+        self.updates, self.logprob_temperatures, self.routing, self.puts = [], [], [], []
 
-    def compute_logprobs(self, parts, temperature, *, routing=False):
-        self.logprob_temperatures.append(temperature)
-        self.routing.append(routing)
-        return [[self._answer(batch) for batch in part] for part in parts]
+    def put_batches(self, updates):
+        self.held = [[batch for part in parts for batch in part] for parts in updates]
+        self.puts.append(len(updates))
 
     def _answer(self, batch) -> LogProbs:
         drift = len(self.updates) * self.drift * batch.position_ids
@@ -43,11 +45,29 @@ class AnsweringTrainers:
         entropy = np.where(batch.mask, ENTROPY, np.nan)
         return LogProbs(logprobs=logprobs.astype(np.float32), entropy=entropy.astype(np.float32))
 
-    def train_update(self, parts, objective, *, denominator, temperature):
-        remote = [batch.elsewhere_log_ratio.copy() for part in parts for batch in part]
+    def add_logprobs(self, update, name, temperature, *, routing=False):
+        self.logprob_temperatures.append(temperature)
+        self.routing.append(routing)
+        for batch in self.held[update]:
+            batch.added[name] = self._answer(batch).logprobs
+        return [report_logprobs(batch, self._answer(batch)) for batch in self.held[update]]
+
+    def refresh_remote(self, update, temperature):
+        self.logprob_temperatures.append(temperature)
+        own = [log_ratio_sums(batch, self._answer(batch).logprobs) for batch in self.held[update]]
+        everywhere = [(batch.trajectories, sums) for batch, sums in zip(self.held[update], own, strict=True)]
+        set_remote_log_ratio(self.held[update], own, everywhere)
+
+    def train_update(self, update, objective, *, denominator, temperature):
+        assert all("old_logprobs" in batch.added for batch in self.held[update])
+        remote = [batch.remote_log_ratio.copy() for batch in self.held[update]]
         self.updates.append(
             SimpleNamespace(
-                parts=parts, objective=objective, denominator=denominator, temperature=temperature, remote=remote
+                batches=self.held[update],
+                objective=objective,
+                denominator=denominator,
+                temperature=temperature,
+                remote=remote,
             )
         )
         skipped = self.skips.pop(0) if self.skips else False
@@ -104,6 +124,27 @@ def pairs(groups: str, **options) -> list[Trajectory]:
     return [trajectory(group, sample, **options) for group in groups for sample in range(2)]
 
 
+def test_a_group_is_trained_on_where_every_filter_keeps_it():
+    settings, asked = recipe(), []
+    settings.reward.group_filters = ["task:not_a", "task:not_b"]
+
+    def refuses(name):
+        return lambda group: asked.append((name, group[0].group_id)) or group[0].group_id != name
+
+    learner = Learner(settings, AnsweringTrainers(), RunState(), [refuses("a"), refuses("b")])
+    (update,) = learner.prepare(Step(1), pairs("abc"))
+    assert num_trajectories(update) == 2
+    assert asked == [("a", "a"), ("a", "b"), ("b", "b"), ("a", "c"), ("b", "c")]
+
+
+def test_a_group_filter_that_fails_is_named():
+    settings = recipe()
+    settings.reward.group_filters = ["task:keep"]
+    learner = Learner(settings, AnsweringTrainers(), RunState(), [lambda group: 1 / 0])
+    with pytest.raises(RunError, match="task:keep failed on mixed: ZeroDivisionError"):
+        learner.prepare(Step(1), [trajectory("mixed", sample) for sample in range(2)])
+
+
 def test_an_update_is_divided_by_its_trajectories_and_works_at_the_temperature_of_the_rollout():
     trainers = AnsweringTrainers()
     learn(trainers, recipe(updates=2), pairs("abc", lengths=(60, 50)))
@@ -111,6 +152,8 @@ def test_an_update_is_divided_by_its_trajectories_and_works_at_the_temperature_o
         ("policy", 4, 0.7),
         ("policy", 2, 0.7),
     ]
+    # All batches go to the ranks at once, and none is left there.
+    assert trainers.puts == [2, 0]
     # Of each update's old log-probs, and of the second one's segments that lie apart.
     assert trainers.logprob_temperatures == [0.7] * 3
 
@@ -118,7 +161,7 @@ def test_an_update_is_divided_by_its_trajectories_and_works_at_the_temperature_o
 def test_the_metrics_are_means_over_tokens_and_over_trajectories():
     trainers = AnsweringTrainers(mismatch=0.002)
     step, updates = learn(trainers, recipe(), pairs("ab"))
-    assert updates[0].num_trajectories == 4
+    assert num_trajectories(updates[0]) == 4
     assert step.metrics["policy/entropy"] == pytest.approx(ENTROPY)
     assert step.metrics["mismatch/logprob_abs_mean"] == pytest.approx(0.002, rel=1e-3)
     assert step.metrics["policy/loss"] == 0.5
@@ -161,7 +204,7 @@ def test_the_second_update_knows_what_lies_elsewhere_and_the_first_has_nothing_t
     # Target positions of a segment of n tokens: PROMPT - 1 to n - 2, each moved by its position.
     moved = {length: 1e-3 * sum(range(PROMPT - 1, length - 1)) for length in (60, 50)}
     seen = []
-    for batch, remote in zip(second.parts[0], second.remote, strict=True):
+    for batch, remote in zip(second.batches, second.remote, strict=True):
         length = int((~batch.padding).sum()) + 1
         assert remote == pytest.approx([moved[110 - length]], rel=1e-4)
         seen.append(length)
@@ -177,7 +220,7 @@ def test_whole_trajectories_of_the_second_update_need_no_log_probs_anew():
 def test_the_run_stops_at_the_limit_of_updates_skipped_in_a_row():
     state = RunState()
     trainers = AnsweringTrainers(skips=[True] * 3)
-    settings = recipe(max_skipped_steps=3)
+    settings = recipe(max_skipped_updates=3)
     for step in (1, 2):
         made, _ = learn(trainers, settings, pairs("a"), state)
         assert made.metrics["train/skipped_steps"] == step
@@ -189,12 +232,12 @@ def test_an_update_that_is_made_ends_the_streak_of_skipped_ones():
     state = RunState()
     trainers = AnsweringTrainers(skips=[True, True, False] * 3)
     for _ in range(9):
-        learn(trainers, recipe(max_skipped_steps=3), pairs("a"), state)
+        learn(trainers, recipe(max_skipped_updates=3), pairs("a"), state)
     assert (state.skipped_steps, state.skipped_in_a_row) == (6, 0)
 
 
 def test_a_rollout_without_anything_to_teach_makes_no_update():
     trainers = AnsweringTrainers()
     step, updates = learn(trainers, recipe(), [trajectory("a", 1), trajectory("a", 1)])
-    assert updates == trainers.updates == trainers.logprob_temperatures == []
+    assert updates == trainers.puts == trainers.updates == trainers.logprob_temperatures == []
     assert step.metrics == {"rollout/zero_variance_fraction": 1.0, "train/skipped_steps": 0}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slimrl.data.packing import MicroBatch
-from slimrl.trainer.local_batch import LocalBatch, cut, join
+from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
 
 TOKENS = 24
 PLACES = {
@@ -19,15 +19,15 @@ PLACES = {
 }
 
 
-def micro_batch(old: bool = True) -> MicroBatch:
+def micro_batch() -> MicroBatch:
     """Two sequences, every field with numbers of its own."""
     tokens = np.arange(TOKENS)
     return MicroBatch(
         tokens=tokens + 100, targets=tokens + 101, mask=tokens % 3 == 0, padding=tokens >= 20, position_ids=tokens % 8,
         cu_seqlens=np.array([0, 8, 24], np.int32), trajectory_ids=tokens // 12,
         rollout_logprobs=-tokens.astype(np.float32), trajectories=np.array([5, 3]), num_sampled=np.array([4, 2]),
-        advantages=np.array([0.5, -0.5], np.float32), elsewhere_log_ratio=np.array([0.25, 0.75], np.float32),
-        old_logprobs=-2 * tokens.astype(np.float32) if old else None,
+        advantages=np.array([0.5, -0.5], np.float32), remote_log_ratio=np.array([0.25, 0.75], np.float32),
+        added={"old_logprobs": -2 * tokens.astype(np.float32)},
     )  # fmt: skip
 
 
@@ -38,13 +38,15 @@ def group(ranks: int, rank: int) -> SimpleNamespace:
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_rank_has_its_tokens_of_every_field_and_all_trajectories(ranks, rank):
     batch, place = micro_batch(), PLACES[ranks][rank]
-    found = cut(batch, group(ranks, rank))
+    found = shard_context(batch, group(ranks, rank))
     assert found.index_T.tolist() == place
     per_token = [field.name for field in fields(LocalBatch) if field.name.endswith("_T") and field.name != "index_T"]
     assert len(per_token) == 8
+    per_token.remove("added_T")
+    assert found.added_T["old_logprobs"].tolist() == [-2.0 * token for token in place]
     for name in per_token:
         assert getattr(found, name).tolist() == getattr(batch, name.removesuffix("_T"))[place].tolist(), name
-    for name in ("num_sampled", "advantages", "elsewhere_log_ratio"):
+    for name in ("num_sampled", "advantages", "remote_log_ratio"):
         assert getattr(found, f"{name}_N").tolist() == getattr(batch, name).tolist()
     assert found.total_tokens == TOKENS
     assert found.num_tokens == sum(token < 20 for token in place)
@@ -53,17 +55,16 @@ def test_a_rank_has_its_tokens_of_every_field_and_all_trajectories(ranks, rank):
     assert packed.qkv_format == "thd"
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 8, 24]
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 16
-    assert cut(micro_batch(old=False), group(ranks, rank)).old_logprobs_T is None
 
 
 def test_a_sequence_that_ranks_cannot_share_is_refused():
-    with pytest.raises(ValueError, match="8 tokens cannot be cut for 3"):
-        cut(micro_batch(), group(3, 0))
+    with pytest.raises(ValueError, match="8 tokens cannot be divided over 3"):
+        shard_context(micro_batch(), group(3, 0))
 
 
 def test_values_of_all_ranks_are_joined_in_the_order_of_the_micro_batch(monkeypatch):
     values_T2 = torch.arange(2 * TOKENS).reshape(TOKENS, 2).float()
-    parts = [cut(micro_batch(), group(2, rank)) for rank in range(2)]
+    parts = [shard_context(micro_batch(), group(2, rank)) for rank in range(2)]
 
     def all_gather(received, own, group):
         assert group is parts[1].context_group
@@ -71,14 +72,14 @@ def test_values_of_all_ranks_are_joined_in_the_order_of_the_micro_batch(monkeypa
             part.copy_(parts[rank].index_T if own.dtype == torch.int64 else values_T2[parts[rank].index_T])
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
-    joined = join(values_T2[parts[1].index_T], parts[1])
+    joined = gather_context(values_T2[parts[1].index_T], parts[1])
     assert torch.equal(joined, values_T2)
-    alone = cut(micro_batch(), group(1, 0))
-    assert join(values_T2, alone) is values_T2
+    alone = shard_context(micro_batch(), group(1, 0))
+    assert gather_context(values_T2, alone) is values_T2
 
 
 def test_a_sum_over_ranks_leaves_what_is_added_as_it_was(monkeypatch):
-    batch, own = cut(micro_batch(), group(2, 0)), torch.ones(3)
+    batch, own = shard_context(micro_batch(), group(2, 0)), torch.ones(3)
 
     def all_reduce(total, group):
         assert group is batch.context_group

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from slimrl_tools.logits import MAX_FLOAT32, RMS_LIMITS, compare_logits, compute_logits, random_prompts
 from slimrl_tools.open_checkpoint import find_checkpoint
-from slimrl_tools.verification import _precision
+from slimrl_tools.verify.logits import MAX_FLOAT32, RMS_LIMITS, compare_logits, compute_logits, random_prompts
+from slimrl_tools.verify.verification import _precision
 from transformers import AutoModelForCausalLM
 
-from slimrl.data.protocols import TensorSpec
+from slimrl.data.weights import TensorSpec
 
 A = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[1.0, 2.0], [2.0, 1.0]]])
 

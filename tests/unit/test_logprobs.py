@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from thread_meeting import Meeting
 
-from slimrl.trainer.forward import vocab_parallel_logprobs
+from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
 
 TOKENS, ROWS, REAL = 23, 40, 37
 """37 real tokens in an embedding of 40 rows."""

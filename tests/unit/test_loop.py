@@ -4,6 +4,7 @@ The stages are fakes that write down their calls; steps, metrics, checkpoints an
 """
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,12 @@ from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.evaluate import EvalResult
+from slimrl.rollout.statistics import EvalResult
 from slimrl.runtime import train_run
-from slimrl.runtime.errors import RunError, StepDropped
+from slimrl.runtime.cluster.errors import RunError, StepDropped
 from slimrl.runtime.loop import train
-from slimrl.runtime.rollout_stage import RolloutBatch
 from slimrl.runtime.state import RunState
-from slimrl.runtime.step import Step
+from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.train_run import TrainRun
 
 
@@ -47,10 +47,11 @@ class Stages:
     def connect_engines(self, addresses):
         self._note("connect")
 
-    def rollout(self, prompts, *, label, may_go_on):
+    def rollout(self, prompts, *, label, check_cancelled):
         self._note(f"rollout {label} of {', '.join(prompt.prompt_id for prompt in prompts)}")
-        may_go_on()
-        return RolloutBatch(trajectories=["a trajectory"], seconds=1.0)
+        check_cancelled()
+        time.sleep(0.002)
+        return ["a trajectory"]
 
     def prepare(self, step, trajectories):
         assert trajectories == ["a trajectory"]
@@ -80,7 +81,7 @@ class Stages:
         # Another figure for each step, whoever makes it.
         accuracy = int(label[-6:]) / 8
         return EvalResult(
-            name=name, accuracy=accuracy, num_prompts=1, turns_mean=1, tool_calls_mean=0, truncated_fraction=0,
+            name=name, reward_mean=accuracy, num_prompts=1, turns_mean=1, tool_calls_mean=0, truncated_fraction=0,
             failed_fraction=0,
         ), None  # fmt: skip
 
@@ -158,7 +159,7 @@ def play(recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, s
             trackers=trackers,
             progress=stages,
             state=state,
-            prompts=prompts,
+            data=prompts,
             preemption=stages,
         )
         run.learner = stages
@@ -193,7 +194,7 @@ def test_a_step_goes_round_the_ring_and_a_checkpoint_comes_before_the_evaluation
     ]  # fmt: skip
     first, second, third = read_metrics(folder.metrics)
     assert [line["step"] for line in (first, second, third)] == [0, 1, 2]
-    assert (first["eval/hard/accuracy"], third["eval/hard/accuracy"]) == (0.0, 0.25)
+    assert (first["eval/hard/reward_mean"], third["eval/hard/reward_mean"]) == (0.0, 0.25)
     assert [line["policy/loss"] for line in (second, third)] == [1.0, 2.0]
     assert [line["resync/version"] for line in (first, second, third)] == [0, 1, 2]
     for phase in ("rollout", "logprobs", "train", "resync", "step"):
@@ -218,7 +219,7 @@ def test_evaluations_lie_where_the_recipe_says(tmp_path: Path, settings, sets, e
     stages = Stages()
     folder = play(recipe_of(5, **settings), stages, tmp_path, sets=sets)
     assert numbers(stages.calls, "eval_") == expected
-    assert [line["step"] for line in lines(folder) if "eval/heldout/accuracy" in line] == expected
+    assert [line["step"] for line in lines(folder) if "eval/heldout/reward_mean" in line] == expected
     assert [line["step"] for line in lines(folder)] == [0, 1, 2, 3, 4, 5]
 
 
@@ -246,6 +247,17 @@ def test_a_failed_evaluation_costs_no_step_and_a_resumed_run_makes_it(tmp_path: 
     assert stages.calls[:3] == ["connect", f"resync {failing}", f"eval_{failing:06d} on heldout"]
     assert numbers(stages.calls, "eval_") == ([0, 2] if failing == 2 else [0])
     assert lines(failed) == lines(whole)
+
+
+def test_a_run_that_is_resumed_for_fewer_steps_than_it_made_is_exported(tmp_path: Path):
+    stages = Stages()
+    stages.failing_evaluations = {"eval_000004"}
+    with pytest.raises(RunError):
+        play(recipe_of(6, every=2, every_steps=2), stages, tmp_path)
+    stages = Stages()
+    play(recipe_of(3), stages, tmp_path, resume=True)
+    assert "train" not in stages.calls
+    assert stages.calls[-1] == "export"
 
 
 def test_an_evaluation_that_was_made_after_the_checkpoint_is_not_made_again(tmp_path: Path):
@@ -294,7 +306,7 @@ def test_a_dropped_step_leaves_the_step_before_it_with_a_checkpoint(tmp_path: Pa
     stages.asked_in = f"rollout step_000002 of {order[2]}, {order[3]}"
     folder = play(recipe, stages, tmp_path / "dropped")
     assert stages.calls[-3:] == ["line 1", stages.asked_in, "checkpoint"]
-    assert stages.said == ["step 2 dropped: its rollout went on past checkpoint.grace_s"]
+    assert stages.said == ["step 2 dropped: its rollout took longer than checkpoint.grace_s"]
     assert (saved_state(folder).step, [line["step"] for line in lines(folder)]) == (1, [0, 1])
     stages = Stages()
     play(recipe, stages, tmp_path / "dropped", resume=True)
@@ -312,7 +324,7 @@ def test_a_run_that_is_asked_to_make_room_finishes_its_step_and_evaluation(tmp_p
     assert step == (1 if moment == "train" else 2)
     assert stages.calls.count("checkpoint") == 1
     assert "export" not in stages.calls
-    assert lines(folder)[-1] == {**lines(folder)[-1], "step": step, "eval/heldout/accuracy": step / 8}
+    assert lines(folder)[-1] == {**lines(folder)[-1], "step": step, "eval/heldout/reward_mean": step / 8}
     resumed = Stages()
     play(recipe, resumed, tmp_path, resume=True)
     # The one that was made is not made again.
@@ -330,7 +342,7 @@ def test_a_run_that_is_asked_to_make_room_before_its_first_step_has_nothing_to_s
 
 def test_what_comes_after_a_steps_end_is_not_in_its_seconds(monkeypatch: pytest.MonkeyPatch):
     now = iter([0.0, 1.0, 4.0, 6.0, 7.0, 8.0, 28.0])
-    monkeypatch.setattr("slimrl.runtime.step.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("slimrl.runtime.step_metrics.time.monotonic", lambda: next(now))
     step = Step(1)
     with step.timed("train"):
         pass
@@ -342,6 +354,10 @@ def test_what_comes_after_a_steps_end_is_not_in_its_seconds(monkeypatch: pytest.
     assert "time/eval_s" not in step.metrics
 
 
+REQUESTS = "cuda_graph, kv_cache"
+"""What an engine holds for requests alone."""
+
+
 def test_devices_that_are_shared_are_handed_over_at_every_turn(tmp_path: Path):
     """Engines hold a cache of keys and values, the trainer gradients and an optimizer; both hold weights."""
     recipe = recipe_of(1)
@@ -351,12 +367,13 @@ def test_devices_that_are_shared_are_handed_over_at_every_turn(tmp_path: Path):
     order = [str(i) for i in Sampler(range(5), seed=3, shuffle=True).take(2)]
     assert stages.calls == [
         "connect",
-        "away with kv_cache", "take weights", "resync 0", "away with weights", "take kv_cache", "line 0",
+        f"away with {REQUESTS}", "take weights", "resync 0", "away with weights", f"take {REQUESTS}", "line 0",
         f"rollout step_000001 of {order[0]}, {order[1]}",
-        "away with kv_cache, weights", "take gradients, optimizer, weights", "prepare", "logprobs", "train",
-        "away with gradients, optimizer", "take weights", "resync 1", "away with weights", "take kv_cache", "line 1",
-        "away with kv_cache", "take optimizer, weights", "checkpoint", "away with optimizer, weights", "take kv_cache",
-        "away with kv_cache", "take weights", "export",
+        f"away with {REQUESTS}, weights", "take gradients, optimizer, weights", "prepare", "logprobs", "train",
+        "away with gradients, optimizer", "take weights", "resync 1", "away with weights", f"take {REQUESTS}", "line 1",
+        f"away with {REQUESTS}", "take optimizer, weights", "checkpoint",
+        "away with optimizer, weights", f"take {REQUESTS}",
+        f"away with {REQUESTS}", "take weights", "export",
     ]  # fmt: skip
 
 
@@ -375,7 +392,8 @@ def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tm
     batch = ["a trajectory"]
     assert seen == [
         ("rule", batch, recipe.algorithm.truncated),
-        ("figures", batch, 1.0),
+        ("figures", batch, seen[1][2]),
         ("samples", folder.sample_file(1), batch, 3),
     ]
+    assert 0.002 <= seen[1][2] < 60
     assert lines(folder)[1]["rollout/tokens"] == 5

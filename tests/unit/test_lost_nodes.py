@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from slimrl.rollout.ports import free_ports
-from slimrl.runtime import reservation
-from slimrl.runtime.placement import Node
+from slimrl.rollout.servers.ports import free_ports
+from slimrl.runtime.cluster import reservation
+from slimrl.runtime.cluster.placement import Node
 
 NODE = Node(node_id="a", name="host-a", address="127.0.0.1", slots=1)
 

@@ -15,8 +15,9 @@ import torch
 import megatron_patches
 from megatron_patches.first_import import _compile_does_nothing, _hidden
 from megatron_patches.page import patches_page
-from megatron_patches.respell import rebind, respell
+from megatron_patches.patching import patch_attr, patch_source
 from megatron_patches.zigzag import zigzag_indices
+from slimrl.config.schema import OptimizerConfig, TrainerConfig
 
 
 def test_a_second_application_changes_nothing():
@@ -27,8 +28,35 @@ def test_an_unknown_version_is_refused_by_name(monkeypatch):
     import megatron.core
 
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9")
-    with pytest.raises(RuntimeError, match=r"9\.9\.9 is installed; patches exist for 0\.16\.1"):
+    with pytest.raises(RuntimeError, match=r"9\.9\.9 is installed; the patches are for 0\.19\.2"):
         megatron_patches.apply()
+
+
+def noting(done, letter):
+    def patch():
+        done.append(letter)
+
+    return patch
+
+
+@pytest.mark.parametrize(("cuda", "engine", "groups"), [(True, True, "a"), (True, False, "ab"), (False, False, "abc")])
+def test_a_gpu_without_transformer_engine_gets_what_stands_in_for_it(monkeypatch, cuda, engine, groups):
+    """A GPU alone does not make Megatron's own layers take packed sequences."""
+    done = []
+    for letter, name in (("a", "ANY_DEVICE"), ("b", "WITHOUT_TRANSFORMER_ENGINE"), ("c", "CPU_ONLY")):
+        monkeypatch.setattr(megatron_patches, name, (noting(done, letter),))
+    monkeypatch.setattr(megatron_patches, "_applied", [])
+    monkeypatch.setattr(megatron_patches, "import_megatron", lambda: None)
+    monkeypatch.setattr(megatron_patches.device, "device_type", lambda: "cuda" if cuda else "cpu")
+    monkeypatch.setattr(megatron_patches.device, "has_transformer_engine", lambda: engine)
+    megatron_patches.apply()
+    assert "".join(done) == groups
+
+
+def test_what_stands_in_for_transformer_engine_is_not_left_out_with_a_gpu():
+    names = {patch.__name__ for patch in megatron_patches.patches(cuda=True, transformer_engine=False)}
+    assert names >= {"offer_core_attention", "keep_steps_of_torch_adam", "name_replicated_linear"}
+    assert not names & {"replace_torch_cuda", "accept_cpu_shards", "track_the_cpu_generator"}
 
 
 def test_a_function_that_megatron_compiles_runs_as_it_is_without_a_gpu():
@@ -53,7 +81,7 @@ def test_a_hidden_module_is_absent_for_as_long_as_it_is_hidden(monkeypatch):
 
 def test_a_literal_that_occurs_another_number_of_times_is_refused():
     with pytest.raises(RuntimeError, match="occurs 0 times, 1 expected"):
-        respell("megatron_patches.zigzag", "zigzag_indices", ("no such text", "", 1))
+        patch_source("megatron_patches.zigzag", "zigzag_indices", ("no such text", "", 1))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -65,7 +93,7 @@ def test_zigzag_pieces_cover_every_token_once_and_balance_causal_work(ranks):
 
 
 def test_a_length_that_zigzag_cannot_cut_is_refused():
-    with pytest.raises(ValueError, match="6 tokens cannot be cut for 2"):
+    with pytest.raises(ValueError, match="6 tokens cannot be divided over 2"):
         zigzag_indices([0, 8, 14], 2, 0)
 
 
@@ -142,24 +170,6 @@ def test_an_optimizer_on_the_host_starts_from_zero_moments_and_its_state_is_plai
     assert not state["exp_avg"].any()
     assert not state["exp_avg_sq"].any()
     assert state["step"] == 0
-
-
-def test_the_auxiliary_loss_counts_the_tokens_of_all_ranks_that_share_its_sequences(monkeypatch):
-    megatron_patches.apply()
-    from megatron.core.transformer.moe import router
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    monkeypatch.setattr(router, "save_to_aux_losses_tracker", lambda *about, **groups: None)
-    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
-    of_four_ranks = SimpleNamespace(
-        config=SimpleNamespace(num_layers=1, mtp_num_layers=None), layer_number=1, calculate_per_token_loss=True,
-        tp_cp_group=SimpleNamespace(size=lambda: 4),
-    )  # fmt: skip
-    activation, loss = torch.ones(5, 3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    attach = router.TopKRouter.attach_and_log_load_balancing_loss
-    attach(of_four_ranks, activation, 0.1, loss, "load_balancing_loss", None).sum().backward()
-    # Five tokens here, and as many on each of the others.
-    assert loss.grad.item() == 20.0
 
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="there these patches are left out")
@@ -294,8 +304,56 @@ def test_norms_are_torch_s_and_say_whether_their_gradients_are_added_up():
     alone = SimpleNamespace(**{**plain, "sequence_parallel": False}, normalization="RMSNorm")
     assert not WrappedTorchNorm(alone, 16).weight.sequence_parallel
     for option in options:
+        kind = "LayerNorm" if option == "layernorm_zero_centered_gamma" else "RMSNorm"
         with pytest.raises(ValueError, match=f"{option} needs Transformer Engine or Apex"):
-            WrappedTorchNorm(SimpleNamespace(**{**plain, option: True}, normalization="RMSNorm"), 16)
+            WrappedTorchNorm(SimpleNamespace(**{**plain, option: True}, normalization=kind), 16)
+
+
+def test_a_zero_centred_norm_is_qwen3_next_s():
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+
+    from megatron_patches.layers import ZeroCentredRMSNorm
+
+    for dtype in (torch.float32, torch.bfloat16):
+        norm, theirs = ZeroCentredRMSNorm(16, eps=1e-3, dtype=dtype), Qwen3NextRMSNorm(16, eps=1e-3).to(dtype)
+        assert not norm.weight.any()
+        for parameter in (norm.weight, theirs.weight):
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+        x = (3 * torch.randn(5, 16)).to(dtype)
+        torch.testing.assert_close(norm(x), theirs(x), rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-6)
+        assert norm(x).dtype is dtype
+
+
+def test_the_decay_of_a_delta_net_is_computed_in_float32_from_a_bfloat16_parameter():
+    megatron_patches.apply()
+    from megatron_patches.delta_net import DeltaNet
+
+    A_log, dt_bias, alpha, beta = (torch.randn(64).bfloat16() for _ in range(4))
+    decay, step = DeltaNet._compute_g_and_beta(None, A_log, dt_bias, alpha, beta)
+    expected = -A_log.double().exp() * torch.nn.functional.softplus(alpha.double() + dt_bias.double())
+    assert decay.dtype is torch.float32
+    torch.testing.assert_close(decay.double(), expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(step, beta.sigmoid())
+
+
+def test_delta_nets_stand_where_the_config_has_them_and_keep_the_keys_of_transformer_engine():
+    megatron_patches.apply()
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron_patches.delta_net import DeltaNet
+    from slimrl.models.family import family_of
+    from slimrl.models.hf_config import published_config
+    from slimrl.trainer.build import transformer_config
+
+    hf_config = {**published_config("Qwen3-Next-80B-A3B"), "num_hidden_layers": 5}
+    trainer = TrainerConfig(max_tokens_per_rank=1, optimizer=OptimizerConfig(lr=0.0))
+    config = transformer_config(trainer, family_of(hf_config).megatron_config(hf_config))
+    layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, "RMSNorm")
+    kinds = [layer.submodules.self_attention.module is DeltaNet for layer in layers]
+    assert kinds == [True, True, True, False, True]
+    keys = [layer.submodules.sharded_state_dict_keys_map["input_layernorm."] for layer in layers]
+    assert keys[2:4] == ["self_attention.in_proj.layer_norm_", "self_attention.linear_qkv.layer_norm_"]
+    assert config.experimental_attention_variant == "gated_delta_net"
 
 
 def test_down_projections_of_latent_attention_are_whole_on_every_rank():
@@ -310,6 +368,32 @@ def test_down_projections_of_latent_attention_are_whole_on_every_rank():
     assert latent.linear_q_down_proj is latent.linear_kv_down_proj is Linear
     assert Linear not in (latent.linear_q_up_proj, latent.linear_kv_up_proj, latent.linear_proj)
     assert Linear not in vars(attention(False)).values()
+
+
+@pytest.mark.parametrize("fused", [None, "norm and projection"])
+@pytest.mark.parametrize("lora", [None, 24])
+def test_a_query_that_is_not_compressed_has_no_norm_with_either_spec(monkeypatch, fused, lora):
+    """Moonlight's config.json has `q_lora_rank: null`; its checkpoint then has `q_proj` and `kv_a_layernorm` alone."""
+    megatron_patches.apply()
+    from megatron.core.transformer import mla_qk_norm_config as qk_norm
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    names = {"layer_norm": "norm", "column_parallel_linear": "projection", "column_parallel_layer_norm_linear": fused}
+    backend = SimpleNamespace(**{name: lambda value=value, **how: value for name, value in names.items()})
+    monkeypatch.setattr(qk_norm, "get_backend", lambda implementation: backend)
+    config = SimpleNamespace(
+        q_lora_rank=lora, qk_layernorm=True, qk_l2_norm=False, normalization="RMSNorm", transformer_impl="",
+        experimental_attention_variant=None,
+    )  # fmt: skip
+    norm = IdentityOp if fused else "norm"
+    given = SimpleNamespace(
+        linear_q_proj="projection", linear_q_up_proj=fused or "projection", linear_kv_up_proj=fused or "projection",
+        q_layernorm=norm, kv_layernorm=norm,
+    )  # fmt: skip
+    found = qk_norm.QKNormConfigResolver(config, given).resolve()
+    assert found["linear_q_proj"] == ("projection" if lora is None else IdentityOp)
+    assert found["linear_q_up_proj"] == (IdentityOp if lora is None else fused or "projection")
+    assert (found["linear_kv_up_proj"], found["kv_layernorm"]) == (fused or "projection", norm)
 
 
 @CPU_ONLY
@@ -357,9 +441,8 @@ def test_equal_pieces_go_megatron_s_own_way(monkeypatch):
 
 
 @CPU_ONLY
-def test_split_sizes_become_numbers_where_they_are_asked_for_and_names_of_transformer_engine_are_absent():
+def test_split_sizes_become_numbers_where_they_are_asked_for():
     megatron_patches.apply()
-    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     sizes = torch.tensor([3, 1, 2])
@@ -368,8 +451,6 @@ def test_split_sizes_become_numbers_where_they_are_asked_for_and_names_of_transf
         assert not torch.is_tensor(module.maybe_move_tensor_to_cpu(sizes, as_numpy=True))
         assert module.maybe_move_tensor_to_cpu(sizes) is sizes
         assert module.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
-    assert moe_utils.te_general_gemm is None
-    assert not multi_latent_attention.HAVE_TE
 
 
 @CPU_ONLY
@@ -413,9 +494,9 @@ def test_results_of_a_save_stay_in_this_process():
     megatron_patches.apply()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    results = filesystem_async._get_write_results_queue()
+    results = filesystem_async.get_write_results_queue()
     assert type(results) is queue.Queue
-    assert filesystem_async._get_write_results_queue() is results
+    assert filesystem_async.get_write_results_queue("spawn") is results
 
 
 def test_the_compiler_is_out_of_the_way_for_one_import_alone():
@@ -464,18 +545,18 @@ def ten():
 
 @pytest.fixture
 def source_module(tmp_path, monkeypatch):
-    (tmp_path / "respelled_source.py").write_text(SOURCE)
+    (tmp_path / "patched_source.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("respelled_source")
-    del sys.modules["respelled_source"]
+    yield importlib.import_module("patched_source")
+    del sys.modules["patched_source"]
 
 
-def test_a_respelled_function_keeps_its_kind_its_class_and_its_names(source_module):
+def test_a_patched_function_keeps_its_kind_its_class_and_its_names(source_module):
     change = ("10", "20", 1)
     for name in ("Derived.plain", "Derived.named", "graph", "ten"):
-        respell("respelled_source", name, change)
+        patch_source("patched_source", name, change)
     # One change after the other.
-    respell("respelled_source", "Derived.size", change, ("+ 20", "- 3", 1))
+    patch_source("patched_source", "Derived.size", change, ("+ 20", "- 3", 1))
     derived = source_module.Derived()
     assert derived.size() == -2
     assert (source_module.Derived.plain(1), derived.plain(1)) == (21, 21)
@@ -483,15 +564,15 @@ def test_a_respelled_function_keeps_its_kind_its_class_and_its_names(source_modu
     result = source_module.graph(torch.ones(1, requires_grad=True))
     assert (result.item(), result.requires_grad) == (20.0, False)
     assert source_module.ten() == [20]
-    assert (source_module.ten.__module__, source_module.ten.__qualname__) == ("respelled_source", "ten")
+    assert (source_module.ten.__module__, source_module.ten.__qualname__) == ("patched_source", "ten")
     assert source_module.Derived.size.__qualname__ == "Derived.size"
 
 
 def test_a_function_whose_decorator_would_be_lost_is_refused(source_module):
     with pytest.raises(RuntimeError, match=r"decorators \['@lru_cache'\] would be lost"):
-        respell("respelled_source", "Derived.cached", ("10", "20", 1))
+        patch_source("patched_source", "Derived.cached", ("10", "20", 1))
     with pytest.raises(RuntimeError, match="occurs 1 times, 2 expected"):
-        respell("respelled_source", "ten", ("10", "20", 2))
+        patch_source("patched_source", "ten", ("10", "20", 2))
     assert source_module.ten() == [10]
 
 
@@ -508,14 +589,14 @@ def test_a_function_is_replaced_wherever_megatron_imported_it_and_nowhere_else(m
     )
     for module in (owner, copy, stranger):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    rebind(owner, "function", new)
+    patch_attr(owner, "function", new)
     for module, expected in ((owner, new), (copy, new), (stranger, old)):
         assert (module.function, module.again, module.number) == (expected, expected, 1)
 
     class Kind:
         function = new
 
-    rebind(Kind, "function", old)
+    patch_attr(Kind, "function", old)
     assert Kind.function is old
     # A function of a class is not looked for in modules.
     assert copy.function is new

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slimrl.runtime.config_check import check_recipes
+from slimrl.runtime.checks.config_check import check_recipes
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mistakes.md"
@@ -27,7 +27,7 @@ MISTAKES = [
     ("A trajectory is longer than the token budget", A3B, ["trainer.max_tokens_per_rank=4096"]),
     ("Advantages within a group of one", A3B, ["rollout.samples_per_prompt=1"]),
     ("Shared GPUs, and a transport that needs others", A3B, ["resync.transport=collective"]),
-    ("An engine's ranks do not divide the heads", A3B, ["rollout.engine_tensor=6", "rollout.engine_expert=6"]),
+    ("An engine's ranks do not divide the heads", A3B, ["rollout.engine_tp=6", "rollout.engine_ep=6"]),
     ("PPO's clip range with GSPO's ratios", A3B, ["algorithm.clip_low=0.2", "algorithm.clip_high=0.28"]),
 ]
 """What was done, to which recipe, by which overrides."""

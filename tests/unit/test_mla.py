@@ -8,6 +8,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     YarnRotaryEmbedding,
     _yarn_get_mscale,
 )
+from shard_shapes import shard_shape
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
@@ -101,7 +102,7 @@ def test_down_projections_are_whole_on_every_rank_and_up_projections_cut_by_head
         index = weight_map.index_of(f"decoder.layers.0.self_attention.{name}.weight")
         assert index is not None
         entry = weight_map.entries[index]
-        shapes[name] = entry.shard_shape(4 if entry.rule.shard else 1)
+        shapes[name] = shard_shape(entry, 4 if entry.rule.shard else 1)
     assert shapes == {
         "linear_q_down_proj": (1536, 7168),
         "linear_kv_down_proj": (512 + 64, 7168),

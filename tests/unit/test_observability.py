@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import warnings
+from contextlib import closing
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 
@@ -48,10 +49,10 @@ def test_every_metric_is_documented_and_nothing_else_is():
 
 
 def test_a_set_is_one_component_of_a_name_and_a_part_may_be_several():
-    assert is_metric("eval/heldout/accuracy")
-    assert not is_metric("eval/a/b/accuracy")
+    assert is_metric("eval/heldout/reward_mean")
+    assert not is_metric("eval/a/b/reward_mean")
     assert not is_metric("reward/format")
-    assert not is_metric("eval/accuracy")
+    assert not is_metric("eval/reward_mean")
     assert not is_metric("policy/los")
     assert is_metric("reward/parts/format")
     assert is_metric("reward/parts/format/think")
@@ -59,7 +60,7 @@ def test_a_set_is_one_component_of_a_name_and_a_part_may_be_several():
 
 
 def test_each_step_is_one_json_object_and_what_is_not_finite_is_null(tmp_path):
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as writer:
         writer.log(0, {"reward/mean": 0.5, "policy/loss": float("nan"), "rollout/tokens": np.int64(7)})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
@@ -68,18 +69,21 @@ def test_each_step_is_one_json_object_and_what_is_not_finite_is_null(tmp_path):
 
 
 def test_an_undocumented_metric_is_refused(tmp_path):
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer, pytest.raises(AssertionError, match="policy/los"):
+    with (
+        closing(MetricsWriter(tmp_path / "metrics.jsonl")) as writer,
+        pytest.raises(AssertionError, match="policy/los"),
+    ):
         writer.log(0, {"policy/los": 1.0})
 
 
 def test_a_resumed_file_loses_the_steps_after_the_checkpoint_and_a_broken_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         for step in range(5):
             writer.log(step, {"reward/mean": step / 10})
     uninterrupted = path.read_bytes()
     path.write_bytes(uninterrupted + b'{"step": 5, "rewa')
-    with MetricsWriter(path, keep_through_step=2) as writer:
+    with closing(MetricsWriter(path, keep_through_step=2)) as writer:
         writer.log(3, {"reward/mean": 0.3})
         writer.log(4, {"reward/mean": 0.4})
     assert path.read_bytes() == uninterrupted
@@ -94,7 +98,7 @@ def test_a_broken_line_inside_a_metrics_file_is_named(tmp_path):
 def test_an_existing_run_is_kept_unless_asked_otherwise(tmp_path):
     run = open_run_folder(tmp_path, "demo", "seed: 1\n")
     run.metrics.write_text("kept")
-    with pytest.raises(ValueError, match=r"demo exists, without a checkpoint\. Use --resume-or-start to put it aside"):
+    with pytest.raises(ValueError, match=r"demo exists, without a checkpoint\. Use --resume-or-start to rename it"):
         open_run_folder(tmp_path, "demo", "seed: 2\n")
     (run.checkpoints / "step_000001").mkdir()
     with pytest.raises(ValueError, match=r"demo exists\. Use --resume to continue it, --overwrite"):
@@ -181,11 +185,11 @@ def test_a_link_in_a_runs_place_is_not_removed(tmp_path):
 def test_a_folder_that_is_no_run_is_never_removed_and_no_run_is_never_resumed(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="no run folder"):
+    with pytest.raises(ValueError, match="not a run folder"):
         open_run_folder(tmp_path, "home", "", overwrite=True)
-    with pytest.raises(ValueError, match="no run folder"):
+    with pytest.raises(ValueError, match="not a run folder"):
         open_run_folder(tmp_path, "home", "")
-    with pytest.raises(ValueError, match="no run folder"):
+    with pytest.raises(ValueError, match="not a run folder"):
         set_aside(RunFolder(tmp_path / "home"))
     assert (tmp_path / "home" / "thesis.tex").exists()
     with pytest.raises(ValueError, match="no run to resume"):
@@ -230,7 +234,7 @@ def test_without_a_terminal_progress_is_plain_lines(monkeypatch):
             assert output.getvalue() == "starting Ray\n", "said when it begins, not when it is over"
         with progress.phase("rollout", 2, "trajectories") as phase:
             phase.advance()
-        progress.summary(3, {"reward/mean": 0.25, "time/step_s": 1.5, "eval/heldout/accuracy": 0.5})
+        progress.summary(3, {"reward/mean": 0.25, "time/step_s": 1.5, "eval/heldout/reward_mean": 0.5})
         progress.summary(4, {"reward/mean": 0.5, "time/step_s": 1.25})
     lines = output.getvalue().splitlines()
     assert lines[:2] == ["starting Ray", "rollout 1/2 trajectories"]
@@ -308,9 +312,9 @@ def test_the_curve_draws_each_seed_and_their_mean(tmp_path, monkeypatch, num_see
     files = []
     for seed in range(num_seeds):
         files.append(tmp_path / f"{seed}.jsonl")
-        with MetricsWriter(files[-1]) as writer:
+        with closing(MetricsWriter(files[-1])) as writer:
             for step in range(3):
-                writer.log(step, {"reward/mean": step / 4, "eval/heldout/accuracy": (step + seed) / 4})
+                writer.log(step, {"reward/mean": step / 4, "eval/heldout/reward_mean": (step + seed) / 4})
     drawn: dict[str, list[float]] = {}
     plot = Axes.plot
 
@@ -325,7 +329,7 @@ def test_the_curve_draws_each_seed_and_their_mean(tmp_path, monkeypatch, num_see
     shift = (num_seeds - 1) / 8
     assert drawn == {
         "reward/mean (training)": [0, 0.25, 0.5],
-        "eval/heldout/accuracy": [shift, 0.25 + shift, 0.5 + shift],
+        "eval/heldout/reward_mean": [shift, 0.25 + shift, 0.5 + shift],
     }
 
 
@@ -340,7 +344,7 @@ def test_a_run_without_rewards_is_drawn_with_its_loss(tmp_path, monkeypatch):
         return plot(self, x, y, **options)
 
     monkeypatch.setattr(Axes, "plot", record)
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as writer:
         for step in (1, 2):
             writer.log(step, {"sft/loss": 2.0 / step, "time/step_s": 1.0})
     write_curve([tmp_path / "metrics.jsonl"], tmp_path / "curve.png")
@@ -349,7 +353,7 @@ def test_a_run_without_rewards_is_drawn_with_its_loss(tmp_path, monkeypatch):
 
 def test_what_was_never_a_number_is_not_drawn(tmp_path, monkeypatch):
     figure = drawn_by(monkeypatch)
-    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
         for step in (1, 2):
             writer.log(
                 step, {"reward/mean": float("nan"), "sft/loss": 2.0 / step, "policy/clip_fraction": float("inf")}
@@ -372,13 +376,13 @@ def drawn_by(monkeypatch):
 
 def test_small_panels_begin_at_zero_or_at_a_power_of_ten(tmp_path, monkeypatch):
     figure = drawn_by(monkeypatch)
-    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
         for step in range(3):
             values = {"policy/clip_fraction": 0.1 + step / 10, "mismatch/logprob_abs_mean": 2e-3 * (step + 1)}
             writer.log(step, {"reward/mean": step / 4, **values})
     write_curve([tmp_path / "m.jsonl"], tmp_path / "curve.png", "of a run")
     main, clip, mismatch = figure().axes
-    assert (main.get_title(), main.get_ylabel(), main.get_ylim()) == ("of a run", "reward, accuracy", (-0.02, 1.02))
+    assert (main.get_title(), main.get_ylabel(), main.get_ylim()) == ("of a run", "reward", (-0.02, 1.02))
     assert (clip.get_title(), clip.get_yscale(), clip.get_ylim()[0]) == ("clip fraction", "linear", 0)
     assert 0.3 < clip.get_ylim()[1] < 0.32
     assert (mismatch.get_yscale(), mismatch.get_ylim()) == ("log", (pytest.approx(1e-3), pytest.approx(1e-2)))
@@ -387,22 +391,22 @@ def test_small_panels_begin_at_zero_or_at_a_power_of_ten(tmp_path, monkeypatch):
 
 def test_a_reward_beyond_one_keeps_its_range(tmp_path, monkeypatch):
     figure = drawn_by(monkeypatch)
-    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
         for step in range(2):
-            writer.log(step, {"reward/mean": 3.0 * step - 1, "eval/b/accuracy": 0.5, "eval/a/accuracy": 0.25})
+            writer.log(step, {"reward/mean": 3.0 * step - 1, "eval/b/reward_mean": 0.5, "eval/a/reward_mean": 0.25})
     write_curve([tmp_path / "m.jsonl"], tmp_path / "curve.png")
     (main,) = figure().axes
     low, high = main.get_ylim()
     assert low < -1
     assert high > 2
     labels = [line.get_label() for line in main.get_lines()]
-    assert labels == ["reward/mean (training)", "eval/a/accuracy", "eval/b/accuracy"]
+    assert labels == ["reward/mean (training)", "eval/a/reward_mean", "eval/b/reward_mean"]
 
 
 def test_a_run_with_nothing_to_draw_is_refused(tmp_path):
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as writer:
         writer.log(0, {"resync/version": 0})
-    with pytest.raises(ValueError, match="no reward, accuracy or loss"):
+    with pytest.raises(ValueError, match="no reward or loss"):
         write_curve([tmp_path / "metrics.jsonl"], tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
 

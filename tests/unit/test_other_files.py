@@ -1,6 +1,6 @@
 """What is copied beside the weights of a checkpoint."""
 
-from slimrl.models.other_files import copy_other_files
+from slimrl.checkpoints.other_files import copy_other_files
 
 COPIED = (
     "tokenizer.json",

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from slimrl_tools.output_folder import check_space, output_folder, partial_path, source_files
+from slimrl_tools.convert.output_folder import check_space, output_folder, partial_path, source_files
 
 JOB = {"command": "test", "block": (16, 16)}
 
@@ -33,7 +33,7 @@ def test_an_interrupted_job_keeps_what_it_finished_and_is_continued(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt) as caught:
         write(out, then=interrupted)
-    assert caught.value.__notes__ == [f"What is finished lies in {partial_path(out)}; --resume continues from there."]
+    assert caught.value.__notes__ == [f"Finished files are in {partial_path(out)}; --resume continues from there."]
     with pytest.raises(ValueError, match="continue it with --resume"):
         write(out)
     with pytest.raises(ValueError, match=r"another job \(block differ\)"):
@@ -68,7 +68,7 @@ def test_two_processes_do_not_write_one_folder(tmp_path):
 
 def test_an_output_that_came_into_being_meanwhile_is_not_replaced(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="has come into being meanwhile"):
+    with pytest.raises(ValueError, match="was created by something else meanwhile"):
         write(out, then=out.mkdir)
     assert list(out.iterdir()) == []
     assert (partial_path(out) / "a").read_text() == "1"

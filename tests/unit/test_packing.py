@@ -6,24 +6,22 @@ import numpy as np
 import pytest
 
 from slimrl.config.alignment import sequence_alignment, tile_tokens
-from slimrl.data.packing import PackedSequence, balanced_partition, first_fit_decreasing, is_split, pack
+from slimrl.data.packing import balanced_partition, first_fit_decreasing, is_split, pack
 from slimrl.data.training import Layout
+from slimrl.data.trajectory import Segment
 
 
-def sequence(length: int, trajectory: int, rng: np.random.Generator) -> PackedSequence:
+def sequence(length: int, rng: np.random.Generator) -> Segment:
     mask = rng.random(length) < 0.5
     mask[0] = False
-    return PackedSequence(
-        tokens=rng.integers(1, 1000, length),
-        loss_mask=mask,
-        rollout_logprobs=rng.normal(size=length).astype(np.float32),
-        trajectory=trajectory,
-    )
+    segment = Segment.not_sampled(rng.integers(1, 1000, length), mask)
+    return replace(segment, rollout_logprobs=rng.normal(size=length).astype(np.float32))
 
 
-def batch(seed: int, count: int) -> list[PackedSequence]:
+def batch(seed: int, count: int) -> list[list[Segment]]:
+    """Trajectories of one segment each."""
     rng = np.random.default_rng(seed)
-    return [sequence(int(rng.integers(2, 60)), i, rng) for i in range(count)]
+    return [[sequence(int(rng.integers(2, 60)), rng)] for _ in range(count)]
 
 
 @pytest.mark.parametrize(("alignment", "ranks", "multiple"), [(1, 1, 1), (8, 2, 1), (4, 3, 2), (16, 4, 2)])
@@ -51,15 +49,15 @@ def test_every_token_is_packed_once_and_in_order(alignment, ranks, multiple):
             local = micro_batch.trajectory_ids[start]
             found[int(micro_batch.trajectories[local])] = (micro_batch, slice(start, start + real.sum()), local)
     assert sorted(found) == list(range(50))
-    for s in sequences:
-        micro_batch, span, local = found[s.trajectory]
+    for trajectory, (s,) in enumerate(sequences):
+        micro_batch, span, local = found[trajectory]
         assert micro_batch.tokens[span].tolist() == s.tokens[:-1].tolist()
         assert micro_batch.targets[span].tolist() == s.tokens[1:].tolist()
         assert micro_batch.mask[span].tolist() == s.loss_mask[1:].tolist()
         sampled = s.loss_mask[1:]
         assert (micro_batch.rollout_logprobs[span][sampled] == s.rollout_logprobs[1:][sampled]).all()
         assert micro_batch.num_sampled[local] == sampled.sum()
-        assert micro_batch.advantages[local] == s.trajectory
+        assert micro_batch.advantages[local] == trajectory
 
 
 @pytest.mark.parametrize(
@@ -121,7 +119,7 @@ def test_of_the_ranks_that_compute_one_batch_the_first_of_the_last_stage_reports
         )
         for tensor in range(2) for stage in range(3) for context in range(2)
     ]  # fmt: skip
-    reporting = [(one.tensor_rank, one.pipeline_rank, one.context_rank) for one in layouts if one.reports]
+    reporting = [(one.tensor_rank, one.pipeline_rank, one.context_rank) for one in layouts if one.is_output_rank]
     assert reporting == [(0, 2, 0)]
     assert sum(one.is_last_stage for one in layouts) == 4
 
@@ -129,7 +127,7 @@ def test_of_the_ranks_that_compute_one_batch_the_first_of_the_last_stage_reports
 def test_where_evenly_spread_sequences_find_no_room_there_is_a_micro_batch_more():
     """Two micro-batches of 6 hold 3 + 3 and 2 + 2 + 2, but not 3 + 2 and 3 + 2 with another 2."""
     rng = np.random.default_rng(0)
-    sequences = [sequence(length + 1, index, rng) for index, length in enumerate((3, 3, 2, 2, 2))]
+    sequences = [[sequence(length + 1, rng)] for length in (3, 3, 2, 2, 2)]
     for ranks, count in ((1, 3), (2, 4)):
         parts = pack(sequences, np.zeros(5, np.float32), budget_tokens=6, alignment=1, data_parallel=ranks)
         micro_batches = [m for part in parts for m in part]
@@ -140,9 +138,9 @@ def test_where_evenly_spread_sequences_find_no_room_there_is_a_micro_batch_more(
 
 def test_segments_of_one_trajectory_count_together():
     rng = np.random.default_rng(1)
-    sequences = [sequence(40, 0, rng), sequence(40, 0, rng), sequence(30, 1, rng)]
+    sequences = [[sequence(40, rng), sequence(40, rng)], [sequence(30, rng)]]
     parts = pack(sequences, np.zeros(2, np.float32), budget_tokens=40, alignment=1, data_parallel=1)
-    total = sum(int(s.loss_mask[1:].sum()) for s in sequences[:2])
+    total = sum(int(s.loss_mask[1:].sum()) for s in sequences[0])
     for micro_batch in parts[0]:
         if micro_batch.trajectories.tolist() == [0]:
             assert micro_batch.num_sampled.tolist() == [total]
@@ -156,7 +154,7 @@ def test_a_batch_of_single_segments_is_not_split():
 
 def test_fewer_sequences_than_ranks_leave_pure_padding():
     rng = np.random.default_rng(3)
-    parts = pack([sequence(10, 0, rng)], np.zeros(1, np.float32), budget_tokens=64, alignment=4, data_parallel=3)
+    parts = pack([[sequence(10, rng)]], np.zeros(1, np.float32), budget_tokens=64, alignment=4, data_parallel=3)
     assert [len(part) for part in parts] == [1, 1, 1]
     assert sorted(m.num_tokens for part in parts for m in part) == [0, 0, 9]
 
@@ -167,8 +165,8 @@ def test_without_sequences_every_rank_has_one_piece_of_padding():
     for m in (m for part in parts for m in part):
         assert m.padding.all()
         assert not m.mask.any()
-        assert (len(m.trajectories), len(m.advantages), len(m.num_sampled), len(m.elsewhere_log_ratio)) == (0,) * 4
-    assert first_fit_decreasing([], 4) == []
+        assert (len(m.trajectories), len(m.advantages), len(m.num_sampled), len(m.remote_log_ratio)) == (0,) * 4
+    assert first_fit_decreasing([], 4) == 0
     assert balanced_partition([], 2) == [[], []]
     with pytest.raises(ValueError, match="3 items cannot be dealt into 2 equal parts"):
         balanced_partition([1.0, 2.0, 3.0], 2)
@@ -179,10 +177,10 @@ def test_arrays_of_a_micro_batch_have_the_dtypes_that_they_say():
     dtypes = {
         "tokens": np.int64, "targets": np.int64, "mask": np.bool_, "padding": np.bool_, "position_ids": np.int64,
         "cu_seqlens": np.int32, "trajectory_ids": np.int64, "rollout_logprobs": np.float32, "trajectories": np.int64,
-        "num_sampled": np.int64, "advantages": np.float32, "elsewhere_log_ratio": np.float32,
+        "num_sampled": np.int64, "advantages": np.float32, "remote_log_ratio": np.float32,
     }  # fmt: skip
     assert {name: getattr(m, name).dtype for name in dtypes} == dtypes
-    assert not m.elsewhere_log_ratio.any()
+    assert not m.remote_log_ratio.any()
     assert not m.rollout_logprobs[~m.mask].any()
 
 
@@ -192,7 +190,7 @@ def test_a_sequence_above_the_budget_is_refused():
 
 
 def test_first_fit_decreasing_reaches_the_optimum_of_a_known_case():
-    assert len(first_fit_decreasing([6, 4, 6, 4, 5, 5], 10)) == 3
+    assert first_fit_decreasing([6, 4, 6, 4, 5, 5], 10) == 3
 
 
 def test_balanced_partition_beats_dealing_in_turn():
@@ -213,24 +211,24 @@ def test_ranks_get_nearly_equal_work(budget):
     sequences = batch(5, 200)
     parts = pack(sequences, np.zeros(200, np.float32), budget_tokens=budget, alignment=1, data_parallel=2)
     tokens = [sum(m.num_tokens for m in part) for part in parts]
-    assert sum(tokens) == sum(len(s.tokens) - 1 for s in sequences)
+    assert sum(tokens) == sum(len(s.tokens) - 1 for (s,) in sequences)
     assert max(tokens) < 1.02 * sum(tokens) / 2
 
 
 def test_a_long_sequence_costs_more_than_its_tokens_in_short_ones():
     """8193 tokens are 8192 of work and 16384 of attention: more than sixteen of 1024 + 256 each."""
     rng = np.random.default_rng(0)
-    sequences = [sequence(8193, 0, rng), *(sequence(1025, i, rng) for i in range(1, 17))]
+    sequences = [[sequence(8193, rng)], *([sequence(1025, rng)] for _ in range(16))]
     ranks = pack(sequences, np.zeros(17, np.float32), budget_tokens=32768, alignment=1, data_parallel=2)
     assert sorted(m.trajectories.tolist() for rank in ranks for m in rank) == [[0], list(range(1, 17))]
 
 
 def test_routed_experts_stay_with_their_tokens_and_are_unknown_elsewhere():
     rng = np.random.default_rng(6)
-    sequences = [sequence(length, i, rng) for i, length in enumerate((9, 14, 11))]
+    sequences = [sequence(length, rng) for length in (9, 14, 11)]
     for s in sequences[:2]:
         s.routed_experts = rng.integers(0, 8, (len(s.tokens), 3, 2)).astype(np.int16)
-    parts = pack(sequences, np.zeros(3, np.float32), budget_tokens=16, alignment=4, data_parallel=2)
+    parts = pack([[s] for s in sequences], np.zeros(3, np.float32), budget_tokens=16, alignment=4, data_parallel=2)
     micro_batches = [m for part in parts for m in part]
     assert len(micro_batches) == 4
     for m in micro_batches:
@@ -241,5 +239,5 @@ def test_routed_experts_stay_with_their_tokens_and_are_unknown_elsewhere():
         np.testing.assert_array_equal(m.routed_experts, expected)
     for s in sequences:
         s.routed_experts = None
-    (only,) = pack(sequences, np.zeros(3, np.float32), budget_tokens=64, alignment=4, data_parallel=1)[0]
+    (only,) = pack([sequences], np.zeros(1, np.float32), budget_tokens=64, alignment=4, data_parallel=1)[0]
     assert only.routed_experts is None

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from slimrl.models import toy_configs
+from slimrl.toys import toy_configs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -3,8 +3,8 @@
 import pytest
 
 from slimrl.config.schema import ParallelConfig, Recipe, TransportName
-from slimrl.runtime.errors import StageError
-from slimrl.runtime.placement import Node, Placement, most_slots, place, place_on_fewest
+from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.placement import Node, Placement, most_slots, place, place_on_fewest
 
 
 def cluster(*slots: int) -> list[Node]:
@@ -15,12 +15,12 @@ def cluster(*slots: int) -> list[Node]:
     ]
 
 
-def recipe(*, colocated: bool = True, engine_tensor: int = 1, **parallel: int) -> Recipe:
+def recipe(*, colocated: bool = True, engine_tp: int = 1, **parallel: int) -> Recipe:
     made = Recipe()
     made.trainer.parallel = ParallelConfig(**parallel)
     made.resync.transport = TransportName.collective
     made.rollout.colocated = colocated
-    made.rollout.engine_tensor = engine_tensor
+    made.rollout.engine_tp = engine_tp
     return made
 
 
@@ -31,15 +31,15 @@ def shown(placement: Placement) -> tuple[str, list[str]]:
 
 
 def test_ranks_fill_nodes_in_order_and_colocated_engines_take_their_slots():
-    placement = place(recipe(tensor=2, engine_tensor=4), cluster(8, 8), num_ranks=16, num_engines=4)
+    placement = place(recipe(tensor=2, engine_tp=4), cluster(8, 8), num_ranks=16, num_engines=4)
     assert shown(placement) == ("a" * 8 + "b" * 8, ["a0a1a2a3", "a4a5a6a7", "b0b1b2b3", "b4b5b6b7"])
-    assert [placement.num_processes(slot) for slot in placement.slots] == [2] * 16
+    assert [placement.num_processes[slot] for slot in placement.slots] == [2] * 16
 
 
 def test_separate_engines_take_what_the_ranks_leave():
-    placement = place(recipe(colocated=False, engine_tensor=4), cluster(8, 8), num_ranks=6, num_engines=2)
+    placement = place(recipe(colocated=False, engine_tp=4), cluster(8, 8), num_ranks=6, num_engines=2)
     assert shown(placement) == ("aaaaaa", ["b0b1b2b3", "b4b5b6b7"])
-    assert {placement.num_processes(slot) for slot in placement.slots} == {1}
+    assert {placement.num_processes[slot] for slot in placement.slots} == {1}
     assert len(placement.slots) == 14
 
 
@@ -67,12 +67,12 @@ def test_parallel_groups_stay_on_a_node_where_they_can(parallel, slots, ranks):
 
 
 def test_engines_alone_need_no_trainer():
-    assert shown(place(recipe(engine_tensor=2), cluster(4), num_ranks=0, num_engines=2)) == ("", ["a0a1", "a2a3"])
+    assert shown(place(recipe(engine_tp=2), cluster(4), num_ranks=0, num_engines=2)) == ("", ["a0a1", "a2a3"])
 
 
 def test_a_cluster_that_has_what_the_run_could_use_at_most_is_always_enough():
     for colocated in (True, False):
-        made = recipe(colocated=colocated, engine_tensor=3)
+        made = recipe(colocated=colocated, engine_tp=3)
         slots = most_slots(made, num_ranks=2, num_engines=2)
         assert len(place(made, cluster(slots), num_ranks=2, num_engines=2).engines) == 2
 
@@ -81,10 +81,10 @@ def test_a_cluster_that_has_what_the_run_could_use_at_most_is_always_enough():
     ("made", "num_ranks", "num_engines", "engines"),
     [
         # Beside the ranks, on the node that they leave half empty.
-        (recipe(colocated=False, engine_tensor=4), 4, 1, [("node0", 4)]),
+        (recipe(colocated=False, engine_tp=4), 4, 1, [("node0", 4)]),
         # An engine of six has a node to itself, whatever its neighbours leave.
-        (recipe(colocated=False, engine_tensor=6), 8, 4, [(f"node{number}", 0) for number in (1, 2, 3, 4)]),
-        (recipe(engine_tensor=4), 16, 4, [("node0", 0), ("node0", 4), ("node1", 0), ("node1", 4)]),
+        (recipe(colocated=False, engine_tp=6), 8, 4, [(f"node{number}", 0) for number in (1, 2, 3, 4)]),
+        (recipe(engine_tp=4), 16, 4, [("node0", 0), ("node0", 4), ("node1", 0), ("node1", 4)]),
     ],
 )
 def test_a_planned_cluster_has_as_few_nodes_as_the_run_needs(made, num_ranks, num_engines, engines):
@@ -101,10 +101,10 @@ def test_a_planned_cluster_has_as_few_nodes_as_the_run_needs(made, num_ranks, nu
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (recipe(colocated=False, engine_tensor=16), r"rollout.engine_tensor = 16, and each engine is on one node"),
-        (recipe(engine_tensor=4), r"rollout.num_engines = 3 with rollout.engine_tensor = 4 do not fit on those that"),
-        (recipe(engine_tensor=8), r"rollout.num_engines = 3 with rollout.engine_tensor = 8 do not fit on those that"),
-        (recipe(engine_tensor=16), r"8 GPUs is enough: rollout.engine_tensor = 16, and each engine is on one node"),
+        (recipe(colocated=False, engine_tp=16), r"rollout.engine_tp = 16, and each engine is on one node"),
+        (recipe(engine_tp=4), r"rollout.num_engines = 3 with rollout.engine_tp = 4 do not fit on those that"),
+        (recipe(engine_tp=8), r"rollout.num_engines = 3 with rollout.engine_tp = 8 do not fit on those that"),
+        (recipe(engine_tp=16), r"8 GPUs is enough: rollout.engine_tp = 16, and each engine is on one node"),
     ],
 )
 def test_engines_for_which_no_number_of_nodes_is_enough_are_refused(made, message):
@@ -117,13 +117,13 @@ def test_engines_for_which_no_number_of_nodes_is_enough_are_refused(made, messag
     [
         (recipe(), (8, 4), 16, 0, r"needs 16 GPUs for trainer ranks; there are GPUs on: a 8, b 4"),
         (
-            recipe(colocated=False, engine_tensor=4),
+            recipe(colocated=False, engine_tp=4),
             (8, 8),
             8,
             3,
             "8 GPUs for trainer ranks and 3 x 4 others for engines",
         ),
-        (recipe(engine_tensor=16), (8, 8), 16, 1, "1 x 16 GPUs for engines on .* on one node.*in block FP8"),
+        (recipe(engine_tp=16), (8, 8), 16, 1, "1 x 16 GPUs for engines on .* on one node.*in block FP8"),
         (recipe(), (), 1, 0, "no node"),
     ],
 )
@@ -137,5 +137,30 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_is_there_and_what_is_n
 def test_a_planned_cluster_may_need_a_node_for_each_process_and_engines_alone_need_no_trainers_node():
     placement, count = place_on_fewest(recipe(colocated=False), 1, num_ranks=2, num_engines=2)
     assert (shown(placement)[0], count) == ("node0node1", 4)
-    placement, count = place_on_fewest(recipe(engine_tensor=4), 8, num_ranks=0, num_engines=5)
+    placement, count = place_on_fewest(recipe(engine_tp=4), 8, num_ranks=0, num_engines=5)
     assert ([slots[0].number for slots in placement.engines], count) == ([0, 4, 0, 4, 0], 3)
+
+
+def over_nodes(**changes) -> Recipe:
+    made = recipe(colocated=False, engine_tp=changes.pop("engine_tp", 4))
+    made.rollout.engine_nodes = changes.pop("engine_nodes", 2)
+    assert not changes
+    return made
+
+
+def test_an_engine_over_two_nodes_takes_as_many_slots_on_each():
+    placement = place(over_nodes(), cluster(8, 4, 4), num_ranks=8, num_engines=2)
+    assert shown(placement) == ("a" * 8, ["b0b1c0c1", "b2b3c2c3"])
+    # A node with too little room for a part is left out.
+    assert shown(place(over_nodes(), cluster(3, 1, 2), num_ranks=1, num_engines=1)) == ("a", ["a1a2c0c1"])
+    assert shown(place(over_nodes(engine_tp=2), cluster(2, 1), num_ranks=1, num_engines=1)) == ("a", ["a1b0"])
+
+
+def test_an_engine_over_nodes_is_never_on_fewer():
+    with pytest.raises(StageError, match=r"1 x 4 others for engines, each engine on 2 nodes; there are slots on: a 8"):
+        place(over_nodes(), cluster(8), num_ranks=1, num_engines=1)
+    placement, count = place_on_fewest(over_nodes(engine_tp=16), 8, num_ranks=8, num_engines=2)
+    assert count == 5
+    assert shown(placement)[1][0] == "".join(f"node{node}{number}" for node in (1, 2) for number in range(8))
+    with pytest.raises(ValueError, match=r"each engine is on 2 nodes. Spread each engine over several nodes"):
+        place_on_fewest(over_nodes(engine_tp=32), 8, num_ranks=8, num_engines=1)

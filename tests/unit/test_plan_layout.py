@@ -158,8 +158,8 @@ def test_a_layout_fits_where_every_gpu_and_every_host_holds_its_share():
 
     little = planned(given, Hardware(gpu_memory_gib=(totals[0] + totals[1]) / 2 / GIB))
     names = [problem.partition(":")[0] for problem in little.problems]
-    assert names == ["train, stage 1", "a GPU of an engine"]
-    assert little.problems[1].startswith("a GPU of an engine: 37.0 GiB of ")
+    assert names == ["train, stage 1", "an engine's GPU"]
+    assert little.problems[1].startswith("an engine's GPU: 37.0 GiB of ")
     exact = planned(given, Hardware(gpu_memory_gib=37))
     assert exact.fits
 
@@ -171,16 +171,20 @@ def test_a_layout_fits_where_every_gpu_and_every_host_holds_its_share():
     assert host.problems == []
     assert host.memory[1].host == pytest.approx(nbytes / 4, rel=1e-4)
     (problem,) = planned(offloaded, Hardware(host_memory_gib=5)).problems
-    assert problem == "the host of a node: 6 GiB of 5"
+    assert problem == "host memory of a node: 6 GiB of 5"
 
 
 def test_engines_that_span_nodes_or_hold_no_trajectory_do_not_fit():
     given = recipe(4, pipeline=2)
     given.resync.transport = TransportName.collective
-    given.rollout.engine_tensor = 16
+    given.rollout.engine_tp = 16
     (problem,) = planned(given, Hardware()).problems
-    assert problem.startswith("rollout.engine_tensor: 16 GPUs, but an engine runs on one node, which has 8.")
+    assert problem.startswith("rollout.engine_tp: 16 GPUs, but an engine runs on one node, which has 8.")
     assert planned(given, Hardware(gpus_per_node=16)).fits
+    given.rollout.engine_nodes = 2
+    assert planned(given, Hardware()).fits
+    (problem,) = planned(given, Hardware(gpus_per_node=4)).problems
+    assert problem.startswith("rollout.engine_tp: 16 GPUs, but an engine runs on 2 nodes, which each have 4.")
 
 
 def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = None) -> Plan:
@@ -256,16 +260,16 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
         "world: 4 trainer ranks, 12 GPUs, 2 nodes",
         "groups: tensor 1, context 1, data 2, pipeline 2 x 1; expert 1, expert tensor 1, expert data 2; optimizer "
         "states over 2 and 2 ranks",
-        "engines: 1 of 1 GPUs, experts in 1 parts, on GPUs of their own",
+        "engines: 1 of 1 GPUs, expert parallel 1, on GPUs of their own",
         "1 2 200,000,000 7.0 6.0",
         "memory of a GPU of stage 1",
-        "= train 7.00 held at a time",
+        "= train 7.00 peak",
         "limit 80.00 --gpu-memory-gib",
         "= host of a node 120.00 of a node's 1,800, --host-memory-gib",
-        "held on a GPU 9.00 GiB",
+        "total on a GPU 9.00 GiB",
         "pipeline bubble 25.0%",
         "training 30.0 s at 0.4 of 989 TFLOPS, 3,000 PFLOP a step",
-        "communication 5.2 s, if nothing of it is hidden",
+        "communication 5.2 s without overlap",
         "rollout at least 100.0 s, 2,000 PFLOP",
         "optimizer 6.0 s on the host",
         "= step at least 158.2 s",
@@ -298,8 +302,7 @@ def test_a_plan_notes_what_it_takes_for_granted(settings, sft, mean_tokens, says
     given = recipe(4, megatron={"fp8": settings.get("fp8")})
     given.resync.transport = settings.get("transport", TransportName.collective)
     given.rollout.colocated = settings.get("colocated", False)
-    longest = given.sft.max_tokens if sft else given.rollout.max_trajectory_tokens
-    found = _notes(SimpleNamespace(recipe=given, sft=sft, longest_tokens=longest), mean_tokens)
+    found = _notes(SimpleNamespace(recipe=given, sft=sft), mean_tokens)
     assert len(found) == len(says)
     for note, text in zip(found, says, strict=True):
         assert text in note

@@ -58,8 +58,8 @@ LAYER = TOKENS * (2 * (NORMS + ATTENTION + MLP) + 4 * HEADS)
 """Bytes that one layer keeps of a micro-batch: bf16, and a float32 per head."""
 BACKWARD = TOKENS * 2 * max(ATTENTION, MLP)
 FINAL_NORM = TOKENS * 2 * 2 * HIDDEN
-LOGITS = TOKENS * VOCAB * (4 + 4 + 2 + 4 * 4)
-"""float32 logits and their gradient, this in bf16 too, and four float32 tensors of a chunk, here of all tokens."""
+LOGITS = TOKENS * VOCAB * (2 + 2 + 4 * 4)
+"""bf16 logits and their gradient, and four float32 tensors of a chunk, here of all tokens."""
 WORK = LAYER + BACKWARD + FINAL_NORM + LOGITS
 
 
@@ -132,7 +132,7 @@ CAPTURED = [n for n in CAPTURED if n != 36 and (n <= 1024 or n % 256 == 0) and (
     ],
 )
 def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, graphs_mib):
-    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang=settings, engine_tensor=8))
+    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang=settings, engine_tp=8))
     # 512 MiB, 1.5 MiB for each of 8192 tokens, 1 GiB for 8 ranks, and graphs.
     reserved = 512 + 12288 + 1024 + graphs_mib
     assert static_fraction(recipe, shape_of(name), 80 * GIB) == pytest.approx(1 - reserved / 81920, abs=5e-4)
@@ -157,7 +157,7 @@ def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, gr
 )
 def test_sglangs_rule_goes_by_the_size_of_the_gpu(gib, ranks, settings, reserved_mib):
     given = {**settings, "disable_prefill_cuda_graph": True}
-    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang=given, engine_tensor=ranks))
+    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang=given, engine_tp=ranks))
     found = static_fraction(recipe, shape_of("Qwen3-8B"), gib * GIB)
     assert found == pytest.approx(1 - reserved_mib / (gib * 1024), abs=6e-4)
     # The other way round it is far more than one part of 1000.
@@ -172,7 +172,7 @@ def test_an_engine_fills_what_its_weights_leave_with_keys_and_values():
     ]
     weights = (2 + 8 + 2) * GIB
     recipe = Recipe()
-    recipe.rollout.engine_tensor, recipe.rollout.num_engines, recipe.rollout.max_trajectory_tokens = 4, 3, 1000
+    recipe.rollout.engine_tp, recipe.rollout.num_engines, recipe.rollout.max_trajectory_tokens = 4, 3, 1000
 
     def planned(**sglang):
         recipe.rollout.sglang = sglang
@@ -202,7 +202,7 @@ def test_an_engine_fills_what_its_weights_leave_with_keys_and_values():
 def test_an_engine_of_more_ranks_than_heads_holds_copies_of_keys_and_values_alone():
     shape = replace(shape_of("Qwen3-8B"), kv_heads=2)
     recipe = Recipe()
-    recipe.rollout.engine_tensor, recipe.rollout.max_trajectory_tokens = 8, 1000
+    recipe.rollout.engine_tp, recipe.rollout.max_trajectory_tokens = 8, 1000
     names = ("q_proj.weight", "x.k_proj.weight", "x.v_proj.weight")
     parts = [SimpleNamespace(spec=SimpleNamespace(name=name), nbytes=800) for name in names]
 
@@ -220,9 +220,9 @@ def test_engines_that_fill_a_node_are_not_told_to_grow():
     engine = SimpleNamespace(trajectories=0, kv_tokens=400)
     short = "engines: 400 tokens of KV cache hold no trajectory of 1,000; raise "
     for ranks, instead in (
-        (4, "rollout.engine_tensor or rollout.sglang.mem_fraction_static"),
-        (8, "rollout.sglang.mem_fraction_static. For more speed use more engines"),
+        (4, "rollout.engine_tp or rollout.sglang.mem_fraction_static"),
+        (8, "rollout.sglang.mem_fraction_static. Spread each engine over several nodes"),
     ):
-        recipe.rollout.engine_tensor = ranks
+        recipe.rollout.engine_tp = ranks
         (problem,) = engine_problems(engine, recipe.rollout, HARDWARE)
         assert problem.startswith(short + instead)

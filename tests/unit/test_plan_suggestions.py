@@ -6,16 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from slimrl_tools.toy_configs import ToySize, toy_config
+from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
+from slimrl.config.load import LoadedRecipe, intended_command
+from slimrl.config.problems import Problem
 from slimrl.config.schema import ParallelConfig, Precision, Recipe, SftConfig, TransportName
+from slimrl.models.offline_recipe import OfflineRecipe, read_offline
 from slimrl.planner import command, plan, suggest
 from slimrl.planner.communication import Communication
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import buckets_of, model_facts, with_engines
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.layout_plan import LayoutPlan
-from slimrl.planner.recipe import Planned, read
+from slimrl.planner.schedule import longest_tokens
 from slimrl.planner.tables import print_suggestions
 from slimrl.resync.pipeline import NUM_SLOTS
 
@@ -23,19 +26,22 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 TOY = toy_config("qwen3_moe", ToySize(layers=3, hidden=32, experts=4)) | {"vocab_size": 128}
 
 
-def planned(*, sft: bool = False, megatron: dict | None = None, transport=TransportName.ipc, **parallel) -> Planned:
+def planned(
+    *, sft: bool = False, megatron: dict | None = None, transport=TransportName.ipc, **parallel
+) -> OfflineRecipe:
     """Of two ranks, and engines of two GPUs."""
     plain = Recipe(steps=1, sft=SftConfig(batch_conversations=8, max_tokens=100))
     trainer = replace(
         plain.trainer, num_ranks=2, parallel=ParallelConfig(**parallel), precision=Precision.bf16,
         max_tokens_per_rank=100, megatron=megatron or {},
     )  # fmt: skip
-    rollout = replace(plain.rollout, num_engines=1, engine_tensor=2, max_trajectory_tokens=100)
+    rollout = replace(plain.rollout, num_engines=1, engine_tp=2, max_trajectory_tokens=100)
     rollout.sampling.max_new_tokens = rollout.eval_sampling.max_new_tokens = 50
     plain.run.name = "toy"
     recipe = replace(plain, trainer=trainer, rollout=rollout)
     recipe.resync.transport, recipe.trainer.optimizer.lr, recipe.algorithm.max_logprob_mismatch = transport, 1e-6, 0.05
-    return Planned(recipe=recipe, hf_config=TOY, model="a toy", sft=sft)
+    loaded = LoadedRecipe(recipe=recipe, provenance={}, path="toy.yaml", command="sft" if sft else "train")
+    return OfflineRecipe(loaded=loaded, hf_config=TOY, model="a toy", notes=())
 
 
 def test_sizes_that_are_tried_make_up_the_ranks_and_divide_the_experts():
@@ -191,14 +197,14 @@ def test_slots_of_a_resync_are_as_large_as_its_largest_bucket():
     for precision, width in ((Precision.bf16, 2), (Precision.fp32, 4)):
         given.recipe.trainer.precision = precision
         buckets = buckets_of(known, given.recipe)
-        assert sum(bucket.sent.nbytes for bucket in buckets) == width * known.parameters.total
-        assert 4900 < max(bucket.sent.nbytes for bucket in buckets) <= 5000
+        assert sum(bucket.sent_bytes for bucket in buckets) == width * known.parameters.total
+        assert 4900 < max(bucket.sent_bytes for bucket in buckets) <= 5000
         full = with_engines(known, given.recipe, buckets, Hardware(gpu_memory_gib=60, reserve_gib=8))
         room = round(52 * GIB * full.engine.mem_fraction_static) - full.engine.weights
         assert full.engine.kv_tokens == room // full.engine.kv_bytes_per_token
         assert width * known.parameters.total / 2 < full.engine.weights < width * known.parameters.total
     uneven = [
-        SimpleNamespace(sent=SimpleNamespace(nbytes=sent, parts=()), gathered=SimpleNamespace(nbytes=gathered))
+        SimpleNamespace(sent=(), sent_bytes=sent, gathered_bytes=gathered)
         for sent, gathered in ((100, 400), (300, 200))
     ]
     for transform, nbytes in ((None, NUM_SLOTS * 300), (object(), 400 + NUM_SLOTS * 300)):
@@ -226,7 +232,8 @@ def stub(monkeypatch):
         return [no, yes][: settings["count"]], 17, 8
 
     given = planned()
-    monkeypatch.setattr(command, "read", lambda path, overrides: asked.update(read=(path, overrides)) or given)
+    monkeypatch.setattr(command, "intended_command", lambda path, overrides: f"that of {path} {overrides}")
+    monkeypatch.setattr(command, "read_offline", lambda *read: asked.update(read=read) or given)
     monkeypatch.setattr(plan, "make_plan", make_plan)
     monkeypatch.setattr(plan, "as_json", lambda made: {"fits": made.layout.fits})
     monkeypatch.setattr(suggest, "suggest", suggestions)
@@ -242,13 +249,24 @@ def stub(monkeypatch):
 HARDWARE = Hardware()
 
 
-def test_the_command_plans_what_it_is_given_and_says_whether_it_fits(stub, capsys):
+def test_the_command_plans_what_it_is_given_and_says_whether_it_fits(stub, capsys, monkeypatch):
     assert not stub.run(to_json=True, mean_tokens=100)
     assert json.loads(capsys.readouterr().out) == {"fits": False}
-    assert stub.asked == {"read": ("recipe.yaml", ["a=b"]), "plan": (stub.given, HARDWARE, 100)}
+    assert stub.asked == {
+        "read": ("recipe.yaml", ["a=b"], "that of recipe.yaml ['a=b']"),
+        "plan": (stub.given, HARDWARE, 100),
+    }
     stub.layout.fits = True
+    keys = ("data.train", "rollout.num_engines", "trainer.parallel.tensor", "trainer.megatron.fp8")
+    notes = tuple(Problem(key=key, message="of a kind.", where="a.yaml", warning=True) for key in keys)
+    monkeypatch.setattr(command, "read_offline", lambda *read: replace(stub.given, notes=notes))
     assert stub.run()
-    assert capsys.readouterr().out == "a table\n"
+    shown = capsys.readouterr()
+    assert shown.out == "a table\n"
+    assert [line.split(": ")[1] for line in shown.err.splitlines()] == [
+        "rollout.num_engines",
+        "trainer.parallel.tensor",
+    ]
     assert stub.asked["plan"][2] is None
 
 
@@ -290,7 +308,7 @@ def test_suggestions_for_people_show_their_sizes_in_order(capsys):
     [
         ({"mean_tokens": 0}, "--mean-tokens 0: must be at least 1"),
         ({"mean_tokens": 101}, "--mean-tokens 101: the recipe allows at most 100"),
-        ({"gpus": 4}, "--gpus goes with --suggest."),
+        ({"gpus": 4}, "--gpus goes with --suggest. A plan is for the recipe's trainer.num_ranks."),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_before_anything_is_planned(stub, settings, message):
@@ -302,13 +320,13 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_planned(
 def test_the_longest_that_a_recipe_trains_on_is_a_conversation_or_a_trajectory():
     given = planned()
     given.recipe.rollout.max_trajectory_tokens = 300
-    assert given.longest_tokens == 300
-    assert replace(given, sft=True).longest_tokens == 100
+    assert longest_tokens(given.recipe, sft=False) == 300
+    assert longest_tokens(given.recipe, sft=True) == 100
 
 
 def test_a_recipe_is_planned_as_the_command_that_it_is_for():
     recipes = Path(__file__).parents[2] / "recipes" / "qwen3_moe"
     for name, sft in (("qwen3_30b_a3b_sft.yaml", True), ("qwen3_30b_a3b_gspo.yaml", False)):
-        found = read(recipes / name, ["seed=5"])
+        found = read_offline(recipes / name, ["seed=5"], intended_command(recipes / name, ["seed=5"]))
         assert (found.sft, found.recipe.seed, found.hf_config["num_experts"]) == (sft, 5, 128)
         assert "Qwen3-30B-A3B" in found.model

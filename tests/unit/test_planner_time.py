@@ -29,13 +29,13 @@ ENGINE = EnginePlan(
 def model(name: str):
     config = published_config(name)
     family = family_of(config)
-    shape = Shape.of(family.megatron_config(config))
-    return shape, model_parameters(family.weight_map(config), topk=shape.topk)
+    facts = family.megatron_config(config)
+    return Shape.of(facts), model_parameters(family.weight_map(config), facts)
 
 
 def recipe(**rollout) -> Recipe:
     plain = Recipe()
-    settings = {"num_engines": 2, "engine_tensor": 4, "prompts_per_step": 32, "samples_per_prompt": 8, "max_turns": 1}
+    settings = {"num_engines": 2, "engine_tp": 4, "prompts_per_step": 32, "samples_per_prompt": 8, "max_turns": 1}
     sampling = replace(plain.rollout.sampling, max_new_tokens=6000)
     return replace(plain, rollout=replace(plain.rollout, sampling=sampling, **{**settings, **rollout}))
 

@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from slimrl import cli
+from slimrl.launch.slurm import PREEMPTED
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime import commands
-from slimrl.runtime.errors import Preempted, StepDropped
+from slimrl.runtime.cluster.errors import Preempted, StepDropped
 from slimrl.runtime.preemption import preemption_by_signal, raise_preempted
 
 
@@ -54,7 +55,7 @@ def test_a_preempted_command_has_an_exit_code_of_its_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(commands, command, preempted)
     arguments = [command, "recipe.yaml", "--resume-or-start", "--job", "7", "--ray-address", "10.0.0.1:6379"]
     result = CliRunner().invoke(cli.app, arguments)
-    assert result.exit_code == cli.PREEMPTED_EXIT_CODE == 75
+    assert result.exit_code == PREEMPTED == 75
     said = {"resume": None, "overwrite": False, "job": "7", "checkpoint_log": None, "ray_address": "10.0.0.1:6379"}
     assert asked == said
 

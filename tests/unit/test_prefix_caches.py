@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema import Recipe
-from slimrl.data.protocols import EngineError
+from slimrl.data.engine import EngineError
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
-from slimrl.rollout.control import SglangControl
-from slimrl.runtime.engine_group import EngineGroup
-from slimrl.runtime.errors import StageError
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.runtime.cluster.engine_group import EngineGroup
+from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.rollout_stage import RolloutStage
 
 PROMPTS = [Prompt(prompt_id=name, messages=[{"role": "user", "content": name}], label="") for name in ("a", "b", "c")]
@@ -47,7 +47,14 @@ class Task:
         async def run(prompt: Prompt, *, trajectory_id: str, **_) -> Trajectory:
             cached = prompt.prompt_id in engine.cache
             engine.cache.add(prompt.prompt_id)
-            counts = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_retries": 0, "cached": cached}
+            counts = {
+                "num_turns": 1,
+                "num_tool_calls": 0,
+                "num_tool_errors": 0,
+                "num_malformed_calls": 0,
+                "num_retries": 0,
+                "cached": cached,
+            }
             return Trajectory(
                 group_id=prompt.prompt_id,
                 trajectory_id=trajectory_id,
@@ -83,7 +90,7 @@ def stage_of(engine: Engine, *, deterministic: bool) -> Iterator[RolloutStage]:
 
 
 def cached(batch) -> list[bool]:
-    return [trajectory.metadata["cached"] for trajectory in batch.trajectories]
+    return [trajectory.metadata["cached"] for trajectory in batch]
 
 
 def test_in_a_deterministic_run_no_rollout_and_no_evaluation_set_meets_what_an_earlier_one_cached():
@@ -122,8 +129,9 @@ def test_all_engines_are_flushed_within_a_deadline():
     group._recipe = Recipe()
     group._recipe.resync.timeout_s = 20.0
     group._actors = Actors()
+    group._parts = {"engine 0": ["engine 0", "engine 0, part 1"]}
     group.flush_caches()
-    assert calls == [("flush_cache", None)]
+    assert calls == [("flush_cache", {"engine 0": ()})]
 
 
 @contextmanager

@@ -30,24 +30,24 @@ def test_messages_and_metadata_are_kept_as_they_are(tmp_path):
 
 BROKEN_PROMPTS = [
     ("{", "not JSON"),
-    ("[1]", "a JSON object is needed, not list"),
+    ("[1]", "must be a JSON object, not list"),
     ({"prompt": "q"}, "`label` is missing"),
     ({"label": 1}, "exactly one of `prompt` and `messages`"),
     ({"prompt": "q", "messages": [], "label": 1}, "exactly one of"),
-    ({"prompt": "", "label": 1}, "`prompt` must be a text"),
+    ({"prompt": "", "label": 1}, "`prompt` must be a non-empty string"),
     ({"prompt": "q", "lable": 1}, "unknown key lable"),
     ({"messages": [{"role": "robot", "content": ""}], "label": 1}, "messages[0].role is 'robot'"),
-    ({"messages": [{"role": "user"}], "label": 1}, "messages[0].content must be a text"),
+    ({"messages": [{"role": "user"}], "label": 1}, "messages[0].content must be a string"),
     ({"messages": [{"role": "assistant", "content": "a"}], "label": 1}, "ends with an assistant message"),
     ({"prompt": "q", "label": 1, "metadata": 3}, "`metadata` must be an object"),
-    ({"prompt": "q", "label": 1, "id": "same"}, "id same is that of line 1 too"),
-    ({"prompt": 3, "label": 1}, "`prompt` must be a text"),
-    ({"messages": [], "label": 1}, "`messages` must be a list that is not empty"),
-    ({"messages": {"role": "user"}, "label": 1}, "`messages` must be a list that is not empty"),
+    ({"prompt": "q", "label": 1, "id": "same"}, "id same is also the id of line 1"),
+    ({"prompt": 3, "label": 1}, "`prompt` must be a non-empty string"),
+    ({"messages": [], "label": 1}, "`messages` must be a non-empty list"),
+    ({"messages": {"role": "user"}, "label": 1}, "`messages` must be a non-empty list"),
     ({"messages": ["q"], "label": 1}, "messages[0] must be an object"),
-    ({"prompt": "q", "label": 1, "id": ""}, "`id` must be a text that is not empty"),
-    ({"prompt": "q", "label": 1, "id": 7}, "`id` must be a text that is not empty"),
-    ({"messages": [{"role": "user", "content": None}], "label": 1}, "messages[0].content must be a text"),
+    ({"prompt": "q", "label": 1, "id": ""}, "`id` must be a non-empty string"),
+    ({"prompt": "q", "label": 1, "id": 7}, "`id` must be a non-empty string"),
+    ({"messages": [{"role": "user", "content": None}], "label": 1}, "messages[0].content must be a string"),
     ({"prompt": "q", "label": 1, "tools": []}, "unknown key tools; known are id, label, messages, metadata, prompt"),
 ]
 
@@ -106,7 +106,7 @@ def test_a_conversation_keeps_its_calls_its_tools_and_where_it_stands(tmp_path):
         ),
         ({"messages": [{"role": "user", "content": "u", "tool_calls": []}]}, "in an assistant message"),
         ({"messages": [{"role": "assistant", "content": "a"}], "tool": []}, "unknown key tool; known are id, messages"),
-        ({"messages": []}, "`messages` must be a list that is not empty"),
+        ({"messages": []}, "`messages` must be a non-empty list"),
         (
             {"messages": [{"role": "assistant", "content": "a"}], "tools": ["f"]},
             "`tools` must be a list of JSON schemas",
@@ -114,7 +114,7 @@ def test_a_conversation_keeps_its_calls_its_tools_and_where_it_stands(tmp_path):
         ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "tool_calls must be a list"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "tool_calls[0].function.name is missing"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}, "name is missing"),
-        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content must be a text"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content must be a string"),
     ],
 )
 def test_a_broken_conversation_is_named(tmp_path, line, problem):
@@ -128,8 +128,8 @@ def test_a_conversation_may_have_no_tools_and_arguments_as_text(tmp_path):
     messages = [{"role": "user", "content": ""}, called]
     lines = [{"messages": messages, "tools": []}, {"messages": messages, "id": "x", "metadata": {"a": 1}}]
     first, second = read_conversations(write(tmp_path / "sft.jsonl", *lines))
-    assert (first.conversation_id, first.tools, first.messages) == ("sft:1", None, messages)
-    assert (second.conversation_id, second.source) == ("x", f"{tmp_path / 'sft.jsonl'}:2")
+    assert (first.tools, first.messages) == (None, messages)
+    assert second.source == f"{tmp_path / 'sft.jsonl'}:2"
 
 
 def test_each_epoch_has_every_item_once_in_another_order():
@@ -164,7 +164,7 @@ def test_a_position_is_the_epoch_and_the_items_of_it_that_were_taken():
 
 
 def test_a_position_in_another_file_is_refused():
-    with pytest.raises(ValueError, match="set of 10 items, this one has 11"):
+    with pytest.raises(ValueError, match="data with 10 items, but there are 11 now"):
         Sampler(range(11), seed=1, shuffle=True).restore(Sampler(range(10), seed=1, shuffle=True).state())
 
 
@@ -189,14 +189,14 @@ CONVERSATION = '{"messages": [{"role": "assistant", "content": %s}]}'
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("[" * 5000 + "]" * 5000, "lists and objects more than 100 deep in each other"),
-        ("[" * 100 + "1" + "]" * 100, "lists and objects more than 100 deep in each other"),
-        (r'"half: \ud83d"', r"\ud83d is half of a character, without its other half"),
-        (r'{"\uDE00": 1}', r"\ude00 is half of a character, without its other half"),
-        ("NaN", "NaN is no number of JSON"),
-        ("[-Infinity]", "-Infinity is no number of JSON"),
-        ("-1e999", "-1e999 is larger than any number of 64 bits"),
-        ('{"x": 1, "y": {}, "x": 1}', "key x is there twice"),
+        ("[" * 5000 + "]" * 5000, "lists and objects are nested more than 100 deep"),
+        ("[" * 100 + "1" + "]" * 100, "lists and objects are nested more than 100 deep"),
+        (r'"half: \ud83d"', r"\ud83d is half of a surrogate pair, without the other half"),
+        (r'{"\uDE00": 1}', r"\ude00 is half of a surrogate pair, without the other half"),
+        ("NaN", "NaN is not a JSON number"),
+        ("[-Infinity]", "-Infinity is not a JSON number"),
+        ("-1e999", "-1e999 is too large for a 64-bit float"),
+        ('{"x": 1, "y": {}, "x": 1}', "duplicate key x"),
     ],
 )
 def test_what_json_allows_and_a_run_cannot_carry_is_a_broken_line(tmp_path, content, problem):
@@ -229,7 +229,7 @@ def test_values_may_be_a_hundred_deep_in_each_other_and_no_deeper(tmp_path):
         if right:
             assert len(read_prompts(path)) == 1
         else:
-            with pytest.raises(ValueError, match="more than 100 deep in each other"):
+            with pytest.raises(ValueError, match="nested more than 100 deep"):
                 read_prompts(path)
     wide = write(tmp_path / "wide.jsonl", {"prompt": "q", "label": [[]] * 200})
     assert len(read_prompts(wide)[0].label) == 200

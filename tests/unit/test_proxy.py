@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.control import SglangControl
-from slimrl.rollout.ports import free_ports
-from slimrl.rollout.process import ServerProcess
-from slimrl.rollout.server import EngineServer
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.ports import free_ports
+from slimrl.rollout.servers.process import ServerProcess
+from slimrl.rollout.servers.server import EngineServer
 
 
 class Engine(BaseHTTPRequestHandler):
@@ -54,7 +54,7 @@ def test_an_engine_gets_ready(url: str, tmp_path: Path):
     process.name, process.log = "engine 0", tmp_path / "log"
     process.check = lambda: None
     engine = object.__new__(EngineServer)
-    engine.index, engine.url, engine._timeout_s, engine.process = 0, url, 5.0, process
+    engine.index, engine.url, engine._timeout_s, engine.process, engine._part = 0, url, 5.0, process, None
     engine.wait_ready()
     assert Engine.asked == ["/health_generate", "/freeze_gc"]
 

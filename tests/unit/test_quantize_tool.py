@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slimrl_tools import quantize as quantize_module
-from slimrl_tools import rewrite
-from slimrl_tools import safetensors_writer as writer
 from slimrl_tools.cli import app
+from slimrl_tools.convert import conversion
+from slimrl_tools.convert import safetensors_writer as writer
+from slimrl_tools.derive import quantize as quantize_module
+from slimrl_tools.derive import rewrite
 from slimrl_tools.exit_codes import CheckFailed
 from toy_tools import run
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8
 from typer.testing import CliRunner
 
-from slimrl.models.fp8 import dequantize, quantize
-from slimrl.models.hf_checkpoint import open_hf_checkpoint
-from slimrl.models.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.quantization.fp8 import dequantize, quantize
 
 SMALL_FILES = ("--shard-gb", "0.00002")
 
@@ -155,7 +156,7 @@ def test_input_that_does_not_fit_is_refused_and_nothing_is_written(toy, tmp_path
         ("quantize", tmp_path / "fp8", out): "is quantised already",
         ("dequantize", toy, out): "is not quantised",
         ("dequantize", tmp_path / "fp8", out, "--dtype", "int8"): "--dtype int8: one of bf16, fp16, fp32",
-        ("quantize", toy, out, "--format", "int4"): "--format int4: fp8-block is the one there is",
+        ("quantize", toy, out, "--format", "int4"): "--format int4: fp8-block is the only format",
         ("quantize", toy, out, "--not-convert", "mlp.gat"): "'mlp.gat' is no module of this model",
         ("quantize", toy, out, "--not-convert", "q_proj"): "engines hold these as one matrix, so name both or neither",
         ("quantize", tmp_path / "nowhere", out): "no such folder",
@@ -194,7 +195,7 @@ def test_an_interrupted_run_is_continued_and_gives_the_same_files(toy, tmp_path,
     assert "left by an interrupted run; continue it with --resume" in run(*command, code=2)
     assert "left by another job (block differ)" in run(*command, "--block", 8, "--resume", code=2)
     said = run("dequantize", tmp_path / "whole", tmp_path / "out", "--resume", code=2)
-    assert "left by another job (block, command, dtype, files, format" in said
+    assert "left by another job (block, command, dtype, format, not_convert, shard_bytes, sources differ" in said
 
     def takes_only_what_is_missing(file, *rest):
         assert file.name not in written
@@ -215,7 +216,7 @@ def test_a_source_that_changed_since_is_another_job(toy, tmp_path, monkeypatch):
         assert CliRunner().invoke(app, ["quantize", str(toy), str(tmp_path / "out")]).exit_code != 0
     config = json.loads((toy / "config.json").read_text())
     (toy / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
-    assert "left by another job (files differ)" in run("quantize", toy, tmp_path / "out", "--resume", code=2)
+    assert "left by another job (sources differ)" in run("quantize", toy, tmp_path / "out", "--resume", code=2)
 
 
 def test_a_run_that_finished_nothing_leaves_nothing(toy, tmp_path, monkeypatch):
@@ -298,18 +299,18 @@ def flip(file):
 
 def test_a_file_is_on_the_disk_before_a_resume_takes_it_for_whole(toy, tmp_path, monkeypatch):
     events = []
-    original_sync, original_record = os.fsync, writer.write_digests
+    original_sync, original_record = os.fsync, conversion.write_record
 
     def syncs(descriptor):
         events.append(("on disk", Path(f"/proc/self/fd/{descriptor}").readlink().name))
         original_sync(descriptor)
 
-    def records(record, digests):
-        events.append(("recorded", record.name.removesuffix(".json")))
-        original_record(record, digests)
+    def records(partial, name, spans):
+        events.append(("recorded", name))
+        original_record(partial, name, spans)
 
     monkeypatch.setattr(os, "fsync", syncs)
-    monkeypatch.setattr(writer, "write_digests", records)
+    monkeypatch.setattr(conversion, "write_record", records)
     run("slice-layers", toy, tmp_path / "out", "--layers", 1, *SMALL_FILES)
     files = sorted(file.name for file in (tmp_path / "out").glob("model*-of-*"))
     assert len(files) > 2

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 
-from slimrl.models.read_ahead import read_ahead
+from slimrl.checkpoints.read_ahead import read_ahead
 
 
 class Item:

@@ -1,4 +1,4 @@
-"""What a run takes of a Ray cluster, and how a cluster of its own begins and ends, with tables in place of Ray."""
+"""What a run takes of a Ray ray_cluster, and how a cluster of its own begins and ends, with tables in place of Ray."""
 
 import os
 import subprocess
@@ -10,10 +10,11 @@ import psutil
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from slimrl.runtime import cluster, guard, reservation
-from slimrl.runtime.errors import StageError
-from slimrl.runtime.placement import Node, Placement, Slot
-from slimrl.runtime.reservation import Reservation, cluster_nodes
+from slimrl.config.environment import thread_variables
+from slimrl.runtime.cluster import guard, ray_cluster, reservation
+from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.placement import Node, Placement, Slot
+from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 
 
 def entry(node_id: str, host: str, *, alive: bool = True, **resources: float) -> dict:
@@ -101,12 +102,12 @@ def test_each_slot_is_a_bundle_of_its_node_and_a_process_asks_for_its_share(ray_
     assert bundles == [{"CPU": 1}] * 4
     assert labels == [{"ray.io/node-id": node} for node in "aabb"]
     assert ray_group.waited == [reservation.RESERVE_TIMEOUT_S]
-    options = taken.options(SLOTS[0], 3)
+    options = taken.options(SLOTS[0], thread_variables(3))
     # Three processes share it, in thousandths rounded down.
     assert (options["num_cpus"], options["num_gpus"]) == (0.333, 0)
     assert options["scheduling_strategy"][1] == 0
     assert options["runtime_env"] == {"env_vars": {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}}
-    alone = Reservation(placement, "GPU").options(SLOTS[3], 1)
+    alone = Reservation(placement, "GPU").options(SLOTS[3], {})
     assert (alone["num_cpus"], alone["num_gpus"], alone["scheduling_strategy"][1]) == (0, 1.0, 3)
     assert taken.devices(tuple(SLOTS)) == ()
     assert ray_group.gpus == []
@@ -120,7 +121,7 @@ def test_engines_of_several_gpus_are_told_which_and_others_see_their_own(ray_gro
     assert taken.devices((SLOTS[1],)) == ()
     assert Reservation(placement, "CPU").devices((SLOTS[2], SLOTS[3])) == ()
     ray_group.lost = GetTimeoutError("late")
-    with pytest.raises(StageError, match="which GPUs the engines have is not known: GetTimeoutError"):
+    with pytest.raises(StageError, match="cannot find out the GPU ids of the engines: GetTimeoutError"):
         Reservation(placement, "GPU")
 
 
@@ -134,7 +135,7 @@ def test_a_cluster_in_use_is_refused_with_what_is_free(ray_group):
 def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Ray that notes how it is started, in a system whose temporary folder is a test's."""
     made = SimpleNamespace(journal=[], fails=None, environment={})
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(ray_cluster.tempfile, "gettempdir", lambda: str(tmp_path))
     for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "RAY_USAGE_STATS_ENABLED"):
         monkeypatch.setenv(name, "before")
 
@@ -150,9 +151,9 @@ def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         yield
         made.journal.append("guard ends")
 
-    monkeypatch.setattr(cluster.ray, "init", init)
-    monkeypatch.setattr(cluster.ray, "shutdown", lambda: made.journal.append("shutdown"))
-    monkeypatch.setattr(cluster, "guarded", guarded)
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: made.journal.append("shutdown"))
+    monkeypatch.setattr(ray_cluster, "guarded", guarded)
     return made
 
 
@@ -163,7 +164,7 @@ def test_a_run_without_an_address_has_a_cluster_and_a_temporary_folder_that_go_w
     kept = [tmp_path / f"slimrl-ray-{os.getppid()}", tmp_path / "slimrl-ray-x", tmp_path / "other"]
     for path in (*kept, tmp_path / f"slimrl-ray-{dead}"):
         (path / "deep").mkdir(parents=True)
-    with cluster.ray_cluster(None, num_slots=5):
+    with ray_cluster.ray_cluster(None, num_slots=5):
         assert not (tmp_path / f"slimrl-ray-{dead}").exists()
         assert folder.is_dir()
         assert os.environ["TMPDIR"] == "before"
@@ -181,7 +182,7 @@ def test_a_run_without_an_address_has_a_cluster_and_a_temporary_folder_that_go_w
 
 def test_a_cluster_that_does_not_start_leaves_nothing_and_a_cache_that_is_set_is_used(ray_start, tmp_path: Path):
     ray_start.fails = RuntimeError("no port")
-    with pytest.raises(StageError, match="Ray did not start: no port"), cluster.ray_cluster(None, num_slots=1):
+    with pytest.raises(StageError, match="Ray did not start: no port"), ray_cluster.ray_cluster(None, num_slots=1):
         raise AssertionError
     assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == "before"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "before"
@@ -189,15 +190,46 @@ def test_a_cluster_that_does_not_start_leaves_nothing_and_a_cache_that_is_set_is
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("late", "starts"), [(1, True), (2, True), (3, False)])
+def test_ray_that_gives_up_on_its_own_start_is_started_again_without_what_it_left(
+    ray_start, monkeypatch, late: int, starts: bool
+):
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(ray_cluster, "time", clock)
+    init = ray_cluster.ray.init
+
+    def late_init(**given):
+        init(**given)
+        if sum(entry[0] == "init" for entry in ray_start.journal) <= late:
+            clock.now_s += 31
+            raise Exception("The current node timed out")
+
+    def end_members(folder, temporary_files, *, grace_s):
+        ray_start.journal.append(("ended", folder, temporary_files, grace_s))
+
+    monkeypatch.setattr(ray_cluster.ray, "init", late_init)
+    monkeypatch.setattr(ray_cluster, "end_members", end_members)
+    if starts:
+        with ray_cluster.ray_cluster(None, num_slots=1):
+            pass
+    else:
+        with pytest.raises(StageError, match="Ray did not start: The current node"):
+            ray_cluster.ray_cluster(None, num_slots=1).__enter__()
+    tries = [entry for entry in ray_start.journal if entry[0] in ("init", "ended")]
+    assert [entry[0] for entry in tries] == ["init", "ended"] * min(late, 3) + ["init"] * starts
+    folder = Path(ray_cluster.tempfile.gettempdir()) / f"slimrl-ray-{os.getpid()}"
+    assert {entry[1:] for entry in tries if entry[0] == "ended"} == {(folder, folder / "tmp", 0.0)}
+
+
 def test_a_run_joins_the_cluster_at_its_address_and_leaves_it(ray_start, tmp_path: Path):
-    with cluster.ray_cluster("head:6379", num_slots=5):
+    with ray_cluster.ray_cluster("head:6379", num_slots=5):
         assert list(tmp_path.iterdir()) == []
     (_, given), last = ray_start.journal
     assert (given["address"], given["log_to_driver"], last) == ("head:6379", False, "shutdown")
     assert "num_cpus" not in given
     ray_start.fails = ConnectionError("refused")
     with pytest.raises(StageError, match=r"no Ray cluster answers at head:6379: refused"):
-        cluster.ray_cluster("head:6379", num_slots=5).__enter__()
+        ray_cluster.ray_cluster("head:6379", num_slots=5).__enter__()
     assert ray_start.journal[-1] == "shutdown"
 
 
@@ -247,7 +279,7 @@ def test_what_is_left_of_a_killed_drivers_cluster_is_ended_after_a_while_and_its
 
     monkeypatch.setattr(guard.psutil, "process_iter", alive)
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-    monkeypatch.setattr("slimrl.resync.shared_buffer.clean_stale_segments", lambda: cleaned.append(True))
+    monkeypatch.setattr("slimrl.ipc.stale_files.clean_stale_segments", lambda: cleaned.append(True))
     assert guard.members(tmp_path, tmp_path / "tmp") == [first, second]
     (link := tmp_path.with_name(f"{tmp_path.name}-link")).symlink_to(tmp_path)
     assert guard.members(link, tmp_path / "tmp") == [first, second]
@@ -285,7 +317,13 @@ def test_a_guard_is_apart_from_the_terminal_and_ends_with_the_cluster(monkeypatc
         with nullcontext() if failure is None else pytest.raises(ValueError, match="x"):
             guard_it(failure)
         (command, how), *end = journal
-        assert command[1:] == ["-m", "slimrl.runtime.guard", str(os.getpid()), str(tmp_path), str(tmp_path / "tmp")]
+        assert command[1:] == [
+            "-m",
+            "slimrl.runtime.cluster.guard",
+            str(os.getpid()),
+            str(tmp_path),
+            str(tmp_path / "tmp"),
+        ]
         assert how["start_new_session"] is True
         assert {how["stdin"], how["stdout"], how["stderr"]} == {subprocess.DEVNULL}
         assert end == ["kill", guard.END_TIMEOUT_S]

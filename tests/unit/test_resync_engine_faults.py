@@ -9,9 +9,9 @@ from resync_engines import Engine, Source, config, session, weights
 
 from slimrl import device
 from slimrl.config.schema import TransportName
-from slimrl.data.protocols import EngineError
-from slimrl.resync import fleet
-from slimrl.resync.fan_out import EnginesFailed
+from slimrl.data.engine import EngineError
+from slimrl.resync import engine_calls
+from slimrl.resync.engine_calls import EnginesFailed
 from slimrl.resync.session import ResyncError
 from slimrl.resync.transports.ipc import IpcTransport
 
@@ -35,7 +35,7 @@ def test_an_engine_that_fails_once_gets_another_chance_and_the_version_starts_ag
 
 @pytest.mark.parametrize("transport", [TransportName.ipc, TransportName.collective])
 def test_an_engine_that_still_loads_when_another_fails_is_not_taken_for_dead(monkeypatch, transport):
-    monkeypatch.setattr(fleet, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_calls, "PROBE_TIMEOUT_S", 0.05)
     engines = [Engine("engine 0"), Engine("engine 1")]
     engines[0].load_s = 0.2
     engines[1].fails_at = ("load" if transport is TransportName.ipc else "receive", 1)
@@ -51,7 +51,7 @@ def test_an_engine_that_still_loads_when_another_fails_is_not_taken_for_dead(mon
 def test_a_failed_call_counts_beside_one_to_an_engine_that_died():
     refusing, dying, other = (Engine(f"engine {i}") for i in range(3))
     dying.loading.acquire()
-    taking_part = fleet.Fleet([refusing, dying, other], 0.05)
+    taking_part = engine_calls.EngineCalls([refusing, dying, other], 0.05)
     assert taking_part.judge(EnginesFailed({"engine 0": "refused", "engine 1": "late"}))
     assert list(taking_part.failed) == ["engine 1"]
     assert taking_part.judge(EnginesFailed({"engine 0": "refused again"}))
@@ -62,7 +62,7 @@ def test_a_failed_call_counts_beside_one_to_an_engine_that_died():
 def test_an_engine_that_dies_in_a_broadcast_is_named_before_what_the_group_says_of_it():
     dying, other = Engine("engine 0"), Engine("engine 1")
     dying.loading.acquire()
-    taking_part = fleet.Fleet([dying, other], 0.05)
+    taking_part = engine_calls.EngineCalls([dying, other], 0.05)
     assert taking_part.judge(EngineError("broadcast: connection reset"))
     assert list(taking_part.failed) == ["engine 0"]
     assert taking_part.failed["engine 0"] == "engine 0: no answer within 0.05 s; broadcast: connection reset"
@@ -146,7 +146,7 @@ def test_a_version_that_is_not_newer_is_refused():
     resync.run(3)
     calls = list(engine.calls)
     for version in (3, 2):
-        with pytest.raises(ValueError, match=f"version {version}: version 3 was sent before"):
+        with pytest.raises(ValueError, match=f"version {version}: version 3 has been sent already"):
             resync.run(version)
     resync.close()
     assert engine.calls == calls
@@ -154,7 +154,7 @@ def test_a_version_that_is_not_newer_is_refused():
 
 def test_a_full_disk_names_itself_and_engines_stay_paused():
     class Full(IpcTransport):
-        def send(self, bucket, buffer, live):
+        def send(self, bucket, buffer):
             raise OSError(28, "No space left on device")
 
     engine = Engine("engine 0")

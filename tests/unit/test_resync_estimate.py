@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from slimrl.config.schema import TransportName
-from slimrl.data.protocols import EnginePlace, SourcePiece, SourceTensor, TensorSpec
-from slimrl.models.fp8 import BlockFp8
+from slimrl.data.weights import EnginePlace, SourceLayout, SourcePiece, TensorSpec
+from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.buckets import Transform
 from slimrl.resync.estimate.estimate import Estimate, as_json, estimate
 from slimrl.resync.estimate.machine import GB, Machine
@@ -20,17 +20,16 @@ SMOOTH = replace(Machine(), hop_us=0, gather_us=0, load_us=0, bucket_ms=0)
 """Links alone take time."""
 
 
-def layout(holders: list[tuple[int, ...]], tensors: int = 1) -> list[SourceTensor]:
+def layout(holders: list[tuple[int, ...]], tensors: int = 1) -> SourceLayout:
     """Matrices whose rows are cut into as many equal pieces as there are sets of ranks."""
     step = ROWS // len(holders)
     pieces = tuple(
         SourcePiece(region=(slice(i * step, (i + 1) * step), slice(0, COLUMNS)), holders=ranks)
         for i, ranks in enumerate(holders)
     )
-    return [
-        SourceTensor(spec=TensorSpec(name=f"layer{i}.weight", shape=(ROWS, COLUMNS), dtype="bfloat16"), pieces=pieces)
-        for i in range(tensors)
-    ]
+    return {
+        TensorSpec(name=f"layer{i}.weight", shape=(ROWS, COLUMNS), dtype="bfloat16"): pieces for i in range(tensors)
+    }
 
 
 def engine(name: str, *nodes: str, num_ranks: int = 1) -> EnginePlace:
@@ -38,7 +37,7 @@ def engine(name: str, *nodes: str, num_ranks: int = 1) -> EnginePlace:
 
 
 def estimated(
-    tensors: list[SourceTensor],
+    tensors: SourceLayout,
     nodes: list[str],
     engines: list[EnginePlace],
     transport: TransportName = TransportName.ipc,
@@ -189,6 +188,40 @@ def test_quantised_weights_are_gathered_whole_and_sent_small():
         (NBYTES + NBYTES // 2 + scales) / (SMOOTH.memory_gb_per_s * GB)
     )
     assert result.stage_seconds["gather"] == pytest.approx(plain.stage_seconds["gather"])
+
+
+def test_nodes_send_each_other_quantised_weights():
+    transform = Quantize(BlockFp8(), ["layer0.weight"])
+    engines = [engine("x", "c", num_ranks=2)]
+    scales = 4 * (ROWS // 128) * (COLUMNS // 128)
+    sent = NBYTES // 2 + scales
+    # Three quarters are on other nodes than rank 0, in whole tiles; then the engine's node gets all of it.
+    result = estimated(
+        layout([(0,), (1,), (2,), (3,)]), ["a", "b", "d", "e"], engines, TransportName.collective, transform=transform
+    )
+    assert result.link_bytes["network"] == 3 * sent // 4 + sent
+    # Node a receives on one adapter.
+    assert result.stage_seconds["exchange"] == pytest.approx(3 * sent / 4 / (SMOOTH.network_gb_per_s * GB))
+    # Each node quantises its quarter while the others do theirs.
+    quarter = (NBYTES + sent) / 4
+    assert result.stage_seconds["transform"] == pytest.approx(quarter / (SMOOTH.memory_gb_per_s * GB))
+    # Pieces of 64 rows lie on two nodes within a tile: they travel as they are, and rank 0 quantises them all.
+    holders = [(rank % 2,) for rank in range(16)]
+    torn = estimated(layout(holders), ["a", "b"], engines, TransportName.collective, transform=transform)
+    assert torn.link_bytes["network"] == NBYTES // 2 + sent
+    assert torn.stage_seconds["transform"] == pytest.approx((NBYTES + sent) / (SMOOTH.memory_gb_per_s * GB))
+
+
+def test_all_adapters_of_a_node_carry_an_equal_share_of_what_it_sends():
+    nodes, machine = ["a", "a", "a", "a", "b", "b", "b", "b"], replace(SMOOTH, nvlink_gb_per_s=450.0)
+    result = estimated(layout([(4,)]), nodes, [engine("x", "a")], machine=machine)
+    assert result.link_bytes["network"] == NBYTES
+    assert result.stage_seconds["exchange"] == pytest.approx(NBYTES / 4 / (machine.network_gb_per_s * GB))
+    # Three of four shares leave one leader's memory over NVLink and enter the other's; then the engine reads it all.
+    assert result.link_bytes["nvlink"] == 2 * 3 * NBYTES // 4
+    # Leaders whose NVLink is slower than four adapters are the limit.
+    slow = estimated(layout([(4,)]), nodes, [engine("x", "a")], machine=replace(machine, nvlink_gb_per_s=100.0))
+    assert slow.stage_seconds["exchange"] == pytest.approx(3 * NBYTES / 4 / (100 * GB))
 
 
 def test_a_checkpoint_on_disk_is_written_once_and_read_once_per_node():

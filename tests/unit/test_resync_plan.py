@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from slimrl.config.schema import TransportName
-from slimrl.data.protocols import EnginePlace, SourcePiece, SourceTensor, TensorSpec
+from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
-from slimrl.resync.buckets import cut_buckets
-from slimrl.resync.exchange import messages, part_view
+from slimrl.resync.buckets import cut_buckets, rows_of
+from slimrl.resync.exchange import messages
 from slimrl.resync.gather import copy_rows
 from slimrl.resync.plan import plan_resync
 
 
-def spec(name: str, *shape: int, dtype: str = "float32", atomic: str | None = None) -> TensorSpec:
-    return TensorSpec(name=name, shape=shape, dtype=dtype, atomic=atomic)
+def spec(name: str, *shape: int, dtype: str = "float32", fused_group: str | None = None) -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype=dtype, fused_group=fused_group)
 
 
 def names(buckets) -> list[list[str]]:
-    return [[part.spec.name for part in bucket.gathered.parts] for bucket in buckets]
+    return [[part.spec.name for part in bucket.gathered] for bucket in buckets]
 
 
 class HalfWithSums:
@@ -28,10 +28,11 @@ class HalfWithSums:
 
     row_multiple = 2
 
-    def outputs(self, spec, start, stop):
+    def outputs(self, part):
+        spec, start, stop = part.spec, part.start, part.stop
         half = TensorSpec(name=spec.name, shape=spec.shape, dtype="float16")
         sums = TensorSpec(name=f"{spec.name}_sums", shape=(-(-spec.shape[0] // 2),), dtype="float32")
-        return [(half, start, stop), (sums, start // 2, -(-stop // 2))]
+        return [rows_of(half, start, stop), rows_of(sums, start // 2, -(-stop // 2))]
 
 
 def test_tensors_fill_buckets_in_their_order():
@@ -41,11 +42,11 @@ def test_tensors_fill_buckets_in_their_order():
 
 def test_a_tensor_larger_than_a_bucket_is_cut_into_rows():
     buckets = cut_buckets([spec("a", 1), spec("big", 10, 3), spec("b", 1)], 40)
-    rows = [[(p.spec.name, p.start, p.stop) for p in bucket.gathered.parts] for bucket in buckets]
+    rows = [[(p.spec.name, p.start, p.stop) for p in bucket.gathered] for bucket in buckets]
     assert rows == [[("a", 0, 1), ("big", 0, 3)], [("big", 3, 6)], [("big", 6, 9)], [("big", 9, 10), ("b", 0, 1)]]
-    assert all(bucket.gathered.nbytes <= 40 for bucket in buckets)
-    assert buckets[1].gathered.parts[0].shape == (3, 3)
-    assert not buckets[1].gathered.parts[0].is_whole
+    assert all(bucket.gathered_bytes <= 40 for bucket in buckets)
+    assert buckets[1].gathered[0].shape == (3, 3)
+    assert not buckets[1].gathered[0].is_whole
 
 
 def test_a_row_that_does_not_fit_is_refused_with_the_size_that_is_needed():
@@ -54,7 +55,7 @@ def test_a_row_that_does_not_fit_is_refused_with_the_size_that_is_needed():
 
 
 def test_an_atomic_group_stays_together_and_one_that_does_not_fit_is_refused():
-    specs = [spec("a", 3), spec("q", 3, atomic="g"), spec("kv", 3, atomic="g"), spec("b", 3)]
+    specs = [spec("a", 3), spec("q", 3, fused_group="g"), spec("kv", 3, fused_group="g"), spec("b", 3)]
     assert names(cut_buckets(specs, 24)) == [["a"], ["q", "kv"], ["b"]]
     with pytest.raises(
         ValueError, match=r"bucket_bytes: 16 bytes are too few: q, kv travel together and need 24. Use 24"
@@ -73,18 +74,18 @@ def test_deepseek_s_down_projections_which_sglang_fuses_travel_together():
 
 def test_an_atomic_group_that_is_torn_apart_is_refused():
     with pytest.raises(ValueError, match="not neighbours: g"):
-        cut_buckets([spec("q", 3, atomic="g"), spec("a", 3), spec("kv", 3, atomic="g")], 16)
+        cut_buckets([spec("q", 3, fused_group="g"), spec("a", 3), spec("kv", 3, fused_group="g")], 16)
 
 
 def test_mixed_dtypes_are_aligned_without_gaps():
     specs = [spec("half", 3, dtype="bfloat16"), spec("full", 2), spec("byte", 1, dtype="uint8"), spec("scalar")]
     (bucket,) = cut_buckets(specs, 1000)
-    parts = bucket.gathered.parts
+    parts = bucket.gathered
     for part in parts:
         assert part.offset % getattr(torch, part.spec.dtype).itemsize == 0
     ends = [part.offset + part.nbytes for part in parts]
     assert [part.offset for part in parts] == [0, *ends[:-1]]
-    assert ends[-1] == bucket.gathered.nbytes == 3 * 2 + 2 * 4 + 1 + 4
+    assert ends[-1] == bucket.gathered_bytes == 3 * 2 + 2 * 4 + 1 + 4
 
 
 @pytest.mark.parametrize("bucket_bytes", [1024**2, 256 * 1024**2])
@@ -92,10 +93,10 @@ def test_a_published_model_is_covered_once_within_the_bound(bucket_bytes):
     hf_config = {**published_config("Qwen3-30B-A3B"), "num_hidden_layers": 3}
     specs = family_of(hf_config).hf_tensor_specs(hf_config)
     buckets = cut_buckets(specs, bucket_bytes)
-    assert max(bucket.gathered.nbytes for bucket in buckets) <= bucket_bytes
+    assert max(bucket.gathered_bytes for bucket in buckets) <= bucket_bytes
     rows: dict[str, list[tuple[int, int]]] = {}
     for bucket in buckets:
-        for part in bucket.gathered.parts:
+        for part in bucket.gathered:
             rows.setdefault(part.spec.name, []).append((part.start, part.stop))
     assert list(rows) == [tensor.name for tensor in specs]
     for tensor in specs:
@@ -106,9 +107,9 @@ def test_a_published_model_is_covered_once_within_the_bound(bucket_bytes):
 
 def test_a_transform_is_planned_by_what_it_makes_and_cut_where_it_allows():
     buckets = cut_buckets([spec("a", 9, 2), spec("b", 2, 2)], 40, HalfWithSums())
-    assert all(max(bucket.gathered.nbytes, bucket.sent.nbytes) <= 40 for bucket in buckets)
-    gathered = [[(p.spec.name, p.start, p.stop) for p in bucket.gathered.parts] for bucket in buckets]
-    sent = [[(p.spec.name, p.start, p.stop) for p in bucket.sent.parts] for bucket in buckets]
+    assert all(max(bucket.gathered_bytes, bucket.sent_bytes) <= 40 for bucket in buckets)
+    gathered = [[(p.spec.name, p.start, p.stop) for p in bucket.gathered] for bucket in buckets]
+    sent = [[(p.spec.name, p.start, p.stop) for p in bucket.sent] for bucket in buckets]
     assert gathered == [[("a", 0, 4)], [("a", 4, 8), ("a", 8, 9)], [("b", 0, 2)]]
     assert sent == [
         [("a_sums", 0, 2), ("a", 0, 4)],
@@ -130,16 +131,12 @@ def piece(rows: tuple[int, int], *columns: tuple[int, int], holders: tuple[int, 
     return SourcePiece(region=tuple(slice(*edges) for edges in (rows, *columns)), holders=holders)
 
 
-ROWS = SourceTensor(
-    spec=spec("rows", 8, 4), pieces=tuple(piece((i * 2, i * 2 + 2), (0, 4), holders=(i,)) for i in range(4))
-)
-COLUMNS = SourceTensor(
-    spec=spec("columns", 3, 4),
-    pieces=(piece((0, 3), (0, 2), holders=(0, 2)), piece((0, 3), (2, 4), holders=(1, 3))),
-)
-EVERYWHERE = SourceTensor(spec=spec("everywhere", 5), pieces=(piece((0, 5), holders=(0, 1, 2, 3)),))
-ON_LAST = SourceTensor(spec=spec("on_last", 6, 2), pieces=(piece((0, 6), (0, 2), holders=(3,)),))
-TENSORS = [ROWS, COLUMNS, EVERYWHERE, ON_LAST]
+LAYOUT = {
+    spec("rows", 8, 4): tuple(piece((i * 2, i * 2 + 2), (0, 4), holders=(i,)) for i in range(4)),
+    spec("columns", 3, 4): (piece((0, 3), (0, 2), holders=(0, 2)), piece((0, 3), (2, 4), holders=(1, 3))),
+    spec("everywhere", 5): (piece((0, 5), holders=(0, 1, 2, 3)),),
+    spec("on_last", 6, 2): (piece((0, 6), (0, 2), holders=(3,)),),
+}
 
 
 def engine(name: str, node: str) -> EnginePlace:
@@ -151,18 +148,22 @@ def carried_out(plan, values):
     crossed = 0
     memories = []
     for bucket in plan.buckets:
-        memory = {node: torch.full((bucket.gathered.nbytes,), 255, dtype=torch.uint8) for node in plan.leaders}
+        memory = {node: torch.full((bucket.gathered_bytes,), 255, dtype=torch.uint8) for node in plan.leaders}
         for rank, node in enumerate(plan.nodes):
-            for block in plan.writes(bucket, rank):
-                name = block.part.spec.name
-                mine = next(p for p in plan.tensors[name].pieces if rank in p.holders)
-                part_view(memory[node], block.part)[block.target] = values[name][mine.region][block.source]
-        for transfer in plan.transfers(bucket):
-            for node in transfer.targets:
-                there = part_view(memory[node], transfer.block.part)[transfer.block.target]
-                here = part_view(memory[transfer.source], transfer.block.part)[transfer.block.target]
-                there.copy_(here)
-                crossed += here.nbytes
+            for part, region, held in plan.writes(bucket, rank):
+                assert rank in held.holders
+                within = values[part.spec.name][held.region]
+                source = tuple(
+                    slice(edge.start - outer.start, edge.stop - outer.start)
+                    for edge, outer in zip(region, held.region, strict=True)
+                )
+                part.view(memory[node])[part.local(region)] = within[source]
+        for part, region, held in plan.overlaps(bucket):
+            for source, targets in plan.routes(bucket, part, held):
+                here = part.view(memory[source])[part.local(region)]
+                for node in targets:
+                    part.view(memory[node])[part.local(region)] = here
+                    crossed += here.nbytes
         memories.append(memory)
     return memories, crossed
 
@@ -184,20 +185,20 @@ def test_senders_have_every_byte_and_each_crosses_once_per_node_that_lacks_it(
     bucket_bytes, transport, nodes, engine_nodes, lacking
 ):
     engines = [engine(f"engine {i}", node) for i, node in enumerate(engine_nodes)]
-    plan = plan_resync(TENSORS, nodes, engines, transport=transport, bucket_bytes=bucket_bytes)
-    values = {t.spec.name: torch.randn(t.spec.shape) for t in TENSORS}
+    plan = plan_resync(LAYOUT, nodes, engines, transport=transport, bucket_bytes=bucket_bytes)
+    values = {spec.name: torch.randn(spec.shape) for spec in LAYOUT}
     memories, crossed = carried_out(plan, values)
     assert crossed == lacking
     for bucket, memory in zip(plan.buckets, memories, strict=True):
         for sender in plan.senders:
-            for part in bucket.gathered.parts:
+            for part in bucket.gathered:
                 expected = values[part.spec.name][part.start : part.stop]
-                assert torch.equal(part_view(memory[sender.node], part), expected)
+                assert torch.equal(part.view(memory[sender.node]), expected)
 
 
 def test_leaders_are_the_lowest_ranks_of_their_nodes_and_those_with_engines_send():
     engines = [engine("engine 0", "b"), engine("engine 1", "c"), engine("engine 2", "b")]
-    plan = plan_resync(TENSORS, "aabc", engines, transport=TransportName.ipc, bucket_bytes=1000)
+    plan = plan_resync(LAYOUT, "aabc", engines, transport=TransportName.ipc, bucket_bytes=1000)
     assert plan.leaders == {"a": 0, "b": 2, "c": 3}
     assert [(sender.rank, sender.engines) for sender in plan.senders] == [
         (2, ("engine 0", "engine 2")),
@@ -205,16 +206,15 @@ def test_leaders_are_the_lowest_ranks_of_their_nodes_and_those_with_engines_send
     ]
     assert plan.sender(0) is None
     for transport in set(TransportName) - {TransportName.ipc}:
-        (sender,) = plan_resync(TENSORS, "aabc", engines, transport=transport, bucket_bytes=1000).senders
+        (sender,) = plan_resync(LAYOUT, "aabc", engines, transport=transport, bucket_bytes=1000).senders
         assert (sender.rank, len(sender.engines)) == (0, 3)
 
 
 def test_a_node_without_a_sender_writes_only_what_it_passes_on():
-    plan = plan_resync(TENSORS, "aabb", [engine("e", "x")], transport=TransportName.collective, bucket_bytes=1000)
+    plan = plan_resync(LAYOUT, "aabb", [engine("e", "x")], transport=TransportName.collective, bucket_bytes=1000)
     (bucket,) = plan.buckets
     written = [
-        sorted((block.part.spec.name, block.target[0].start) for block in plan.writes(bucket, rank))
-        for rank in range(4)
+        sorted((part.spec.name, region[0].start) for part, region, _ in plan.writes(bucket, rank)) for rank in range(4)
     ]
     assert written == [
         [("columns", 0), ("everywhere", 0), ("rows", 0)],
@@ -228,22 +228,14 @@ def test_a_node_without_a_sender_writes_only_what_it_passes_on():
 def test_ipc_needs_each_engine_on_one_node_of_the_trainer(nodes):
     place = EnginePlace(name="engine 0", nodes=nodes)
     with pytest.raises(ValueError, match=r"ipc, but engine 0 is on .*Use collective or disk"):
-        plan_resync(TENSORS, "aabb", [place], transport=TransportName.ipc, bucket_bytes=1000)
+        plan_resync(LAYOUT, "aabb", [place], transport=TransportName.ipc, bucket_bytes=1000)
 
 
 def test_neighbouring_blocks_with_one_way_travel_as_one_message():
-    experts = [
-        SourceTensor(spec=spec(f"expert{i}", 2, 2), pieces=(piece((0, 2), (0, 2), holders=(i // 4,)),))
-        for i in range(8)
-    ]
-    halves = SourceTensor(
-        spec=spec("halves", 3, 4),
-        pieces=tuple(piece((0, 3), (2 * i, 2 * i + 2), holders=(i,)) for i in range(2)),
-    )
-    plan = plan_resync(
-        [*experts, halves], "ab", [engine("engine 0", "a")], transport=TransportName.ipc, bucket_bytes=1000
-    )
+    layout = {spec(f"expert{i}", 2, 2): (piece((0, 2), (0, 2), holders=(i // 4,)),) for i in range(8)}
+    layout[spec("halves", 3, 4)] = tuple(piece((0, 3), (2 * i, 2 * i + 2), holders=(i,)) for i in range(2))
+    plan = plan_resync(layout, "ab", [engine("engine 0", "a")], transport=TransportName.ipc, bucket_bytes=1000)
     (bucket,) = plan.buckets
-    first, second = messages(plan.transfers(bucket))
+    first, second = messages(plan, bucket)
     assert (first.source, first.targets, first.start, first.stop) == ("b", ("a",), 4 * 16, 8 * 16)
     assert second.columns is not None

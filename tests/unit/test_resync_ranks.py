@@ -1,5 +1,7 @@
 """Resyncs of a trainer of several ranks on two nodes, all threads of this process, with engines that live in it too."""
 
+import os
+import threading
 import time
 
 import pytest
@@ -9,13 +11,14 @@ from thread_dist import ThreadDist
 
 from slimrl import device
 from slimrl.config.schema import TransportName
-from slimrl.data.protocols import EngineError, EnginePlace, SourcePiece, SourceTensor, TensorSpec
-from slimrl.models.fp8 import BlockFp8, quantize
-from slimrl.resync import contribution, exchange, ranks
+from slimrl.data.engine import EngineError
+from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
+from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.quantization.fp8 import BlockFp8, quantize
+from slimrl.resync import exchange, pipeline, ranks
 from slimrl.resync.ranks import Ranks
 from slimrl.resync.report import ResyncError
 from slimrl.resync.transform import Quantize
-from slimrl.resync.transports.collective import CollectiveTransport
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
 
@@ -50,22 +53,18 @@ class Source:
         self._rank, self.weights = rank, weights
 
     def layout(self):
-        return [
-            SourceTensor(
-                spec=TensorSpec(name=name, shape=shape, dtype="float32"),
-                pieces=tuple(SourcePiece(region=region_of(edges), holders=holders) for edges, holders in REGIONS[name]),
+        return {
+            TensorSpec(name=name, shape=shape, dtype="float32"): tuple(
+                SourcePiece(region=region_of(edges), holders=holders) for edges, holders in REGIONS[name]
             )
             for name, shape in SHAPES.items()
-        ]
+        }
 
-    def piece(self, name):
+    def groups(self, name):
         # Those that lead no node are late.
         time.sleep(0.002 * (self._rank % 2))
         (edges,) = [edges for edges, holders in REGIONS[name] if self._rank in holders]
-        return self.weights[name][region_of(edges)].contiguous()
-
-    def groups(self, name):
-        return self.piece(name)[None]
+        return self.weights[name][region_of(edges)].contiguous()[None]
 
 
 def random_weights(seed=0):
@@ -84,6 +83,8 @@ def threads(monkeypatch):
     threads = ThreadDist(len(NODES))
     for module in (ranks, exchange):
         monkeypatch.setattr(module, "dist", threads)
+    # So that all ranks of a node have some of the few bytes here.
+    monkeypatch.setattr(exchange, "CUT_BYTES", 1)
     yield threads
     assert threads.left == threads.made
 
@@ -131,47 +132,31 @@ def test_engines_on_the_trainer_s_nodes_get_what_lies_on_all_of_its_ranks(thread
         assert report.bytes == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
-@pytest.mark.parametrize("in_place_bytes", [None, 30])
-def test_an_engine_elsewhere_gets_what_ranks_of_the_sender_s_node_send_from_where_it_lies(
-    threads, monkeypatch, in_place_bytes
-):
-    sent, left = [], []
-
-    class Watched(contribution.Contribution):
-        def send(self, live):
-            sent.append(sorted(value.numel() for value in live.own.values()))
-            super().send(live)
-
-        def leave(self):
-            super().leave()
-            assert self._group is None
-            left.append(threads.get_rank())
-
-    monkeypatch.setattr("slimrl.resync.session.Contribution", Watched)
-
-    def transport(rank):
-        made = CollectiveTransport("127.0.0.1", "slimrl-ranks", 20.0, bucket_bytes=200)
-        made.in_place_bytes = in_place_bytes
-        return made
-
+def test_an_engine_elsewhere_gets_them_from_the_sender_alone(threads):
     engine = engine_on("x")
     settings = config(bucket_bytes=200, transport=TransportName.collective)
-    results = resynced(threads, [engine], settings, ((1, 1), (2, 2)), transport=transport)
+    results = resynced(threads, [engine], settings, ((1, 1), (2, 2)))
     assert [report.mismatching for report in results[0]] == [(), ()]
     assert_loaded(engine, random_weights(2))
-    # The second rank alone has a tensor of its own; the first sends the one that all have.
-    assert [each for each in sent if each] == ([] if in_place_bytes is None else [[7 * 3 * 4]] * 2)
-    assert engine.calls.count("leave") == 1
-    assert set(left) == {0, 1, 2, 3}
+    assert [engine.calls.count(call) for call in ("open", "leave")] == [2, 1]
 
 
+@pytest.mark.parametrize("block", [(4, 4), (2, 4)])
 @pytest.mark.parametrize("nodes", ["aabb", "aaaa"])
-def test_what_is_quantised_on_the_way_is_that_of_the_whole_matrices(threads, nodes):
+def test_what_is_quantised_on_the_way_is_that_of_the_whole_matrices(threads, nodes, block):
+    class Slow(Quantize):
+        """The node's other ranks are done before."""
+
+        def apply(self, *given):
+            time.sleep(0.05)
+            super().apply(*given)
+
     engines = [engine_on(node) for node in sorted(set(nodes))]
-    transform = Quantize(BlockFp8(block=(4, 4)), ["rows"])
+    # Ranks have two rows each: tiles of two are quantised before they travel.
+    transform = Slow(BlockFp8(block=block), ["rows"])
     results = resynced(threads, engines, config(bucket_bytes=200), nodes=nodes, transform=lambda _: transform)
     assert results[0][0].mismatching == ()
-    codes, scales = quantize(random_weights()["rows"], (4, 4))
+    codes, scales = quantize(random_weights()["rows"], block)
     for engine in engines:
         assert torch.equal(engine.loaded["rows"].view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(engine.loaded["rows_scale_inv"], scales)
@@ -181,10 +166,11 @@ def test_what_is_quantised_on_the_way_is_that_of_the_whole_matrices(threads, nod
 def test_what_was_gathered_wrongly_is_named_once_and_no_node_s_engines_resume(threads, monkeypatch):
     original = Quantize.apply
 
-    def spoils(self, part, value, outputs):
-        if part.spec.name == "rows":
-            value[0, 0] += 1
-        original(self, part, value, outputs)
+    def spoils(self, bucket, gathered, *given):
+        for part in bucket.gathered:
+            if part.spec.name == "rows":
+                part.view(gathered)[0, 0] += 1
+        original(self, bucket, gathered, *given)
 
     monkeypatch.setattr(Quantize, "apply", spoils)
     engines = [engine_on("a"), engine_on("b")]
@@ -207,6 +193,19 @@ def test_a_matrix_that_cannot_be_quantised_fails_the_version_on_every_rank_and_e
     for (error,) in results:
         assert "resync of version 1 failed at bucket 1 of 1 (rows): rows: " in str(error)
     assert [engine.calls for engine in engines] == [["pause", "begin"]] * 2
+
+
+def test_nodes_that_cannot_reach_each_other_keep_no_memory(threads, monkeypatch):
+    all_ranks = threading.Barrier(len(NODES))
+
+    def unreachable(*given):
+        all_ranks.wait(10)
+        raise ranks.RankError("no route")
+
+    monkeypatch.setattr(pipeline, "Exchange", unreachable)
+    results = resynced(threads, [engine_on("a"), engine_on("b")], config())
+    assert [str(error) for (error,) in results] == ["resync of version 1 failed: no route"] * 4
+    assert list(SHARED_MEMORY_DIR.glob(f"slimrl-ranks-{os.getpid()}-*")) == []
 
 
 def test_a_tensor_that_arrived_wrong_on_another_node_is_in_the_report_and_nobody_resumes(threads):
@@ -233,7 +232,7 @@ def test_an_engine_that_refuses_a_bucket_on_one_node_has_all_start_again(threads
 
 def test_an_engine_of_another_node_that_is_taken_out_is_in_the_report_and_the_others_serve(threads):
     class Refusing(Engine):
-        def load_shared_bucket(self, segment, bucket):
+        def load_shared_bucket(self, segment, parts):
             raise EngineError(f"{self.name}: refused")
 
     engines = [engine_on("a"), engine_on("b", kind=Refusing)]
@@ -252,7 +251,7 @@ def test_ranks_tell_each_other_values_and_let_go_of_their_groups(threads):
         values = torch.tensor([rank, 10])
         own.add(values)
         told = own.nodes, own.agree(rank % 3), own.gather_objects(rank * rank), values.tolist()
-        own.meet_on_node()
+        own.node_barrier()
         own.close()
         own.close()
         return told
@@ -264,7 +263,7 @@ def test_without_other_ranks_a_rank_agrees_with_itself():
     alone = Ranks("a", 5)
     values = torch.tensor([3])
     alone.add(values)
-    alone.meet_on_node()
+    alone.node_barrier()
     assert (alone.agree(2), alone.gather_objects("x"), values.tolist(), alone.nodes) == (2, ["x"], [3], ("a",))
     alone.close()
 
@@ -277,7 +276,7 @@ def test_a_rank_that_is_gone_is_an_error_of_the_resync(monkeypatch):
         own = Ranks(NODES[rank], 5)
         for name in ("all_reduce", "all_gather_object", "barrier"):
             monkeypatch.setattr(threads, name, gone)
-        for call in (lambda: own.agree(0), lambda: own.gather_objects(0), own.meet_on_node, lambda: own.add(None)):
+        for call in (lambda: own.agree(0), lambda: own.gather_objects(0), own.node_barrier, lambda: own.add(None)):
             with pytest.raises(ranks.RankError, match="a rank of the trainer died or is late: Connection closed"):
                 call()
 

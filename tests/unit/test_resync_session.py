@@ -11,14 +11,17 @@ from resync_engines import Engine, Source, config, session, weights
 
 from slimrl import device
 from slimrl.config.schema import PauseMode, TransportName, VerifyMode
-from slimrl.data.protocols import EngineError
-from slimrl.models.fp8 import BlockFp8
-from slimrl.models.shared_segment import SHARED_MEMORY_DIR
-from slimrl.resync.expectation import verified_names
-from slimrl.resync.fan_out import EnginesFailed, fan_out
+from slimrl.data.engine import EngineError
+from slimrl.ipc.broadcast_group import BroadcastGroup
+from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.quantization.fp8 import BlockFp8
+from slimrl.resync.engine_calls import EnginesFailed, fan_out
+from slimrl.resync.expected_fingerprints import verified_names
+from slimrl.resync.ranks import Ranks
 from slimrl.resync.report import Clock
-from slimrl.resync.sending import SendClock, Sending
+from slimrl.resync.sending import SendClock, SendThread
 from slimrl.resync.transform import Quantize
+from slimrl.resync.transports import collective
 from slimrl.resync.transports.collective import CollectiveTransport
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
@@ -73,16 +76,16 @@ def test_a_received_bucket_is_loaded_while_the_next_is_broadcast():
     loading, overlapped = threading.Event(), []
 
     class Slow(Engine):
-        def load_received(self, group, number, bucket):
+        def load_received(self, group, number, parts):
             loading.set()
             time.sleep(0.05)
-            super().load_received(group, number, bucket)
+            super().load_received(group, number, parts)
             loading.clear()
 
     class Watched(CollectiveTransport):
-        def _broadcast(self, deadline, *tensors):
+        def _broadcast(self, tensor, deadline):
             overlapped.append(loading.is_set())
-            super()._broadcast(deadline, *tensors)
+            super()._broadcast(tensor, deadline)
 
     engine = Slow("engine 0")
     transport = Watched("127.0.0.1", "slimrl-overlap", 20.0, bucket_bytes=160)
@@ -94,58 +97,39 @@ def test_a_received_bucket_is_loaded_while_the_next_is_broadcast():
     assert any(overlapped)
 
 
-def test_large_tensors_are_broadcast_from_where_they_lie_and_the_others_packed():
-    sent = []
-
-    class Watched(CollectiveTransport):
-        def _broadcast(self, deadline, *tensors):
-            sent.extend(tensor.data_ptr() for tensor in tensors)
-            super()._broadcast(deadline, *tensors)
-
-    source, engine = Source(weights()), Engine("engine 0")
-    source.weights["turned"] = torch.randn(6, 5).T
-    transport = Watched("127.0.0.1", "slimrl-in-place", 20.0, bucket_bytes=160)
-    transport.in_place_bytes = 66
-    resync = session(source, [engine], config(), transport=transport)
-    report = resync.run(1)
-    resync.close()
-    assert report.mismatching == ()
-    assert all(torch.equal(engine.loaded[name], tensor) for name, tensor in source.weights.items())
-    live = {name for name, tensor in source.weights.items() if tensor.data_ptr() in sent}
-    assert live == {name for name, t in source.weights.items() if t.nbytes >= 66 and t.is_contiguous()}
-    assert 0 < len(live) < len(source.weights) - 1
-
-
-def test_all_broadcasts_of_a_bucket_and_the_load_before_them_share_one_deadline():
-    """A send reads live weights, so it must not go on when nobody waits for it any more."""
+def test_all_broadcasts_of_a_bucket_and_the_load_before_them_share_one_deadline(monkeypatch):
+    """A send reads a slot that is filled again, so it must not go on when nobody waits for it any more."""
     timeout_s, waits, deadlines = 20.0, [], []
 
     class Slow(Engine):
-        def load_received(self, group, number, bucket):
+        def load_received(self, group, number, parts):
             time.sleep(0.2)
-            super().load_received(group, number, bucket)
+            super().load_received(group, number, parts)
 
     class Watched(CollectiveTransport):
-        def send(self, bucket, buffer, live):
+        def send(self, parts, buffer):
             self.begun = time.monotonic()
-            super().send(bucket, buffer, live)
+            super().send(parts, buffer)
 
-        def _broadcast(self, deadline, *tensors):
-            waits.append(time.monotonic() - self.begun)
-            deadlines.append(deadline - self.begun)
-            super()._broadcast(deadline, *tensors)
+    class Member(BroadcastGroup):
+        def _over_gloo(self, operation, tensor, deadline):
+            if deadline is not None:
+                waits.append(time.monotonic() - transport.begun)
+                deadlines.append(deadline - transport.begun)
+            super()._over_gloo(operation, tensor, deadline)
 
+    monkeypatch.setattr(collective, "BroadcastGroup", Member)
     transport = Watched("127.0.0.1", "slimrl-deadline", timeout_s, bucket_bytes=160)
     resync = session(Source(weights()), [Slow("engine 0")], config(), transport=transport)
     report = resync.run(1)
     resync.close()
     assert report.mismatching == ()
-    sends = [deadlines[3 * bucket : 3 * bucket + 3] for bucket in range(report.buckets)]
-    assert len(deadlines) == 3 * report.buckets + 1
+    sends = [deadlines[2 * bucket : 2 * bucket + 2] for bucket in range(report.buckets)]
+    assert len(deadlines) == 2 * report.buckets + 1
     assert all(len(set(each)) == 1 for each in sends)
     # The send that waited longest for a load has no more time than T from its begin.
-    slowest = max(range(report.buckets), key=lambda bucket: waits[3 * bucket])
-    assert waits[3 * slowest] > 0.1
+    slowest = max(range(report.buckets), key=lambda bucket: waits[2 * bucket])
+    assert waits[2 * slowest] > 0.1
     assert sends[slowest][0] == pytest.approx(timeout_s, abs=0.1)
 
 
@@ -219,9 +203,10 @@ def test_other_engines_get_the_next_version_and_those_that_went_do_not():
 def test_what_was_gathered_wrongly_and_then_quantised_is_named_and_nobody_serves_it(monkeypatch: pytest.MonkeyPatch):
     original = Quantize.apply
 
-    def spoils(self, part, value, outputs):
-        value[0, 0] += 1
-        original(self, part, value, outputs)
+    def spoils(self, bucket, gathered, *given):
+        for part in bucket.gathered:
+            part.view(gathered)[0, 0] += 1
+        original(self, bucket, gathered, *given)
 
     monkeypatch.setattr(Quantize, "apply", spoils)
     engine = Engine("engine 0")
@@ -238,10 +223,10 @@ def test_a_bucket_is_gathered_while_the_one_before_is_loaded():
     loading, overlapped = threading.Event(), []
 
     class Slow(Engine):
-        def load_shared_bucket(self, segment, bucket):
+        def load_shared_bucket(self, segment, parts):
             loading.set()
             time.sleep(0.05)
-            super().load_shared_bucket(segment, bucket)
+            super().load_shared_bucket(segment, parts)
             loading.clear()
 
     class Watched(Source):
@@ -344,19 +329,21 @@ def test_sends_that_overlap_are_counted_once():
     clock = Clock()
     send_clock = SendClock(clock)
     first_begun = threading.Event()
+    times = []
 
     def first():
+        times.append(time.perf_counter())
         first_begun.set()
         time.sleep(0.2)
 
     def second():
         first_begun.wait()
         time.sleep(0.3)
+        times.append(time.perf_counter())
 
-    start = time.perf_counter()
-    sendings = [Sending(partial(send_clock.run, send)) for send in (first, second)]
+    sendings = [SendThread(partial(send_clock.run, send)) for send in (first, second)]
     assert [sending.wait(5) for sending in sendings] == [None, None]
-    assert clock.seconds["send"] == pytest.approx(time.perf_counter() - start, abs=0.05)
+    assert clock.seconds["send"] == pytest.approx(times[1] - times[0], abs=0.05)
 
 
 def test_a_send_that_comes_after_one_that_failed_is_not_begun():
@@ -364,7 +351,37 @@ def test_a_send_that_comes_after_one_that_failed_is_not_begun():
         raise EngineError("refused")
 
     begun = []
-    first = Sending(refuse)
-    second = Sending(lambda: begun.append(True), after=first)
+    first = SendThread(refuse)
+    second = SendThread(lambda: begun.append(True), after=first)
     assert [str(sending.wait(5)) for sending in (first, second)] == ["refused", "refused"]
     assert begun == []
+
+
+@pytest.mark.parametrize("quantises", [False, True])
+def test_what_is_queued_on_the_device_is_done_before_ranks_agree_that_a_bucket_is_whole(monkeypatch, quantises):
+    """Then the others write the next bucket where this one is read from, and engines read what was made of it."""
+    queued, open_at_agreements = set(), []
+
+    class Copied(Source):
+        def groups(self, name):
+            queued.add(name)
+            return super().groups(name)
+
+    class Watched(Quantize):
+        def apply(self, *given):
+            queued.add("transform")
+            super().apply(*given)
+
+    def agree(ranks, verdict):
+        open_at_agreements.append(set(queued))
+        return verdict
+
+    monkeypatch.setattr(device, "finish_queued_work", queued.clear)
+    monkeypatch.setattr(Ranks, "agree", agree)
+    transform = Watched(BlockFp8(block=(4, 4)), ["w2"]) if quantises else None
+    settings = config(verify=VerifyMode.off)
+    resync = session(Copied(weights()), [Engine("engine 0")], settings, transform=transform)
+    report = resync.run(1)
+    resync.close()
+    assert len(open_at_agreements) > 2 * report.buckets > 2
+    assert not any(open_at_agreements)

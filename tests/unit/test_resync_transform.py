@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from slimrl.config.schema import ResyncConfig, VerifyMode
-from slimrl.data.protocols import SourcePiece, SourceTensor, TensorSpec
+from slimrl.data.weights import SourcePiece, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.fingerprint import fingerprint
-from slimrl.models.fp8 import BlockFp8, dequantize, quantize
 from slimrl.models.hf_config import published_config
+from slimrl.quantization.fp8 import BlockFp8, dequantize, quantize
 from slimrl.resync.buckets import cut_buckets
-from slimrl.resync.exchange import part_view
-from slimrl.resync.expectation import Expectation
+from slimrl.resync.expected_fingerprints import ExpectedFingerprints
 from slimrl.resync.ranks import Ranks
 from slimrl.resync.transform import Quantize, RoundToFp8, quantize_transform
 
@@ -32,37 +31,39 @@ class Source:
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
 
-    def piece(self, name):
-        return self.weights[name]
+    def groups(self, name):
+        return self.weights[name][None]
 
     def layout(self):
-        return [
-            SourceTensor(
-                spec=TensorSpec(name=name, shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch.")),
-                pieces=(SourcePiece(region=tuple(slice(0, size) for size in value.shape), holders=(0,)),),
+        return {
+            TensorSpec(name=name, shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch.")): (
+                SourcePiece(region=tuple(slice(0, size) for size in value.shape), holders=(0,)),
             )
             for name, value in self.weights.items()
-        ]
+        }
 
 
 def send(source, transform, expectation, bucket_bytes: int, spoil: str | None = None) -> dict[str, torch.Tensor]:
     """What engines put together of the buckets; `spoil` names a tensor that is gathered with a fault."""
     loaded: dict[str, torch.Tensor] = {}
-    for bucket in cut_buckets([tensor.spec for tensor in source.layout()], bucket_bytes, transform):
-        assert max(bucket.gathered.nbytes, bucket.sent.nbytes) <= bucket_bytes
-        slot = torch.zeros(bucket.sent.nbytes, dtype=torch.uint8)
-        places = {(part.spec.name, part.start): part for part in bucket.sent.parts}
-        for part in bucket.gathered.parts:
-            value = source.piece(part.spec.name)[part.start : part.stop].clone()
+    for bucket in cut_buckets(list(source.layout()), bucket_bytes, transform):
+        assert max(bucket.gathered_bytes, bucket.sent_bytes) <= bucket_bytes
+        stage = torch.zeros(bucket.gathered_bytes, dtype=torch.uint8)
+        slot = torch.zeros(bucket.sent_bytes, dtype=torch.uint8)
+        for part in bucket.gathered:
+            value = part.view(stage).copy_(source.weights[part.spec.name][part.start : part.stop])
             if part.spec.name == spoil:
                 value[-1] += 1
-            outputs = transform.outputs(part.spec, part.start, part.stop)
-            views = [part_view(slot, places[spec.name, start]) for spec, start, _ in outputs]
-            transform.apply(part, value, views)
-            expectation.record(part, value, views)
-            for (spec, start, stop), view in zip(outputs, views, strict=True):
+        transform.apply(bucket, stage, slot)
+        for part in bucket.gathered:
+            outputs = bucket.outputs(transform, part)
+            views = [output.view(slot) for output in outputs]
+            places = [(output, output.region) for output in outputs]
+            expectation.record((part, part.region), part.view(stage), list(zip(places, views, strict=True)))
+            for output, view in zip(outputs, views, strict=True):
+                spec = output.spec
                 whole = loaded.setdefault(spec.name, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)))
-                whole[start:stop] = view
+                whole[output.start : output.stop] = view
     return loaded
 
 
@@ -72,7 +73,7 @@ def test_engines_get_the_bytes_that_the_checkpoint_tools_write(dtype, bucket_byt
     weights = random_weights(dtype)
     transform = Quantize(FP8, {"a.weight", "large.weight"})
     source = Source(weights)
-    expectation = Expectation(source.layout(), transform, FULL, 1)
+    expectation = ExpectedFingerprints(source.layout(), transform, FULL, 1)
     loaded = send(source, transform, expectation, bucket_bytes)
     assert list(loaded) == list(dict.fromkeys(loaded))
     for name, value in weights.items():
@@ -92,7 +93,7 @@ def test_engines_without_fp8_get_the_same_values_in_their_own_dtype(dtype):
     weights = random_weights(dtype)
     transform = RoundToFp8(FP8, {"a.weight", "large.weight"})
     source = Source(weights)
-    expectation = Expectation(source.layout(), transform, FULL, 1)
+    expectation = ExpectedFingerprints(source.layout(), transform, FULL, 1)
     loaded = send(source, transform, expectation, 4000)
     assert list(loaded) == list(weights)
     for name in ("a.weight", "large.weight"):
@@ -107,7 +108,7 @@ def test_engines_without_fp8_get_the_same_values_in_their_own_dtype(dtype):
 def test_what_was_gathered_wrongly_before_it_was_quantised_is_named():
     source = Source(random_weights())
     transform = Quantize(FP8, {"a.weight", "large.weight"})
-    expectation = Expectation(source.layout(), transform, FULL, 1)
+    expectation = ExpectedFingerprints(source.layout(), transform, FULL, 1)
     send(source, transform, expectation, 4000, spoil="large.weight")
     _, lost = expectation.fingerprints(source, Ranks("", 5))
     assert lost == ["large.weight"]
@@ -116,7 +117,7 @@ def test_what_was_gathered_wrongly_before_it_was_quantised_is_named():
 def test_a_tensor_left_as_it_is_is_expected_as_the_trainer_holds_it_whatever_was_gathered():
     source = Source(random_weights())
     transform = Quantize(FP8, {"a.weight"})
-    expectation = Expectation(source.layout(), transform, FULL, 1)
+    expectation = ExpectedFingerprints(source.layout(), transform, FULL, 1)
     loaded = send(source, transform, expectation, 4000, spoil="kept.weight")
     expected, _ = expectation.fingerprints(source, Ranks("", 5))
     assert [name for name, value in loaded.items() if fingerprint(value) != expected[name]] == ["kept.weight"]
@@ -125,7 +126,7 @@ def test_a_tensor_left_as_it_is_is_expected_as_the_trainer_holds_it_whatever_was
 def test_a_version_that_starts_again_expects_what_it_would_have_at_once():
     source = Source(random_weights())
     transform = Quantize(FP8, {"a.weight", "large.weight"})
-    once, twice = (Expectation(source.layout(), transform, FULL, 1) for _ in range(2))
+    once, twice = (ExpectedFingerprints(source.layout(), transform, FULL, 1) for _ in range(2))
     for expectation in (once, twice, twice):
         send(source, transform, expectation, 4000)
     assert once.fingerprints(source, Ranks("", 5)) == twice.fingerprints(source, Ranks("", 5))
@@ -137,7 +138,7 @@ def test_samples_of_consecutive_versions_cover_every_sent_tensor():
     config = ResyncConfig(verify=VerifyMode.sampled, sampled_versions=3, sampled_bytes=1)
     seen: list[str] = []
     for version in range(7, 10):
-        expectation = Expectation(source.layout(), transform, config, version)
+        expectation = ExpectedFingerprints(source.layout(), transform, config, version)
         loaded = send(source, transform, expectation, 4000)
         expected, _ = expectation.fingerprints(source, Ranks("", 5))
         assert expected == {name: fingerprint(loaded[name]) for name in expectation.names}
@@ -147,7 +148,7 @@ def test_samples_of_consecutive_versions_cover_every_sent_tensor():
 
 def test_without_verification_nothing_is_expected():
     source = Source(random_weights())
-    assert Expectation(source.layout(), None, ResyncConfig(verify=VerifyMode.off), 1).names == []
+    assert ExpectedFingerprints(source.layout(), None, ResyncConfig(verify=VerifyMode.off), 1).names == []
 
 
 def test_a_matrix_with_nan_is_refused_by_its_name():
@@ -156,7 +157,7 @@ def test_a_matrix_with_nan_is_refused_by_its_name():
     source = Source(weights)
     transform = Quantize(FP8, {"a.weight"})
     with pytest.raises(ValueError, match=r"a\.weight: the matrix holds NaN or infinity"):
-        send(source, transform, Expectation(source.layout(), transform, FULL, 1), 4000)
+        send(source, transform, ExpectedFingerprints(source.layout(), transform, FULL, 1), 4000)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3"])

@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from thread_meeting import Meeting
 
-from slimrl.data.protocols import EngineError
-from slimrl.resync.fleet import Fleet
+from slimrl.data.engine import EngineError
+from slimrl.resync.engine_calls import EngineCalls
 from slimrl.resync.ranks import Ranks
 from slimrl.resync.report import ResyncError
-from slimrl.resync.verdict import SourceFailed, StartAgain, settle
+from slimrl.resync.verdict import StartAgain, agree_on_outcome
 
 
 class ThreadRanks:
@@ -42,8 +42,8 @@ def settled(fleets, errors):
 
     def run(rank):
         try:
-            settle(ThreadRanks(rank, meeting), fleets[rank], 7, "at bucket 3", errors[rank])
-        except (SourceFailed, StartAgain, ResyncError) as error:
+            agree_on_outcome(ThreadRanks(rank, meeting), fleets[rank], 7, "at bucket 3", errors[rank])
+        except (StartAgain, ResyncError) as error:
             return error
         return None
 
@@ -53,7 +53,7 @@ def settled(fleets, errors):
 
 def fleets(*lives):
     engines = [Probed(f"engine {number}", lives=each) for number, each in enumerate(lives)]
-    return Fleet(engines, 1.0), Fleet([], 1.0)
+    return EngineCalls(engines, 1.0), EngineCalls([], 1.0)
 
 
 def test_without_an_error_all_go_on():
@@ -61,24 +61,15 @@ def test_without_an_error_all_go_on():
 
 
 @pytest.mark.parametrize(("lives", "left"), [((True, False), ["engine 0"]), ((True, True), None)])
-def test_a_rank_without_engines_has_one_that_has_some_find_out_whose_fault_it_was(lives, left):
+def test_all_start_again_without_an_engine_that_died_and_give_up_where_it_is_nobody_s_fault(lives, left):
     both = fleets(*lives)
-    failed = settled(both, (None, EngineError("broadcast: closed by peer")))
-    assert [type(error) for error in failed] == [SourceFailed] * 2
-    assert {(error.place, str(error)) for error in failed} == {("at bucket 3", "broadcast: closed by peer")}
-    assert [engine.name for engine in both[0].engines] == ["engine 0", "engine 1"]
-    found = settled(both, (EngineError(str(failed[0])), None))
+    found = settled(both, (EngineError("broadcast: closed by peer"), None))
     assert [type(error) for error in found] == [ResyncError if left is None else StartAgain] * 2
     if left is None:
         assert "at bucket 3: broadcast: closed by peer" in str(found[1])
     else:
         assert [engine.name for engine in both[0].engines] == left
         assert "engine 1: no answer" in both[0].failed["engine 1"]
-
-
-def test_who_has_engines_and_met_the_fault_too_is_not_asked():
-    found = settled(fleets(True, False), (EngineError("broadcast: closed"), EngineError("broadcast: closed")))
-    assert [type(error) for error in found] == [StartAgain] * 2
 
 
 def test_weights_that_cannot_be_sent_are_nobody_else_s_fault():
@@ -88,6 +79,6 @@ def test_weights_that_cannot_be_sent_are_nobody_else_s_fault():
 
 
 def test_what_is_nobody_s_fault_but_ours_is_raised_as_it_is():
-    for engines in (fleets(True)[0], Fleet([], 1.0)):
+    for engines in (fleets(True)[0], EngineCalls([], 1.0)):
         with pytest.raises(KeyError, match="a bug"):
-            settle(Ranks("", 5), engines, 7, "at bucket 3", KeyError("a bug"))
+            agree_on_outcome(Ranks("", 5), engines, 7, "at bucket 3", KeyError("a bug"))

@@ -23,22 +23,22 @@ from version_cases import (
     with_changes,
 )
 
-from slimrl.config.schema import DeltaEncoding
-from slimrl.data.protocols import BucketSpec, TensorPart, TensorSpec, num_rows
+from slimrl.checkpoints.safetensors_file import spec_bytes
+from slimrl.checkpoints.safetensors_folder import INDEX_NAME
+from slimrl.config.schema import DeltaEncoding, ResyncConfig
+from slimrl.data.weights import TensorPart, TensorSpec, num_rows, packed_bytes
 from slimrl.models.family import family_of
-from slimrl.models.fp8 import FP8_DTYPE
 from slimrl.models.hf_config import BLOCK_FP8
-from slimrl.models.safetensors_file import spec_bytes
-from slimrl.models.safetensors_folder import SafetensorsFolder
-from slimrl.models.toy_configs import TOYS, ToySize
-from slimrl.models.versions import local_copy
-from slimrl.models.versions.directory import VersionDirectory
-from slimrl.models.versions.local_copy import LocalCopy
-from slimrl.models.versions.manifest import read_manifest
+from slimrl.quantization.fp8 import FP8_DTYPE
 from slimrl.resync import whole_writer
-from slimrl.resync.fan_out import EnginesFailed
-from slimrl.resync.sending import Sending
+from slimrl.resync.engine_calls import EnginesFailed
+from slimrl.resync.sending import SendThread
 from slimrl.resync.transports.disk import DiskTransport
+from slimrl.toys.toy_configs import TOYS, ToySize
+from slimrl.versions import local_copy
+from slimrl.versions.directory import VersionDirectory
+from slimrl.versions.local_copy import LocalCopy
+from slimrl.versions.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -64,14 +64,15 @@ def test_a_bfloat16_version_says_so_where_biases_of_its_routers_are_float32_and_
     specs.sort(key=lambda spec: -getattr(torch, spec.dtype).itemsize)
     assert specs[0].dtype == "float32"
     (model_dir / "config.json").write_text(json.dumps(hf_config))
-    transport = DiskTransport(tmp_path / "versions", specs, model_dir, file_bytes=100_000, keep=1, timeout_s=10)
-    transport.connect([], 1)
-    transport.begin(1)
+    transport = DiskTransport(
+        tmp_path / "versions", specs, model_dir, ResyncConfig(bucket_bytes=100_000, keep=1, timeout_s=10)
+    )
+    transport.begin(1, [])
     for spec in specs:
         nbytes = spec_bytes(spec)
         part = TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=0, nbytes=nbytes)
         buffer = SimpleNamespace(tensor=torch.zeros(nbytes, dtype=torch.uint8))
-        transport.send(BucketSpec(parts=(part,), nbytes=nbytes), buffer, {})
+        transport.send([part], buffer)
     transport.end(1)
     written = json.loads((tmp_path / "versions" / "v000001" / "config.json").read_text())
     assert written == hf_config | {"dtype": "bfloat16"}
@@ -84,13 +85,14 @@ def test_a_version_in_block_fp8_keeps_the_config_of_the_engine_s_checkpoint(tmp_
         TensorSpec(name="a.weight", shape=(8, 8), dtype=FP8_DTYPE),
         TensorSpec(name="a.weight_scale_inv", shape=(1, 1), dtype="float32"),
     ]
-    transport = DiskTransport(tmp_path / "versions", specs, model_dir, file_bytes=1000, keep=1, timeout_s=10)
-    transport.connect([], 1)
-    transport.begin(1)
+    transport = DiskTransport(
+        tmp_path / "versions", specs, model_dir, ResyncConfig(bucket_bytes=1000, keep=1, timeout_s=10)
+    )
+    transport.begin(1, [])
     for spec in specs:
         part = TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=0, nbytes=spec_bytes(spec))
         buffer = SimpleNamespace(tensor=torch.zeros(part.nbytes, dtype=torch.uint8))
-        transport.send(BucketSpec(parts=(part,), nbytes=part.nbytes), buffer, {})
+        transport.send([part], buffer)
     transport.end(1)
     assert json.loads((tmp_path / "versions" / "v000001" / "config.json").read_text()) == hf_config
 
@@ -106,14 +108,13 @@ def test_deltas_bring_the_copy_from_version_to_version(tmp_path, model_dir, enco
         assert_equal(engine.weights, weights)
         assert is_whole(tmp_path, version) == (version in (1, 5))
         stored = read_manifest(tmp_path / "versions" / f"v{version:06d}").tensors
-        assert transport.written is not None
-        assert transport.written.nbytes == sum(file.stat().st_size for file in version_files(tmp_path, version))
+        assert transport.written_bytes == sum(file.stat().st_size for file in version_files(tmp_path, version))
         if version in (1, 5):
-            assert transport.written.changed_fraction is None
+            assert transport.changed_fraction is None
         else:
-            assert {name for name, tensor in stored.items() if tensor.blocks} == set(names)
+            assert {name for name, tensor in stored.items() if tensor.frames} == set(names)
             changed = sum(len(range(0, weights[name].numel(), 7)) for name in names)
-            assert transport.written.changed_fraction == changed / sum(value.numel() for value in weights.values())
+            assert transport.changed_fraction == changed / sum(value.numel() for value in weights.values())
     assert [int(p.name[1:]) for p in sorted((tmp_path / "versions").iterdir())] == [5, 6, 7]
     transport.close()
 
@@ -166,8 +167,8 @@ def test_a_version_that_breaks_off_is_followed_by_a_whole_one(tmp_path, model_di
     transport = delta_transport(tmp_path, model_dir)
     engine, weights = CopyEngine(), random_weights(0)
     send(transport, [engine], 1, weights)
-    transport.begin(2)
-    transport.send(buckets()[0], SimpleNamespace(tensor=torch.zeros(4096, dtype=torch.uint8)), {})
+    transport.begin(2, [])
+    transport.send(buckets()[0], SimpleNamespace(tensor=torch.zeros(4096, dtype=torch.uint8)))
     send(transport, [engine], 2, weights)
     assert is_whole(tmp_path, 2)
     assert_equal(engine.weights, weights)
@@ -236,13 +237,13 @@ def test_a_delta_on_a_copy_of_other_bytes_is_found_by_the_checksum_and_loaded_by
     transport = delta_transport(tmp_path, model_dir, encoding)
     engine, weights = CopyEngine(), random_weights(0)
     send(transport, [engine], 1, weights)
-    with SafetensorsFolder(tmp_path / "local" / "engine_0" / "checkpoint") as folder:
-        file = tmp_path / "local" / "engine_0" / "checkpoint" / folder.file_of("big")
+    folder = tmp_path / "local" / "engine_0" / "checkpoint"
+    file = folder / json.loads((folder / INDEX_NAME).read_text())["weight_map"]["big"]
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
     new = with_changes(weights, "big")
-    with pytest.raises(EnginesFailed, match=r"version 2 .*: big has the checksum .* is due"):
+    with pytest.raises(EnginesFailed, match=r"version 2 .*: big has the checksum .*, expected "):
         send(transport, [engine], 2, new)
     assert_equal(engine.weights, weights)
     assert LocalCopy(tmp_path / "local" / "engine_0").version() is None
@@ -269,7 +270,7 @@ def test_a_copy_that_others_load_from_does_not_change(tmp_path, model_dir):
     with LocalCopy(here).at(first, 5) as checkpoint:
         with LocalCopy(here).at(first, 5) as same:
             assert same == checkpoint
-        with pytest.raises(TimeoutError, match="others load version 1"), LocalCopy(here).at(second, 0.1):
+        with pytest.raises(TimeoutError, match="other processes load version 1"), LocalCopy(here).at(second, 0.1):
             pass
     with LocalCopy(here).at(second, 5):
         assert LocalCopy(here).version().version == 2
@@ -301,22 +302,22 @@ def test_a_bucket_that_a_stalled_disk_takes_late_meets_no_other_file(tmp_path, m
     """The send is given up after its deadline; until its thread has ended, no version begins and nothing is closed."""
     transport = disk_transport(tmp_path, model_dir) if kind == "disk" else delta_transport(tmp_path, model_dir)
     engine = CopyEngine()
-    stalled, goes_on = threading.Event(), threading.Event()
+    stalled, should_continue = threading.Event(), threading.Event()
 
     def stall(*arguments) -> None:
         stalled.set()
-        assert goes_on.wait(20)
+        assert should_continue.wait(20)
         write_at(*arguments)
 
     write_at = whole_writer.write_at
     monkeypatch.setattr(whole_writer, "write_at", stall)
-    late = Sending(lambda: send(transport, [engine], 1, random_weights(1)))
+    late = SendThread(lambda: send(transport, [engine], 1, random_weights(1)))
     assert stalled.wait(20)
     assert "was not sent within" in str(late.wait(0.05))
-    with pytest.raises(OSError, match="a bucket sent earlier is still being written"):
-        transport.begin(2)
+    with pytest.raises(OSError, match="a bucket of an earlier attempt is still being written"):
+        transport.begin(2, [])
     transport.close()
-    goes_on.set()
+    should_continue.set()
     assert late.wait(20) is None
     assert_equal(engine.weights, random_weights(1))
     send(transport, [engine], 2, random_weights(2))
@@ -328,10 +329,9 @@ def test_a_bucket_that_a_stalled_disk_takes_late_meets_no_other_file(tmp_path, m
 def test_a_version_that_is_closed_in_the_middle_leaves_no_folder_and_no_open_file(tmp_path, model_dir, kind):
     transport = kind(tmp_path, model_dir)
     before = set(os.listdir("/proc/self/fd"))
-    transport.connect([CopyEngine()], 1)
-    transport.begin(1)
-    bucket = buckets()[0]
-    transport.send(bucket, SimpleNamespace(tensor=torch.zeros(bucket.nbytes, dtype=torch.uint8)), {})
+    transport.begin(1, [CopyEngine()])
+    parts = buckets()[0]
+    transport.send(parts, SimpleNamespace(tensor=torch.zeros(packed_bytes(parts), dtype=torch.uint8)))
     assert (tmp_path / "versions" / ".v000001.partial").is_dir()
     transport.close()
     transport.close()

@@ -10,7 +10,7 @@ import pytest
 
 from slimrl.config.schema import Recipe
 from slimrl.data.trajectory import Prompt, Status, Trajectory
-from slimrl.runtime.errors import RunError
+from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.rollout_stage import RolloutStage
 
 PROMPTS = [Prompt(prompt_id=f"p:{number}", messages=[], label=number) for number in range(10)]
@@ -51,7 +51,7 @@ def rollout(reward, *, limit=0.1):
     recipe.reward.function = "task:judge"
     task = SimpleNamespace(reward=reward, episode_runner=lambda *_: Episodes())
     with RolloutStage(recipe, task, Engine(), Progress(), watch=lambda: None, flush_caches=lambda: None) as stage:
-        return stage.rollout(PROMPTS, label="step_000001").trajectories
+        return stage.rollout(PROMPTS, label="step_000001")
 
 
 def refuse(trajectory, prompt):
@@ -74,7 +74,7 @@ def fails_for(labels, failure=refuse):
         (refuse, "ConnectionRefusedError: the judge is away"),
         (refuse_later, "ConnectionRefusedError: the judge is away"),
         (lambda trajectory, prompt: sys.exit(3), "TaskCodeExited: it raised SystemExit(3)"),
-        (lambda trajectory, prompt: None, "ValueError: the reward function gave reward = None"),
+        (lambda trajectory, prompt: None, "ValueError: the reward function returned reward = None"),
     ],
     ids=["refused", "refused later", "exit", "none"],
 )

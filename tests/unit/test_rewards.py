@@ -12,10 +12,9 @@ import torch
 
 from slimrl.data.threads import TaskCodeExited
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
-from slimrl.rewards.boxed import last_boxed
 from slimrl.rewards.comparers import ComparerFailed, OutOfCpuTime
 from slimrl.rewards.comparison import equivalent
-from slimrl.rewards.math import boxed_equivalent, boxed_exact
+from slimrl.rewards.math import boxed_equivalent, boxed_exact, final_answer
 from slimrl.rewards.scoring import score
 
 
@@ -151,7 +150,7 @@ def test_a_comparison_that_failed_is_no_wrong_answer(monkeypatch):
     [("\\boxed{a{b}c}", "a{b}c"), ("\\boxed{a", None), ("", None), ("\\boxed{a}\\boxed{\\boxed{b}}", "b")],
 )
 def test_the_last_closed_box_is_taken_with_its_braces_matched(text, box):
-    assert last_boxed(text) == box
+    assert final_answer(text) == box
 
 
 async def later(trajectory, prompt):
@@ -221,7 +220,7 @@ async def test_true_is_a_reward_of_one(value):
     ids=lambda value: repr(value)[:16],
 )  # fmt: skip
 async def test_a_reward_that_is_no_finite_number_is_refused(value):
-    with pytest.raises(ValueError, match="finite numbers are needed"):
+    with pytest.raises(ValueError, match="must be a finite number"):
         await score(trajectory(""), prompt(1), lambda trajectory, prompt: value, 5)
 
 

@@ -1,5 +1,6 @@
 """What is sent to an engine and read from it, the log's cause, the command line, and rounds in lock-step."""
 
+import ast
 import asyncio
 import base64
 import random
@@ -7,12 +8,14 @@ import random
 import numpy as np
 import pytest
 
+from slimrl.config.package_fields import package_folder
 from slimrl.config.schema import Precision, RolloutConfig
-from slimrl.data.protocols import EngineError, GenerateRequest, GenerateResult
+from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
 from slimrl.rollout.client import batch_body, parse_answer, request_body
 from slimrl.rollout.lockstep import LockstepEngine
-from slimrl.rollout.process import find_cause
-from slimrl.rollout.server import engine_arguments, engine_environment
+from slimrl.rollout.servers.control import EngineMemory
+from slimrl.rollout.servers.process import find_cause
+from slimrl.rollout.servers.server import engine_arguments, engine_environment
 
 
 def request_of(session, seed=1, **changes):
@@ -112,6 +115,9 @@ def test_the_recipes_own_sglang_settings_win():
         max_concurrency_per_engine=4,
         sglang={"max_total_tokens": 999, "sleep_on_idle": False, "disable_radix_cache": True, "stop_words": ["a", "b"]},
     )
+    how = {"host": "h", "port": 1, "precision": Precision.fp32, "cuda": False, "seed": 0}
+    assert "--trust-remote-code" in engine_arguments(rollout, "m", **how, trust_remote_code=True)
+    assert "--trust-remote-code" not in engine_arguments(rollout, "m", **how)
     flags = engine_arguments(rollout, "m", host="h", port=1, precision=Precision.fp32, cuda=False, seed=0)
     assert flags[flags.index("--max-total-tokens") + 1] == "999"
     assert flags[flags.index("--dtype") + 1] == "float32"
@@ -269,7 +275,7 @@ def flags_of(rollout, **given) -> dict[str, str]:
 
 def test_the_command_line_of_an_engine():
     rollout = RolloutConfig(
-        engine_tensor=4, engine_expert=2, max_trajectory_tokens=5000, max_concurrency_per_engine=8, routed_experts=True
+        engine_tp=4, engine_ep=2, max_trajectory_tokens=5000, max_concurrency_per_engine=8, routed_experts=True
     )
     common = {
         "--model-path": "m",
@@ -304,7 +310,7 @@ def test_the_command_line_of_an_engine():
 
 
 def test_the_ranks_of_an_engine_on_a_cpu_have_cores_of_their_own():
-    rollout = RolloutConfig(engine_tensor=3, threads_per_engine=2)
+    rollout = RolloutConfig(engine_tp=3, threads_per_engine=2)
     found = engine_environment(rollout, cuda=False)
     assert found["SGLANG_CPU_OMP_THREADS_BIND"] == "0-1|2-3|4-5"
     assert (found["OMP_NUM_THREADS"], found["SGLANG_USE_CPU_ENGINE"]) == ("2", "1")
@@ -312,9 +318,22 @@ def test_the_ranks_of_an_engine_on_a_cpu_have_cores_of_their_own():
     assert found["MALLOC_TRIM_THRESHOLD_"] == str(2**30)
     rollout.threads_per_engine = 1
     assert engine_environment(rollout, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2"
-    rollout.engine_tensor = 1
+    rollout.engine_tp = 1
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in engine_environment(rollout, cuda=False)
     assert engine_environment(rollout, cuda=True) == {
         "OMP_NUM_THREADS": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "false",
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "false",
     }
+    rollout.colocated = True
+    assert engine_environment(rollout, cuda=True)["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "true"
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in engine_environment(rollout, cuda=False)
+
+
+def test_the_parts_of_an_engine_s_memory_are_all_that_sglang_can_release():
+    names = {"GPU_MEMORY_TYPE_KV_CACHE", "GPU_MEMORY_TYPE_WEIGHTS", "GPU_MEMORY_TYPE_CUDA_GRAPH"}
+    assigned = ast.parse((package_folder("sglang") / "srt" / "constants.py").read_text()).body
+    values = {ast.unparse(n.targets[0]): n.value for n in assigned if isinstance(n, ast.Assign)}
+    assert {ast.unparse(name) for name in values["GPU_MEMORY_ALL_TYPES"].elts} == names
+    assert {ast.literal_eval(values[name]) for name in names} == {part.value for part in EngineMemory}

@@ -1,14 +1,14 @@
 """Figures of a rollout batch and of an evaluation, counted by hand."""
 
 import math
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.observability.metrics import MetricsWriter, read_metrics
-from slimrl.rollout.evaluate import evaluate
-from slimrl.rollout.statistics import rollout_metrics
+from slimrl.rollout.statistics import evaluate, rollout_metrics
 
 
 def trajectory(reward, status, sampled, turns, calls=0, errors=0, retries=0, **rewards) -> Trajectory:
@@ -29,7 +29,13 @@ def trajectory(reward, status, sampled, turns, calls=0, errors=0, retries=0, **r
         status=status,
         reward=reward,
         rewards=rewards,
-        metadata={"num_turns": turns, "num_tool_calls": calls, "num_tool_errors": errors, "num_retries": retries},
+        metadata={
+            "num_turns": turns,
+            "num_tool_calls": calls,
+            "num_tool_errors": errors,
+            "num_malformed_calls": 2 * errors,
+            "num_retries": retries,
+        },
     )
 
 
@@ -56,6 +62,7 @@ def test_figures_of_a_rollout_batch():
         "rollout/aborted_fraction": 0.0,
         "rollout/failed_fraction": 0.25,
         "rollout/tool_error_fraction": 0.25,
+        "rollout/malformed_call_fraction": 0.5,
         "rollout/retries": 3,
     }
 
@@ -68,7 +75,7 @@ def test_a_part_of_any_name_has_a_metric_of_its_own(tmp_path):
     assert metrics["reward/mean"] == 31.0
     assert metrics["reward/timeouts"] == 0
     assert {name: metrics[f"reward/parts/{name}"] for name in parts} == parts
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as writer:
         writer.log(1, metrics)
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["reward/parts/format/think"] == 1.0
 
@@ -82,6 +89,6 @@ def test_answers_that_ran_out_of_cpu_time_are_counted():
 
 def test_a_failed_trajectory_counts_as_wrong_in_an_evaluation():
     result = evaluate("heldout", BATCH)
-    assert result.accuracy == pytest.approx(3.0 / 4)
+    assert result.reward_mean == pytest.approx(3.0 / 4)
     assert (result.num_prompts, result.turns_mean, result.tool_calls_mean) == (4, 2.0, 1.0)
     assert (result.truncated_fraction, result.failed_fraction) == (0.25, 0.25)

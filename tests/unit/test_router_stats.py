@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
-from slimrl.trainer.router_stats import RouterStats
+from slimrl.trainer.routers import RouterStats
 
 PADDING = torch.tensor([False, False, False, True])
 """The last token is padding, which every router below sends to expert 3 alone."""
@@ -46,7 +46,7 @@ def summary_of(routers, *, tensor_rank=0, sequence_parallel=False, after=lambda 
         for router in routers:
             router(None)
     after(stats)
-    return stats.summary()
+    return SimpleNamespace(**dict(zip(("expert_load_max_over_mean", "router_entropy"), stats.summary(), strict=True)))
 
 
 @pytest.fixture(autouse=True)

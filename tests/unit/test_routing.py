@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from slimrl.algorithms.mismatch import mismatch_metrics, report_logprobs
+from slimrl.algorithms.routing import compare_routing, routing_metrics
+from slimrl.algorithms.selection import select
 from slimrl.config.schema import Recipe
 from slimrl.data.trajectory import Segment, Status, Trajectory
-from slimrl.runtime.batch import fill_old_logprobs, make_updates, mismatch_metrics, select
-from slimrl.runtime.routing import compare_routing, routing_metrics
+from slimrl.runtime.learner import make_updates
 
 LAYERS, TOPK, EXPERTS = 3, 2, 8
 
@@ -30,27 +32,28 @@ def flipped(experts_TLK: np.ndarray, places) -> np.ndarray:
 
 def compare(engine, trainer, bounds, margin=None):
     margin = np.ones(trainer.shape[:2], np.float32) if margin is None else margin
-    return compare_routing(engine, trainer, margin, np.array(bounds, np.int32))
+    sampled = np.ones(len(trainer), np.bool_)
+    return compare_routing(engine, trainer, margin, np.array(bounds, np.int32), sampled)
 
 
 def test_the_order_within_a_set_of_experts_does_not_matter():
     experts = routing(10)
     result = compare(experts[..., ::-1], experts, [0, 4, 10])
     assert result.num_flips == 0
-    assert not result.reached_T.any()
+    assert not result.reached_S.any()
 
 
 def test_a_flip_reaches_its_own_position_and_the_later_ones_of_its_sequence():
     experts = routing(10)
     result = compare(flipped(experts, [(2, 0)]), experts, [0, 6, 10])
     assert result.num_flips == 1
-    assert result.reached_T.tolist() == [False] * 2 + [True] * 4 + [False] * 4
+    assert result.reached_S.tolist() == [False] * 2 + [True] * 4 + [False] * 4
 
 
 def test_a_flip_in_the_last_layer_reaches_its_own_position_alone():
     experts = routing(6)
     result = compare(flipped(experts, [(2, LAYERS - 1)]), experts, [0, 6])
-    assert np.flatnonzero(result.reached_T).tolist() == [2]
+    assert np.flatnonzero(result.reached_S).tolist() == [2]
 
 
 def reachable(start, tokens, layers):
@@ -82,7 +85,7 @@ def test_reach_and_first_flips_equal_a_search_through_the_graph_of_dependencies(
         influenced = {node for place in here for node in reachable(place, end - start, LAYERS)}
         reached |= {start + t for t, k in influenced if k == LAYERS}
         first += [margin[start + t, k] for t, k in here if (t, k) not in influenced]
-    assert set(np.flatnonzero(result.reached_T).tolist()) == reached
+    assert set(np.flatnonzero(result.reached_S).tolist()) == reached
     assert sorted(result.first_margins.tolist()) == sorted(float(m) for m in first)
     assert result.num_flips == len({t for t, _ in places})
 
@@ -94,7 +97,7 @@ def test_layers_without_experts_are_left_out_and_what_the_engine_did_not_report_
     engine[3] = -1
     result = compare(engine, trainer, [0, 6])
     assert result.num_flips == 0
-    assert result.reached_T.tolist() == [False] * 3 + [True] * 3
+    assert result.reached_S.tolist() == [False] * 3 + [True] * 3
 
 
 def test_reports_of_two_different_models_are_refused():
@@ -106,12 +109,12 @@ def test_a_step_without_flips_has_no_margin_and_one_that_is_all_flips_has_no_unf
     experts = routing(4)
     none, all_of_it = compare(experts, experts, [0, 4]), compare(flipped(experts, [(0, 0)]), experts, [0, 4])
     difference = np.array([1e-7, 2e-7, 3e-7, 4e-7])
-    assert routing_metrics([none], none.reached_T, difference) == {
+    assert routing_metrics([none], difference) == {
         "mismatch/routing_flips": 0,
         "mismatch/flip_reached_fraction": 0,
         "mismatch/logprob_abs_mean_unflipped": pytest.approx(2.5e-7),
     }
-    assert routing_metrics([all_of_it], all_of_it.reached_T, difference) == {
+    assert routing_metrics([all_of_it], difference) == {
         "mismatch/routing_flips": 1,
         "mismatch/flip_reached_fraction": 1,
         "mismatch/flip_margin_max": 1,
@@ -154,11 +157,11 @@ def test_planted_flips_explain_the_whole_mismatch_of_a_step():
     recipe = Recipe()
     recipe.trainer.max_tokens_per_rank = 24
     layout = SimpleNamespace(alignment=4, data=2, micro_batch_multiple=1)
-    (update,) = make_updates(select([trajectory(i) for i in range(5)], recipe, []), recipe, layout)
+    chosen = select([trajectory(i) for i in range(5)], recipe.algorithm, lambda group: True)
+    (update,) = make_updates(chosen, recipe, layout)
     # One in the prompt of the second trajectory, one at the eighth token of the fourth.
     flips = {1: [(1, 0)], 3: [(7, 1)]}
-    fill_old_logprobs(update, [[trainer_answer(m, flips) for m in part] for part in update.parts])
-    metrics = mismatch_metrics([update])
+    metrics = mismatch_metrics([report_logprobs(m, trainer_answer(m, flips)) for part in update for m in part])
     assert metrics["mismatch/routing_flips"] == 2
     # Positions 2 to 10 predict the nine sampled tokens: all of them are reached in one, those of 7 to 10 in the other.
     assert metrics["mismatch/flip_reached_fraction"] == pytest.approx(13 / 45)

@@ -7,7 +7,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
-from slimrl.trainer.routing_record import RoutingRecord
+from slimrl.trainer.routers import RoutingRecord
 
 TOPK = 2
 

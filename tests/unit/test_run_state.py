@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import xxhash
 
-from slimrl.models.digests import FileDigest, file_digests
+from slimrl.checkpoints.digests import FileDigest, file_digests
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime import state as state_module
-from slimrl.runtime.checkpoint_check import check_checkpoint, check_exported, newest_checkpoint
-from slimrl.runtime.errors import RunError, StageError
+from slimrl.runtime.checks.checkpoint_check import check_checkpoint, check_exported, newest_checkpoint
+from slimrl.runtime.cluster.errors import RunError, StageError
 from slimrl.runtime.state import CheckpointFolder, RunState
 
 FILES = {
@@ -125,18 +125,18 @@ def cut(path: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
-    ("trainer/__0_0.distcp", flip, "trainer/__0_0.distcp: its bytes are not those that were written"),
-    ("trainer/__0_0.distcp", cut, "trainer/__0_0.distcp: 2097169 bytes, and 2097172 were written"),
+    ("trainer/__0_0.distcp", flip, "trainer/__0_0.distcp: its checksum differs"),
+    ("trainer/__0_0.distcp", cut, "trainer/__0_0.distcp: 2097169 bytes instead of 2097172"),
     ("trainer/common.pt", Path.unlink, "trainer/common.pt: missing"),
-    ("trainer/.metadata", cut, "trainer/.metadata: 24 bytes, and 27 were written"),
-    ("trainer/rng/00000.pt", flip, "trainer/rng/00000.pt: its bytes are not those that were written"),
-    ("state.json", cut, "state.json: its content is not what was written"),
+    ("trainer/.metadata", cut, "trainer/.metadata: 24 bytes instead of 27"),
+    ("trainer/rng/00000.pt", flip, "trainer/rng/00000.pt: its checksum differs"),
+    ("state.json", cut, "state.json: damaged"),
     ("state.json", Path.unlink, "state.json: No such file or directory"),
-    ("state.json", lambda path: path.write_text("[1]"), "state.json: its content is not what was written"),
+    ("state.json", lambda path: path.write_text("[1]"), "state.json: damaged"),
     (
         "state.json",
         lambda path: path.write_text(path.read_text().replace('"step": 20', '"step": 21')),
-        "state.json: its content is not what was written: the checksum in it differs",
+        "state.json: damaged: its checksum differs",
     ),
 ]
 
@@ -155,8 +155,8 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     assert lines[1].startswith(f"  {said}")
     command = lines[-1].split()
     assert lines[2:-1] == [
-        f"{tmp_path / 'step_000010'} is whole. To continue from there, put the damaged aside and give the same command "
-        "again:"
+        f"{tmp_path / 'step_000010'} is intact. To continue from there, move the damaged away and give the same "
+        "command again:"
     ]
     assert command[0] == "mv"
     shutil.move(*command[1:])
@@ -170,7 +170,7 @@ def test_without_reading_the_contents_sizes_alone_are_compared(tmp_path: Path):
     flip(tmp_path / "step_000010" / "trainer" / "__0_0.distcp")
     assert newest_checkpoint(folder, contents=False) is not None
     cut(tmp_path / "step_000010" / "trainer" / "__0_0.distcp")
-    with pytest.raises(ValueError, match=r"__0_0\.distcp: .* were written"):
+    with pytest.raises(ValueError, match=r"__0_0\.distcp: .* instead of"):
         newest_checkpoint(folder, contents=False)
 
 
@@ -183,7 +183,7 @@ def test_of_several_damaged_ones_all_have_to_go_and_where_none_is_whole_that_is_
     moved = [line.split()[1] for line in str(caught.value).splitlines() if line.startswith("  mv ")]
     assert moved == [str(tmp_path / "step_000030"), str(tmp_path / "step_000020")]
     flip(tmp_path / "step_000010" / "trainer" / "common.pt")
-    with pytest.raises(ValueError, match="Put back a copy of it, or start anew with --overwrite"):
+    with pytest.raises(ValueError, match="Restore it from a copy, or start anew with --overwrite"):
         newest_checkpoint(folder, contents=True)
 
 
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_not_exported_and_another_is_named(tmp_path: Pat
     saved(tmp_path, 10, 20)
     check_exported(tmp_path / "step_000020")
     flip(tmp_path / "step_000020" / "trainer" / "__0_0.distcp")
-    with pytest.raises(ValueError, match=rf"__0_0\.distcp: .*\n.*{tmp_path}/step_000010 is whole") as caught:
+    with pytest.raises(ValueError, match=rf"__0_0\.distcp: .*\n.*{tmp_path}/step_000010 is intact") as caught:
         check_exported(tmp_path / "step_000020")
     assert "mv" not in str(caught.value)
     check_exported(tmp_path / "step_000010")
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_the_one_before_i
     with pytest.raises(RunError, match="checkpoint of step 20 could not be written") as caught:
         folder.save(run_state(20), 2, fails)
     assert "No space left on device" in str(caught.value)
-    assert f"{tmp_path / 'step_000010'} is whole: --resume continues from there" in str(caught.value)
+    assert f"--resume continues from {tmp_path / 'step_000010'}" in str(caught.value)
     assert getattr(caught.value, "details", "") == "all tracebacks"
     assert names(folder) == ["step_000010"]
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_cannot_be_removed_whole_does_not_end_the_run_and_keep
 
 
 def test_every_file_of_a_checkpoint_is_hashed_by_one_of_the_ranks_that_by_its_name_wrote_it(tmp_path: Path):
-    from slimrl.trainer.checkpoint import _written_by
+    from slimrl.trainer.checkpointing.checkpoint import _written_by
 
     by_rank = {
         0: ["__0_0.distcp", ".metadata", "checkpoint.json", "common.pt", "hf/config.json", "rng/00000.pt"],

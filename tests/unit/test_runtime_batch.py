@@ -1,25 +1,23 @@
 """Selection, dealing to updates, and what lies elsewhere, without any process."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from slimrl.config.schema import AdvantageName, Recipe, TruncatedRule
+from slimrl.algorithms.losses import log_ratio_sums, set_remote_log_ratio
+from slimrl.algorithms.mismatch import entropy_mean, mismatch_metrics, report_logprobs
+from slimrl.algorithms.selection import Selection, apply_truncation_rule
+from slimrl.algorithms.selection import select as select_with
+from slimrl.config.schema import AdvantageName, Recipe, TruncationMode
+from slimrl.data.packing import num_trajectories
 from slimrl.data.prompts import Sampler
+from slimrl.data.training import LogProbs
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
-from slimrl.rollout.collector import episode_requests
-from slimrl.runtime.batch import (
-    apply_truncation_rule,
-    fill_elsewhere,
-    fill_old_logprobs,
-    make_updates,
-    mismatch_metrics,
-    num_sampled_tokens,
-    select,
-)
-from slimrl.runtime.errors import RunError
+from slimrl.runtime.learner import make_updates
+from slimrl.runtime.rollout_stage import planned_trajectories
 
 STEP = 0.1
 """By which log-probs differ; at smaller ones a divergence and that the other way round are hardly told apart."""
@@ -58,22 +56,27 @@ def trajectory(group: str, sample: int, reward: float, status: Status = Status.c
     )
 
 
+def select(batch: list[Trajectory], settings: Recipe) -> Selection:
+    """Of a task that refuses nothing."""
+    return select_with(batch, settings.algorithm, lambda group: True)
+
+
 def test_a_prompt_that_comes_twice_in_a_step_makes_one_group_of_other_samples():
     prompts = [Prompt(prompt_id=name, messages=[], label=None) for name in "ab"]
     taken = Sampler(prompts, seed=0, shuffle=False).take(3)
-    requests = episode_requests(taken, samples_per_prompt=2, label="step_000001", seed=0)
-    assert len({request.trajectory_id for request in requests}) == len({request.seed for request in requests}) == 6
+    planned = planned_trajectories(taken, samples_per_prompt=2, label="step_000001")
+    assert len(planned) == 6
     rewards = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
     batch = [
-        trajectory(request.prompt.prompt_id, sample, reward)
-        for sample, (request, reward) in enumerate(zip(requests, rewards, strict=True))
+        trajectory(prompt.prompt_id, sample, reward)
+        for sample, (prompt, reward) in enumerate(zip(planned.values(), rewards, strict=True))
     ]
     settings = recipe(advantage=AdvantageName.dr_grpo)
-    chosen = select(batch, settings, [])
+    chosen = select(batch, settings)
     # The second pair of prompt a is 1, 1: alone it would teach nothing.
     assert [t.group_id for t in chosen.trajectories] == ["a", "a", "b", "b", "a", "a"]
     assert chosen.advantages.tolist() == [0.25, -0.75, 0.5, -0.5, 0.25, 0.25]
-    assert [update.num_trajectories for update in make_updates(chosen, settings, LAYOUT)] == [4, 2]
+    assert [num_trajectories(update) for update in make_updates(chosen, settings, LAYOUT)] == [4, 2]
 
 
 def test_failed_trajectories_filters_and_equal_groups_are_left_out():
@@ -85,64 +88,56 @@ def test_failed_trajectories_filters_and_equal_groups_are_left_out():
         trajectory("alone", 0, 1.0),
         trajectory("alone", 1, math.nan, Status.failed),
     ]
-    settings = recipe()
-    settings.reward.group_filters = ["task:keep"]
-    chosen = select(batch, settings, [lambda group: group[0].group_id != "refused"])
+    chosen = select_with(batch, recipe().algorithm, lambda group: group[0].group_id != "refused")
     assert [t.trajectory_id for t in chosen.trajectories] == ["mixed/0", "mixed/1", "mixed/2"]
     assert chosen.zero_variance_fraction == 0.5
     std = math.sqrt(1 / 3) + 1e-6
     assert chosen.advantages == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std])
 
 
-def test_a_group_filter_that_fails_is_named():
-    settings = recipe()
-    settings.reward.group_filters = ["task:keep"]
-    with pytest.raises(RunError, match="task:keep failed on mixed: ZeroDivisionError"):
-        select([trajectory("mixed", i, float(i)) for i in range(2)], settings, [lambda group: 1 / 0])
-
-
 def test_a_trajectory_without_a_sampled_token_counts_in_the_baseline_alone():
     batch = [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0), trajectory("a", 2, 0.0, Status.aborted, lengths=())]
-    chosen = select(batch, recipe(advantage=AdvantageName.dr_grpo), [])
+    chosen = select(batch, recipe(advantage=AdvantageName.dr_grpo))
     assert [t.trajectory_id for t in chosen.trajectories] == ["a/0", "a/1"]
     assert chosen.advantages == pytest.approx([2 / 3, -1 / 3])
 
 
 def test_equal_groups_stay_with_zero_advantage_when_the_recipe_keeps_them():
     batch = [trajectory("equal", i, 1.0) for i in range(3)]
-    chosen = select(batch, recipe(skip_zero_variance=False), [])
+    chosen = select(batch, recipe(skip_zero_variance=False))
     assert len(chosen.trajectories) == 3
     assert chosen.advantages.tolist() == [0, 0, 0]
 
 
 def test_masked_truncated_trajectories_count_in_the_baseline_alone():
     batch = [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0), trajectory("a", 2, 0.0, Status.truncated)]
-    masked = select(batch, recipe(truncated=TruncatedRule.mask), [])
-    scored = select(batch, recipe(truncated=TruncatedRule.score), [])
+    masked = select(batch, recipe(truncated=TruncationMode.mask))
+    scored = select(batch, recipe(truncated=TruncationMode.score))
     assert [t.trajectory_id for t in masked.trajectories] == ["a/0", "a/1"]
     assert masked.advantages.tolist() == scored.advantages[:2].tolist()
 
 
 def test_the_zero_rule_takes_the_reward_of_truncated_trajectories():
     batch = [trajectory("a", 0, 1.0), trajectory("a", 1, 1.0, Status.truncated)]
-    apply_truncation_rule(batch, TruncatedRule.score)
+    apply_truncation_rule(batch, TruncationMode.score)
     assert [t.reward for t in batch] == [1.0, 1.0]
-    apply_truncation_rule(batch, TruncatedRule.zero)
+    apply_truncation_rule(batch, TruncationMode.zero)
     assert [t.reward for t in batch] == [1.0, 0.0]
 
 
 def test_groups_are_dealt_whole_to_the_updates():
     batch = [trajectory(g, i, float(i)) for g in "abcde" for i in range(2)]
-    updates = make_updates(select(batch, recipe(), []), recipe(), LAYOUT)
-    assert [u.num_trajectories for u in updates] == [6, 4]
-    assert sum(map(num_sampled_tokens, updates)) == sum(t.num_sampled_tokens for t in batch)
-    assert all(len(u.parts) == 2 for u in updates)
+    updates = make_updates(select(batch, recipe()), recipe(), LAYOUT)
+    assert [num_trajectories(u) for u in updates] == [6, 4]
+    sampled = sum(int(m.mask.sum()) for update in updates for m in batches_of(update))
+    assert sampled == sum(t.num_sampled_tokens for t in batch)
+    assert all(len(u) == 2 for u in updates)
 
 
 def test_fewer_groups_than_updates_make_fewer_updates():
     batch = [trajectory("a", i, float(i)) for i in range(2)]
-    assert len(make_updates(select(batch, recipe(), []), recipe(), LAYOUT)) == 1
-    assert make_updates(select([], recipe(), []), recipe(), LAYOUT) == []
+    assert len(make_updates(select(batch, recipe()), recipe(), LAYOUT)) == 1
+    assert make_updates(select([], recipe()), recipe(), LAYOUT) == []
 
 
 def test_a_context_parallel_group_holds_the_tokens_of_all_its_ranks():
@@ -151,58 +146,64 @@ def test_a_context_parallel_group_holds_the_tokens_of_all_its_ranks():
     layout = SimpleNamespace(alignment=4, data=1, micro_batch_multiple=1)
     # 64 tokens a rank: 120 in one segment, and two of 59 together, fit the two of them.
     batch = [trajectory("a", 0, 0.0, lengths=(121,)), trajectory("a", 1, 1.0, lengths=(60, 60))]
-    (update,) = make_updates(select(batch, settings, []), settings, layout)
-    assert sorted(len(m.tokens) for m in update.parts[0]) == [120, 120]
+    (update,) = make_updates(select(batch, settings), settings, layout)
+    assert sorted(len(m.tokens) for m in update[0]) == [120, 120]
 
 
-def results(update, offset: float) -> list[list[SimpleNamespace]]:
-    """Stand-ins of the trainer's answer: NaN where nothing was sampled."""
-    return [
-        [
-            SimpleNamespace(
-                logprobs=np.where(m.mask, m.rollout_logprobs + offset * (1 + m.position_ids), np.nan).astype(
-                    np.float32
-                ),
-                entropy=np.full(len(m.tokens), 0.5, np.float32),
-            )
-            for m in part
-        ]
-        for part in update.parts
+def batches_of(update) -> list:
+    return [batch for part in update for batch in part]
+
+
+def found(batch, offset: float) -> LogProbs:
+    """A stand-in of the trainer's answer: NaN where nothing was sampled."""
+    logprobs = np.where(batch.mask, batch.rollout_logprobs + offset * (1 + batch.position_ids), np.nan)
+    return LogProbs(logprobs=logprobs.astype(np.float32), entropy=np.full(len(batch.tokens), 0.5, np.float32))
+
+
+def moved(update, offset: float) -> None:
+    """As the ranks do it, each on its own: old log-probs are the rollout's, and the policy has moved by `offset`."""
+    for batch in batches_of(update):
+        batch.added["old_logprobs"] = found(batch, 0.0).logprobs
+    sums = [[log_ratio_sums(batch, found(batch, offset).logprobs) for batch in part] for part in update]
+    everywhere = [
+        (batch.trajectories, of)
+        for part, own in zip(update, sums, strict=True)
+        for batch, of in zip(part, own, strict=True)
     ]
+    for part, own in zip(update, sums, strict=True):
+        set_remote_log_ratio(part, own, everywhere)
 
 
 def test_mismatch_is_measured_on_sampled_tokens_alone():
     batch = [trajectory("a", i, float(i)) for i in range(2)]
-    (update,) = make_updates(select(batch, recipe(), []), recipe(), LAYOUT)
-    fill_old_logprobs(update, results(update, STEP))
-    metrics = mismatch_metrics([update])
+    (update,) = make_updates(select(batch, recipe()), recipe(), LAYOUT)
+    reports = [report_logprobs(batch, found(batch, STEP)) for batch in batches_of(update)]
+    metrics = mismatch_metrics(reports)
     # 12 tokens, the first three of the prompt: targets at input positions 2..10.
     expected = np.array([STEP * (1 + p) for p in range(2, 11)])
     assert metrics["mismatch/logprob_abs_mean"] == pytest.approx(expected.mean(), rel=1e-3)
     assert metrics["mismatch/logprob_abs_max"] == pytest.approx(expected.max(), rel=1e-3)
     assert metrics["mismatch/kl_k3"] == pytest.approx((np.exp(expected) - 1 - expected).mean(), rel=1e-3)
-    assert update.entropy_sum == pytest.approx(0.5 * 18)
+    assert sum(report.entropy_sum for report in reports) == pytest.approx(0.5 * 18)
+    assert entropy_mean([reports[:1], reports[1:]]) == pytest.approx(0.5)
 
 
 def test_what_lies_elsewhere_is_the_rest_of_the_trajectory():
     batch = [trajectory("a", i, float(i), lengths=(60, 50, 40)) for i in range(2)]
-    (update,) = make_updates(select(batch, recipe(), []), recipe(), LAYOUT)
-    fill_old_logprobs(update, results(update, 0.0))
-    current = results(update, 1e-3)
-    fill_elsewhere(update, current)
+    (update,) = make_updates(select(batch, recipe()), recipe(), LAYOUT)
+    moved(update, 1e-3)
     totals = {}
-    pieces = [
-        (m, r) for part, answers in zip(update.parts, current, strict=True) for m, r in zip(part, answers, strict=True)
-    ]
+    pieces = [(m, found(m, 1e-3)) for m in batches_of(update)]
     for m, r in pieces:
         for local, index in enumerate(m.trajectories):
             here = m.mask & (m.trajectory_ids == local)
-            totals[index] = totals.get(index, 0) + float((r.logprobs - m.old_logprobs)[here].sum())
+            totals[index] = totals.get(index, 0) + float((r.logprobs - m.rollout_logprobs)[here].sum())
+    assert len(pieces) > 2
     for m, r in pieces:
         for local, index in enumerate(m.trajectories):
             here = m.mask & (m.trajectory_ids == local)
-            own = float((r.logprobs - m.old_logprobs)[here].sum())
-            assert m.elsewhere_log_ratio[local] == pytest.approx(totals[index] - own, rel=1e-4)
+            own = float((r.logprobs - m.rollout_logprobs)[here].sum())
+            assert m.remote_log_ratio[local] == pytest.approx(totals[index] - own, rel=1e-4)
 
 
 def test_micro_batches_of_padding_alone_change_no_figure():
@@ -214,17 +215,16 @@ def test_micro_batches_of_padding_alone_change_no_figure():
     figures = []
     for ranks in (1, 8):
         layout = SimpleNamespace(alignment=4, data=ranks, micro_batch_multiple=1)
-        (update,) = make_updates(select(batch, recipe(), []), recipe(), layout)
-        answers = results(update, 1e-3)
-        for m, answer in zip((m for p in update.parts for m in p), (a for p in answers for a in p), strict=True):
-            answer.routed_experts = (m.tokens[:, None, None] % 4).repeat(2, 1)
-            answer.routing_margin = (m.tokens[:, None] / 100).repeat(2, 1)
-        fill_old_logprobs(update, answers)
-        fill_elsewhere(update, results(update, 2e-3))
-        micro_batches = [m for part in update.parts for m in part]
-        log_ratios = sorted(float(x) for m in micro_batches for x in m.elsewhere_log_ratio)
-        figures.append((mismatch_metrics([update]), update.entropy_sum, log_ratios))
-        assert sum(m.padding.all() for m in micro_batches) == (0 if ranks == 1 else 4)
+        (update,) = make_updates(select(batch, recipe()), recipe(), layout)
+        reports = []
+        for m in batches_of(update):
+            experts, margin = (m.tokens[:, None, None] % 4).repeat(2, 1), (m.tokens[:, None] / 100).repeat(2, 1)
+            answer = replace(found(m, 1e-3), routed_experts=experts, routing_margin=margin)
+            reports.append(report_logprobs(m, answer))
+        moved(update, 2e-3)
+        log_ratios = sorted(float(x) for m in batches_of(update) for x in m.remote_log_ratio)
+        figures.append((mismatch_metrics(reports), entropy_mean([reports]), log_ratios))
+        assert sum(m.padding.all() for m in batches_of(update)) == (0 if ranks == 1 else 4)
     assert figures[1][0] == pytest.approx(figures[0][0])
     assert figures[0][0]["mismatch/routing_flips"] > 0
     assert figures[1][1:] == figures[0][1:]

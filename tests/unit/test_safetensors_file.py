@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from slimrl.data.protocols import TensorSpec
-from slimrl.models import safetensors_file
-from slimrl.models.safetensors_file import MAX_HEADER_BYTES, read_header, read_tensor, write_safetensors_file
-from slimrl.models.tensor_bytes import read_into
+from slimrl.checkpoints import safetensors_file
+from slimrl.checkpoints.safetensors_file import MAX_HEADER_BYTES, read_header, read_tensor, write_safetensors_file
+from slimrl.checkpoints.tensor_bytes import fill
+from slimrl.data.weights import TensorSpec
 
 DTYPES = ("float8_e4m3fn", "bool", "bfloat16", "float32", "int64", "int8", "float16", "float64", "float8_e8m0fnu")
 
@@ -96,10 +96,10 @@ def test_a_part_of_the_columns_is_read_in_bands_of_rows(tmp_path, monkeypatch):
     place, descriptor, read = read_header(file)["x"], os.open(file, os.O_RDONLY), []
 
     def counting(descriptor, file, out, offset):
-        read.append(len(out))
-        read_into(descriptor, file, out, offset)
+        read.append(len(out) // 28)
+        fill(descriptor, file, out, offset)
 
-    monkeypatch.setattr(safetensors_file, "read_into", counting)
+    monkeypatch.setattr(safetensors_file, "fill", counting)
     for band_bytes, heights in ((3 * 28, [3, 3, 2]), (1, [1] * 8), (1000, [8])):
         monkeypatch.setattr(safetensors_file, "BAND_BYTES", band_bytes)
         read.clear()
@@ -144,9 +144,9 @@ def broken_files(good: bytes) -> dict[str, tuple[bytes, str]]:
         "a list": (b"\x02" + bytes(7) + b"[]", "not a safetensors file"),
         "cut in the header": (good[:20], "cut short within its header"),
         "cut in the data": (good[:-5], "cut short: 5 of"),
-        "longer": (good + b"123", "3 bytes more than its header gives"),
+        "longer": (good + b"123", "3 bytes more than its header says"),
         "overlap": (changed(y=y | {"data_offsets": [16, 40]}), "y overlaps x"),
-        "gap": (changed(y=y | {"data_offsets": [28, 52]}), "y leaves a gap behind x"),
+        "gap": (changed(y=y | {"data_offsets": [28, 52]}), "y leaves a gap after x"),
         "wrong size": (changed(x=x | {"shape": [3]}), "x takes 12 bytes, its offsets 0 to 24 are 24"),
         "negative": (changed(x=x | {"shape": [-6]}), r"x has the shape \[-6\]"),
         "dtype": (changed(x=x | {"dtype": "F4"}), "x is F4, which is not supported"),

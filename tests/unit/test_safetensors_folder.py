@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slimrl.data.protocols import TensorSpec
-from slimrl.models.safetensors_folder import INDEX_NAME, SINGLE_NAME, SafetensorsFolder, write_safetensors
+from slimrl.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_NAME, SafetensorsFolder, write_safetensors
+from slimrl.data.weights import TensorSpec
 
 TENSORS = {
     "a": torch.arange(12.0).reshape(3, 4),
@@ -51,7 +51,7 @@ def test_broken_folders_are_refused_by_name(tmp_path):
         SafetensorsFolder(tmp_path)
     write_safetensors(tmp_path, SPECS, TENSORS.items(), max_bytes=100)
     (tmp_path / "model-00002-of-00002.safetensors").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"not there: model-00002-of-00002\.safetensors"):
+    with pytest.raises(ValueError, match=r"files that are missing: model-00002-of-00002\.safetensors"):
         SafetensorsFolder(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"12345678not json")
     with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors: not a safetensors file"):
@@ -61,7 +61,7 @@ def test_broken_folders_are_refused_by_name(tmp_path):
     index["weight_map"]["c"] = "model-00001-of-00002.safetensors"
     index["weight_map"]["d"] = "model-00002-of-00002.safetensors"
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="2 tensors are not in the file it names, the first is c"):
+    with pytest.raises(ValueError, match="2 tensors are not in the file that it names, such as c"):
         SafetensorsFolder(tmp_path)
 
 
@@ -73,11 +73,11 @@ def test_shards_without_an_index_and_indices_of_another_kind_are_refused(tmp_pat
     good = json.loads(index.read_text())
     single = tmp_path / SINGLE_NAME
     single.write_bytes(b"left behind")
-    with pytest.raises(ValueError, match="lies beside an index that does not name it"):
+    with pytest.raises(ValueError, match="is there, but the index does not name it"):
         SafetensorsFolder(tmp_path)
     single.unlink()
     index.unlink()
-    with pytest.raises(ValueError, match=r"index\.json is missing, which tells the tensors of model-00001"):
+    with pytest.raises(ValueError, match=r"index\.json is missing, which lists the tensors of model-00001"):
         SafetensorsFolder(tmp_path)
     for broken, message in (
         ("{", "not an index of safetensors"),
@@ -90,8 +90,9 @@ def test_shards_without_an_index_and_indices_of_another_kind_are_refused(tmp_pat
         with pytest.raises(ValueError, match=message):
             SafetensorsFolder(tmp_path)
     index.write_text(json.dumps(good))
+    assert good["weight_map"]["c"] == "model-00002-of-00002.safetensors"
     with SafetensorsFolder(tmp_path) as folder:
-        assert folder.file_of("c") == "model-00002-of-00002.safetensors"
+        assert folder.specs.keys() == TENSORS.keys()
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):

@@ -32,12 +32,14 @@ model: {path: models/toy}
 trainer:
   max_tokens_per_rank: 512
   optimizer: {lr: 1e-6}
+  env: {HF_TOKEN: "${oc.env:SLIMRL_TEST_SECRET}"}
 algorithm: {max_logprob_mismatch: 1e-4}
 rollout:
   max_trajectory_tokens: 256
   sglang:
     served_model_name: ${oc.env:SLIMRL_TEST_SECRET}
     lora_paths: ["a=${oc.env:SLIMRL_TEST_SECRET}/a", plain]
+  env: {HF_TOKEN: "${oc.env:SLIMRL_TEST_SECRET}"}
 agent:
   system_prompt: before ${tracking.wandb_project} after
 reward: {function: "tasks.demo:reward"}
@@ -52,6 +54,8 @@ tracking:
 REFERENCES = {
     "rollout.sglang.served_model_name": "${oc.env:SLIMRL_TEST_SECRET}",
     "rollout.sglang.lora_paths": ["a=${oc.env:SLIMRL_TEST_SECRET}/a", "plain"],
+    "rollout.env.HF_TOKEN": "${oc.env:SLIMRL_TEST_SECRET}",
+    "trainer.env.HF_TOKEN": "${oc.env:SLIMRL_TEST_SECRET}",
     "agent.system_prompt": "before ${tracking.wandb_project} after",
     "data.eval.held": "${oc.select:rollout.sglang.served_model_name}",
     "tracking.wandb_project": "\\${not read} ${rollout.sglang.served_model_name}",
@@ -131,9 +135,9 @@ def test_a_rotated_secret_is_no_changed_setting_and_none_is_shown_in_one(monkeyp
     ("override", "said"),
     [
         ("rollout.num_engines=${oc.env:SLIMRL_TEST_SECRET}",
-         "rollout.num_engines: expected int, got '${oc.env:SLIMRL_TEST_SECRET}'. What the environment gives is not"),
+         "rollout.num_engines: expected int, got '${oc.env:SLIMRL_TEST_SECRET}'. The value from the environment"),
         ("rollout.num_engines=${rollout.sglang.served_model_name}",
-         "rollout.num_engines: expected int, got '${rollout.sglang.served_model_name}'. What the environment gives"),
+         "rollout.num_engines: expected int, got '${rollout.sglang.served_model_name}'. The value from"),
         ("resync.verify=${oc.env:SLIMRL_TEST_SECRET}", "resync.verify: '${oc.env:SLIMRL_TEST_SECRET}' is not one of"),
         ("rollout.sglang.page_size=${oc.env:SLIMRL_TEST_SECRET}",
          "rollout.sglang.page_size: expected None | int, got '${oc.env:SLIMRL_TEST_SECRET}'"),

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from slimrl.config.schema import Precision, RolloutConfig
-from slimrl.data.protocols import EngineError
-from slimrl.rollout import ports, process, router, server
-from slimrl.rollout.ports import free_port, free_ports
-from slimrl.rollout.process import ServerError, ServerProcess, find_cause
-from slimrl.rollout.router import Router
-from slimrl.rollout.server import EngineServer
+from slimrl.data.engine import EngineError
+from slimrl.rollout.servers import ports, process, router, server
+from slimrl.rollout.servers.ports import free_port, free_ports
+from slimrl.rollout.servers.process import ServerError, ServerProcess, find_cause
+from slimrl.rollout.servers.router import Router
+from slimrl.rollout.servers.server import EngineServer
 
 
 class Clock:
@@ -279,7 +279,7 @@ def test_the_router_hashes_sessions_over_the_engines_and_has_deadlines_beyond_ou
     urls = ["http://a:1", "http://b:2"]
     made = Router(urls, tmp_path / "log", timeout_s=0.5, request_timeout_s=90.5)
     command = made.process.command
-    assert command[:3] == [sys.executable, "-m", "slimrl.rollout.launch_router"]
+    assert command[:3] == [sys.executable, "-m", "slimrl.rollout.servers.launch_router"]
     expected = {
         "--host": "127.0.0.1", "--port": "20000", "--policy": "consistent_hashing", "--prometheus-host": "127.0.0.1",
         "--prometheus-port": "20001", "--rl-control-timeout-secs": "1", "--max-concurrent-requests": "0",
@@ -339,7 +339,7 @@ def test_an_engine_that_cannot_compute_with_block_fp8_serves_the_plain_model(
     made = EngineServer(3, rollout, tmp_path / "model", tmp_path / "log", **given)
     assert made.process.name == "engine 3"
     command = made.process.command
-    assert command[:3] == [sys.executable, "-m", "slimrl.rollout.launch"]
+    assert command[:3] == [sys.executable, "-m", "slimrl.sglang_plugin.launch"]
     assert ("--json-model-override-args" in command) == dequantizes
     expected = {"--host": "127.0.0.2", "--port": "7001", "--random-seed": "9", "--dtype": "float32", "--device": "cpu"}
     assert {flag: after(command, flag) for flag in expected} == expected

@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 
 from slimrl.config.schema import Recipe, WandbMode
-from slimrl.data.packing import PackedSequence
 from slimrl.data.prompts import Sampler
 from slimrl.data.training import UpdateResult
+from slimrl.data.trajectory import Segment
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
-from slimrl.runtime.errors import RunError
-from slimrl.runtime.sft import _update, sft_loop
+from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.loop import train_on_conversations
+from slimrl.runtime.run import Run
+from slimrl.runtime.sft import update
 from slimrl.runtime.state import RunState
-from slimrl.runtime.step import Step
+from slimrl.runtime.step_metrics import Step
 
 
 class Trainers:
@@ -29,8 +31,12 @@ class Trainers:
         self.saved: list[str] = []
         self.skips = False
 
-    def train_update(self, parts, objective, *, denominator, temperature):
+    def put_batches(self, updates):
+        self.held = updates
+
+    def train_update(self, update, objective, *, denominator, temperature):
         assert (objective, temperature) == ("sft", 1.0)
+        parts = self.held[update]
         self.denominators.append(denominator)
         self.budgets += [len(batch.tokens) for part in parts for batch in part]
         num_targets = sum(int(batch.mask.sum()) for part in parts for batch in part)
@@ -49,29 +55,8 @@ class Trainers:
         directory.mkdir(parents=True)
 
 
-def conversation(length: int, learned: int) -> PackedSequence:
-    return PackedSequence(
-        tokens=np.arange(length, dtype=np.int32),
-        loss_mask=np.arange(length) >= length - learned,
-        rollout_logprobs=np.zeros(length, np.float32),
-        trajectory=0,
-    )
-
-
-def test_the_loss_of_a_step_is_the_mean_over_the_tokens_that_are_learned_from(tmp_path):
-    recipe = Recipe(steps=1)
-    recipe.sft.batch_conversations, recipe.trainer.max_tokens_per_rank = 2, 64
-    recipe.tracking.wandb = WandbMode.disabled
-    folder, trainers = RunFolder(tmp_path), Trainers()
-    for path in (folder.logs, folder.checkpoints):
-        path.mkdir()
-    quiet = SimpleNamespace(say=lambda text: None, summary=lambda step, metrics: None)
-    examples = Sampler([conversation(9, 3), conversation(14, 4)], seed=0, shuffle=False)
-    with Trackers(folder, recipe.tracking, {}) as trackers:
-        sft_loop(recipe, examples, trainers, folder, trackers, quiet, RunState(), SimpleNamespace(asked=False))
-    (line,) = read_metrics(folder.metrics)
-    assert trainers.denominators == [7]
-    assert line["sft/loss"] == pytest.approx(0.5)
+def conversation(length: int, learned: int) -> Segment:
+    return Segment.not_sampled(np.arange(length), np.arange(length) >= length - learned)
 
 
 class Asked:
@@ -91,18 +76,39 @@ class Asked:
         return bool(self.shown) and self.shown[-1] >= self.after
 
 
-def run_of(tmp_path, recipe, state, *, asked=99):
-    """A run on the conversations of 4 to 8 tokens; who was trained, and what was shown."""
-    folder, trainers, seen = RunFolder(tmp_path), Trainers(), Asked(asked)
+def make(tmp_path, recipe, trainers, conversations, state=None, seen=None) -> RunFolder:
+    """The folder of a run on these conversations, taken in order."""
+    folder, state, seen = RunFolder(tmp_path), state or RunState(), seen or Asked()
     for path in (folder.logs, folder.checkpoints):
         path.mkdir(exist_ok=True)
     recipe.tracking.wandb = WandbMode.disabled
-    recipe.sft.batch_conversations, recipe.trainer.max_tokens_per_rank = 1, 64
-    examples = Sampler([conversation(4 + i, 1 + i) for i in range(5)], seed=0, shuffle=False)
+    examples = Sampler(conversations, seed=0, shuffle=False)
     if state.cursor:
         examples.restore(state.cursor)
     with Trackers(folder, recipe.tracking, {}, keep_through_step=state.step) as trackers:
-        sft_loop(recipe, examples, trainers, folder, trackers, seen, state, seen)
+        run = Run(
+            recipe=recipe, folder=folder, trainers=trainers, trackers=trackers, progress=seen, state=state,
+            preemption=seen, data=examples, summary_every_steps=recipe.sft.summary_every_steps,
+        )  # fmt: skip
+        train_on_conversations(run, examples)
+    return folder
+
+
+def test_the_loss_of_a_step_is_the_mean_over_the_tokens_that_are_learned_from(tmp_path):
+    recipe = Recipe(steps=1)
+    recipe.sft.batch_conversations, recipe.trainer.max_tokens_per_rank = 2, 64
+    trainers = Trainers()
+    folder = make(tmp_path, recipe, trainers, [conversation(9, 3), conversation(14, 4)])
+    (line,) = read_metrics(folder.metrics)
+    assert trainers.denominators == [7]
+    assert line["sft/loss"] == pytest.approx(0.5)
+
+
+def run_of(tmp_path, recipe, state, *, asked=99):
+    """A run on the conversations of 4 to 8 tokens; who was trained, and what was shown."""
+    trainers, seen = Trainers(), Asked(asked)
+    recipe.sft.batch_conversations, recipe.trainer.max_tokens_per_rank = 1, 64
+    folder = make(tmp_path, recipe, trainers, [conversation(4 + i, 1 + i) for i in range(5)], state, seen)
     return folder, trainers, seen
 
 
@@ -130,9 +136,29 @@ def test_a_run_that_makes_room_saves_its_step_and_goes_on_with_the_next_conversa
     assert [line["step"] for line in read_metrics(folder.metrics)] == [1, 2, 3, 4]
 
 
+class AskedLate(Asked):
+    """Asked to make room between the look at whether a checkpoint is due and that at whether the run goes on."""
+
+    looks = 0
+
+    @property
+    def asked(self) -> bool:
+        if self.shown != [1, 2]:
+            return False
+        self.looks += 1
+        return self.looks > 1
+
+
+def test_a_run_that_is_asked_to_make_room_after_its_last_look_saves_its_step_too(tmp_path):
+    recipe, state, trainers = Recipe(steps=4), RunState(), Trainers()
+    recipe.sft.summary_every_steps, recipe.sft.batch_conversations, recipe.trainer.max_tokens_per_rank = 1, 1, 64
+    make(tmp_path, recipe, trainers, [conversation(4 + i, 1 + i) for i in range(5)], state, AskedLate())
+    assert (state.step, trainers.saved) == (2, [".partial_step_000002"])
+
+
 def test_skipped_updates_are_counted_and_too_many_in_a_row_stop_the_run(tmp_path, monkeypatch):
     recipe, state = Recipe(steps=9), RunState()
-    recipe.trainer.max_skipped_steps = 3
+    recipe.trainer.max_skipped_updates = 3
     monkeypatch.setattr(Trainers, "__init__", skipping(Trainers.__init__))
     with pytest.raises(RunError, match="3 optimizer updates in a row"):
         run_of(tmp_path, recipe, state)
@@ -152,11 +178,11 @@ def skipping(make):
 def test_a_context_parallel_group_holds_the_tokens_of_all_its_ranks(tmp_path):
     recipe, trainers = Recipe(steps=1), Trainers()
     recipe.trainer.max_tokens_per_rank, recipe.trainer.parallel.context = 8, 2
-    step = Step(1)
-    _update(recipe, [conversation(9, 8), conversation(9, 8)], trainers, RunState(), step)
+    run = SimpleNamespace(recipe=recipe, trainers=trainers, state=RunState())
+    update(Step(1), [conversation(9, 8)] * 2, run)
     assert trainers.budgets == [16]
     recipe.trainer.parallel.context = 1
-    _update(recipe, [conversation(9, 8), conversation(9, 8)], trainers, RunState(), step)
+    update(Step(1), [conversation(9, 8)] * 2, run)
     assert trainers.budgets == [16, 8, 8]
 
 
@@ -164,6 +190,6 @@ def test_micro_batches_come_in_the_groups_that_the_schedule_takes():
     recipe, trainers = Recipe(steps=1), Trainers()
     recipe.trainer.max_tokens_per_rank = 8
     trainers.layout = SimpleNamespace(alignment=4, data=1, micro_batch_multiple=2)
-    _update(recipe, [conversation(9, 8)], trainers, RunState(), Step(1))
+    update(Step(1), [conversation(9, 8)], SimpleNamespace(recipe=recipe, trainers=trainers, state=RunState()))
     assert len(trainers.budgets) == 2
     assert trainers.denominators == [8]

@@ -11,18 +11,17 @@ import pytest
 import torch
 
 from slimrl import device
-from slimrl.rollout import bucket_loader, dequantized_loading, sglang_plugin, version_loader
-from slimrl.rollout.nameless_queue import after_wait_until_ready
-from slimrl.rollout.paused_engine import after_paused_round
-from slimrl.rollout.running_requests import after_get_internal_state
-from slimrl.rollout.sglang_cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
-from slimrl.rollout.sglang_cpu import install as install_stand_ins
-from slimrl.rollout.sglang_cpu.decode_cache import DecodeCache
-from slimrl.rollout.sglang_cpu.seeded_sampling import (
+from slimrl.sglang_plugin import bucket_loader, dequantized_loading, hooks, version_loader
+from slimrl.sglang_plugin.cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
+from slimrl.sglang_plugin.cpu import install as install_stand_ins
+from slimrl.sglang_plugin.cpu.decode_cache import DecodeCache
+from slimrl.sglang_plugin.cpu.seeded_sampling import (
     after_from_schedule_batch,
     multinomial_with_seed,
     sampling_from_probs,
 )
+from slimrl.sglang_plugin.hooks import after_wait_until_ready
+from slimrl.sglang_plugin.scheduler import after_get_internal_state, after_paused_round
 
 
 class Request:
@@ -146,6 +145,12 @@ def test_the_end_of_an_update_lets_go_of_memory_that_it_did_not_use(asked: bool,
     assert vars(model) == {"slimrl_mapped_segments": {}}
 
 
+def part_of(name, shape, start, stop, **place):
+    """As a payload has it."""
+    spec = {"name": name, "shape": shape, "dtype": "float32", "fused_group": None}
+    return {"spec": spec, "start": start, "stop": stop, **place}
+
+
 def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pytest.MonkeyPatch):
     opened = []
 
@@ -153,36 +158,35 @@ def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pyt
         opened.append(segment)
         return torch.arange(16, dtype=torch.float32).view(torch.uint8)
 
-    monkeypatch.setattr("slimrl.models.shared_segment.open_shared", open_shared)
+    monkeypatch.setattr("slimrl.ipc.shared_buffer.open_shared", open_shared)
     loaded, rows = [], []
     model = SimpleNamespace(load_weights=lambda tensors: loaded.append([(name, t.tolist()) for name, t in tensors]))
-    monkeypatch.setattr("slimrl.rollout.split_tensors.load_rows", lambda model, parts: rows.extend(parts))
+    monkeypatch.setattr("slimrl.sglang_plugin.bucket_loader.load_rows", lambda model, parts: rows.extend(parts))
     ranks = SimpleNamespace(rank=0, per_node=1, exchange=lambda value: [value])
-    whole = ["a", [2, 2], "float32", 0, 2, 16]
-    scalar = ["s", [], "float32", 0, 0, 4]
-    part = ["b", [9, 2], "float32", 5, 7, 0]
+    whole = part_of("a", (2, 2), 0, 2, offset=16, nbytes=16)
+    scalar = part_of("s", (), 0, 1, offset=4, nbytes=4)
+    part = part_of("b", (9, 2), 5, 7, offset=0, nbytes=16)
     value = {"slimrl_segment": "seg", "parts": [whole, scalar, part]}
     for _ in range(2):
         assert bucket_loader.update(model, value, ranks) == (True, "Success")
     assert opened == ["seg"]
     assert loaded == [[("a", [[4.0, 5.0], [6.0, 7.0]]), ("s", 1.0)]] * 2
-    assert [(name, first, tensor.tolist()) for name, first, tensor in rows] == [("b", 5, [[0.0, 1.0], [2.0, 3.0]])] * 2
+    assert [(each.spec.name, each.start, tensor.tolist()) for each, tensor in rows] == [
+        ("b", 5, [[0.0, 1.0], [2.0, 3.0]])
+    ] * 2
     assert model.slimrl_split_tensors is True
     assert model.slimrl_used_segments == {"seg"}
     loaded.clear()
     bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [part]}, ranks)
     assert loaded == []
     failing = SimpleNamespace(rank=0, per_node=1, exchange=lambda value: [value, "", "full"])
-    bad = {"slimrl_segment": "seg", "parts": [["a", [2], "float5", 0, 2, 0]]}
-    with pytest.raises(AttributeError, match="float5"):
-        bucket_loader.load_bucket(model, open_shared("seg"), bad["parts"])
     monkeypatch.setattr(model, "load_weights", lambda tensors: {}["a"])
     success, message = bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [whole]}, failing)
     assert (success, message) == (False, "rank 0: KeyError: 'a'; rank 2: full")
 
 
 def test_messages_of_others_are_left_to_sglang(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slimrl.rollout.bucket_receiver.EngineRanks", lambda: "ranks")
+    monkeypatch.setattr("slimrl.sglang_plugin.bucket_receiver.EngineRanks", lambda: "ranks")
     monkeypatch.setattr(bucket_loader, "update", lambda model, value, ranks: (model, ranks))
     updater = SimpleNamespace(get_model=lambda: "model")
     for value in ({"slimrl_segment": "s"}, {"slimrl_open_version": {}}, {"slimrl_received_bucket": "g"}):
@@ -219,9 +223,9 @@ def test_a_block_fp8_checkpoint_is_read_by_ours_and_others_by_sglang(monkeypatch
         read.append((path, dtype))
         yield SimpleNamespace(specs={"a": 0, "b": 0})
 
-    monkeypatch.setattr("slimrl.models.hf_checkpoint.is_block_fp8", lambda path: path == tmp_path / "fp8")
-    monkeypatch.setattr("slimrl.models.hf_checkpoint.open_hf_checkpoint", folder)
-    monkeypatch.setattr("slimrl.models.checkpoint_reader.read_whole", lambda folder, name: f"tensor {name}")
+    monkeypatch.setattr("slimrl.checkpoints.hf_checkpoint.is_block_fp8", lambda path: path == tmp_path / "fp8")
+    monkeypatch.setattr("slimrl.checkpoints.hf_checkpoint.open_hf_checkpoint", folder)
+    monkeypatch.setattr("slimrl.checkpoints.checkpoint_reader.read_whole", lambda folder, name: f"tensor {name}")
 
     def load(name: str):
         config = SimpleNamespace(dtype=torch.bfloat16)
@@ -239,7 +243,7 @@ def test_a_block_fp8_checkpoint_is_read_by_ours_and_others_by_sglang(monkeypatch
 @pytest.mark.parametrize("computes_fp8", [True, False])
 def test_a_hook_that_is_not_in_place_is_named(monkeypatch: pytest.MonkeyPatch, computes_fp8: bool):
     monkeypatch.setattr(device, "computes_block_fp8", lambda: computes_fp8)
-    found = sglang_plugin.hooks()
+    found = hooks.hooks()
     targets = [target for target, _, _ in found]
     assert len(set(targets)) == len(targets)
     assert any(target.endswith("._get_weights_iterator") for target in targets) == (not computes_fp8)
@@ -254,39 +258,57 @@ def test_a_hook_that_is_not_in_place_is_named(monkeypatch: pytest.MonkeyPatch, c
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    sglang_plugin.register()
+    hooks.register()
     assert registered == {target: (f"kind {kind}", function) for target, kind, function in found}
-    sglang_plugin.require_applied()
+    hooks.require_applied()
     registry._patched -= {targets[3], targets[1]}
     with pytest.raises(RuntimeError, match="lacks what slimrl hooks into: ") as caught:
-        sglang_plugin.require_applied()
+        hooks.require_applied()
     assert str(caught.value).endswith(": " + ", ".join(sorted([targets[3], targets[1]])))
 
 
-def test_stand_ins_are_put_where_a_package_is_missing_and_the_compiler_is_off_without_triton(
-    monkeypatch: pytest.MonkeyPatch,
+def test_stand_ins_go_by_the_device_and_not_by_what_is_installed(monkeypatch: pytest.MonkeyPatch):
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "SGLANG_NCCL_SO_PATH"):
+        monkeypatch.setenv(name, "as it was")
+    given = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", given)
+    stubs = {"sgl_kernel": sgl_kernel_stub, "torchvision": torchvision_stub, "triton": triton_stub}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(stub, "install", lambda name=name: name != "triton")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert install_stand_ins() == []
+    assert os.environ["TORCH_COMPILE_DISABLE"] == os.environ["SGLANG_NCCL_SO_PATH"] == "as it was"
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "as it was"
+    assert torch.get_device_module is given
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert install_stand_ins() == ["sgl_kernel", "torchvision"]
+    assert os.environ["TORCH_COMPILE_DISABLE"] == os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert not Path(os.environ["SGLANG_NCCL_SO_PATH"]).exists()
+    assert torch.get_device_module() is torch.get_device_module("cpu") is torch.cpu
+    assert torch.get_device_module("cuda") is torch.cuda
+
+
+@pytest.mark.parametrize("stub", [sgl_kernel_stub, torchvision_stub, triton_stub])
+def test_a_stand_in_takes_the_place_of_what_is_installed_but_not_of_what_is_imported(
+    monkeypatch: pytest.MonkeyPatch, stub: ModuleType
 ):
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
-    for missing, disabled in (({"sgl_kernel", "torchvision"}, "0"), ({"triton"}, "1")):
-        for name, stub in (("sgl_kernel", sgl_kernel_stub), ("torchvision", torchvision_stub), ("triton", triton_stub)):
-            monkeypatch.setattr(stub, "install", lambda name=name, missing=missing: name in missing)
-        assert set(install_stand_ins()) == missing
-        assert os.environ["TORCH_COMPILE_DISABLE"] == disabled
-    for stub in (sgl_kernel_stub, torchvision_stub, triton_stub):
-        monkeypatch.undo()
-        monkeypatch.setattr(stub, "is_missing", lambda name: False)
-        monkeypatch.setattr(stub, "enter", lambda module: pytest.fail("the real one is there"))
-        assert stub.install() is False
+    name = stub.__name__.rpartition(".")[2].removesuffix("_stub")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "modules", {k: v for k, v in sys.modules.items() if k.partition(".")[0] != name})
+    assert stub.install() is True
+    assert sys.modules[name].__spec__.loader is None
+    mocks = dict(sys.modules)
+    assert stub.install() is False
+    assert sys.modules == mocks
 
 
 def test_a_stand_in_can_be_imported_and_says_what_it_is_when_called(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    assert mock.is_missing("slimrl_no_such_package")
-    assert not mock.is_missing("json")
     for name in ("slimrl_no_such_package", "slimrl_no_such_package.below"):
         mock.enter(ModuleType(name))
     assert sys.modules["slimrl_no_such_package"].below is sys.modules["slimrl_no_such_package.below"]
-    assert not mock.is_missing("slimrl_no_such_package")
     refuse = mock.unavailable("torchvision.ops.nms")
     assert refuse.__name__ == "nms"
     with pytest.raises(NotImplementedError, match=r"torchvision\.ops\.nms does not exist without a GPU"):

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.models import session_file, shared_buffer
-from slimrl.models.shared_buffer import FileBuffer
-from slimrl.models.shared_segment import SHARED_MEMORY_DIR
-from slimrl.resync.shared_buffer import clean_stale_segments
+from slimrl.ipc import shared_buffer, stale_files
+from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer
+from slimrl.ipc.stale_files import clean_stale_segments
 
 LOCK_AND_DIE = """
 import fcntl, os, signal, sys
@@ -103,11 +102,11 @@ def test_a_name_of_shared_memory_is_not_used_again():
 )
 def test_a_session_s_file_is_removed_when_its_leader_is_known_to_be_gone(monkeypatch, namespace, leader, kept):
     pid = leader()
-    own = session_file._namespace()
+    own = stale_files._namespace()
     with monkeypatch.context() as there:
         there.setattr(os, "getsid", lambda _: pid)
-        there.setattr(session_file, "_namespace", lambda: own + namespace)
-        path = session_file.session_file("loads")
+        there.setattr(stale_files, "_namespace", lambda: own + namespace)
+        path = stale_files.session_file("loads")
     path.write_bytes(b"x")
     try:
         assert (path.name in clean_stale_segments()) is not kept

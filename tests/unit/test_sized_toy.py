@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from slimrl_tools.toy_configs import TOYS
+from slimrl_tools.toy.toy_configs import TOYS
 
+from slimrl.checkpoints.safetensors_file import spec_bytes
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.config.schema import ParallelConfig
 from slimrl.models.family import family_of
-from slimrl.models.safetensors_file import spec_bytes
-from slimrl.models.safetensors_folder import SafetensorsFolder
-from slimrl.models.sized_toy import sized_config, write_sized_toy
+from slimrl.toys.sized_toy import sized_config, write_sized_toy
 
 
 @pytest.mark.parametrize("family", TOYS)
@@ -42,7 +42,7 @@ def test_the_width_divides_by_both_tensor_parallel_sizes(family):
 def test_a_size_below_the_smallest_model_is_refused():
     with pytest.raises(ValueError, match=r"the smallest has 0\.0\d+ GB in float32"):
         sized_config("qwen3_moe", 1_000_000, "float32", ParallelConfig())
-    with pytest.raises(ValueError, match="no toy of family 'gpt2'; there is qwen3_moe"):
+    with pytest.raises(ValueError, match="no toy of family 'gpt2'; known: qwen3_moe"):
         sized_config("gpt2", 1_000_000_000, "float32", ParallelConfig())
 
 

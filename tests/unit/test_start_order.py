@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema import Recipe
-from slimrl.runtime import processes
+from slimrl.runtime.cluster import processes
 
 CHECKPOINT = Path("checkpoints/step_000002")
 

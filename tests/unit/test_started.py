@@ -9,8 +9,8 @@ import pytest
 from slimrl.config.schema import Recipe
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime import start
-from slimrl.runtime.errors import RunError
-from slimrl.runtime.processes import Processes
+from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.cluster.processes import Processes
 
 
 class Progress:
@@ -23,7 +23,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was ended, in order."""
     noted: list[str] = []
     family = SimpleNamespace(note=lambda: None, end=lambda: noted.append("processes that are left"))
-    monkeypatch.setattr(start, "Family", lambda: family)
+    monkeypatch.setattr(start, "ChildProcesses", lambda: family)
     monkeypatch.setattr(start, "close_comparers", lambda: noted.append("comparers"))
     monkeypatch.setattr(start, "clean_stale_segments", list)
     monkeypatch.setattr(start, "most_slots", lambda *_, **__: 1)

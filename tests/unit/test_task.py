@@ -1,18 +1,16 @@
 """The task of a recipe: prompts that no episode could begin with are refused by their lines."""
 
 import json
-import re
-from functools import partial
 from pathlib import Path
 
 import pytest
-from slimrl_tools.toy_tokenizer import build_tokenizer
+from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.agent.parsers import ParsedTurn
 from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.config.problems import RecipeError
+from slimrl.runtime.checks.task import load_task
 from slimrl.runtime.sft import read_examples
-from slimrl.runtime.task import load_task
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
 USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
@@ -29,6 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     path = tmp_path_factory.mktemp("model")
     tokenizer.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "eos_token_id": tokenizer.eos_token_id}))
     return path
 
 
@@ -46,8 +45,8 @@ def loaded(model: Path, train: Path, *overrides: str, command="train") -> Loaded
 def num_tokens(model: Path, messages: list[dict], *overrides: str) -> int:
     """Of a prompt, with the recipe's tools and a system prompt of the recipe before it."""
     task = load_task(loaded(model, Path("none.jsonl"), *overrides), train=False, evaluate=False)
-    return len(task.chat._tokenizer.apply_chat_template(
-        messages, tools=task.tools.schemas, add_generation_prompt=True, return_dict=False
+    return len(build_tokenizer().apply_chat_template(
+        messages, tools=task.dialogue.tools.schemas, add_generation_prompt=True, return_dict=False
     ))  # fmt: skip
 
 
@@ -60,15 +59,38 @@ class WordsParser:
         return ParsedTurn(content=text, calls=[])
 
 
-def test_a_parser_whose_marker_is_several_tokens_is_refused_where_turns_stop_at_it(model, tmp_path):
-    recipe = partial(loaded, model, write(tmp_path / "t.jsonl", {"messages": [USER], "label": 2}))
-    parser = f"agent.parser={__name__}:WordsParser"
-    load_task(recipe(parser, "rollout.stop_at_tool_call=false"), train=True, evaluate=False)
-    with pytest.raises(RecipeError) as caught:
-        load_task(recipe(parser), train=True, evaluate=False)
-    (problem,) = caught.value.problems
-    assert problem.key == "agent.parser"
-    assert re.fullmatch(r"end of call is \d+ tokens .* must be one to stop at it", problem.message)
+def test_a_turn_stops_at_a_call_where_its_marker_is_one_token_and_there_are_tools(model, tmp_path):
+    train = write(tmp_path / "t.jsonl", {"messages": [USER], "label": 2})
+    tokenizer = build_tokenizer()
+    end, close = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</tool_call>"])
+
+    def stops(*overrides: str) -> tuple[int, ...]:
+        return load_task(loaded(model, train, *overrides), train=True, evaluate=False).dialogue.stop_token_ids
+
+    assert stops() == (end, close)
+    assert stops("rollout.stop_at_tool_call=false") == (end,)
+    assert stops(f"agent.parser={__name__}:WordsParser") == (end,)
+    assert stops("agent.tools=[]") == (end,)
+    assert stops(f"agent.stop_token_ids=[{tokenizer.pad_token_id},{end}]") == (tokenizer.pad_token_id, end, close)
+
+
+def test_stop_tokens_that_the_template_never_writes_after_a_call_are_refused_with_tools(model, tmp_path):
+    train = write(tmp_path / "t.jsonl", {"messages": [USER], "label": 2})
+    pad = f"agent.stop_token_ids=[{build_tokenizer().pad_token_id}]"
+    load_task(loaded(model, train, pad, "agent.tools=[]"), train=True, evaluate=False)
+    with pytest.raises(RecipeError, match="writes none of the tokens that end a turn after a tool call: "):
+        load_task(loaded(model, train, pad, "rollout.stop_at_tool_call=false"), train=True, evaluate=False)
+    with pytest.raises(
+        RecipeError, match=r"agent\.stop_token_ids: \[999999\]: names no token; the tokenizer's ids are 0 to \d+"
+    ):
+        load_task(loaded(model, train, "agent.stop_token_ids=[999999]"), train=True, evaluate=False)
+
+
+def test_a_parser_that_cannot_read_what_the_template_writes_is_refused(model, tmp_path):
+    train = write(tmp_path / "t.jsonl", {"messages": [USER], "label": 2})
+    with pytest.raises(RecipeError, match="glm45: does not read the calls that the chat template writes, such as "):
+        load_task(loaded(model, train, "agent.parser=glm45"), train=True, evaluate=False)
+    load_task(loaded(model, train, "agent.parser=hermes"), train=True, evaluate=False)
 
 
 @pytest.mark.parametrize("system", [None, "Do."])
@@ -82,7 +104,7 @@ def test_a_prompt_that_leaves_no_room_to_answer_is_refused_by_its_line(model, tm
     settings = [f"data.eval.heldout={heldout}", f"agent.system_prompt={system or 'null'}"]
 
     fits = loaded(model, train, *settings, f"rollout.max_trajectory_tokens={tokens + 1}")
-    assert len(load_task(fits, train=True, evaluate=True).train) == 2
+    assert len(load_task(fits, train=True, evaluate=True).train["train"]) == 2
     with pytest.raises(RecipeError) as caught:
         load_task(loaded(model, train, *settings, f"rollout.max_trajectory_tokens={tokens}"), train=True, evaluate=True)
     said = f"{tokens} tokens leave no room to answer; rollout.max_trajectory_tokens is {tokens}"
@@ -99,5 +121,5 @@ def test_a_line_that_the_chat_template_refuses_is_named(model, tmp_path):
         load_task(loaded(model, prompts), train=True, evaluate=False)
     answer = {"role": "assistant", "content": "refuse"}
     conversations = write(tmp_path / "c.jsonl", {"messages": [USER, ANSWER]}, {"messages": [USER, answer]})
-    with pytest.raises(RecipeError, match=r"c\.jsonl:2: the chat template refuses it: this word"):
+    with pytest.raises(RecipeError, match=r"c\.jsonl:2: messages\[1\]: the chat template refuses it: this word"):
         read_examples(loaded(model, conversations, command="sft"))

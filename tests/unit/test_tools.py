@@ -12,9 +12,8 @@ from fractions import Fraction
 import pytest
 
 from slimrl.agent.calculator import MAX_BITS, calculator
-from slimrl.agent.parsers import HermesParser, MalformedCall, ParsedTurn, ToolCall, make_parser
-from slimrl.agent.tools import ToolBox, ToolBroken, ToolError, make_tool
-from slimrl.config.schema import ParserName
+from slimrl.agent.parsers import ParsedTurn, ToolCall, make_parser
+from slimrl.agent.tools import ToolBox, ToolCrash, ToolError, make_tool
 from slimrl.data.import_path import resolve
 
 
@@ -174,7 +173,7 @@ async def test_hanging_tools_do_not_hold_up_others():
 
 
 async def test_an_error_that_the_tool_did_not_foresee_is_not_the_models():
-    with pytest.raises(ToolBroken, match="tool broken: KeyError"):
+    with pytest.raises(ToolCrash, match="tool broken: KeyError"):
         await TOOLS.call("broken", {}, 5)
 
 
@@ -210,7 +209,7 @@ async def cancel_itself() -> str:
 )
 async def test_a_tool_that_ends_by_no_ordinary_exception_is_named_at_once(function, problem):
     start = time.monotonic()
-    with pytest.raises(ToolBroken, match=f"tool {function.__name__}: .*{problem}"):
+    with pytest.raises(ToolCrash, match=f"tool {function.__name__}: .*{problem}"):
         await ToolBox([make_tool(function)]).call(function.__name__, {}, 5)
     assert time.monotonic() - start < 2
 
@@ -239,8 +238,8 @@ async def test_an_asynchronous_tool_that_is_late_is_cancelled():
         ("no_such_module:f", "no module no_such_module"),
         ("slimrl.no_such:f", "no module slimrl.no_such"),
         ("os.path:no_such", "has no no_such"),
-        ("os:sep", "no function but str"),
-        ("slimrl.agent.parsers:HermesParser", "HermesParser is a class"),
+        ("os:sep", "not a function but str"),
+        ("slimrl.agent.parsers:NoCalls", "NoCalls is a class"),
     ],
 )
 def test_an_import_path_that_names_no_function_is_refused(path, problem):
@@ -316,10 +315,10 @@ def test_the_calculator_is_exact(expression, answer):
     ],
 )
 def test_the_calculator_refuses_what_is_no_bounded_arithmetic(expression):
-    start = time.monotonic()
+    start = time.thread_time()
     with pytest.raises(ToolError):
         calculator(expression)
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_the_bound_of_the_calculator_is_where_it_says():
@@ -344,52 +343,6 @@ def test_the_bound_of_the_calculator_is_where_it_says():
             calculator(number)
 
 
-GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "}"]}}\n</tool_call>'
-
-
-def test_a_call_is_read_and_the_text_around_it_kept():
-    turn = HermesParser().parse(f"Let me see. {GOOD}")
-    assert turn.content == "Let me see."
-    assert turn.calls == [ToolCall(name="f", arguments={"x": [1, "}"]})]
-
-
-def test_several_calls_keep_their_order_and_one_bad_one_does_not_hide_the_others():
-    bad = "<tool_call>{1}</tool_call>"
-    calls = HermesParser().parse(GOOD + bad + GOOD.replace('"f"', '"g"')).calls
-    assert [type(call) for call in calls] == [ToolCall, MalformedCall, ToolCall]
-    assert calls[2] == ToolCall(name="g", arguments={"x": [1, "}"]})
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("<tool_call>", "not closed"),
-        (GOOD.removesuffix("</tool_call>"), "not closed"),
-        ("<tool_call></tool_call>", "not JSON"),
-        ('<tool_call>{"name": "f", "arguments": {}</tool_call>', "not JSON"),
-        ("<tool_call>[]</tool_call>", "no name"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "no name"),
-        ('<tool_call>{"name": "f", "arguments": "1"}</tool_call>', "arguments are no object"),
-        ("</tool_call>", "nothing opened it"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
-    ],
-)
-def test_a_malformed_call_is_a_value_that_says_what_is_wrong(text, problem):
-    (call,) = HermesParser().parse(text).calls
-    assert isinstance(call, MalformedCall)
-    assert problem in call.problem
-
-
-def test_text_without_calls_has_none_and_missing_arguments_are_no_arguments():
-    assert HermesParser().parse("The answer is 4.").calls == []
-    assert HermesParser().parse('<tool_call>{"name": "f"}</tool_call>').calls == [ToolCall(name="f", arguments={})]
-
-
-def test_every_parser_that_a_recipe_can_name_is_there():
-    for name in ParserName:
-        assert make_parser(name.value).close_marker
-
-
 class ShoutingParser:
     """Calls are words in capitals."""
 
@@ -405,7 +358,7 @@ def shouting() -> ShoutingParser:
 
 @pytest.mark.parametrize("name", ["ShoutingParser", "shouting"])
 def test_a_parser_may_be_a_class_or_a_function_of_the_users(name):
-    parser = make_parser(f"{__name__}:{name}")
+    parser = make_parser(f"{__name__}:{name}", [])
     assert parser.close_marker == "!"
     assert parser.parse("A B").calls == [ToolCall(name="A", arguments={}), ToolCall(name="B", arguments={})]
 
@@ -414,11 +367,11 @@ def test_a_parser_may_be_a_class_or_a_function_of_the_users(name):
     ("path", "problem"),
     [
         ("no_such_module:parser", "no module no_such_module"),
-        ("slimrl.agent.parsers:Hermes", "has no Hermes. Did you mean HermesParser?"),
-        (f"{__name__}:scale", "scale: it is called without arguments: missing a required argument: 'value'"),
-        ("os:getcwd", "os:getcwd gives no parser but str; one has close_marker and parse"),
+        ("slimrl.agent.parsers:NoCall", "has no NoCall. Did you mean NoCalls?"),
+        (f"{__name__}:scale", "scale: must be callable without arguments: missing a required argument: 'value'"),
+        ("os:getcwd", "os:getcwd returns str; a parser has close_marker and parse"),
     ],
 )
 def test_an_import_path_that_makes_no_parser_is_refused(path, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
-        make_parser(path)
+        make_parser(path, [])

@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from slimrl_tools.conversion import Plan
-from slimrl_tools.workers import divide, run_workers
+from slimrl_tools.convert.conversion import Plan
+from slimrl_tools.convert.workers import divide, run_workers
 
-from slimrl.data.protocols import TensorSpec
-from slimrl.models.shard_pieces import Piece, ShardSchema
-from slimrl.models.torch_dist_files import (
-    check_file,
-    plan_files,
-    read_record,
-    write_file,
-    write_record,
-)
+from slimrl.checkpoints.digests import check_spans
+from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
+from slimrl.checkpoints.torch_dist.files import plan_distcp_files, write_distcp_file
+from slimrl.data.weights import TensorSpec
 from slimrl.models.weight_map import HfTensor, Rule, Shard, WeightMap
 
 SIZE = 1000
@@ -37,13 +32,13 @@ class Reader:
 
 
 def schema() -> ShardSchema:
-    """Two tensors, each sharded by rows into two, each shard stored as two pieces."""
+    """Two tensors, each sharded by rows into two, each shard stored as two chunks."""
     rules = [
         Rule(megatron=(name.upper(),), hf=(HfTensor(name=name, shape=(SIZE, 2)),), shard=Shard(dim=0))
         for name in ("a", "b")
     ]
-    pieces = [
-        Piece(
+    chunks = [
+        Chunk(
             entry=entry,
             shard=shard,
             num_shards=2,
@@ -56,71 +51,76 @@ def schema() -> ShardSchema:
         for shard in (0, 1)
         for half in (0, 1)
     ]
-    return ShardSchema(weight_map=WeightMap(rules), pieces=tuple(pieces), objects=())
+    return ShardSchema(weight_map=WeightMap(rules), chunks=tuple(chunks), objects=())
 
 
 def test_files_are_cut_at_the_size_asked_for_and_never_within_a_shard():
     dtypes = [torch.float32, torch.bfloat16]
-    assert [len(pieces) for pieces in plan_files(schema(), dtypes).values()] == [8]
+    assert [len(chunks) for chunks in plan_distcp_files(schema(), dtypes).values()] == [8]
     # A shard of the first tensor has 4000 bytes, one of the second 2000.
-    files = plan_files(schema(), dtypes, 6000)
-    assert [[(piece.entry, piece.shard) for piece in pieces] for pieces in files.values()] == [
+    files = plan_distcp_files(schema(), dtypes, 6000)
+    assert [[(chunk.entry, chunk.shard) for chunk in chunks] for chunks in files.values()] == [
         [(0, 0), (0, 0)],
         [(0, 1), (0, 1), (1, 0), (1, 0)],
         [(1, 1), (1, 1)],
     ]
-    assert len(plan_files(schema(), dtypes, 1)) == 4
+    assert len(plan_distcp_files(schema(), dtypes, 1)) == 4
 
 
 def write(path: Path):
+    """Spans of the written file, and the bytes that could be read there at the time."""
     whole = schema()
     told = []
-    blocks = write_file(
+    write_distcp_file(
         path,
-        whole.pieces,
+        whole.chunks,
         whole.weight_map.entries,
         [torch.float32, torch.bfloat16],
         Reader(),
-        lambda descriptor, block: told.append((block, os.pread(descriptor, block.length, block.start))),
+        lambda descriptor, span: told.append((span, os.pread(descriptor, span.length, span.start))),
     )
-    return blocks, told
+    return [span for span, _ in told], told
 
 
-def test_a_file_holds_every_piece_as_torch_saves_it_and_its_record_says_where(tmp_path):
-    blocks, told = write(tmp_path / "__0_0.distcp")
+def test_a_file_holds_every_chunk_as_torch_saves_it_and_its_span_says_where(tmp_path):
+    spans, told = write(tmp_path / "__0_0.distcp")
     assert [file.name for file in tmp_path.iterdir()] == ["__0_0.distcp"]
-    write_record(tmp_path / "record", blocks)
-    assert read_record(tmp_path / "record") == blocks
     raw = (tmp_path / "__0_0.distcp").read_bytes()
-    assert told == [(block, raw[block.start : block.start + block.length]) for block in blocks]
-    for block, piece in zip(blocks, schema().pieces, strict=True):
-        (tmp_path / "one").write_bytes(raw[block.start : block.start + block.length])
+    assert told == [(span, raw[span.start : span.start + span.length]) for span in spans]
+    for span, chunk in zip(spans, schema().chunks, strict=True):
+        (tmp_path / "one").write_bytes(raw[span.start : span.start + span.length])
         tensor = torch.load(tmp_path / "one", weights_only=True)
-        rows = slice(block.offset[1], block.offset[1] + 250)
-        expected = Reader().read("ab"[piece.entry], (rows, slice(0, 2)))
+        rows = slice(chunk.offset[1], chunk.offset[1] + 250)
+        expected = Reader().read("ab"[chunk.entry], (rows, slice(0, 2)))
         assert tensor.shape == (1, 250, 2)
         assert torch.equal(tensor[0], expected.to(tensor.dtype))
-        assert block.digest == xxhash.xxh3_128_hexdigest((tmp_path / "one").read_bytes())
+        assert span.name == chunk.key
+        assert span.digest == xxhash.xxh3_128_hexdigest((tmp_path / "one").read_bytes())
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
     assert torch.serialization.get_crc32_options()
+
+
+def check(file: Path, spans) -> None:
+    with file.open("rb") as stream:
+        check_spans(stream.fileno(), file, spans, lambda _: None)
 
 
 @pytest.mark.parametrize("damage", ["element", "framing", "end"])
 def test_a_file_that_changed_on_the_disk_does_not_pass_the_check(tmp_path, damage):
     file = tmp_path / "__0_0.distcp"
-    blocks, _ = write(file)
-    check_file(file, blocks, lambda _: None)
+    spans, _ = write(file)
+    check(file, spans)
     raw = bytearray(file.read_bytes())
     if damage == "element":
         position = raw.index(torch.tensor(7.0).numpy().tobytes())
         raw[position] ^= 1
     elif damage == "framing":
-        raw[blocks[1].start : blocks[1].start + 64] = bytes(64)
+        raw[spans[1].start : spans[1].start + 64] = bytes(64)
     else:
         del raw[-3000:]
     file.write_bytes(raw)
     with pytest.raises(OSError, match="reads back differently"):
-        check_file(file, blocks, lambda _: None)
+        check(file, spans)
 
 
 def test_a_write_that_fails_is_the_systems_error_and_names_the_file_and_leaves_nothing(tmp_path):
@@ -148,12 +148,12 @@ def test_a_single_part_is_worked_on_in_this_process():
 
 
 def test_a_plan_says_what_is_written_and_what_memory_it_takes(tmp_path):
-    plan = Plan(out=tmp_path / "out", num_tensors=3, files={"a": 10**9, "b": 10**9}, largest_bytes=10**8, copies_held=3)
+    plan = Plan(out=tmp_path / "out", num_tensors=3, files={"a": 10**9, "b": 10**9}, largest_bytes=10**8)
     told = plan.describe(2)
     assert "3 tensors, 2.00 GB in 2 files" in told
     assert "100.00 MB" in told
     assert "600.00 MB" in told
-    assert "2 processes hold at most 3 such each" in told
-    alone = Plan(out=tmp_path / "out", num_tensors=1, files={"a": 10**9}, largest_bytes=10**8, copies_held=3)
+    assert "2 processes hold at most 3 of this size each" in told
+    alone = Plan(out=tmp_path / "out", num_tensors=1, files={"a": 10**9}, largest_bytes=10**8)
     assert "1 tensor, 1.00 GB in 1 file\n" in alone.describe(1)
-    assert "1 process holds at most 3 such, 300.00 MB" in alone.describe(1)
+    assert "1 process holds at most 3 of this size, 300.00 MB" in alone.describe(1)

@@ -4,14 +4,18 @@ import json
 import pickle
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from slimrl_tools import safetensors_writer, torch_dist_writer, verification
-from slimrl_tools.conversion import RECORDS
-from slimrl_tools.inspection import inspect_checkpoint
+from slimrl_tools.convert.conversion import write_files
+from slimrl_tools.convert.output_folder import RECORDS
+from slimrl_tools.convert.safetensors_writer import safetensors_writer
+from slimrl_tools.convert.torch_dist_writer import distcp_writer
+from slimrl_tools.inspect.inspection import inspect_checkpoint
 from slimrl_tools.open_checkpoint import FoundCheckpoint, check_model, find_checkpoint
+from slimrl_tools.verify import verification
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -22,22 +26,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slimrl.data.protocols import TensorSpec
+from slimrl.checkpoints.checkpoint_reader import read_whole
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder, write_safetensors
+from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
+from slimrl.checkpoints.torch_dist.reader import StoredWeights, read_metadata
+from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk
+from slimrl.data.weights import TensorSpec
 from slimrl.models.architecture import architecture_of
-from slimrl.models.checkpoint_reader import read_whole
 from slimrl.models.hf_config import published_config
 from slimrl.models.layout_ops import GateUp, GroupedQKV
-from slimrl.models.safetensors_folder import SafetensorsFolder, write_safetensors
-from slimrl.models.shard_pieces import Piece, ShardSchema
-from slimrl.models.stored_block import read_block
-from slimrl.models.torch_dist_reader import StoredWeights, read_metadata
 from slimrl.models.weight_map import HfTensor, Rule, Shard, WeightMap
 
 ROWS, COLUMNS = 6, 4
 
 
 def schema() -> ShardSchema:
-    """Layer by layer a plain matrix, gate and up apart, and query, key and value in two pieces; a padded embedding."""
+    """Layer by layer a plain matrix, gate and up apart, and query, key and value in two chunks; a padded embedding."""
     rules = [
         Rule(megatron=("embed",), hf=(HfTensor(name="hf.embed", shape=(5, 3)),), shard=Shard(dim=0, padded_size=8)),
         Rule(megatron=("plain",), hf=(HfTensor(name="hf.plain", shape=(ROWS, COLUMNS)),), shard=Shard(dim=1)),
@@ -53,21 +57,21 @@ def schema() -> ShardSchema:
         ),
     ]
 
-    def piece(entry, key, rows, columns, stored, offset):
-        return Piece(
+    def chunk(entry, key, rows, columns, stored, offset):
+        return Chunk(
             entry=entry, shard=0, num_shards=1, slices=(slice(*rows), slice(*columns)), key=key, global_shape=stored,
             offset=offset,
         )  # fmt: skip
 
-    pieces = (
-        piece(0, "embed", (0, 8), (0, 3), (8, 3), (0, 0)),
-        piece(1, "layers", (0, ROWS), (0, COLUMNS), (2, ROWS, COLUMNS), (1, 0, 0)),
-        piece(2, "fc1", (0, 3), (0, COLUMNS), (6, COLUMNS), (0, 0)),
-        piece(2, "fc1", (3, 6), (0, COLUMNS), (6, COLUMNS), (3, 0)),
-        piece(3, "qkv", (0, 5), (0, 2), (8, 2), (0, 0)),
-        piece(3, "qkv", (5, 8), (0, 2), (8, 2), (5, 0)),
+    chunks = (
+        chunk(0, "embed", (0, 8), (0, 3), (8, 3), (0, 0)),
+        chunk(1, "layers", (0, ROWS), (0, COLUMNS), (2, ROWS, COLUMNS), (1, 0, 0)),
+        chunk(2, "fc1", (0, 3), (0, COLUMNS), (6, COLUMNS), (0, 0)),
+        chunk(2, "fc1", (3, 6), (0, COLUMNS), (6, COLUMNS), (3, 0)),
+        chunk(3, "qkv", (0, 5), (0, 2), (8, 2), (0, 0)),
+        chunk(3, "qkv", (5, 8), (0, 2), (8, 2), (5, 0)),
     )
-    return ShardSchema(weight_map=WeightMap(rules), pieces=pieces, objects=())
+    return ShardSchema(weight_map=WeightMap(rules), chunks=chunks, objects=())
 
 
 STORED = {
@@ -87,7 +91,7 @@ EXPECTED = {
 }
 
 CUTS = {
-    "as the pieces are": {"embed": [(8, 3)], "layers": [(1, ROWS, COLUMNS)], "fc1": [(3, COLUMNS)], "qkv": [(5, 2)]},
+    "as the chunks are": {"embed": [(8, 3)], "layers": [(1, ROWS, COLUMNS)], "fc1": [(3, COLUMNS)], "qkv": [(5, 2)]},
     "whole": {"embed": [(8, 3)], "layers": [(2, ROWS, COLUMNS)], "fc1": [(6, COLUMNS)], "qkv": [(8, 2)]},
     "small and across": {"embed": [(3, 2)], "layers": [(1, 4, 3)], "fc1": [(4, 3)], "qkv": [(3, 1)]},
 }
@@ -138,9 +142,9 @@ def test_neighbours_of_one_megatron_tensor_are_read_once(tmp_path, monkeypatch):
 
     def counting(path, place):
         read.append(place.offset)
-        return read_block(path, place)
+        return read_chunk(path, place)
 
-    monkeypatch.setattr("slimrl.models.torch_dist_reader.read_block", counting)
+    monkeypatch.setattr("slimrl.checkpoints.torch_dist.reader.read_chunk", counting)
     with StoredWeights(tmp_path, write_folder(tmp_path, CUTS["whole"]), schema()) as reader:
         for name in ("hf.q", "hf.k", "hf.v", "hf.q"):
             read_whole(reader, name)
@@ -192,11 +196,11 @@ def test_weights_of_another_model_are_refused_by_name_and_only_the_vocabulary_ma
 
 def test_many_missing_weights_are_counted(tmp_path):
     metadata = write_folder(tmp_path, CUTS["whole"], tensors={"embed": STORED["embed"]})
-    pieces = tuple(replace(schema().pieces[1], key=f"other{number}") for number in range(13))
+    chunks = tuple(replace(schema().chunks[1], key=f"other{number}") for number in range(13))
     with pytest.raises(ValueError, match=r"other9: missing\n  and 3 more$"):
-        StoredWeights(tmp_path, metadata, replace(schema(), pieces=pieces))
+        StoredWeights(tmp_path, metadata, replace(schema(), chunks=chunks))
     with pytest.raises(ValueError, match=r"other9: missing$"):
-        StoredWeights(tmp_path, metadata, replace(schema(), pieces=pieces[:10]))
+        StoredWeights(tmp_path, metadata, replace(schema(), chunks=chunks[:10]))
 
 
 def test_files_that_are_missing_or_cut_short_are_named(tmp_path):
@@ -204,10 +208,10 @@ def test_files_that_are_missing_or_cut_short_are_named(tmp_path):
     file = tmp_path / "__1_0.distcp"
     raw = file.read_bytes()
     file.write_bytes(raw[:-1])
-    with pytest.raises(ValueError, match=rf"__1_0\.distcp: cut short, {len(raw) - 1} bytes where {len(raw)} are due"):
+    with pytest.raises(ValueError, match=rf"__1_0\.distcp: cut short, {len(raw) - 1} of {len(raw)} bytes are there"):
         StoredWeights(tmp_path, metadata, schema())
     file.unlink()
-    with pytest.raises(ValueError, match=r"__1_0\.distcp: missing, and \.metadata says that weights are in it"):
+    with pytest.raises(ValueError, match=r"__1_0\.distcp: missing, though \.metadata names it"):
         StoredWeights(tmp_path, metadata, schema())
 
 
@@ -233,7 +237,7 @@ def test_a_folder_of_a_run_is_described_by_its_weights_and_what_else_is_in_it(tm
         "dtypes": {"bfloat16": {"tensors": 1, "bytes": 96}, "float32": {"tensors": 3, "bytes": 4 * (24 + 24 + 16)}},
     }
     # 3 x 2 of the embedding, 2 x 2 x 2 of the layers, 2 x 2 and 3 x 2 of the others.
-    assert facts["torch_dist"] == {"saved_under": None, "weight_pieces": 6 + 8 + 4 + 6, "optimizer_bytes": 80}
+    assert facts["torch_dist"] == {"saved_under": None, "weight_chunks": 6 + 8 + 4 + 6, "optimizer_bytes": 80}
     (folder / "checkpoint.json").write_text(json.dumps({"architecture": {}, "layout": {"tensor": 2}}))
     assert inspect_checkpoint(tmp_path)["torch_dist"]["saved_under"] == {"tensor": 2}
 
@@ -288,10 +292,11 @@ def test_a_part_of_a_conversion_writes_what_is_due_and_reads_all_of_it_back(tmp_
 
     def write(check):
         done = []
-        safetensors_writer.write_part(
-            (stored, metadata, schema()), tmp_path / "hf", frozenset(carried),
-            {"copy": "hf.embed", "copy of mtp": "hf.mtp"}, out, check, files, done.append,
+        opened = partial(
+            safetensors_writer, (stored, metadata, schema()), tmp_path / "hf", frozenset(carried),
+            {"copy": "hf.embed", "copy of mtp": "hf.mtp"},
         )  # fmt: skip
+        write_files(opened, out, check, files, done.append)
         return sum(done)
 
     nbytes = 2 * sum(value.numel() for value in written.values())
@@ -325,11 +330,12 @@ def test_a_part_of_a_conversion_to_torch_dist_does_so_too(tmp_path):
     write_safetensors(src, specs, iter(EXPECTED.items()))
     (out / RECORDS).mkdir(parents=True)
     whole, dtypes = schema(), [torch.float32] * 4
-    files = {"__0_0.distcp": list(whole.pieces[:2]), "__0_1.distcp": list(whole.pieces[2:])}
+    files = {"__0_0.distcp": list(whole.chunks[:2]), "__0_1.distcp": list(whole.chunks[2:])}
 
     def write(check):
         done = []
-        torch_dist_writer.write_part(src, out, whole.weight_map.entries, dtypes, check, files, done.append)
+        opened = partial(distcp_writer, src, whole.weight_map.entries, dtypes)
+        write_files(opened, out, check, files, done.append)
         return sum(done)
 
     nbytes = write(False)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from slimrl_tools.cli import app
-from slimrl_tools.toy import write_toy
-from slimrl_tools.toy_configs import TOYS, ToySize
+from slimrl_tools.toy.toy import write_toy
+from slimrl_tools.toy.toy_configs import TOYS, ToySize
 from toy_tools import SMALL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from slimrl.models.checkpoint import check_checkpoint
+from slimrl.checkpoints.hf_check import check_checkpoint
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 

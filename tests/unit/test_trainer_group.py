@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import ray
 
-from slimrl.config.schema import Recipe
-from slimrl.data.packing import PackedSequence, pack
-from slimrl.models.digests import FileDigest
-from slimrl.runtime import trainer_group
-from slimrl.runtime.trainer_group import TrainerGroup
+from slimrl.algorithms.losses import cross_entropy
+from slimrl.checkpoints.digests import FileDigest
+from slimrl.config.schema import Recipe, TransportName
+from slimrl.data.packing import pack
+from slimrl.data.trajectory import Segment
+from slimrl.runtime.cluster import trainer_group
+from slimrl.runtime.cluster.trainer_group import TrainerGroup
 
 DATA_RANKS = (0, 0, 1, 1)
 """Of four ranks, in pairs; the second of each pair reports."""
@@ -26,7 +28,7 @@ class Ranks:
         self.answers = {
             "pid": lambda rank: 100 + rank,
             "rendezvous": lambda rank: ("10.0.0.1", 29500),
-            "start": lambda rank, address, port: SimpleNamespace(rank=rank, data_rank=DATA_RANKS[rank]),
+            "start": lambda rank, address, port: SimpleNamespace(rank=rank, data=2, data_rank=DATA_RANKS[rank]),
             "save_checkpoint": lambda rank, path: {f"__{rank}_0.distcp": FileDigest(bytes=rank, xxh3_128=str(rank))},
         }
 
@@ -39,6 +41,16 @@ class Ranks:
         self.calls.append((method, given, timeout_s))
         answer = self.answers.get(method, lambda rank, *_: None)
         return {name: answer(self.names.index(name), *values) for name, values in given.items()}
+
+    def begin(self, method, arguments):
+        assert method == "work"
+        return arguments
+
+    def wait(self, calls, method, *, timeout_s, while_waiting=None):
+        """Of a worker's method, whose name errors then have."""
+        assert all(name == method for name, *_ in calls.values())
+        given = {rank: tuple(values) for rank, (_, *values) in calls.items()}
+        return self.call(method, given, timeout_s=timeout_s)
 
     def last(self, method):
         """Arguments by rank, and the deadline."""
@@ -73,10 +85,13 @@ def group(monkeypatch, actor_class) -> TrainerGroup:
     monkeypatch.setattr(trainer_group, "ActorGroup", Ranks)
     monkeypatch.setattr(ray, "put", lambda value: value)
     recipe = Recipe()
+    recipe.resync.transport = TransportName.collective
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     recipe.trainer.startup_timeout_s, recipe.trainer.timeout_s, recipe.trainer.threads_per_rank = 11.0, 22.0, 3
     slots = [SimpleNamespace(rank=rank, node=SimpleNamespace(name=f"node{rank // 2}")) for rank in range(4)]
     places = SimpleNamespace(
-        placement=SimpleNamespace(ranks=slots), options=lambda slot, threads: {"slot": slot.rank, "threads": threads}
+        placement=SimpleNamespace(ranks=slots), options=lambda slot, variables: {"slot": slot.rank, **variables}
     )
     folder = SimpleNamespace(log_file=lambda name: Path(f"{name}.log"))
     made = TrainerGroup(recipe, folder, SimpleNamespace(phase=no_phase), places, total_updates=40)
@@ -85,19 +100,14 @@ def group(monkeypatch, actor_class) -> TrainerGroup:
 
 
 def batch_of_two_ranks():
-    """Micro-batches by data-parallel rank, with the engines' experts."""
-    sequences = [
-        PackedSequence(
-            tokens=np.arange(9), loss_mask=np.ones(9, np.bool_), rollout_logprobs=np.zeros(9, np.float32),
-            trajectory=index, routed_experts=np.zeros((9, 2, 1), np.int16),
-        )
-        for index in range(4)
-    ]  # fmt: skip
-    return pack(sequences, np.zeros(4, np.float32), budget_tokens=8, alignment=1, data_parallel=2)
+    """Micro-batches by data-parallel rank."""
+    segments = [[Segment.not_sampled(range(9), [True] * 9)] for _ in range(4)]
+    return pack(segments, np.zeros(4, np.float32), budget_tokens=8, alignment=1, data_parallel=2)
 
 
 def test_an_actor_is_made_for_each_rank_in_its_place(group, actor_class):
-    assert [options for options, _ in actor_class.made] == [{"slot": rank, "threads": 3} for rank in range(4)]
+    given = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+    assert [options for options, _ in actor_class.made] == [{"slot": rank, **given} for rank in range(4)]
     for rank, (_, (_, log_file, _, number, node, total_updates)) in enumerate(actor_class.made):
         assert log_file == Path(f"trainer_{rank}.log").absolute()
         assert (number, node, total_updates) == (rank, f"node{rank // 2}", 40)
@@ -126,34 +136,40 @@ def test_a_checkpoint_is_loaded_after_the_weights_by_its_absolute_path(group):
     assert timeout_s == 22.0
 
 
-def test_log_probs_come_back_in_the_order_of_the_data_parallel_ranks(group):
-    """From whichever rank of each reports, the engines' experts kept back."""
-    batch = batch_of_two_ranks()
-    group._actors.answers["compute_logprobs"] = lambda rank, share, temperature, routing: (
-        [f"{DATA_RANKS[rank]}: {micro_batch.trajectories}" for micro_batch in share] if rank % 2 else None
-    )
+def test_each_rank_gets_its_share_of_every_update_at_once(group):
+    updates = [batch_of_two_ranks(), batch_of_two_ranks()[::-1]]
     # Ranks may stand in any order.
     group._layouts = dict(reversed(group._layouts.items()))
-    answers = group.compute_logprobs(batch, 0.7, routing=True)
-    assert answers == [[f"{rank}: {m.trajectories}" for m in share] for rank, share in enumerate(batch)]
-    given, timeout_s = group._actors.last("compute_logprobs")
+    group.put_batches(updates)
+    given, timeout_s = group._actors.last("put_batches")
     assert timeout_s == 22.0
-    for name, (share, temperature, routing) in given.items():
-        own = batch[DATA_RANKS[int(name.removeprefix("trainer "))]]
-        assert [m.trajectories.tolist() for m in share] == [m.trajectories.tolist() for m in own]
-        assert all(m.routed_experts is None for m in share)
-        assert (temperature, routing) == (0.7, True)
-    assert all(m.routed_experts is not None for share in batch for m in share)
+    assert {name: share for name, (share,) in given.items()} == {
+        f"trainer {rank}": [update[data_rank] for update in updates] for rank, data_rank in enumerate(DATA_RANKS)
+    }
 
 
-def test_every_rank_makes_the_update_on_its_share_with_the_same_denominator(group):
-    batch = batch_of_two_ranks()
-    group._actors.answers["train_update"] = lambda rank, *given: given[1:]
-    assert group.train_update(batch, "policy", denominator=4, temperature=0.7) == ("policy", 4, 0.7)
+def test_reports_of_log_probs_come_back_in_the_order_of_the_data_parallel_ranks(group):
+    """From whichever rank of each reports."""
+    group._actors.answers["add_logprobs"] = lambda rank, *given: (
+        [f"{DATA_RANKS[rank]}: {number}" for number in range(2)] if rank % 2 else None
+    )
+    group._layouts = dict(reversed(group._layouts.items()))
+    assert group.add_logprobs(3, "old_logprobs", 0.7, routing=True) == ["0: 0", "0: 1", "1: 0", "1: 1"]
+    given, timeout_s = group._actors.last("add_logprobs")
+    assert (set(given.values()), timeout_s) == ({(3, "old_logprobs", 0.7, True)}, 22.0)
+    group.refresh_remote(1, 0.7)
+    given, timeout_s = group._actors.last("refresh_remote")
+    assert (set(given.values()), len(given), timeout_s) == ({(1, 0.7)}, 4, 22.0)
+
+
+def test_every_rank_makes_the_update_with_the_loss_of_the_recipe_and_the_same_denominator(group):
+    group._recipe.algorithm.clip_high = 0.25
+    group._actors.answers["train_update"] = lambda rank, *given: given
+    update, loss, *rest = group.train_update(1, "policy", denominator=4, temperature=0.7)
+    assert (update, loss.keywords["clip_high"], rest) == (1, 0.25, [4, 0.7])
+    assert group.train_update(0, "sft", denominator=4, temperature=1.0)[1] is cross_entropy
     given, timeout_s = group._actors.last("train_update")
-    assert timeout_s == 22.0
-    shares = [[m.trajectories.tolist() for m in given[f"trainer {rank}"][0]] for rank in range(4)]
-    assert shares == [[m.trajectories.tolist() for m in batch[data_rank]] for data_rank in DATA_RANKS]
+    assert (len(given), timeout_s) == (4, 22.0)
 
 
 def test_the_report_of_a_resync_is_that_of_the_rank_that_makes_one(group):

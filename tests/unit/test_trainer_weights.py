@@ -3,28 +3,33 @@
 import re
 from collections import deque
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from megatron.core import parallel_state as mpu
-from slimrl_tools.toy_configs import ToySize, toy_config
+from slimrl_tools.toy.toy_configs import ToySize, toy_config
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from slimrl.checkpoints.digests import Span
+from slimrl.checkpoints.file_groups import group_by_bytes
+from slimrl.checkpoints.safetensors_file import spec_bytes
+from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
+from slimrl.checkpoints.torch_dist.files import plan_distcp_files, write_distcp_file
+from slimrl.checkpoints.torch_dist.reader import read_metadata
 from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
-from slimrl.data.protocols import SourcePiece, SourceTensor, TensorSpec
+from slimrl.data.weights import SourceLayout, SourcePiece, TensorSpec
 from slimrl.models.family import family_of
-from slimrl.models.random_weights import random_tensors
-from slimrl.models.shard_pieces import Piece, ShardSchema
-from slimrl.models.torch_dist_files import Block, plan_files, write_file
-from slimrl.models.torch_dist_reader import read_metadata
 from slimrl.models.weight_map import Entry, HfTensor, Rule, Shard, WeightMap
+from slimrl.toys.random_weights import random_tensors
 from slimrl.trainer import weight_source, weights
-from slimrl.trainer.carried import CarriedTensors
-from slimrl.trainer.checkpoint import _written_by
-from slimrl.trainer.fake_world import fake_world, smallest_world
-from slimrl.trainer.shard_schema import _check_complete, _place, shard_schema
-from slimrl.trainer.source_layout import source_layout
-from slimrl.trainer.torch_dist import TorchDistCheckpoint
-from slimrl.trainer.torch_dist_metadata import write_metadata
+from slimrl.trainer.checkpointing.checkpoint import _written_by
+from slimrl.trainer.checkpointing.shard_schema import _check_complete, _place, shard_schema
+from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint
+from slimrl.trainer.checkpointing.torch_dist_metadata import COMMON_KEY, write_metadata
+from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
+from slimrl.trainer.layout.fake_world import fake_world, smallest_world
+from slimrl.trainer.layout.source_layout import source_layout
 from slimrl.trainer.weight_source import MegatronWeightSource
 
 SIZE = ToySize(layers=4, hidden=16, heads=2, kv_heads=2, head_dim=8, experts=4, moe_intermediate=8)
@@ -47,8 +52,8 @@ def trainer(num_ranks: int, megatron: dict | None = None, **parallel) -> Trainer
 def held(config: dict, given: TrainerConfig) -> dict[str, list[tuple]]:
     """Of each tensor the first and last row of its pieces, where it is cut by rows, and their ranks."""
     return {
-        tensor.spec.name: [(piece.region[0].start, piece.region[0].stop, piece.holders) for piece in tensor.pieces]
-        for tensor in source_layout(config, given)
+        spec.name: [(piece.region[0].start, piece.region[0].stop, piece.holders) for piece in pieces]
+        for spec, pieces in source_layout(config, given).items()
     }
 
 
@@ -86,11 +91,11 @@ def test_tied_embeddings_are_on_both_ends_and_specs_say_their_precision():
     found = held(config, trainer(4, pipeline=4))
     assert found["model.embed_tokens.weight"] == [(0, VOCAB, (0, 3))]
     given = trainer(1)
-    specs = [tensor.spec for tensor in source_layout(config, given)]
+    specs = list(source_layout(config, given))
     weight_map = family_of(config).weight_map(config)
     assert specs == weight_map.specs("bfloat16")
     given.precision = Precision.fp32
-    assert [tensor.spec for tensor in source_layout(config, given)] == weight_map.specs("float32")
+    assert list(source_layout(config, given)) == weight_map.specs("float32")
 
 
 def test_a_shard_of_padding_alone_is_no_piece():
@@ -213,10 +218,11 @@ def test_a_folder_written_by_the_schema_reads_back_as_the_same_tensors(tmp_path,
     schema = shard_schema(config, **settings, mtp=mtp)
     source = dict(random_tensors(family_of(config).weight_map(config, mtp=mtp), 1.0, 0))
     dtypes = [torch.float32] * len(schema.weight_map.entries)
-    files = {
-        name: write_file(tmp_path / name, pieces, schema.weight_map.entries, dtypes, Folder(source), lambda *_: None)
-        for name, pieces in plan_files(schema, dtypes, 20_000).items()
-    }
+    files = {}
+    for name, chunks in plan_distcp_files(schema, dtypes, 20_000).items():
+        calls = Mock()
+        write_distcp_file(tmp_path / name, chunks, schema.weight_map.entries, dtypes, Folder(source), calls)
+        files[name] = [(chunk, call.args[1]) for chunk, call in zip(chunks, calls.call_args_list, strict=True)]
     assert len(files) > 1
     write_metadata(tmp_path, schema, dtypes, files)
     found = TorchDistCheckpoint(tmp_path, config)
@@ -230,38 +236,43 @@ def test_a_folder_written_by_the_schema_reads_back_as_the_same_tensors(tmp_path,
     assert set(schema.objects) <= stored.state_dict_metadata.keys()
     # Layers and experts have keys of their own; without this they share them, and so do layers that are alike.
     alike = shard_schema(config, singleton_local_shards=False)
-    assert len({piece.key for piece in alike.pieces}) < len({piece.key for piece in schema.pieces})
-    common = tmp_path / "common.pt"
-    for damage in (lambda: common.write_bytes(b"x"), lambda: common.write_bytes(b""), common.unlink):
+    assert len({chunk.key for chunk in alike.chunks}) < len({chunk.key for chunk in schema.chunks})
+    (objects,) = {stored.storage_data[MetadataIndex(key)].relative_path for key in (*schema.objects, COMMON_KEY)}
+    for damage in (
+        lambda: (tmp_path / objects).write_bytes(b"x"),
+        lambda: (tmp_path / objects).write_bytes(b""),
+        (tmp_path / objects).unlink,
+    ):
         damage()
         with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}: not a checkpoint of megatron-core: "):
             TorchDistCheckpoint(tmp_path, config)
-    torch.save({}, common)
+    write_metadata(tmp_path, schema, dtypes, files)
+    TorchDistCheckpoint(tmp_path, config)
     (tmp_path / "metadata.json").unlink()
     with pytest.raises(ValueError, match="not a checkpoint of megatron-core"):
         TorchDistCheckpoint(tmp_path, config)
 
 
-def test_a_folder_that_lacks_a_piece_is_not_made_whole(tmp_path):
-    piece = Piece(entry=0, shard=0, num_shards=1, slices=(slice(0, 2),), key="a", global_shape=(2,), offset=(0,))
-    schema = ShardSchema(weight_map=WeightMap([]), pieces=(piece,), objects=())
-    with pytest.raises(AssertionError, match="1 pieces were not written"):
+def test_a_folder_that_lacks_a_chunk_is_not_made_whole(tmp_path):
+    chunk = Chunk(entry=0, shard=0, num_shards=1, slices=(slice(0, 2),), key="a", global_shape=(2,), offset=(0,))
+    schema = ShardSchema(weight_map=WeightMap([]), chunks=(chunk,), objects=())
+    with pytest.raises(AssertionError, match="1 chunks were not written"):
         write_metadata(tmp_path, schema, [torch.float32], {"__0_0.distcp": []})
-    block = Block(key="a", offset=(0,), start=0, length=1, digest="")
+    written = chunk, Span(name="a", start=0, length=1, digest="")
     with pytest.raises(KeyError):
-        write_metadata(tmp_path, schema, [torch.float32], {"__0_0.distcp": [block, block]})
+        write_metadata(tmp_path, schema, [torch.float32], {"__0_0.distcp": [written, written]})
 
 
-def test_pieces_must_cover_every_weight_exactly_once():
+def test_chunks_must_cover_every_weight_exactly_once():
     rules = [Rule(megatron=(name,), hf=(HfTensor(name=name, shape=(4,)),)) for name in "ab"]
 
-    def piece(entry, start, stop):
-        return Piece(
+    def chunk(entry, start, stop):
+        return Chunk(
             entry=entry, shard=0, num_shards=1, slices=(slice(start, stop),), key="ab"[entry], global_shape=(4,),
             offset=(start,),
         )  # fmt: skip
 
-    whole = [piece(0, 0, 2), piece(0, 2, 4), piece(1, 0, 4)]
+    whole = [chunk(0, 0, 2), chunk(0, 2, 4), chunk(1, 0, 4)]
     _check_complete(whole, WeightMap(rules))
     with pytest.raises(AssertionError, match="1 weights are not stored, the first is b"):
         _check_complete(whole[:2], WeightMap(rules))
@@ -314,7 +325,7 @@ def test_an_export_carries_over_the_layers_that_are_not_trained_and_copies_of_th
     everything = dict(random_tensors(family.weight_map(config, mtp=True), 1.0, 0))
     trained = family.weight_map(config).specs("bfloat16")
     now = {spec.name: everything[spec.name] + 1 for spec in trained}
-    carried = CarriedTensors(Folder(everything), config, trained, "bfloat16")
+    carried = UntrainedMtpTensors(Folder(everything), config, trained, "bfloat16")
     specs, found = carried.specs(), dict(carried.tensors((spec.name, now[spec.name]) for spec in trained))
     assert [spec.name for spec in specs] == list(found)
     assert found.keys() == everything.keys()
@@ -331,7 +342,7 @@ def test_an_export_carries_over_the_layers_that_are_not_trained_and_copies_of_th
     for copy, original in copies.items():
         assert places.index(copy) == places.index(original) + 1
     # A checkpoint without these layers gets none.
-    alone = CarriedTensors(Folder({name: everything[name] for name in now}), config, trained, "bfloat16")
+    alone = UntrainedMtpTensors(Folder({name: everything[name] for name in now}), config, trained, "bfloat16")
     assert [spec.name for spec in alone.specs()] == [spec.name for spec in trained]
     with pytest.raises(AssertionError, match="only rank 0 has the tensors"):
         list(alone.tensors([("a", None)]))
@@ -350,21 +361,19 @@ def test_every_file_of_a_checkpoint_has_one_rank_that_wrote_it(tmp_path):
     assert _written_by(tmp_path, 2) == []
 
 
-def source_tensor(name: str, rows: int, pieces: list[tuple[int, int, tuple[int, ...]]], dtype: str) -> SourceTensor:
-    return SourceTensor(
-        spec=TensorSpec(name=name, shape=(rows, 2), dtype=dtype),
-        pieces=tuple(
+def source_tensor(name: str, rows: int, pieces: list[tuple[int, int, tuple[int, ...]]], dtype: str) -> SourceLayout:
+    return {
+        TensorSpec(name=name, shape=(rows, 2), dtype=dtype): tuple(
             SourcePiece(region=(slice(start, stop), slice(0, 2)), holders=holders) for start, stop, holders in pieces
-        ),
-    )
+        )
+    }
 
 
 def test_tensors_are_gathered_in_windows_of_bounded_size():
-    layout = [
-        source_tensor(name, rows, [], "float32") for name, rows in zip("abcdef", (5, 7, 1, 30, 2, 10), strict=True)
-    ]
-    windows = weight_source._cut_windows(layout, 96)
-    assert [[tensor.spec.name for tensor in window] for window in windows] == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+    sizes = zip("abcdef", (5, 7, 1, 30, 2, 10), strict=True)
+    specs = [TensorSpec(name=name, shape=(rows, 2), dtype="float32") for name, rows in sizes]
+    windows = group_by_bytes(specs, spec_bytes, 96)
+    assert [[spec.name for spec in window] for window in windows] == [["a", "b"], ["c"], ["d"], ["e", "f"]]
 
 
 class Rank(MegatronWeightSource):
@@ -372,23 +381,24 @@ class Rank(MegatronWeightSource):
 
     def __init__(self, rank, layout, pieces):
         self._rank, self._layout, self._device = rank, layout, torch.device("cpu")
-        self._windows, self.held = weight_source._cut_windows(layout, 40), pieces
+        self._windows, self.held = group_by_bytes(layout, spec_bytes, 40), pieces
 
-    def piece(self, name):
-        return self.held[name]
+    def groups(self, name):
+        return self.held[name][None]
 
 
 def test_the_first_rank_puts_together_what_the_others_hold(monkeypatch):
     """Pieces of odd sizes, so that some lie off the boundaries of their elements."""
-    layout = [
-        source_tensor("alone", 3, [(0, 3, (0, 1, 2))], "float32"),
-        source_tensor("narrow", 3, [(0, 1, (0,)), (1, 3, (1, 2))], "bfloat16"),
-        source_tensor("bytes", 3, [(0, 1, (2,)), (1, 3, (1,))], "uint8"),
-        source_tensor("wide", 4, [(0, 1, (1, 2)), (1, 2, (1, 2)), (2, 4, (1,))], "float32"),
-    ]
+    layout = {
+        **source_tensor("alone", 3, [(0, 3, (0, 1, 2))], "float32"),
+        **source_tensor("narrow", 3, [(0, 1, (0,)), (1, 3, (1, 2))], "bfloat16"),
+        **source_tensor("bytes", 3, [(0, 1, (2,)), (1, 3, (1,))], "uint8"),
+        # The second piece is that of rank 2, the first that of rank 1, which has two of them here.
+        **source_tensor("wide", 4, [(2, 4, (1,)), (1, 2, (1, 2)), (0, 1, (0,))], "float32"),
+    }
     whole = {
-        tensor.spec.name: torch.arange(2 * tensor.spec.shape[0]).reshape(tensor.spec.shape).float() + 10 * number
-        for number, tensor in enumerate(layout)
+        spec.name: torch.arange(2 * spec.shape[0]).reshape(spec.shape).float() + 10 * number
+        for number, spec in enumerate(layout)
     }
     sent = {1: deque(), 2: deque()}
     places = {
@@ -406,16 +416,14 @@ def test_the_first_rank_puts_together_what_the_others_hold(monkeypatch):
                 tensor.copy_(sent[peer].popleft())
 
     monkeypatch.setattr(weight_source, "_exchange", exchange)
-    # The second of the wide tensor's pieces is that of rank 2, its first that of rank 1, which has two of them here.
-    layout[3] = source_tensor("wide", 4, [(2, 4, (1,)), (1, 2, (1, 2)), (0, 1, (0,))], "float32")
     for sender in (1, 2):
         rows = {name: whole[name][start:stop] for name, (start, stop) in places[sender].items()}
         assert all(tensor is None for _, tensor in Rank(sender, layout, {"alone": whole["alone"], **rows}).tensors())
     own = {"alone": whole["alone"], "narrow": whole["narrow"][:1], "wide": whole["wide"][:1]}
     found = list(Rank(0, layout, own).tensors())
     assert [name for name, _ in found] == ["alone", "narrow", "bytes", "wide"]
-    for (name, tensor), source in zip(found, layout, strict=True):
-        assert tensor.dtype == getattr(torch, source.spec.dtype)
+    for (name, tensor), spec in zip(found, layout, strict=True):
+        assert tensor.dtype == getattr(torch, spec.dtype)
         assert torch.equal(tensor.float(), whole[name]), name
     assert not sent[1]
     assert not sent[2]

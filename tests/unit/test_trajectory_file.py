@@ -31,10 +31,10 @@ def test_what_is_written_is_read_back(tmp_path):
 BROKEN = [
     ({"segments": None}, "`segments` must be a list of objects"),
     ({"status": "finished"}, "`status` is 'finished'; known are completed, truncated, aborted, failed"),
-    ({"rewrad": 1.0}, "`rewrad` is not known"),
+    ({"rewrad": 1.0}, "`rewrad` is unknown"),
     ({"segments": [{"tokens": [1]}]}, "segments[0]: `loss_mask`, `rollout_logprobs`, `weight_versions`"),
-    ({"tokens": ["x", 1, 2]}, "segments[0]: `tokens` is no list of int32"),
-    ({"tokens": 5}, "segments[0]: `tokens` is no list"),
+    ({"tokens": ["x", 1, 2]}, "segments[0]: `tokens` is not a list of int32"),
+    ({"tokens": 5}, "segments[0]: `tokens` is not a list"),
     ({"tokens": [1, 2]}, "segments[0]: segment: loss_mask has 3 entries, tokens has 2"),
 ]
 

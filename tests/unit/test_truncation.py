@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.config.schema import Recipe, TruncatedRule
+from slimrl.algorithms.selection import apply_truncation_rule, select
+from slimrl.config.schema import Recipe, TruncationMode
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.run_folder import RunFolder
-from slimrl.runtime.batch import apply_truncation_rule, select
-from slimrl.runtime.rollout_stage import RolloutBatch
 from slimrl.runtime.state import RunState
-from slimrl.runtime.step import Step
+from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.train_run import TrainRun
 
 NAN = math.nan
@@ -28,7 +27,7 @@ def trajectory(name: str, reward: float, status: Status) -> Trajectory:
         weight_versions=np.array([-1, 0], np.int32),
         turn_ids=np.array([-1, 0], np.int16),
     )
-    metadata = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_retries": 0}
+    metadata = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_malformed_calls": 0, "num_retries": 0}
     return Trajectory(
         group_id="g", trajectory_id=name, segments=[segment], status=status, reward=reward, metadata=metadata
     )
@@ -62,12 +61,12 @@ def trajectory(name: str, reward: float, status: Status) -> Trajectory:
 )
 def test_each_rule_treats_truncated_and_aborted_trajectories_alike(rule, status, reward, becomes, trained):
     recipe = Recipe()
-    recipe.algorithm.truncated = TruncatedRule(rule)
+    recipe.algorithm.truncated = TruncationMode(rule)
     others = [trajectory("best", 3.0, Status.completed), trajectory("worst", -3.0, Status.completed)]
     batch = [*others, trajectory("this", reward, Status(status))]
     apply_truncation_rule(batch, recipe.algorithm.truncated)
     np.testing.assert_equal([t.reward for t in batch], [3.0, -3.0, becomes])
-    selection = select(batch, recipe, [])
+    selection = select(batch, recipe.algorithm, lambda group: True)
     chosen = dict(zip([t.trajectory_id for t in selection.trajectories], selection.advantages.tolist(), strict=True))
     assert ("this" in chosen) == trained
     # Advantages within the group, in float64: what is not trained on counts in the baseline, unless it failed.
@@ -86,12 +85,12 @@ def test_the_rollout_of_a_run_applies_the_rule_before_its_metrics_are_taken(tmp_
     asked = []
 
     class Stage:
-        def rollout(self, prompts, *, label, may_go_on):
+        def rollout(self, prompts, *, label, check_cancelled):
             asked.append((prompts, label))
-            return RolloutBatch(trajectories=batch, seconds=2.0)
+            return batch
 
     recipe = Recipe()
-    recipe.algorithm.truncated = TruncatedRule.zero
+    recipe.algorithm.truncated = TruncationMode.zero
     recipe.rollout.prompts_per_step = 3
     folder = RunFolder(tmp_path)
     run = TrainRun(
@@ -104,7 +103,7 @@ def test_the_rollout_of_a_run_applies_the_rule_before_its_metrics_are_taken(tmp_
         trackers=SimpleNamespace(),
         progress=SimpleNamespace(),
         state=RunState(),
-        prompts=SimpleNamespace(take=lambda number: [Prompt(prompt_id="g", messages=[], label=None)] * number),
+        data=SimpleNamespace(take=lambda number: [Prompt(prompt_id="g", messages=[], label=None)] * number),
         preemption=SimpleNamespace(check=lambda: None),
     )
     step = Step(7)

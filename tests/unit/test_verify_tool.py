@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slimrl_tools import verification
 from slimrl_tools.cli import app
-from slimrl_tools.compare import EXACT, Comparison, TensorDifference, fp8_limit
-from slimrl_tools.logits import compare_logits
 from slimrl_tools.open_checkpoint import FoundCheckpoint
-from slimrl_tools.toy import write_toy
-from slimrl_tools.verification import Verification
+from slimrl_tools.toy.toy import write_toy
+from slimrl_tools.verify import verification
+from slimrl_tools.verify.compare import EXACT, Comparison, TensorDifference, fp8_limit
+from slimrl_tools.verify.logits import compare_logits
+from slimrl_tools.verify.verification import Verification
 from toy_tools import SMALL, run
 from typer.testing import CliRunner
 
-from slimrl.data.protocols import TensorSpec
+from slimrl.data.weights import TensorSpec
 
 FILE = "model-00001-of-00001.safetensors"
 

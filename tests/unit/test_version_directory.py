@@ -10,14 +10,14 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from slimrl.config.schema import DeltaEncoding
-from slimrl.data.protocols import TensorSpec
-from slimrl.models.versions import apply
-from slimrl.models.versions.blocks import file_hash
-from slimrl.models.versions.codec import BlockCodec
-from slimrl.models.versions.directory import VersionDirectory, superfluous
-from slimrl.models.versions.local_copy import LocalCopy
-from slimrl.models.versions.manifest import Block, Manifest, StoredTensor, VersionRef, read_manifest, write_manifest
-from slimrl.resync.mirror import Mirror
+from slimrl.data.weights import TensorSpec
+from slimrl.resync.last_version import LastVersion
+from slimrl.versions import apply
+from slimrl.versions.apply import file_hash
+from slimrl.versions.codec import BlockCodec
+from slimrl.versions.directory import VersionDirectory, superfluous
+from slimrl.versions.local_copy import LocalCopy
+from slimrl.versions.manifest import Frame, Manifest, StoredTensor, VersionRef, read_manifest, write_manifest
 
 
 def ref(version: int, writing: str = "a") -> VersionRef:
@@ -57,13 +57,13 @@ def refs(chain: list[Manifest]) -> list[int]:
 def test_a_manifest_is_read_as_it_was_written(tmp_path):
     spec = TensorSpec(name="w", shape=(4, 2), dtype="bfloat16")
     blocks = (
-        Block(file="b", offset=0, nbytes=7, start=0, stop=4),
-        Block(file="a", offset=3, nbytes=9, start=8, stop=16),
+        Frame(file="b", offset=0, nbytes=7, start=0, stop=4),
+        Frame(file="a", offset=3, nbytes=9, start=8, stop=16),
     )
     value = dataclasses.replace(
         manifest(3, 2),
         files={"a": 12, "b": 7},
-        tensors={"w": StoredTensor(spec=spec, xxh3="0" * 16, blocks=blocks)},
+        tensors={"w": StoredTensor(spec=spec, xxh3="0" * 16, frames=blocks)},
     )
     write_manifest(tmp_path, value)
     assert read_manifest(tmp_path) == value
@@ -182,7 +182,7 @@ def test_a_file_that_ends_early_is_named_with_the_byte(tmp_path):
     descriptor = os.open(file, os.O_RDONLY)
     assert file_hash(descriptor, file, 2, 8) == xxhash.xxh3_64_hexdigest(b"23456789")
     assert file_hash(descriptor, file, 4, 0) == xxhash.xxh3_64_hexdigest(b"")
-    with pytest.raises(ValueError, match="data: cut short: it ends at byte 10"):
+    with pytest.raises(ValueError, match="data: cut short since it was opened: it ends at byte 10"):
         file_hash(descriptor, file, 2, 9)
     os.close(descriptor)
 
@@ -206,13 +206,13 @@ def test_blocks_that_no_writer_makes_are_refused(kind, tmp_path, monkeypatch):
     for start, stop in BROKEN_BLOCKS[kind]:
         size = max(2, min(stop - start, 12))
         frame = BlockCodec(DeltaEncoding.xor).encode(np.zeros(size, np.uint8), np.ones(size, np.uint8), 2)
-        blocks.append(Block(file="data", offset=len(frames), nbytes=len(frame), start=start, stop=stop))
+        blocks.append(Frame(file="data", offset=len(frames), nbytes=len(frame), start=start, stop=stop))
         frames += frame
     (tmp_path / "data").write_bytes(frames)
-    tensors = {"w": StoredTensor(spec=spec, xxh3="0" * 16, blocks=tuple(blocks))}
+    tensors = {"w": StoredTensor(spec=spec, xxh3="0" * 16, frames=tuple(blocks))}
     value = dataclasses.replace(manifest(2, 1), tensors=tensors)
     with pytest.raises(
-        ValueError, match=r"version 2 .*model\.safetensors: w: a block of the bytes \d+ to \d+, behind byte"
+        ValueError, match=r"version 2 .*model\.safetensors: w: a block of the bytes \d+ to \d+ follows byte"
     ):
         apply.apply_delta(tmp_path, value, tmp_path / "base")
 
@@ -220,9 +220,9 @@ def test_blocks_that_no_writer_makes_are_refused(kind, tmp_path, monkeypatch):
 def test_a_delta_is_applied_to_tensors_of_its_names_and_shapes_alone(tmp_path):
     frame = BlockCodec(DeltaEncoding.xor).encode(np.zeros(16, np.uint8), np.ones(16, np.uint8), 2)
     (tmp_path / "data").write_bytes(frame)
-    block = Block(file="data", offset=0, nbytes=len(frame), start=0, stop=16)
+    block = Frame(file="data", offset=0, nbytes=len(frame), start=0, stop=16)
     spec = TensorSpec(name="w", shape=(8,), dtype="bfloat16")
-    tensors = {"w": StoredTensor(spec=spec, xxh3=xxhash.xxh3_64_hexdigest(bytes([1] * 16)), blocks=(block,))}
+    tensors = {"w": StoredTensor(spec=spec, xxh3=xxhash.xxh3_64_hexdigest(bytes([1] * 16)), frames=(block,))}
     value = dataclasses.replace(manifest(2, 1), tensors=tensors)
     (tmp_path / "base").mkdir()
     for base in ({"v": torch.zeros(8, dtype=torch.bfloat16)}, {"w": torch.zeros(2, 4, dtype=torch.bfloat16)}):
@@ -240,7 +240,7 @@ def test_a_whole_version_with_a_tensor_that_its_manifest_lacks_is_refused(tmp_pa
     spec = TensorSpec(name="w", shape=(2,), dtype="float32")
     tensors = {"w": StoredTensor(spec=spec, xxh3=xxhash.xxh3_64_hexdigest(bytes(8)))}
     value = dataclasses.replace(manifest(2, None), files={"model.safetensors": 1}, tensors=tensors)
-    with pytest.raises(ValueError, match="more is not of this version"):
+    with pytest.raises(ValueError, match="more is not in this version"):
         apply.copy_whole(tmp_path / "v", value, tmp_path / "copy")
 
 
@@ -254,4 +254,4 @@ def test_a_place_for_copies_that_is_no_folder_is_named_with_its_setting(tmp_path
         pass
     assert raised.value.filename == str(tmp_path / "local" / "engine")
     with pytest.raises(OSError, match=r"resync\.local_dir: "):
-        Mirror(tmp_path / "local" / "engine", [])
+        LastVersion(tmp_path / "local" / "engine", [])

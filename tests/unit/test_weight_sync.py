@@ -6,8 +6,8 @@ import pytest
 
 from slimrl.config.schema import Recipe
 from slimrl.resync.report import ResyncReport
-from slimrl.runtime.errors import RunError
-from slimrl.runtime.hand_over import Stage
+from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.cluster.memory_phases import MemoryPhase
 from slimrl.runtime.weight_sync import WeightSync
 
 
@@ -38,7 +38,7 @@ def test_engines_start_anew_together_while_the_trainer_holds_none_of_the_memory_
         calls.append(f"resync {version}")
         return next(reports)
 
-    trainers = SimpleNamespace(resync=resync, use_engines=lambda addresses: calls.append("use"))
+    trainers = SimpleNamespace(resync=resync, connect_engines=lambda addresses: calls.append("use"))
     engines = SimpleNamespace(replace=lambda names: calls.append(f"replace {names}"), addresses=[], num_replaced=0)
     memory = SimpleNamespace(enter=lambda stage: calls.append(stage))
     recipe = Recipe()
@@ -47,6 +47,6 @@ def test_engines_start_anew_together_while_the_trainer_holds_none_of_the_memory_
     progress = SimpleNamespace(say=lambda text: None)
     WeightSync(recipe, SimpleNamespace(weight_version=7), trainers, engines, memory, progress).send(step)
     assert calls == [
-        Stage.exchange, "resync 7", Stage.replace, "replace ['engine 0', 'engine 1']", Stage.exchange, "use",
-        "resync 8",
+        MemoryPhase.exchange, "resync 7", MemoryPhase.replace, "replace ['engine 0', 'engine 1']",
+        MemoryPhase.exchange, "use", "resync 8",
     ]  # fmt: skip

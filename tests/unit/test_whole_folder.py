@@ -2,12 +2,12 @@
 
 import pytest
 
-from slimrl.models.whole_folder import whole_folder
+from slimrl.data.atomic import atomic_folder
 
 
 def test_the_folder_has_its_name_when_it_is_whole_and_not_before(tmp_path):
     out = tmp_path / "new" / "out"
-    with whole_folder(out) as partial:
+    with atomic_folder(out) as partial:
         (partial / "file").write_text("content")
         assert not out.exists()
     assert (out / "file").read_text() == "content"
@@ -15,7 +15,7 @@ def test_the_folder_has_its_name_when_it_is_whole_and_not_before(tmp_path):
 
 
 def write_and_fail(out):
-    with whole_folder(out) as partial:
+    with atomic_folder(out) as partial:
         (partial / "file").write_text("content")
         raise KeyboardInterrupt
 
@@ -27,5 +27,5 @@ def test_a_failure_leaves_nothing(tmp_path):
 
 
 def test_what_exists_is_not_touched(tmp_path):
-    with pytest.raises(ValueError, match="exists; it is not overwritten"), whole_folder(tmp_path):
+    with pytest.raises(ValueError, match="exists; it is not overwritten"), atomic_folder(tmp_path):
         raise AssertionError("nothing is to be written")

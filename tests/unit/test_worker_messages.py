@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from slimrl_tools import workers
-from slimrl_tools.workers import REPORT_BYTES
+from slimrl_tools.convert import workers
+from slimrl_tools.convert.workers import REPORT_BYTES
 
 
 @pytest.fixture
@@ -37,15 +37,15 @@ def test_a_worker_reports_its_bytes_now_and_then_and_all_of_them_at_the_end(told
             advance(nbytes)
 
     part = [REPORT_BYTES - 1, 1, REPORT_BYTES, 5, 6]
-    assert told(work, part) == [("bytes", REPORT_BYTES), ("bytes", REPORT_BYTES), ("bytes", 11), ("done", None)]
+    assert told(work, part) == [REPORT_BYTES, REPORT_BYTES, 11, None]
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
-        (ValueError("broken"), "ValueError", "broken"),
-        (OSError(28, "no space"), "OSError", "[Errno 28] no space"),
-        (KeyError("a bug"), "RuntimeError", "a worker process failed:\nTraceback"),
+        (ValueError("broken"), ValueError, "broken"),
+        (OSError(28, "no space"), OSError, "[Errno 28] no space"),
+        (KeyError("a bug"), RuntimeError, "a worker process failed:\nTraceback"),
     ],
 )
 def test_what_a_worker_raises_comes_back_as_what_it_is(told, error, kind, says):
@@ -54,12 +54,12 @@ def test_what_a_worker_raises_comes_back_as_what_it_is(told, error, kind, says):
         raise error
 
     (bytes_done, last) = told(work, None)
-    assert bytes_done == ("bytes", 3)
-    assert last[0] == kind
-    assert last[1].startswith(says)
+    assert bytes_done == 3
+    assert type(last) is kind
+    assert str(last).startswith(says)
     receiver, sender = Pipe(duplex=False)
     sender.send(last)
-    with pytest.raises(workers._ERRORS[kind]) as raised:
+    with pytest.raises(kind) as raised:
         workers._listen({receiver: None}, lambda _: None)
     assert str(raised.value).startswith(says)
 
@@ -67,8 +67,8 @@ def test_what_a_worker_raises_comes_back_as_what_it_is(told, error, kind, says):
 def test_all_workers_are_listened_to_until_each_is_done():
     pipes, done = [Pipe(duplex=False) for _ in range(2)], []
     for number, (_, sender) in enumerate(pipes):
-        sender.send(("bytes", number + 1))
-        sender.send(("done", None))
+        sender.send(number + 1)
+        sender.send(None)
         sender.close()
     workers._listen({receiver: None for receiver, _ in pipes}, done.append)
     assert sorted(done) == [1, 2]
@@ -86,7 +86,7 @@ def test_all_workers_are_listened_to_until_each_is_done():
 )
 def test_a_worker_that_ends_without_a_word_is_an_error_that_says_how(code, says):
     receiver, sender = Pipe(duplex=False)
-    sender.send(("bytes", 1))
+    sender.send(1)
     sender.close()
     worker = SimpleNamespace(exitcode=code, join=lambda timeout: None)
     with pytest.raises(ChildProcessError, match=f"a worker process {says}"):

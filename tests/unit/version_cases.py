@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slimrl.config.schema import DeltaEncoding
-from slimrl.data.protocols import BucketSpec, EngineError, TensorPart, TensorSpec
-from slimrl.models.safetensors_folder import SafetensorsFolder
-from slimrl.models.versions.directory import VersionDirectory
-from slimrl.models.versions.local_copy import LocalCopy
-from slimrl.models.versions.manifest import read_manifest
-from slimrl.resync.transports.delta import DeltaTransport
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.config.schema import DeltaEncoding, ResyncConfig
+from slimrl.data.engine import EngineError
+from slimrl.data.weights import TensorPart, TensorSpec
 from slimrl.resync.transports.disk import DiskTransport
+from slimrl.versions.directory import VersionDirectory
+from slimrl.versions.local_copy import LocalCopy
+from slimrl.versions.manifest import read_manifest
 
 SPECS = [
     TensorSpec(name="embed", shape=(50, 8), dtype="bfloat16"),
@@ -37,7 +37,7 @@ def with_changes(weights: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     return new
 
 
-def buckets() -> list[BucketSpec]:
+def buckets() -> list[list[TensorPart]]:
     """The big tensor in three parts, the rest whole, larger elements first."""
     by_name = {spec.name: spec for spec in SPECS}
     cuts = [[("norm", 0, 8), ("embed", 0, 50)], [("big", 0, 120)], [("big", 120, 240)]]
@@ -51,7 +51,7 @@ def buckets() -> list[BucketSpec]:
             nbytes = (stop - start) * row_bytes
             parts.append(TensorPart(spec=spec, start=start, stop=stop, offset=end, nbytes=nbytes))
             end += nbytes
-        result.append(BucketSpec(parts=tuple(parts), nbytes=end))
+        result.append(parts)
     return result
 
 
@@ -82,15 +82,14 @@ class CopyEngine:
 
 
 def send(transport: DiskTransport, engines: list[CopyEngine], version: int, weights: dict[str, Tensor]) -> None:
-    transport.connect(engines, 1)
-    transport.begin(version)
-    for bucket in buckets():
+    transport.begin(version, engines)
+    for parts in buckets():
         tensor = torch.empty(4096 * 4, dtype=torch.uint8)
-        for part in bucket.parts:
+        for part in parts:
             value = weights[part.spec.name]
             rows = value[part.start : part.stop] if value.ndim else value
             tensor[part.offset : part.offset + part.nbytes] = rows.reshape(-1).view(torch.uint8)
-        transport.send(bucket, SimpleNamespace(tensor=tensor), {})
+        transport.send(parts, SimpleNamespace(tensor=tensor))
         tensor.zero_()
     transport.end(version)
 
@@ -102,14 +101,12 @@ def assert_equal(found: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
 
 
 def disk_transport(tmp_path, model_dir) -> DiskTransport:
-    return DiskTransport(tmp_path / "versions", SPECS, model_dir, file_bytes=3000, keep=2, timeout_s=10)
+    return DiskTransport(tmp_path / "versions", SPECS, model_dir, ResyncConfig(bucket_bytes=3000, keep=2, timeout_s=10))
 
 
-def delta_transport(tmp_path, model_dir, encoding=DeltaEncoding.overwrite, full_every=4, keep=2) -> DeltaTransport:
-    return DeltaTransport(
-        tmp_path / "versions", SPECS, model_dir, local_dir=tmp_path / "local", full_every=full_every,
-        encoding=encoding, file_bytes=3000, keep=keep, timeout_s=10,
-    )  # fmt: skip
+def delta_transport(tmp_path, model_dir, encoding=DeltaEncoding.overwrite, full_every=4, keep=2) -> DiskTransport:
+    config = ResyncConfig(bucket_bytes=3000, keep=keep, timeout_s=10, full_every=full_every, delta_encoding=encoding)
+    return DiskTransport(tmp_path / "versions", SPECS, model_dir, config, tmp_path / "local")
 
 
 def is_whole(tmp_path, version: int) -> bool:

@@ -1,32 +1,37 @@
-"""What a resync costs: bytes on every kind of link and seconds, from its plan and the speeds of the links.
+"""Estimates a resync: bytes on every kind of link and seconds, from its plan and the speeds of the links.
 
-1. Bucket by bucket, the plan says what each rank writes and which messages leaders pass on; nothing is simulated
-   beyond that. Gathering and sending a bucket each take as long as their busiest link needs.
-2. Gathering, exchange and transform of a bucket come one after the other, and run beside the sending of the bucket
-   before: a bucket takes the longer of the two.
-3. At the end the last bucket is loaded; with `disk` all of them are, after all were written.
+1. The plan says what each rank writes of a bucket and which messages leaders send; nothing else is simulated.
+   Gathering and sending a bucket each take as long as their busiest link needs.
+2. Gathering, exchange and transform of a bucket follow each other, and run beside the sending of the bucket before. A
+   bucket takes the longer of the two.
+3. At the end the engines load the last bucket; with `disk` all of them.
 
-Left out: pause, flush and resume, which do not depend on the model's size, verification, and what other jobs do to the
-network. Engines are taken to cut every tensor over their ranks that the trainer cuts too, and to hold others whole.
+Left out: pause, flush and resume, which do not depend on the model's size, verification, and other jobs on the network.
+Engines are assumed to shard the tensors that the trainer shards, and to replicate others.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from slimrl.config.schema import TransportName
-from slimrl.data.protocols import EnginePlace
+from slimrl.data.weights import EnginePlace
 from slimrl.resync.estimate.gathering import exchange, gather, transform
 from slimrl.resync.estimate.machine import Machine
-from slimrl.resync.estimate.sending import CollectiveSending, DiskSending, IpcSending, Sending
+from slimrl.resync.estimate.sending import CollectiveEstimate, DiskEstimate, IpcEstimate, SendEstimate
 from slimrl.resync.plan import ResyncPlan
 
-ESTIMATED = (TransportName.ipc, TransportName.collective, TransportName.disk)
+_SENDING: dict[TransportName, type[SendEstimate]] = {
+    TransportName.ipc: IpcEstimate,
+    TransportName.collective: CollectiveEstimate,
+    TransportName.disk: DiskEstimate,
+}
+ESTIMATED = tuple(_SENDING)
 """Transports whose bytes follow from the model; those of `delta` follow from what an update changes."""
 
 NOT_ESTIMATED = (
-    "delta sends what an update changes, which no layout tells. Estimate "
+    "delta sends what an update changes, which does not follow from the layout. Estimate "
     f"{', '.join(known.value for known in ESTIMATED)}."
 )
 
@@ -44,13 +49,6 @@ class Estimate:
     seconds: float
     stage_seconds: dict[str, float]
     """Of each stage, added up over buckets: gather, exchange, transform, send, end. Stages overlap."""
-
-
-_SENDING: dict[TransportName, Callable[..., Sending]] = {
-    TransportName.ipc: IpcSending,
-    TransportName.collective: CollectiveSending,
-    TransportName.disk: DiskSending,
-}
 
 
 def estimate(
@@ -90,10 +88,10 @@ def estimate(
             link_bytes += stage.link_bytes
     end = sending.end()
     seconds["end"] += end.seconds
-    sent = sum(bucket.sent.nbytes for bucket in plan.buckets)
+    sent = sum(bucket.sent_bytes for bucket in plan.buckets)
     return Estimate(
-        tensors=len(plan.tensors),
-        gathered_bytes=sum(bucket.gathered.nbytes for bucket in plan.buckets),
+        tensors=len(plan.pieces),
+        gathered_bytes=sum(bucket.gathered_bytes for bucket in plan.buckets),
         sent_bytes=sent,
         buckets=len(plan.buckets),
         link_bytes=dict(link_bytes + end.link_bytes),

@@ -1,10 +1,11 @@
-"""Speeds of a machine and its network, from which the time of a resync is estimated.
+"""Speeds of a machine and its network, and what a step of a resync costs with them.
 
-The defaults are of nodes with 8 H100 and a 400 Gb/s adapter for each GPU. Speeds of links are nominal, which nothing
-reaches; overheads are rough. `slimrl resync estimate` has an option for each.
+The defaults are for nodes with 8 H100 and a 400 Gb/s adapter for each GPU. Speeds of links are nominal and not reached
+in practice; overheads are rough. `slimrl resync estimate` has an option for each speed.
 """
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 
 GB = 10**9
@@ -18,7 +19,8 @@ class Machine:
     nvlink_gb_per_s: float = 450.0
     """Into or out of one GPU, to all others of its node: half of the 900 GB/s of both directions (H100 data sheet)."""
     network_gb_per_s: float = 50.0
-    """Into or out of one adapter: 400 Gb/s, InfiniBand NDR or Ethernet. A sender uses that of its own GPU."""
+    """Into or out of one adapter: 400 Gb/s, InfiniBand NDR or Ethernet. Each GPU has one: the exchange between
+    the trainer's nodes uses those of all ranks, a broadcast to engines that of rank 0 alone."""
     pcie_gb_per_s: float = 64.0
     """Between a GPU and the memory of its host, each way: 16 lanes of PCI Express 5.0."""
     disk_write_gb_per_s: float = 4.0
@@ -28,8 +30,8 @@ class Machine:
     disk_read_total_gb_per_s: float = 40.0
     """All nodes together; assumed."""
     hop_us: float = 25.0
-    """What each node adds to a broadcast along a chain: 14 us of latency, as NCCL's cost model has it for a ring over
-    the network, and one chunk of 512 KiB at 50 GB/s."""
+    """Added by each node to a broadcast along a chain: 14 us of latency, as in NCCL's cost model of a ring over the
+    network, and one chunk of 512 KiB at 50 GB/s."""
     gather_us: float = 20.0
     """A rank's time for one piece, besides the bytes: finding the live weight and launching a copy; assumed."""
     load_us: float = 50.0
@@ -38,9 +40,22 @@ class Machine:
     """The engines' HTTP call for a bucket, where nothing else is done meanwhile; measured on a CPU."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no number, a speed that is not above 0, and an overhead below 0."""
+        """Raises ValueError: not a finite number, a speed that is not above 0, or an overhead below 0."""
         for name, value in asdict(self).items():
             if not isfinite(value):
                 raise ValueError(f"{name} {value}: must be a finite number")
             if value < 0 or (value == 0 and name.endswith("_per_s")):
                 raise ValueError(f"{name} {value}: must be {'above' if name.endswith('_per_s') else 'at least'} 0")
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """Of a copy within the memory of one GPU, which reads and writes."""
+        return 2 * nbytes / (self.memory_gb_per_s * GB)
+
+
+@dataclass
+class Cost:
+    """Of one step of a bucket."""
+
+    seconds: float = 0.0
+    link_bytes: Counter[str] = field(default_factory=Counter)
+    """By kind of link, of all machines together"""

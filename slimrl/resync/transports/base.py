@@ -1,80 +1,51 @@
-"""What a transport offers to a resync session."""
+"""The protocol of transports."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from slimrl.data.protocols import BucketSpec, EngineControl, GroupSpec
-from slimrl.models.shared_buffer import SharedBuffer
-from slimrl.resync.live import LiveTensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """What a version took on the disk."""
-
-    nbytes: int
-    """Of its files, without the manifest"""
-    changed_fraction: float | None
-    """Of all elements, against the version before; None for one that is written whole"""
+from slimrl.data.weights import EngineControl, TensorPart
+from slimrl.ipc.shared_buffer import SharedBuffer
 
 
 class Transport(Protocol):
-    """On every rank for the whole run; senders alone use it, but for `in_place_bytes`, `group` and `finish_calls`.
+    """Every rank has one for the whole run; only senders use it.
 
-    A version is: connect, begin, for each bucket send and arrived, end; or it breaks off anywhere.
+    A version is: begin, sends, end; or it fails anywhere.
 
-    Each method raises EnginesFailed where it knows which engines failed and the others have finished with the call,
-    EngineError where it only knows that one did, OSError for a fault of this side (a full disk), and returns or raises
-    within the deadline that its maker was given.
+    Each method raises EnginesFailed if it knows which engines failed and the others have finished the call, EngineError
+    if it only knows that one failed, and OSError for a fault of this side (a full disk). It returns or raises within
+    the deadline that the constructor was given.
     """
 
-    overlapping: bool
+    overlapping: bool = False
     """Whether `send` may be called for a bucket before the call for the one before it has returned."""
-    in_place_bytes: int | None
-    """Whole tensors of as many bytes are sent from where they lie in the trainer; None where it takes none."""
-    group: GroupSpec | None
-    """After `begin`: what other ranks join to send such tensors; None where they cannot."""
+    written_bytes: int | None = None
+    """Of the files of the version that ended last, without the manifest; None for a transport that writes none."""
+    changed_fraction: float | None = None
+    """Of all elements, against the version before; None for a version that is written whole"""
 
-    @property
-    def written(self) -> Written | None:
-        """Of the version that ended last; None where nothing is written."""
+    def begin(self, version: int, engines: Sequence[EngineControl]) -> None:
+        """Begin an attempt at a version for these engines, also after a failed one."""
         ...
 
-    def connect(self, engines: Sequence[EngineControl], num_sources: int) -> None:
-        """Take these engines from now on; joins, or makes anew, what they need where they changed.
-
-        Called before every attempt at a version, after one that broke off too.
-
-        Args:
-            num_sources: trainer ranks that send to them, this one included; 1 where nothing is sent in place.
-        """
-        ...
-
-    def begin(self, version: int) -> None: ...
-
-    def send(self, bucket: BucketSpec, buffer: SharedBuffer, live: LiveTensors) -> None:
-        """Have every engine take the bucket that lies at the buffer's start; the buffer is free again on return.
-
-        Args:
-            live: tensors that are not in the buffer, of `in_place_bytes` or more.
+    def send(self, parts: Sequence[TensorPart], buffer: SharedBuffer) -> None:
+        """Send the bucket at the buffer's start to every engine; the buffer is free again on return.
 
         Called from a thread of its own, for one bucket at a time, or two where the transport is overlapping.
         """
         ...
 
-    def arrived(self) -> None:
-        """All sources have sent what they have of the next bucket, in the order of `send`; does not wait."""
-        ...
-
     def finish_calls(self) -> None:
-        """Returns when no call to an engine is under way any more, however they ended; no `send` is."""
-        ...
+        """Wait until no call to an engine is under way any more, whatever its result; no `send` may be running.
+
+        Nothing to do where no call outlasts the method that makes it.
+        """
+        return
 
     def end(self, version: int) -> None:
         """Returns when every engine has the whole version loaded."""
         ...
 
     def close(self) -> None:
-        """Let go of the engines, which may be gone already. May be called more than once."""
+        """Release the engines, which may be dead already. May be called more than once."""
         ...

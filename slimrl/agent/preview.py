@@ -1,0 +1,172 @@
+"""One made-up episode through the real path, so that a user sees which tokens the policy will be trained on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from slimrl.agent.dialogue import Dialogue
+from slimrl.agent.episode import EpisodeRunner, first_messages
+from slimrl.agent.example_arguments import example_arguments
+from slimrl.chat.chat_format import ChatFormat
+from slimrl.chat.template import Schemas
+from slimrl.chat.thinking import CLOSE, OPEN
+from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
+from slimrl.data.engine import GenerateRequest, GenerateResult
+from slimrl.data.preview import Preview, PreviewToken, Source
+from slimrl.data.trajectory import Prompt, Segment
+
+RESULT = "(the tool's answer)"
+THINKING = "(thinking)"
+CALLING, ANSWERING = "(words before a call)", "(the answer)"
+
+
+async def preview_episode(dialogue: Dialogue, rollout: RolloutConfig, agent: AgentConfig, prompt: Prompt) -> Preview:
+    """Play an episode in which the policy calls the first tool, if there is one, and then answers.
+
+    Raises:
+        ValueError: the chat template cannot write such an episode.
+    """
+    schemas = dialogue.tools.schemas
+    turns = [_call_turn(schemas[0])] if schemas else []
+    turns.append({"role": "assistant", "content": ANSWERING, "reasoning_content": THINKING})
+    limits = replace(rollout, max_turns=len(turns), max_trajectory_tokens=2**31 - 1)
+    runner = EpisodeRunner(
+        engine=_ScriptedEngine(dialogue, first_messages(prompt, agent.system_prompt), turns),
+        dialogue=replace(dialogue, tools=_ScriptedTools(schemas)),
+        rollout=limits,
+        agent=agent,
+    )
+    sampling = SamplingConfig(max_new_tokens=2**30)
+    trajectory = await runner.run(prompt, trajectory_id="preview", sampling=sampling, seed=None)
+    return Preview(
+        stop_token_ids=dialogue.stop_token_ids,
+        segments=[_tokens(segment, dialogue.chat) for segment in trajectory.segments],
+    )
+
+
+def preview_example(tokens: Sequence[int], mask: Sequence[bool], chat: ChatFormat) -> list[PreviewToken]:
+    """An example of supervised training; what is not learned from is its prompt."""
+    return [
+        PreviewToken(
+            id=token, text=chat.template.decode([token]), source="policy" if learned else "prompt", trained=learned
+        )
+        for token, learned in zip(tokens, mask, strict=True)
+    ]
+
+
+class _ScriptedEngine:
+    """Writes each turn as the chat template would, up to the first token that ends it."""
+
+    def __init__(self, dialogue: Dialogue, messages: list[dict[str, Any]], turns: list[dict[str, Any]]) -> None:
+        self._dialogue = dialogue
+        self._messages = messages
+        self._turns = turns
+        self._opened = dialogue.chat.prompt(messages, dialogue.tools.schemas).opens_thinking
+
+    def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
+        return
+
+    def close(self, session_id: str) -> None:
+        return
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        turn = self._turns.pop(0)
+        chat = self._dialogue.chat
+        text = _text_of_turn(chat, self._messages, turn, self._dialogue.tools.schemas, opened=self._opened)
+        tokens = chat.template.encode(text)
+        ends = self._dialogue.call_ends if turn.get("tool_calls") else chat.stop_token_ids
+        tokens = tokens[: next(place for place, token in enumerate(tokens) if token in ends) + 1]
+        self._messages = [*self._messages, turn, *_results(turn)]
+        self._opened = bool(self._turns) and chat.opens_thinking_after_results
+        return GenerateResult(
+            tokens=tokens,
+            logprobs=[0.0] * len(tokens),
+            weight_version=0,
+            finish_reason="stop",
+            routed_experts=None,
+            cached_tokens=0,
+        )
+
+    async def aclose(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class _ScriptedTools:
+    schemas: list[dict[str, Any]]
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
+        return RESULT
+
+
+def _call_turn(schema: dict[str, Any]) -> dict[str, Any]:
+    function = schema["function"]
+    call = {"name": function["name"], "arguments": example_arguments(function.get("parameters") or {})}
+    return {
+        "role": "assistant",
+        "content": CALLING,
+        "reasoning_content": THINKING,
+        "tool_calls": [{"id": f"functions.{function['name']}:0", "type": "function", "function": call}],
+    }
+
+
+def _results(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": RESULT}
+        for call in turn.get("tool_calls", ())
+    ]
+
+
+def _text_of_turn(
+    chat: ChatFormat, messages: list[dict[str, Any]], turn: dict[str, Any], schemas: Schemas, *, opened: bool
+) -> str:
+    """What a policy would write, with thinking where the model thinks."""
+    plain = {key: value for key, value in turn.items() if key != "reasoning_content"}
+    try:
+        text = chat.written_turn([*messages, turn], schemas)
+    except ValueError:
+        text = _without_thinking(chat, messages, plain, schemas, opened=opened)
+    # Some templates leave out the thinking that the header has opened.
+    return f"{THINKING}{CLOSE}{text}" if opened and CLOSE not in text else text
+
+
+def _without_thinking(
+    chat: ChatFormat, messages: list[dict[str, Any]], turn: dict[str, Any], schemas: Schemas, *, opened: bool
+) -> str:
+    if not opened:
+        return chat.written_turn([*messages, turn], schemas)
+    before = chat.template.render(messages, schemas, generate=True).rstrip().removesuffix(OPEN)
+    after = chat.template.render([*messages, turn], schemas, generate=False)
+    if not after.startswith(before):
+        raise ValueError("the chat template writes a finished turn differently from the prompt before it")
+    return after[len(before) :].removeprefix(CLOSE)
+
+
+def _tokens(segment: Segment, chat: ChatFormat) -> list[PreviewToken]:
+    ids = segment.tokens.tolist()
+    texts = [chat.template.decode([token]) for token in ids]
+    sources: list[Source] = [
+        "policy" if sampled else "prompt" if turn < 0 else "template"
+        for sampled, turn in zip(segment.loss_mask, segment.turn_ids, strict=True)
+    ]
+    for place in _places_of_result(texts, sources):
+        sources[place] = "tool"
+    return [
+        PreviewToken(id=token, text=text, source=source, trained=source == "policy")
+        for token, text, source in zip(ids, texts, sources, strict=True)
+    ]
+
+
+def _places_of_result(texts: list[str], sources: list[Source]) -> list[int]:
+    """Places of the tokens that hold the tool's answer, among those between turns."""
+    places = [place for place, source in enumerate(sources) if source == "template"]
+    ends = list(accumulate(len(texts[place]) for place in places))
+    start = "".join(texts[place] for place in places).find(RESULT)
+    if start < 0:
+        return []
+    return [
+        place
+        for place, end in zip(places, ends, strict=True)
+        if end > start and end - len(texts[place]) < start + len(RESULT)
+    ]

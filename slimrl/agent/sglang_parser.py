@@ -1,0 +1,242 @@
+"""Tool calls as SGLang's own parsers read them, so that a policy is trained on what its server will understand.
+
+SGLang's parsers differ in what they do about broken calls: they skip them, skip the good ones beside them, take them
+half, or raise. So each call is cut out by its markers and parsed alone where the format has markers, and judged: a
+marker without exactly one call, an unknown tool and arguments that its schema refuses are malformed.
+"""
+
+import ast
+import importlib
+import importlib.util
+import json
+import logging
+import re
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jsonschema
+
+from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.data.jsonl import refuse_unwritable
+
+NOT_OPENED, NOT_CLOSED = "malformed tool call: nothing opened it", "malformed tool call: not closed"
+UNREADABLE = "malformed tool call: it cannot be read"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Markers:
+    """The texts around each call, and around all calls of a turn."""
+
+    open: str
+    close: str
+    section_open: str = ""
+    section_close: str = ""
+    call_id: str = ""
+    """Regular expression whose group is the id that the model gives its call."""
+
+
+_TOOL_CALL = Markers(open="<tool_call>", close="</tool_call>")
+_DEEPSEEK = Markers(
+    open="<｜tool▁call▁begin｜>",
+    close="<｜tool▁call▁end｜>",
+    section_open="<｜tool▁calls▁begin｜>",
+    section_close="<｜tool▁calls▁end｜>",
+)
+_KIMI = Markers(
+    open="<|tool_call_begin|>",
+    close="<|tool_call_end|>",
+    section_open="<|tool_calls_section_begin|>",
+    section_close="<|tool_calls_section_end|>",
+    call_id=r"\s*([^\s<|]+)",
+)
+
+MARKERS: dict[str, Markers] = {
+    **dict.fromkeys(("qwen", "qwen25", "hermes", "qwen3_coder", "glm", "glm45", "glm47"), _TOOL_CALL),
+    **dict.fromkeys(("deepseekv3", "deepseekv31"), _DEEPSEEK),
+    "kimi_k2": _KIMI,
+}
+"""Formats whose calls are parsed one by one. A turn of any other is parsed whole, so that a broken call beside a good
+one goes unnoticed."""
+
+
+_MARKED_AT_START = {"llama3": "<|python_tag|>"}
+"""Formats in which a text is a call by its beginning alone -> the marker that says so for certain."""
+
+_TAG = re.compile(r"</?arg_(?:key|value)>")
+_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+def _has_pairs(text: str) -> bool:
+    """Whether GLM's tags of arguments come in their order; SGLang's search takes the cube of the text's length else."""
+    found = _TAG.findall(text)
+    return len(found) % 4 == 0 and all(tag == _TAGS[place % 4] for place, tag in enumerate(found))
+
+
+def _has_call_list(text: str) -> bool:
+    """Whether there is a list of calls in Python's syntax; SGLang's search takes exponential time else."""
+    try:
+        parsed = ast.parse(text[text.find("[") : text.rfind("]") + 1].strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return isinstance(parsed.body, ast.List) and all(isinstance(item, ast.Call) for item in parsed.body.elts)
+
+
+_SAFE: dict[str, Callable[[str], bool]] = {
+    **dict.fromkeys(("glm", "glm45", "glm47"), _has_pairs),
+    **dict.fromkeys(("pythonic", "lfm2"), _has_call_list),
+}
+"""Parser -> whether it may look at a text; what a policy writes may be of any kind."""
+
+
+class SGLangParser:
+    """One of SGLang's parsers.
+
+    Args:
+        name: as SGLang's `--tool-call-parser`.
+        schemas: of the tools.
+
+    Raises:
+        ValueError: the parser needs more than the tools.
+    """
+
+    def __init__(self, name: str, schemas: Sequence[dict[str, Any]]) -> None:
+        self._markers = MARKERS.get(name)
+        self.close_marker = self._markers.close if self._markers else ""
+        self._name = name
+        self._sglang = _function_calls()
+        self._tools = [self._sglang.Tool(**schema) for schema in schemas]
+        self._parameters = {
+            schema["function"]["name"]: jsonschema.Draft202012Validator(schema["function"].get("parameters") or {})
+            for schema in schemas
+        }
+        try:
+            self._parser()
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be used here: {error}") from error
+
+    def parse(self, text: str) -> ParsedTurn:
+        if self._markers is None:
+            return self._parse_whole(text)
+        content, parts = _cut(text, self._markers)
+        return ParsedTurn(content=content.strip(), calls=[call for part in parts for call in self._read_part(part)])
+
+    def _parse_whole(self, text: str) -> ParsedTurn:
+        if not _SAFE.get(self._name, bool)(text):
+            return ParsedTurn(content=text.strip(), calls=[])
+        unmarked = self._name in _MARKED_AT_START and _MARKED_AT_START[self._name] not in text
+        content, calls = self._read(text)
+        if unmarked:
+            # Text that begins like a call may be an answer, as JSON is.
+            calls = [call for call in calls if call[0]]
+        elif not calls and self._has_call(text):
+            return ParsedTurn(content=content.strip(), calls=[MalformedCall(problem=UNREADABLE)])
+        if not calls:
+            return ParsedTurn(content=text.strip(), calls=[])
+        return ParsedTurn(content=content.strip(), calls=[self._judged(*call) for call in calls])
+
+    def _read_part(self, part: str) -> list[ToolCall | MalformedCall]:
+        """The call of a part; several if it holds the opening of another one and cannot be read whole."""
+        assert self._markers is not None
+        opening, call = self._markers.open, self._one(part, self._markers)
+        if isinstance(call, ToolCall) or opening not in part[len(opening) :]:
+            return [call]
+        *unclosed, last = part.split(opening)[1:]
+        return [MalformedCall(problem=NOT_CLOSED) for _ in unclosed] + [self._one(opening + last, self._markers)]
+
+    def _one(self, part: str, markers: Markers) -> ToolCall | MalformedCall:
+        if not part.startswith(markers.open):
+            return MalformedCall(problem=NOT_OPENED)
+        if not part.endswith(markers.close):
+            return MalformedCall(problem=NOT_CLOSED)
+        _, calls = self._read(markers.section_open + part + markers.section_close)
+        if len(calls) != 1:
+            return MalformedCall(problem=UNREADABLE)
+        written = re.match(markers.call_id, part[len(markers.open) :])
+        return self._judged(*calls[0], written.group(1) if written and markers.call_id else "")
+
+    def _read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
+        """The text outside calls, and (name, arguments as JSON) of each that SGLang reads."""
+        if not _SAFE.get(self._name, bool)(text):
+            return text, []
+        with self._sglang.forward_unknown_tools():
+            try:
+                content, items = self._parser().parse_non_stream(text)
+            except Exception:  # noqa: BLE001 - what SGLang's parsers raise on broken text is of any type
+                return text, []
+        return content or "", [(item.name or "", item.parameters or "") for item in items]
+
+    def _has_call(self, text: str) -> bool:
+        return bool(self._parser().has_tool_call(text))
+
+    def _parser(self) -> Any:
+        # A new one each time: some keep state.
+        return self._sglang.FunctionCallParser(self._tools, self._name)
+
+    def _judged(self, name: str, text: str, call_id: str = "") -> ToolCall | MalformedCall:
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            return MalformedCall(problem=UNREADABLE)
+        if name not in self._parameters:
+            known = ", ".join(self._parameters) or "none"
+            return MalformedCall(problem=f"unknown tool {name}; known: {known}")
+        try:
+            arguments = json.loads(text)
+            refuse_unwritable(arguments)
+            error = jsonschema.exceptions.best_match(self._parameters[name].iter_errors(arguments))
+        except (ValueError, RecursionError):
+            return MalformedCall(problem=UNREADABLE)
+        if error is not None:
+            where = ".".join(map(str, error.absolute_path)) or "arguments"
+            return MalformedCall(problem=f"malformed tool call: {where}: {error.message}")
+        if not isinstance(arguments, dict):
+            return MalformedCall(problem="malformed tool call: arguments are no object")
+        return ToolCall(name=name, arguments=arguments, id=call_id)
+
+
+def _cut(text: str, markers: Markers) -> tuple[str, list[str]]:
+    """The text outside calls, and each call with its markers; an unclosed or unopened one lacks one of them."""
+    opening, closing = re.escape(markers.open), re.escape(markers.close)
+    section = [re.escape(marker) for marker in (markers.section_open, markers.section_close) if marker]
+    ends = "|".join([closing, *(f"(?={marker})" for marker in section), r"\Z"])
+    call = re.compile(f"{opening}.*?(?:{ends})|{closing}", re.DOTALL)
+    parts = [match.group() for match in call.finditer(text)]
+    content = call.sub("", text)
+    if section:
+        if not parts and markers.section_open in content:
+            parts = [markers.open]
+        content = re.sub("|".join(section), "", content)
+    return content, parts
+
+
+@cache
+def _function_calls() -> Any:
+    """What is used of SGLang's package of parsers, imported without what the rest of SGLang imports.
+
+    Importing `sglang` itself takes many seconds and GPU kernels; an empty package in its place does for these modules.
+    """
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "sglang"}
+    try:
+        spec = importlib.util.find_spec("sglang")
+        if spec is None or spec.submodule_search_locations is None:
+            raise ModuleNotFoundError("SGLang is not installed")
+        package = types.ModuleType("sglang")
+        package.__path__ = list(spec.submodule_search_locations)
+        sys.modules["sglang"] = package
+        parser = importlib.import_module("sglang.srt.function_call.function_call_parser")
+        protocol = importlib.import_module("sglang.srt.entrypoints.openai.protocol")
+        environ = importlib.import_module("sglang.srt.environ")
+    finally:
+        for name in list(sys.modules):
+            if name.split(".")[0] == "sglang":
+                del sys.modules[name]
+        sys.modules.update(before)
+    # They log each broken call as an error of theirs; here it is the policy's, and counted.
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL + 1)
+    return types.SimpleNamespace(
+        FunctionCallParser=parser.FunctionCallParser,
+        Tool=protocol.Tool,
+        forward_unknown_tools=lambda: environ.envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True),
+    )

@@ -1,0 +1,87 @@
+"""How far the trainer's log-probs of the sampled tokens are from the engine's, and how much routing explains.
+
+A rank reports on each micro-batch, with S sampled tokens; the driver computes the metrics from all reports.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import numpy as np
+
+from slimrl.algorithms.routing import RoutingComparison, compare_routing, routing_metrics
+from slimrl.data.packing import MicroBatch
+from slimrl.data.training import LogProbs
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before exp."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LogProbReport:
+    """Report on one micro-batch."""
+
+    logprobs_S: np.ndarray
+    """float32, the trainer's"""
+    rollout_logprobs_S: np.ndarray
+    """float32, the engine's"""
+    entropy_sum: float
+    """Sum of the policy's entropy at the sampled tokens"""
+    routing: RoutingComparison | None
+    """None if engine or trainer reports no experts"""
+
+
+def report_logprobs(batch: MicroBatch, found: LogProbs) -> LogProbReport:
+    routing = None
+    if batch.routed_experts is not None and found.routed_experts is not None:
+        assert found.routing_margin is not None, "the trainer reports margins with its experts"
+        routing = compare_routing(
+            batch.routed_experts, found.routed_experts, found.routing_margin, batch.cu_seqlens, batch.mask
+        )
+    return LogProbReport(
+        logprobs_S=found.logprobs[batch.mask],
+        rollout_logprobs_S=batch.rollout_logprobs[batch.mask],
+        entropy_sum=float(np.sum(found.entropy, where=batch.mask, dtype=np.float64)),
+        routing=routing,
+    )
+
+
+def mismatch_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
+    """Metrics of a step, from the micro-batches of all its updates.
+
+    `mismatch/kl_k3` estimates KL(engine, trainer), since the tokens are the engine's.
+    """
+    rollout = np.concatenate([report.rollout_logprobs_S for report in reports])
+    trainer = np.concatenate([report.logprobs_S for report in reports])
+    difference = np.abs(trainer.astype(np.float64) - rollout)
+    metrics = {
+        "mismatch/logprob_abs_mean": float(difference.mean()),
+        "mismatch/logprob_abs_max": float(difference.max()),
+        "mismatch/kl_k3": float(k3(rollout, trainer).mean()),
+    }
+    routing = [report.routing for report in reports if report.routing is not None]
+    if routing:
+        metrics |= routing_metrics(routing, difference)
+    return metrics
+
+
+def k3(logprobs_T: np.ndarray, reference_T: np.ndarray) -> np.ndarray:
+    """exp(-x) - 1 + x with x = log pi - log pi_ref on tokens sampled from pi (http://joschu.net/blog/kl-approx.html).
+
+    Non-negative, and unbiased for KL(pi, pi_ref).
+    """
+    x_T = np.clip(logprobs_T.astype(np.float64) - reference_T.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return np.exp(-x_T) - 1 + x_T
+
+
+def entropy_mean(reports: Sequence[Sequence[LogProbReport]]) -> float:
+    """The policy's entropy per sampled token.
+
+    Args:
+        reports: for each update, those of its micro-batches.
+    """
+    tokens = sum(len(report.logprobs_S) for of_update in reports for report in of_update)
+    # Plain additions: `sum` compensates for rounding, which would change the last bits.
+    sums = [reduce(add, (report.entropy_sum for report in of_update), 0.0) for of_update in reports]
+    return sum(sums) / tokens

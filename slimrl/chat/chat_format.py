@@ -1,0 +1,252 @@
+"""Conversations as token ids: prompts, what stands between two turns of the policy, and examples to learn from.
+
+The chat template alone says how anything is written. What the policy sampled is never tokenized again: the tokens
+between its turns come from rendering a conversation of the same shape and taking what follows the assistant's calls.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from slimrl.chat.template import ChatTemplate, Messages, Schemas
+from slimrl.chat.thinking import opens_thinking
+
+_QUESTION: dict[str, Any] = {"role": "user", "content": "q"}
+_ANSWER: dict[str, Any] = {"role": "assistant", "content": "last words"}
+_LAST = "last argument"
+"""Value of the only argument of made-up calls: the calls of a rendering end after its last occurrence."""
+_RESULT = "a result"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallName:
+    """What a template may repeat of a call in its result."""
+
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Tokens before a turn of the policy."""
+
+    tokens: list[int]
+    opens_thinking: bool
+    """Whether they end within thinking, which the policy continues."""
+
+
+class ChatFormat:
+    """The format of one model's conversations.
+
+    Args:
+        stop_token_ids: the tokens that end a turn.
+    """
+
+    def __init__(self, template: ChatTemplate, stop_token_ids: Sequence[int]) -> None:
+        self.template = template
+        self.stop_token_ids = tuple(stop_token_ids)
+
+    def token_id(self, text: str) -> int | None:
+        """Id of a text that is one token, such as the marker at the end of a call; None if it is several."""
+        ids = self.template.encode(text)
+        return ids[0] if len(ids) == 1 else None
+
+    def turn_text(self, tokens: Sequence[int]) -> str:
+        """Text of the policy's turn without the token that ended it."""
+        ended = bool(tokens) and tokens[-1] in self.stop_token_ids
+        return self.template.decode(tokens[:-1] if ended else tokens)
+
+    def prompt(self, messages: Messages, schemas: Schemas) -> Context:
+        """A prompt with the header of the assistant's turn.
+
+        Raises:
+            ValueError: the template refuses these messages.
+        """
+        text = self.template.render(messages, schemas, generate=True)
+        header = self._header
+        if not text.endswith(header):
+            # It depends on what it follows, or the template closes the last message differently before it.
+            own = _rest(self.template.render(messages, schemas, generate=False), text)
+            header = header if own is None else own
+        return Context(tokens=self.template.encode(text), opens_thinking=opens_thinking(header))
+
+    def join(self, last_token: int, calls: Sequence[CallName], results: Sequence[str], schemas: Schemas) -> Context:
+        """What stands between the policy's turn and its next one, with the tools' results.
+
+        Args:
+            last_token: the token at which the policy stopped: the end of the turn, or of its call.
+            calls: the calls of the turn.
+            results: one text per call, in order, with reserved tokens escaped.
+
+        Raises:
+            ValueError: the template does not write `last_token` after a call, or refuses calls like these.
+        """
+        calls_end, text = self._with_results(calls, results, schemas)
+        end = self.template.decode([last_token])
+        position = text.find(end, calls_end)
+        if position < 0:
+            raise ValueError(f"the chat template writes no {end!r} after a tool call")
+        first, *tokens = self.template.encode(text[position:])
+        assert first == last_token, "a token that ends a turn is split from what follows"
+        return Context(tokens=tokens, opens_thinking=self.opens_thinking_after_results)
+
+    @cached_property
+    def call_ends(self) -> frozenset[int]:
+        """The stop tokens that the template writes after a call, so that results may follow them."""
+        calls_end, text = self._one_call
+        between = text[calls_end : text.rindex(_RESULT)]
+        return frozenset(token for token in self.stop_token_ids if self.template.decode([token]) in between)
+
+    @cached_property
+    def takes_parallel_calls(self) -> bool:
+        """Whether the template writes several calls in one turn."""
+        try:
+            self._with_results([CallName(id=f"functions.f:{i}", name="f") for i in range(2)], [_RESULT] * 2, None)
+        except ValueError:
+            return False
+        return True
+
+    @cached_property
+    def opens_thinking_after_results(self) -> bool:
+        """Whether the header after a tool's result opens thinking."""
+        _, text = self._one_call
+        return opens_thinking(text[text.rindex(_RESULT) :])
+
+    def written_turn(self, messages: Messages, schemas: Schemas) -> str:
+        """The text that a policy would write to get the last message, an assistant's, with the end of the turn.
+
+        Raises:
+            ValueError: the template refuses the messages, or writes no stop token of the model after such a turn.
+        """
+        before = self.template.render(messages[:-1], schemas, generate=True)
+        after = self.template.render(messages, schemas, generate=False)
+        text = _rest(before, after)
+        if text is None:
+            raise ValueError(
+                "the chat template renders a prompt differently once the assistant has answered: "
+                f"the whole conversation does not start with the prompt, which ends with {before[-80:]!r}"
+            )
+        ends = [(text.find(stop), stop) for stop in map(self._stop_text, self.stop_token_ids)]
+        found = [(position, stop) for position, stop in ends if position >= 0]
+        if found:
+            position, stop = min(found)
+            return text[: position + len(stop)]
+        end = self._end_of_calls if messages[-1].get("tool_calls") else self._end_of_answer
+        if end is None:
+            stops = ", ".join(repr(self._stop_text(token)) for token in self.stop_token_ids)
+            raise ValueError(f"the chat template writes none of the model's stop tokens after a turn: {stops}")
+        return text.rstrip("\n") + end
+
+    def training_sequences(self, messages: Messages, schemas: Schemas) -> list[tuple[list[int], list[bool]]]:
+        """A whole conversation as (tokens, mask) pairs; the mask is true on the assistant's turns and their ends.
+
+        By the template's own marks if it has any. Otherwise each turn stands behind the prompt that the policy would
+        have had. There are several sequences if the template writes earlier turns differently once later ones follow,
+        as those do that drop thinking.
+
+        Raises:
+            ValueError: the template refuses these messages, does not continue the prompt of a turn with that turn, or
+                writes no stop token after it.
+        """
+        if (marked := self.template.marked(messages, schemas)) is not None:
+            if not any(marked[1]):
+                raise ValueError("the chat template marks nothing of it as the assistant's")
+            return [marked]
+        sequences: list[_Sequence] = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.template.render(messages[:number], schemas, generate=True)
+            try:
+                self._refuse_stops_in(message)
+                turn = self.written_turn(messages[: number + 1], schemas)
+            except ValueError as error:
+                raise ValueError(f"messages[{number}]: {error}") from error
+            added = _rest(sequences[-1].text, prompt) if sequences else None
+            if added is None:
+                sequences.append(_Sequence())
+                added = prompt
+            sequences[-1].add(added, self.template.encode(added), learned=False)
+            sequences[-1].add(turn, self.template.encode(turn), learned=True)
+        return [(sequence.tokens, sequence.mask) for sequence in sequences]
+
+    def _refuse_stops_in(self, message: dict[str, Any]) -> None:
+        """Raises ValueError if the words of a turn would end it."""
+        parts = [message.get("content"), message.get("reasoning_content"), *(message.get("tool_calls") or ())]
+        words = json.dumps(parts, ensure_ascii=False, default=str)
+        for stop in map(self._stop_text, self.stop_token_ids):
+            if stop in words:
+                raise ValueError(f"its text holds {stop!r}, which ends a turn")
+
+    def _with_results(self, calls: Sequence[CallName], results: Sequence[str], schemas: Schemas) -> tuple[int, str]:
+        """The end of the calls in a rendered conversation, and the text, up to the header of the next turn."""
+        made_up = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {"x": _LAST}}}
+                for call in calls
+            ],
+        }
+        answers = [
+            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
+            for call, result in zip(calls, results, strict=True)
+        ]
+        before = self.template.render([_QUESTION], schemas, generate=False)
+        text = self.template.render([_QUESTION, made_up, *answers], schemas, generate=True)
+        position = len(before) if text.startswith(before) else 0
+        for _ in calls:
+            position = text.find(_LAST, position) + len(_LAST)
+            if position < len(_LAST):
+                raise ValueError("the chat template does not write tool calls")
+        return position, text
+
+    @cached_property
+    def _one_call(self) -> tuple[int, str]:
+        """A conversation with one call and its result; see `_with_results`."""
+        return self._with_results([CallName(id="functions.f:0", name="f")], [_RESULT], None)
+
+    @cached_property
+    def _header(self) -> str:
+        question = self.template.render([_QUESTION], None, generate=False)
+        return _rest(question, self.template.render([_QUESTION], None, generate=True)) or ""
+
+    @cached_property
+    def _end_of_answer(self) -> str | None:
+        """The stop token that the template writes between an answer and a next question."""
+        text = self.template.render([_QUESTION, _ANSWER, _QUESTION], None, generate=False)
+        return self._first_stop(text[text.rindex(_ANSWER["content"]) :])
+
+    @cached_property
+    def _end_of_calls(self) -> str | None:
+        """The stop token that the template writes between a call and its result."""
+        calls_end, text = self._one_call
+        return self._first_stop(text[calls_end:])
+
+    def _first_stop(self, text: str) -> str | None:
+        stops = [stop for stop in map(self._stop_text, self.stop_token_ids) if stop in text]
+        return min(stops, key=text.index, default=None)
+
+    def _stop_text(self, token: int) -> str:
+        return self.template.decode([token])
+
+
+class _Sequence:
+    """A conversation that grows."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.mask: list[bool] = []
+
+    def add(self, text: str, tokens: list[int], *, learned: bool) -> None:
+        self.text += text
+        self.tokens += tokens
+        self.mask += [learned] * len(tokens)
+
+
+def _rest(prefix: str, text: str) -> str | None:
+    """What follows the prefix in the text; None if it does not begin with it."""
+    return text[len(prefix) :] if text.startswith(prefix) else None

@@ -1,0 +1,81 @@
+"""Checksums of written tensors and files, and files read back against them."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+READ_BYTES = 1024**2
+"""Read at a time, so that it is hashed while in the processor's cache."""
+
+FILE_THREADS = 8
+"""Files that are hashed at a time; hashing and reading release the GIL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileDigest:
+    """Size and checksum of a file as it was written."""
+
+    bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Bytes of a file as they were written."""
+
+    name: str
+    """Of the tensor there."""
+    start: int
+    length: int
+    digest: str
+    """xxh3-128."""
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """xxh3-128 of a CPU tensor's elements, in their order."""
+    raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_hexdigest(raw)
+
+
+def file_digest(file: Path) -> FileDigest:
+    """Raises OSError if the file cannot be read."""
+    with file.open("rb", buffering=0) as stream:
+        digest = hashlib.file_digest(stream, xxhash.xxh3_128)
+        return FileDigest(bytes=stream.tell(), xxh3_128=digest.hexdigest())
+
+
+def file_digests(root: Path, names: Iterable[str]) -> dict[str, FileDigest]:
+    """By the names of files relative to `root`; several are read at a time."""
+    names = list(names)
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: file_digest(root / name), names), strict=True))
+
+
+def check_spans(descriptor: int, file: Path, spans: Iterable[Span], advance: Callable[[int], None]) -> None:
+    """Read spans of a file and compare them with their checksums.
+
+    Args:
+        descriptor: of the file, open for reading.
+        file: named in the error.
+        advance: called with the bytes of each span.
+
+    Raises:
+        OSError: a span differs.
+    """
+    buffer = memoryview(bytearray(READ_BYTES))
+    for span in spans:
+        digest, position, end = xxhash.xxh3_128(), span.start, span.start + span.length
+        while count := os.preadv(descriptor, [buffer[: min(end - position, READ_BYTES)]], position):
+            digest.update(buffer[:count])
+            position += count
+        if digest.hexdigest() != span.digest:
+            raise OSError(f"{file}: {span.name} reads back differently than it was written")
+        advance(span.length)

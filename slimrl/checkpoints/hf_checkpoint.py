@@ -1,0 +1,103 @@
+"""Opens a Hugging Face checkpoint folder, with plain weights or in block FP8."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slimrl.checkpoints.checkpoint_reader import CheckpointReader
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.data.weights import TensorSpec
+from slimrl.models.hf_config import dtype_name, read_hf_config
+from slimrl.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockFp8, dequantize
+
+
+def is_block_fp8(path: Path) -> bool:
+    """Whether a folder's config.json says that its weights are in block FP8.
+
+    Raises:
+        ValueError: the config.json is broken, or the kind of quantisation is not supported.
+    """
+    return BlockFp8.of_config(read_hf_config(path)) is not None
+
+
+def open_hf_checkpoint(path: Path, dtype: str | None = None) -> CheckpointReader:
+    """A reader that dequantises a quantised checkpoint.
+
+    Args:
+        dtype: of dequantised matrices, as torch prints it without the prefix; None for the checkpoint's.
+
+    Raises:
+        ValueError: the folder or its config.json is broken, or the kind of quantisation is not supported.
+    """
+    config = read_hf_config(path)
+    try:
+        fp8 = BlockFp8.of_config(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    folder = SafetensorsFolder(path)
+    return folder if fp8 is None else DequantizingReader(folder, fp8, dtype or dtype_name(config))
+
+
+class DequantizingReader(CheckpointReader):
+    """Reads a folder in block FP8: matrices in `dtype`, without the scales.
+
+    The tensors tell what is quantised: each float8 tensor X has its scales in `X_scale_inv`.
+
+    Raises:
+        ValueError: scales without a matrix or a matrix without scales, or of shapes that do not fit together.
+    """
+
+    def __init__(self, folder: SafetensorsFolder, fp8: BlockFp8, dtype: str) -> None:
+        self.path, self._folder, self._fp8, self._dtype = folder.path, folder, fp8, dtype
+        self.quantized = frozenset(name for name, spec in folder.specs.items() if spec.dtype == FP8_DTYPE)
+        """Names of the tensors that are float8 on disk."""
+        scales = {name for name in folder.specs if name.endswith(SCALE_SUFFIX)}
+        self._check(scales)
+        self.specs: dict[str, TensorSpec] = {
+            name: TensorSpec(name=name, shape=spec.shape, dtype=dtype) if name in self.quantized else spec
+            for name, spec in folder.specs.items()
+            if name not in scales
+        }
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """A slice of a tensor; reads of a quantised one the slice and the scales of the tiles that it touches.
+
+        Raises:
+            ValueError: the matrix holds NaN, or the file has become shorter.
+        """
+        if name not in self.quantized:
+            return self._folder.read(name, slices)
+        block = self._fp8.block
+        tiles = tuple(
+            slice(part.start // size, -(-part.stop // size)) for part, size in zip(slices, block, strict=True)
+        )
+        weight_MN = self._folder.read(name, slices)
+        scale_RC = self._folder.read(name + SCALE_SUFFIX, tiles)
+        offset = (slices[0].start % block[0], slices[1].start % block[1])
+        try:
+            return dequantize(weight_MN, scale_RC, getattr(torch, self._dtype), block, offset)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {name}: {error}") from error
+
+    def close(self) -> None:
+        self._folder.close()
+
+    def _check(self, scales: set[str]) -> None:
+        specs = self._folder.specs
+        problems = [
+            f"{name}: no float8 tensor has these scales"
+            for name in scales
+            if name.removesuffix(SCALE_SUFFIX) not in self.quantized
+        ]
+        for name in self.quantized:
+            spec = specs[name]
+            if len(spec.shape) != 2:
+                problems.append(f"{name}: float8 of shape {list(spec.shape)}; only matrices are supported")
+            elif name + SCALE_SUFFIX not in scales:
+                problems.append(f"{name}: float8, but {SCALE_SUFFIX} is missing")
+            elif specs[name + SCALE_SUFFIX].shape != (due := self._fp8.scale_spec(spec).shape):
+                found = list(specs[name + SCALE_SUFFIX].shape)
+                problems.append(f"{name}: scales {found}, tiles of {list(self._fp8.block)} need {list(due)}")
+        if problems:
+            raise ValueError(f"{self.path}: {len(problems)} tensors are not in block FP8, such as {min(problems)}")

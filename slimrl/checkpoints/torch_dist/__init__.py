@@ -1,0 +1,1 @@
+"""megatron-core's checkpoint format, read and written without Megatron."""

@@ -1,0 +1,64 @@
+"""The engine as an episode sees it. `agent` uses this protocol, `rollout` implements it; neither imports the other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """A request for one assistant turn."""
+
+    session_id: str
+    """The trajectory's id; all requests of a session go to one engine, which reuses the prefix."""
+    input_ids: list[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    timeout_s: float
+    seed: int | None = None
+    """Seed of the request's sampling; None lets the engine choose."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GenerateResult:
+    """Tokens exactly as the engine sampled them, the stop token included."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    weight_version: int
+    finish_reason: Literal["stop", "length", "abort"]
+    routed_experts: np.ndarray | None
+    """int16 [len(input_ids) + len(tokens) - 1, layers, topk], or None if not requested"""
+    cached_tokens: int
+    """Prompt tokens that were in the engine's prefix cache."""
+    num_retries: int = 0
+    """Failed attempts before the one that succeeded."""
+
+
+class EngineError(Exception):
+    """The engine refused a request, ended, or missed the deadline."""
+
+
+class Engine(Protocol):
+    """Only an engine that depends on which sessions are active has `open` and `close` of its own."""
+
+    def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
+        """Announce sessions before their first request. They start in this order, at most `at_once` at a time."""
+        return
+
+    def close(self, session_id: str) -> None:
+        """End a session."""
+        return
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Raises EngineError."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connections; call it on the event loop that used them."""
+        ...

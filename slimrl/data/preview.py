@@ -1,0 +1,21 @@
+"""A conversation token by token, for a reader."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Source = Literal["prompt", "policy", "tool", "template"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewToken:
+    id: int
+    text: str
+    source: Source
+    """`template` is what the chat template writes between turns."""
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    stop_token_ids: tuple[int, ...]
+    segments: list[list[PreviewToken]]

@@ -1,0 +1,146 @@
+"""Memory that other processes of a node map: a file in /dev/shm on a CPU, device memory behind CUDA IPC on a GPU.
+
+The trainer's ranks write into their node's buffer through it, and the engines' processes load from it.
+A file is named `slimrl-<name>-<pid>-<number>`. Its maker locks it while it is in use. The kernel releases the locks of
+a process that ends, in whatever namespace, so a later run can tell which files a killed run left behind.
+"""
+
+import base64
+import fcntl
+import mmap
+import os
+import pickle
+import re
+import secrets
+import warnings
+from inspect import signature
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+SHARED_MEMORY_DIR = Path("/dev/shm")
+
+CUDA_PREFIX = "cuda-ipc:"
+"""Before the base64 of the pickled arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor, by name."""
+
+
+class SharedBuffer(Protocol):
+    tensor: Tensor
+    """uint8 [nbytes]"""
+
+    def segment(self) -> str:
+        """The argument of `open_shared`; earlier writes to `tensor` are visible there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FileBuffer:
+    """Raises OSError: /dev/shm has no room for `nbytes`."""
+
+    def __init__(self, nbytes: int, name: str) -> None:
+        safe_name = re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:64] or "buffer"
+        self._path, descriptor = _create(f"slimrl-{safe_name}-{os.getpid()}")
+        self._descriptor: int | None = descriptor
+        try:
+            # Reserves the memory now; otherwise a full /dev/shm is a SIGBUS in the middle of a write.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            self.close()
+            raise OSError(error.errno, error.strerror, str(SHARED_MEMORY_DIR)) from error
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def segment(self) -> str:
+        return self._path.name
+
+    def close(self) -> None:
+        """Unlink the file; the kernel frees the memory when no process maps it."""
+        self._path.unlink(missing_ok=True)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class CudaBuffer:
+    """Device memory of this process, which other processes open by a CUDA IPC handle."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        from torch.multiprocessing import reductions
+
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        _, values = reductions.reduce_tensor(self.tensor)
+        arguments = dict(zip(signature(reductions.rebuild_cuda_tensor).parameters, values, strict=True))
+        # An event cannot be opened where its GPU is not visible; `segment` makes it unnecessary.
+        arguments["event_sync_required"] = False
+        self._segment = CUDA_PREFIX + base64.b64encode(pickle.dumps(arguments)).decode()
+
+    def segment(self) -> str:
+        # A reader's stream does not wait for what is queued here.
+        torch.cuda.current_stream(self.tensor.device).synchronize()
+        return self._segment
+
+    def close(self) -> None:
+        """The last reference to `tensor` frees the memory."""
+
+
+def shared_buffer(nbytes: int, name: str, device: torch.device) -> SharedBuffer:
+    """A CudaBuffer or a FileBuffer, as the device says.
+
+    Args:
+        name: part of a file's name.
+
+    Raises:
+        OSError: /dev/shm has no room for `nbytes`.
+    """
+    return CudaBuffer(nbytes, device) if device.type == "cuda" else FileBuffer(nbytes, name)
+
+
+def open_shared(segment: str, *, writable: bool = False) -> Tensor:
+    """uint8, the whole buffer of another process by its `segment`; it stays mapped as long as the tensor lives.
+
+    Without `writable`, a write to a file's mapping is an access violation.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    if segment.startswith(CUDA_PREFIX):
+        from torch.multiprocessing import reductions
+
+        arguments = pickle.loads(base64.b64decode(segment.removeprefix(CUDA_PREFIX)))
+        # The number of the GPU is the maker's, which may see others, or others first. Memory opens on any of the node.
+        arguments["storage_device"] = torch.cuda.current_device()
+        return reductions.rebuild_cuda_tensor(**arguments)
+    with (SHARED_MEMORY_DIR / segment).open("r+b" if writable else "rb") as file:
+        # Fills page tables now: page faults for every 4 KiB of a first read cost more than the copy.
+        mapping = mmap.mmap(
+            file.fileno(),
+            0,
+            flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
+            prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _create(stem: str) -> tuple[Path, int]:
+    """A locked file under a fresh name: an engine may still map an earlier file by its name."""
+    while True:
+        path = SHARED_MEMORY_DIR / f"{stem}-{secrets.randbits(63)}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # Another process that removes stale files may have removed it before the lock.
+        if lock(descriptor) and path.exists():
+            return path, descriptor
+        os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool:
+    """Lock a file until the descriptor is closed; False if another process holds the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,126 @@
+"""Experts as DeepSeek-V3 and GLM-4.5 have them: sigmoid scores, an expert bias, shared experts.
+
+The first `first_k_dense_replace` layers have an MLP instead.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from slimrl.models.families.mtp import embedding_copies, head_copies, mtp_rules
+from slimrl.models.families.rules import (
+    LayerPrefix,
+    all_layers,
+    decoder,
+    embedding_rule,
+    expert_rules,
+    head_rules,
+    mlp_norm_rule,
+    mlp_rules,
+    router_rules,
+    shared_expert_rules,
+)
+from slimrl.models.hf_config import required
+from slimrl.models.weight_map import Rule, WeightMap
+
+SCORED_EXPERTS_PER_GROUP = 2
+"""A group's score is the sum of its best two experts' scores; Megatron sums the best top-k / chosen groups."""
+
+
+def moe_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of Megatron's TransformerConfig for the experts and their router.
+
+    Raises:
+        ValueError: a score function, weights that do not sum to 1, or groups of experts that Megatron's router lacks.
+    """
+    _refuse_variants(hf_config)
+    num_dense = _num_dense_layers(hf_config)
+    config = {
+        "num_moe_experts": _num_experts(hf_config),
+        "moe_router_topk": int(required(hf_config, "num_experts_per_tok")),
+        "moe_ffn_hidden_size": int(required(hf_config, "moe_intermediate_size")),
+        "moe_shared_expert_intermediate_size": _shared_width(hf_config),
+        "moe_layer_freq": [int(layer >= num_dense) for layer in all_layers(hf_config)],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": float(required(hf_config, "routed_scaling_factor")),
+        "moe_router_load_balancing_type": "none",
+    }
+    if _is_grouped(hf_config):
+        config["moe_router_num_groups"] = int(required(hf_config, "n_group"))
+        config["moe_router_group_topk"] = int(required(hf_config, "topk_group"))
+    return config
+
+
+def moe_weight_map(
+    hf_config: dict[str, Any],
+    padded_vocab_size: int | None,
+    attention_rules: Callable[[LayerPrefix], list[Rule]],
+    *,
+    mtp: bool,
+) -> WeightMap:
+    """All weights of such a model.
+
+    Args:
+        attention_rules: of attention with its input norm.
+        mtp: with the layers for multi-token prediction.
+    """
+    layers, num_dense = all_layers(hf_config), _num_dense_layers(hf_config)
+
+    def attention(prefix: LayerPrefix) -> list[Rule]:
+        return [*attention_rules(prefix), mlp_norm_rule(hf_config, prefix)]
+
+    return WeightMap(
+        [
+            embedding_rule(hf_config, padded_vocab_size, embedding_copies(hf_config) if mtp else ()),
+            *attention(decoder(layers)),
+            *mlp_rules(hf_config, decoder(layers[:num_dense])),
+            *_moe_rules(hf_config, decoder(layers[num_dense:])),
+            *head_rules(hf_config, padded_vocab_size, head_copies(hf_config) if mtp else ()),
+            *(mtp_rules(hf_config, lambda prefix: attention(prefix) + _moe_rules(hf_config, prefix)) if mtp else ()),
+        ]
+    )
+
+
+def _moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:
+    """Router with its bias, shared experts and routed experts."""
+    hidden, wide = required(hf_config, "hidden_size"), required(hf_config, "moe_intermediate_size")
+    experts = _num_experts(hf_config)
+    return [
+        *router_rules(hidden, experts, prefix, bias=True),
+        *shared_expert_rules(hidden, _shared_width(hf_config), prefix),
+        *expert_rules(hidden, wide, experts, prefix),
+    ]
+
+
+def _num_dense_layers(hf_config: dict[str, Any]) -> int:
+    return int(required(hf_config, "first_k_dense_replace"))
+
+
+def _num_experts(hf_config: dict[str, Any]) -> int:
+    return int(required(hf_config, "n_routed_experts", "num_local_experts", "num_experts"))
+
+
+def _shared_width(hf_config: dict[str, Any]) -> int:
+    return int(required(hf_config, "n_shared_experts")) * int(required(hf_config, "moe_intermediate_size"))
+
+
+def _is_grouped(hf_config: dict[str, Any]) -> bool:
+    """With one group, or with all groups chosen, the router chooses among all experts."""
+    groups, chosen = int(hf_config.get("n_group") or 1), int(hf_config.get("topk_group") or 1)
+    return 1 <= chosen < groups
+
+
+def _refuse_variants(hf_config: dict[str, Any]) -> None:
+    topk, chosen = int(required(hf_config, "num_experts_per_tok")), int(hf_config.get("topk_group") or 1)
+    refused = {
+        "scoring_func": hf_config.get("scoring_func", "sigmoid") != "sigmoid",
+        "topk_method": hf_config.get("topk_method", "noaux_tc") != "noaux_tc",
+        "norm_topk_prob": not hf_config.get("norm_topk_prob", True),
+        "num_experts_per_tok": topk < 2,
+        "n_shared_experts": int(required(hf_config, "n_shared_experts")) < 1,
+        "topk_group": _is_grouped(hf_config) and topk // chosen != SCORED_EXPERTS_PER_GROUP,
+        "moe_layer_freq": (hf_config.get("moe_layer_freq") or 1) != 1,
+    }
+    wrong = [f"{name}: {hf_config[name]!r}" for name, bad in refused.items() if bad]
+    if wrong:
+        raise ValueError(f"config.json: not supported for {hf_config.get('model_type')}: {', '.join(wrong)}")

@@ -1,0 +1,189 @@
+"""Qwen3-Next: three of four layers are gated delta nets, the others attention with an output gate; softmax experts.
+
+A gated delta net (arXiv:2412.06464) is linear attention: a state of fixed size per value head takes the place of keys
+and values. All norms are zero-centred (they multiply by 1 + weight), except the one after a delta net.
+"""
+
+from typing import Any
+
+from slimrl.models.families.mtp import mtp_layer_rules, num_mtp_layers
+from slimrl.models.families.qwen3_moe import experts_config, num_experts, sparse_layers
+from slimrl.models.families.rules import (
+    LayerPrefix,
+    all_layers,
+    attention_rules,
+    decoder,
+    embedding_rule,
+    expert_rules,
+    head_rules,
+    input_norm_rule,
+    mlp_norm_rule,
+    mlp_rules,
+    norm_rule,
+    router_rules,
+    shared_expert_rules,
+)
+from slimrl.models.hf_config import partial_rotary_factor, required
+from slimrl.models.layout_ops import DeltaNetInput
+from slimrl.models.megatron_config import MegatronModelConfig, grouped_query_config
+from slimrl.models.weight_map import HfTensor, Rule, Shard, WeightMap
+
+DEFAULT_ROTARY_FACTOR = 0.25
+"""Fraction of a head's dimensions that are rotated, if config.json has no value."""
+
+DEFAULT_INTERVAL = 4
+"""Every fourth layer has attention, if config.json says nothing else."""
+
+LAYER_KINDS = ("linear_attention", "full_attention")
+
+
+def megatron_config(hf_config: dict[str, Any]) -> MegatronModelConfig:
+    """Raises ValueError for kinds of layers and gates that no rule covers."""
+    linear = set(linear_layers(hf_config))
+    return grouped_query_config(
+        hf_config,
+        rotary_percent=partial_rotary_factor(hf_config, DEFAULT_ROTARY_FACTOR),
+        mtp_layers=_num_mtp_layers(hf_config),
+        qk_layernorm=True,
+        attention_output_gate=True,
+        layernorm_zero_centered_gamma=True,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=[int(layer in linear) for layer in all_layers(hf_config)],
+        **_delta_net_sizes(hf_config),
+        moe_shared_expert_intermediate_size=int(required(hf_config, "shared_expert_intermediate_size")),
+        moe_shared_expert_gate=True,
+        **experts_config(hf_config),
+    )
+
+
+def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None, *, mtp: bool = False) -> WeightMap:
+    layers, sparse, linear = all_layers(hf_config), sparse_layers(hf_config), linear_layers(hf_config)
+    with_attention = decoder(tuple(layer for layer in layers if layer not in linear))
+    with_mlp = decoder(tuple(layer for layer in layers if layer not in sparse))
+    return WeightMap(
+        [
+            embedding_rule(hf_config, padded_vocab_size),
+            *delta_net_rules(hf_config, decoder(linear)),
+            *attention_rules(hf_config, with_attention, bias=False, qk_norm=True, gated=True),
+            mlp_norm_rule(hf_config, decoder(layers)),
+            *mlp_rules(hf_config, with_mlp),
+            *_moe_rules(hf_config, decoder(sparse)),
+            *head_rules(hf_config, padded_vocab_size),
+            *(_mtp_rules(hf_config) if mtp and _num_mtp_layers(hf_config) else ()),
+        ]
+    )
+
+
+def linear_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
+    """Layers that are gated delta nets.
+
+    Raises:
+        ValueError: `layer_types` has another kind of layer, or not one for each layer.
+    """
+    layers = all_layers(hf_config)
+    interval = int(hf_config.get("full_attention_interval") or DEFAULT_INTERVAL)
+    kinds = hf_config.get("layer_types") or [LAYER_KINDS[(layer + 1) % interval == 0] for layer in layers]
+    if len(kinds) != len(layers) or not set(kinds) <= set(LAYER_KINDS):
+        raise ValueError(f"config.json: not supported for qwen3_next: layer_types: {kinds!r}")
+    return tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == "linear_attention")
+
+
+def delta_net_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:
+    """A gated delta net with its input norm. Its convolution is over [queries; keys; values], each cut by itself."""
+    sizes = _delta_net_sizes(hf_config)
+    hidden, kernel = required(hf_config, "hidden_size"), sizes["linear_conv_kernel_dim"]
+    keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+    key_dim, value_dim = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
+    sections = (keys * key_dim, keys * key_dim, values * value_dim)
+    megatron, hf = prefix.megatron + "self_attention.", prefix.hf + "linear_attn."
+
+    def rule(name: str, shape: tuple[int, ...], shard: Shard, *, hf_name: str = "", quantizable: bool = False) -> Rule:
+        return Rule(
+            megatron=(megatron + name,),
+            hf=(HfTensor(name=hf + (hf_name or name), shape=shape),),
+            shard=shard,
+            layers=prefix.layers,
+            quantizable=quantizable,
+        )
+
+    in_proj = Rule(
+        megatron=(megatron + "in_proj.weight",),
+        hf=(
+            HfTensor(name=hf + "in_proj_qkvz.weight", shape=(sum(sections) + values * value_dim, hidden)),
+            HfTensor(name=hf + "in_proj_ba.weight", shape=(2 * values, hidden), quantizable=False),
+        ),
+        op=DeltaNetInput(values // keys, key_dim, value_dim),
+        shard=Shard(dim=0),
+        layers=prefix.layers,
+        quantizable=True,
+    )
+    return [
+        input_norm_rule(hf_config, prefix, fused_into="self_attention.in_proj"),
+        in_proj,
+        rule("conv1d.weight", (sum(sections), 1, kernel), Shard(dim=0, sections=sections)),
+        rule("dt_bias", (values,), Shard(dim=0)),
+        rule("A_log", (values,), Shard(dim=0)),
+        norm_rule((megatron + "out_norm.weight",), hf + "norm.weight", value_dim, prefix),
+        rule("out_proj.weight", (hidden, values * value_dim), Shard(dim=1), quantizable=True),
+    ]
+
+
+def _moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:
+    """Router, shared expert with its gate, and routed experts."""
+    hidden, wide = required(hf_config, "hidden_size"), required(hf_config, "moe_intermediate_size")
+    gate = Rule(
+        megatron=(prefix.megatron + "mlp.shared_experts.gate_weight",),
+        hf=(HfTensor(name=prefix.hf + "mlp.shared_expert_gate.weight", shape=(1, hidden)),),
+        layers=prefix.layers,
+    )
+    shared = int(required(hf_config, "shared_expert_intermediate_size"))
+    return [
+        *router_rules(hidden, num_experts(hf_config), prefix, bias=False),
+        gate,
+        *shared_expert_rules(hidden, shared, prefix, hf_name="shared_expert"),
+        *expert_rules(hidden, wide, num_experts(hf_config), prefix),
+    ]
+
+
+def _mtp_rules(hf_config: dict[str, Any]) -> list[Rule]:
+    """One layer with attention."""
+    names = {
+        "enorm": "mtp.pre_fc_norm_embedding",
+        "hnorm": "mtp.pre_fc_norm_hidden",
+        "eh_proj": "mtp.fc",
+        "final_layernorm": "mtp.norm",
+    }
+
+    def layer_rules(prefix: LayerPrefix) -> list[Rule]:
+        attention = attention_rules(hf_config, prefix, bias=False, qk_norm=True, gated=True)
+        return [*attention, mlp_norm_rule(hf_config, prefix), *_moe_rules(hf_config, prefix)]
+
+    return mtp_layer_rules(required(hf_config, "hidden_size"), 0, names, layer_rules, layer_prefix="mtp.layers.0.")
+
+
+def _num_mtp_layers(hf_config: dict[str, Any]) -> int:
+    """Published checkpoints have one layer, though their config.json does not say so.
+
+    Raises:
+        ValueError: more than one.
+    """
+    number = num_mtp_layers(hf_config, default=1)
+    if number > 1:
+        raise ValueError(f"config.json: not supported for qwen3_next: {number} layers for multi-token prediction")
+    return number
+
+
+def _delta_net_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
+    """By their names in Megatron, which are those in config.json.
+
+    Raises:
+        ValueError: a size is missing, or value heads do not divide among key heads.
+    """
+    names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
+    sizes = {f"linear_{name}": int(required(hf_config, f"linear_{name}")) for name in names}
+    if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
+        raise ValueError(
+            f"config.json: linear_num_value_heads: {sizes['linear_num_value_heads']} is no multiple of "
+            f"linear_num_key_heads: {sizes['linear_num_key_heads']}"
+        )
+    return sizes

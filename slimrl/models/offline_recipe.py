@@ -1,0 +1,128 @@
+"""Checks of a recipe on a machine that may lack its model and its data. Torch-free.
+
+The start of a run refuses what is refused here, and also checks the files and the devices.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimrl.config.check import check_recipe, file_violations
+from slimrl.config.functions import absent_modules, function_violations
+from slimrl.config.load import Command, LoadedRecipe, read_recipe, trains
+from slimrl.config.problems import Problem, RecipeError, Violation
+from slimrl.config.schema import Recipe, ResyncConfig
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import config_for_planning, nearest_published
+
+TRAINING_FIELDS = ("hidden_dropout", "attention_dropout", "moe_router_load_balancing_type")
+"""Fields of `trainer.megatron` that a family sets and a recipe may override; the others define the model."""
+
+TRANSFORMER_ENGINE_FIELDS = ("fp8", "fp4", "moe_grouped_gemm", "tp_comm_overlap")
+"""Fields of `trainer.megatron` that only Transformer Engine's layers have."""
+
+NEEDS_TRANSFORMER_ENGINE = "needs a GPU and Transformer Engine."
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineRecipe:
+    """A recipe that passed all rules."""
+
+    loaded: LoadedRecipe
+    hf_config: dict[str, Any]
+    """config.json of its model; empty if it is not known and not needed."""
+    model: str
+    """A few words on where the config is from."""
+    notes: tuple[Problem, ...]
+    """Warnings: probable mistakes, and what a start needs and this machine lacks."""
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    @property
+    def sft(self) -> bool:
+        """Whether it is for `slimrl sft`, which has no engines."""
+        return self.loaded.command == "sft"
+
+
+def read_offline(
+    path: Path | str, overrides: Sequence[str], command: Command, *, files: bool = False, model_needed: bool = True
+) -> OfflineRecipe:
+    """Read and check a recipe. If its model's folder is not here, the published model of that name stands in for it.
+
+    Args:
+        files: refuse missing files and modules, instead of noting them.
+        model_needed: refuse a model that is neither here nor published, instead of skipping the rules that need it.
+
+    Raises:
+        RecipeError: with all problems found.
+    """
+    loaded, problems = read_recipe(path, overrides, command)
+    if loaded is None:
+        raise RecipeError(problems)
+    for key, message in file_violations(loaded.recipe, command):
+        if files or key != "model.path":
+            problems.append(loaded.problem(key, message, warning=not files))
+    problems += [loaded.problem(*violation) for violation in function_violations(loaded.recipe, command)]
+    problems += [loaded.problem(*violation, warning=not files) for violation in absent_modules(loaded.recipe, command)]
+    hf_config, model = None, "not known here; nothing was checked against it"
+    folder = Path(loaded.recipe.model.path)
+    try:
+        hf_config, model = config_for_planning(folder)
+    except ValueError as error:
+        if folder.exists() or (model_needed and not files):
+            problems.append(loaded.problem("model.path", f"{error}."))
+        elif meant := nearest_published(folder):
+            message = f"{folder}: no such folder. Did you mean {folder.parent / meant}?"
+            problems.append(loaded.problem("model.path", message, warning=True))
+    for problem in check_recipe(loaded.recipe, hf_config, command):
+        problems.append(loaded.problem(problem.key, problem.message, warning=problem.warning))
+    if hf_config is not None:
+        problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
+        problems += [loaded.problem(*violation) for violation in _bucket_violations(loaded, hf_config)]
+    if importlib.util.find_spec("transformer_engine") is None:
+        lacks = f"{NEEDS_TRANSFORMER_ENGINE} This machine lacks it and would refuse the run."
+        problems += [loaded.problem(key, lacks, warning=True) for key in transformer_engine_keys(loaded)]
+    if refused := [problem for problem in problems if not problem.warning]:
+        raise RecipeError(refused)
+    return OfflineRecipe(loaded=loaded, hf_config=hf_config or {}, model=model, notes=tuple(problems))
+
+
+def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """A model that no family builds, and fields of `trainer.megatron` that would change the model."""
+    try:
+        architecture = family_of(hf_config).megatron_config(hf_config)
+    except ValueError as error:
+        yield "model.path", f"{loaded.recipe.model.path}: {error}."
+        return
+    if trains(loaded.command):
+        for name in loaded.recipe.trainer.megatron:
+            if name in architecture.transformer and name not in TRAINING_FIELDS:
+                yield f"trainer.megatron.{name}", "is set by the model, in the config.json of model.path."
+
+
+def _bucket_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Buckets smaller than a row of the embedding; a start checks every tensor."""
+    recipe, columns = loaded.recipe, int(hf_config.get("hidden_size") or 0)
+    row = columns * recipe.trainer.precision.element_bytes
+    given = recipe.resync.bucket_bytes
+    if loaded.command in ("train", "resync estimate") and given < row:
+        default = ResyncConfig().bucket_bytes
+        yield (
+            "resync.bucket_bytes",
+            f"{given} bytes are too few: one row of model.embed_tokens.weight needs {row}, and other tensors may be "
+            f"wider. The default is {default}.",
+        )
+
+
+def transformer_engine_keys(loaded: LoadedRecipe) -> list[str]:
+    """Keys of the recipe that need Transformer Engine."""
+    given = loaded.recipe.trainer.megatron if trains(loaded.command) else {}
+    names = [name for name in TRANSFORMER_ENGINE_FIELDS if given.get(name)]
+    # Its Adam keeps states in other precisions; the CPU-offloaded optimizer has its own.
+    if given.get("use_precision_aware_optimizer") and not given.get("optimizer_cpu_offload"):
+        names.append("use_precision_aware_optimizer")
+    return [f"trainer.megatron.{name}" for name in names]

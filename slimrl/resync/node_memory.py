@@ -1,0 +1,56 @@
+"""Buffers on the leader of each node, which the node's other ranks map."""
+
+from torch import Tensor
+
+from slimrl import device
+from slimrl.ipc.shared_buffer import SharedBuffer, open_shared, shared_buffer
+from slimrl.resync.ranks import Ranks
+
+
+class NodeMemory:
+    """All ranks construct it together.
+
+    Args:
+        leader: of this rank's node.
+        count: buffers on this rank, if it is the leader; the number may differ between leaders.
+        run_id: part of a file's name.
+        mapped: whether the other ranks map them.
+
+    Raises:
+        OSError: on all ranks, when one of them got no memory; all is released.
+    """
+
+    def __init__(self, ranks: Ranks, leader: int, count: int, nbytes: int, run_id: str, *, mapped: bool) -> None:
+        self.buffers = _allocate(ranks, count if ranks.rank == leader else 0, nbytes, run_id)
+        """Empty on all ranks but the leader."""
+        self.tensors: list[Tensor] = [buffer.tensor for buffer in self.buffers]
+        """uint8 [nbytes]; on other ranks those of the leader, if they are mapped."""
+        if mapped:
+            segments = ranks.gather_objects([buffer.segment() for buffer in self.buffers])[leader]
+            self.tensors = self.tensors or [open_shared(segment, writable=True) for segment in segments]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this rank holds."""
+        return sum(buffer.tensor.numel() for buffer in self.buffers)
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+        self.buffers, self.tensors = [], []
+
+
+def _allocate(ranks: Ranks, count: int, nbytes: int, run_id: str) -> list[SharedBuffer]:
+    buffers: list[SharedBuffer] = []
+    problem = None
+    try:
+        for _ in range(count):
+            buffers.append(shared_buffer(nbytes, run_id, device.compute_device()))
+    except OSError as error:
+        problem = f"rank {ranks.rank}: {count} buckets of {nbytes} bytes: {error}"
+    problems = [each for each in ranks.gather_objects(problem) if each is not None]
+    if problems:
+        for buffer in buffers:
+            buffer.close()
+        raise OSError("; ".join(problems))
+    return buffers

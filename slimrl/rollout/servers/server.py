@@ -1,0 +1,226 @@
+"""One SGLang engine: its command line from the recipe, its process, its readiness.
+
+Usable from any process, a Ray actor included: the engine ends with the process that started it.
+"""
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from slimrl import device
+from slimrl.checkpoints.hf_checkpoint import is_block_fp8
+from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.sglang_layouts import plain_kernels
+from slimrl.rollout.servers.ports import free_port
+from slimrl.rollout.servers.process import ServerError, ServerProcess
+
+_KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(256 * 1024**2),
+    "MALLOC_TRIM_THRESHOLD_": str(1024**3),
+    "MALLOC_TOP_PAD_": str(64 * 1024**2),
+}
+"""Settings of glibc's malloc. By default it returns the activations of each step to the kernel and faults them in again
+in the next: some 18,000 page faults in a prefill of 9,600 tokens, against a few hundred with these settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePart:
+    """The processes of an engine on one of its nodes. The first part alone serves requests."""
+
+    number: int
+    """From 0, in the order of ranks"""
+    meeting: str
+    """`address:port` on the first part's node, at which the parts find each other"""
+
+
+FLAGS = {"fp8_gemm_runner_backend": "--fp8-gemm-backend", "fp4_gemm_runner_backend": "--fp4-gemm-backend"}
+"""Fields of ServerArgs whose flags SGLang names otherwise than the field."""
+
+
+def engine_arguments(
+    rollout: RolloutConfig,
+    model: Path | str,
+    *,
+    host: str,
+    port: int,
+    precision: Precision,
+    cuda: bool,
+    seed: int,
+    dequantize: bool = False,
+    plain: bool = False,
+    deterministic: bool = False,
+    trust_remote_code: bool = False,
+    part: EnginePart | None = None,
+) -> list[str]:
+    """SGLang's command line. `rollout.sglang` comes last and overrides the other values.
+
+    Values become flags by the rules of SGLang's parser: True a bare flag, False or None nothing, a list several values.
+
+    Args:
+        dequantize: serve a block-FP8 checkpoint as a plain model.
+        plain: have kernels that leave weights as they are loaded, where SGLang would choose others.
+        part: of an engine on several nodes.
+        deterministic: results of a request depend on its seed alone, whatever shares its batch. On a CPU each request
+            is sampled so in any case (sglang_plugin/cpu).
+        trust_remote_code: run the code that the model brings along.
+
+    Raises:
+        ValueError: with `plain`, `rollout.sglang` asks for others.
+    """
+    values: dict[str, Any] = {
+        "model_path": str(model),
+        "host": host,
+        "port": port,
+        "dtype": precision.dtype,
+        "tp_size": rollout.engine_tp,
+        "ep_size": rollout.engine_ep,
+        "random_seed": seed,
+        "skip_server_warmup": True,
+        # Versions are numbers from the first token on.
+        "weight_version": "0",
+        "trust_remote_code": trust_remote_code,
+        "enable_return_routed_experts": rollout.routed_experts,
+        # A shared expert fused with the routed ones would be reported among a token's routed experts.
+        "disable_shared_experts_fusion": True,
+        # Without this an idle engine burns a core.
+        "sleep_on_idle": True,
+        "log_level": "warning",
+    }
+    if dequantize:
+        # dequantized_loading.py loads the weights.
+        values["json_model_override_args"] = '{"quantization_config": null}'
+    if part is not None:
+        values |= {"nnodes": rollout.engine_nodes, "node_rank": part.number, "dist_init_addr": part.meeting}
+    if plain:
+        values |= plain_kernels(rollout.sglang)
+    if cuda:
+        values["enable_memory_saver"] = rollout.colocated
+        values["enable_deterministic_inference"] = deterministic
+    else:
+        values |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": max(16384, rollout.max_concurrency_per_engine * rollout.max_trajectory_tokens),
+        }
+    flags: list[str] = []
+    for name, value in {**values, **rollout.sglang}.items():
+        flag = FLAGS.get(name, "--" + name.replace("_", "-"))
+        if value is True:
+            flags.append(flag)
+        elif isinstance(value, list | tuple):
+            flags += [flag, *map(str, value)]
+        elif value is not None and value is not False:
+            flags += [flag, str(value)]
+    return flags
+
+
+def engine_environment(rollout: RolloutConfig, *, cuda: bool) -> dict[str, str]:
+    """Variables of the engine's process: the recipe's, and those that it may not set (config/environment.py)."""
+    common = {
+        **rollout.env,
+        "OMP_NUM_THREADS": str(rollout.threads_per_engine),
+        # The router polls /health, which by default generates a token, and so hangs while the engine is paused.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "false",
+    }
+    if cuda:
+        # Without it an engine that has released its memory keeps that of its CUDA graphs.
+        return {**common, "SGLANG_MEMORY_SAVER_CUDA_GRAPH": str(rollout.colocated).lower()}
+    cpu = {"SGLANG_USE_CPU_ENGINE": "1", **_KEEP_FREED_MEMORY}
+    if rollout.engine_tp > 1:
+        per_rank = rollout.threads_per_engine
+        # SGLang counts the ranks of a node from 0.
+        ranks = rollout.engine_tp // rollout.engine_nodes
+        bounds = [(rank * per_rank, (rank + 1) * per_rank - 1) for rank in range(ranks)]
+        cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(a) if a == b else f"{a}-{b}" for a, b in bounds)
+    return {**common, **cpu}
+
+
+def part_name(index: int, part: int) -> str:
+    """Name of an engine, or of its processes on a further node, in errors and logs."""
+    return f"engine {index} part {part}" if part else f"engine {index}"
+
+
+class EngineServer:
+    """A running engine. The constructor starts the process; `wait_ready` waits for it."""
+
+    def __init__(
+        self,
+        index: int,
+        rollout: RolloutConfig,
+        model: Path | str,
+        log: Path,
+        *,
+        precision: Precision,
+        cuda: bool = False,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        seed: int = 0,
+        deterministic: bool = False,
+        trust_remote_code: bool = False,
+        part: EnginePart | None = None,
+    ) -> None:
+        """Start engine `index`.
+
+        Args:
+            index: the engine's number in the run, for errors.
+            model: Hugging Face checkpoint folder.
+            log: file for its output.
+            precision: of the weights and of all computation.
+            cuda: run on a GPU.
+            host: address to listen on.
+            port: None for a free one.
+            seed: for requests without a seed.
+            deterministic, trust_remote_code, part: see engine_arguments.
+        """
+        self.index, self._part = index, part
+        self._timeout_s = rollout.startup_timeout_s
+        self.port = port or free_port(host)
+        self.url = f"http://{host}:{self.port}"
+        arguments = engine_arguments(
+            rollout,
+            model,
+            host=host,
+            port=self.port,
+            precision=precision,
+            cuda=cuda,
+            seed=seed,
+            dequantize=is_block_fp8(Path(model)) and not device.computes_block_fp8(),
+            plain=device.packs_engine_weights(),
+            deterministic=deterministic,
+            trust_remote_code=trust_remote_code,
+            part=part,
+        )
+        self.process = ServerProcess(
+            part_name(index, 0 if part is None else part.number),
+            [sys.executable, "-m", "slimrl.sglang_plugin.launch", str(os.getpid()), *arguments],
+            engine_environment(rollout, cuda=cuda),
+            log,
+        )
+
+    def wait_ready(self) -> None:
+        """Raises ServerError with the cause from the log if the engine does not come up in time."""
+        self.process.wait_ready(f"{self.url}/health_generate", self._timeout_s)
+        if self._part is not None and self._part.number > 0:
+            return
+        try:
+            # As after SGLang's own warm-up: garbage collections skip the objects of the start-up from now on. Flushing
+            # the cache of a CPU engine collects garbage, which would take 0.3 s otherwise.
+            httpx.post(f"{self.url}/freeze_gc", timeout=self._timeout_s, trust_env=False).raise_for_status()
+        except httpx.HTTPError as error:
+            raise ServerError(f"engine {self.index}: freeze_gc: {error!r}") from error
+
+    def check(self) -> None:
+        """Raises ServerError with the cause from the log if the engine has ended."""
+        self.process.check()
+
+    def stop(self) -> None:
+        """Kill the engine and its children, which have nothing to save. Idempotent."""
+        # On SIGTERM SGLang waits 5 s for core dumps of its children.
+        self.process.stop(first=signal.SIGKILL)

@@ -1,0 +1,121 @@
+"""Checks that a run's checkpoint is intact: its files against the sizes and checksums in its `state.json`.
+
+A damaged checkpoint is refused, and the message names the newest intact one. A run never falls back to that one by
+itself: the user first moves the damaged one away.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimrl.checkpoints.digests import FileDigest, file_digests
+from slimrl.runtime.state import CheckpointFolder, RunState, read_state
+
+SHOWN_FILES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeCheckpoint:
+    path: Path
+    state: RunState
+    has_checksums: bool
+    """Without them only its state was checked."""
+
+
+def check_checkpoint(checkpoint: Path, *, contents: bool) -> WholeCheckpoint:
+    """Compare a checkpoint with the sizes and checksums of its files when they were written.
+
+    Args:
+        contents: read every file for its checksum; otherwise compare only sizes.
+
+    Raises:
+        ValueError: it is damaged; names the files and says how.
+    """
+    problems: list[str] = []
+    try:
+        state, files = read_state(checkpoint)
+        problems += _problems(checkpoint, files or {}, contents=contents)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        shown = [f"\n  {problem}" for problem in problems[:SHOWN_FILES]]
+        more = f"\n  and {len(problems) - SHOWN_FILES} more files" if len(problems) > SHOWN_FILES else ""
+        raise ValueError(f"{checkpoint} is damaged:{''.join(shown)}{more}")
+    return WholeCheckpoint(path=checkpoint, state=state, has_checksums=files is not None)
+
+
+def newest_checkpoint(folder: CheckpointFolder, *, contents: bool) -> WholeCheckpoint | None:
+    """The newest checkpoint of a run; None if there is none yet.
+
+    Raises:
+        ValueError: it is damaged; also says how to continue from the newest intact one, if there is one.
+    """
+    complete = folder.complete()
+    if not complete:
+        return None
+    try:
+        return check_checkpoint(complete[-1], contents=contents)
+    except ValueError as error:
+        raise ValueError("\n".join([str(error), *_how_to_continue(complete, contents=contents)])) from error
+
+
+def check_exported(checkpoint: Path) -> None:
+    """Refuse to export a damaged checkpoint.
+
+    Raises:
+        ValueError: it is damaged; also names the newest intact one of its run.
+    """
+    try:
+        check_checkpoint(checkpoint, contents=True)
+    except ValueError as error:
+        others = [path for path in CheckpointFolder(checkpoint.parent).complete() if path.name != checkpoint.name]
+        _, whole = _newest_whole(others, contents=True)
+        hint = (
+            f"Give another --checkpoint: {whole} is intact." if whole else "No other checkpoint of the run is intact."
+        )
+        raise ValueError(f"{error}\n{hint}") from error
+
+
+def _problems(checkpoint: Path, files: Mapping[str, FileDigest], *, contents: bool) -> list[str]:
+    if (problems := list(_wrong_sizes(checkpoint, files))) or not contents:
+        return problems
+    try:
+        read = file_digests(checkpoint, files)
+    except OSError as error:
+        return [f"{error.filename}: {error.strerror}"]
+    return [f"{name}: its checksum differs" for name in files if read[name] != files[name]]
+
+
+def _wrong_sizes(checkpoint: Path, files: Mapping[str, FileDigest]) -> Iterator[str]:
+    for name, written in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            yield f"{name}: missing"
+        elif (size := path.stat().st_size) != written.bytes:
+            yield f"{name}: {size} bytes instead of {written.bytes}"
+
+
+def _newest_whole(checkpoints: Sequence[Path], *, contents: bool) -> tuple[list[Path], Path | None]:
+    """The newest intact checkpoint, if there is one, and the damaged ones after it; `checkpoints` is oldest first."""
+    damaged: list[Path] = []
+    for checkpoint in reversed(checkpoints):
+        try:
+            check_checkpoint(checkpoint, contents=contents)
+        except ValueError:
+            damaged.append(checkpoint)
+        else:
+            return damaged, checkpoint
+    return damaged, None
+
+
+def _how_to_continue(complete: Sequence[Path], *, contents: bool) -> list[str]:
+    newest, before = complete[-1], complete[:-1]
+    damaged, whole = _newest_whole(before, contents=contents)
+    lines = [f"{path} is damaged too." for path in damaged]
+    if whole is None:
+        return [*lines, "No checkpoint before it is intact. Restore it from a copy, or start anew with --overwrite."]
+    return [
+        *lines,
+        f"{whole} is intact. To continue from there, move the damaged away and give the same command again:",
+        *(f"  mv {path} {path.with_name(f'damaged_{path.name}')}" for path in (newest, *damaged)),
+    ]

@@ -1,0 +1,37 @@
+"""`slimrl config check`: checks recipes, even on a machine without their models and data."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from slimrl.config.load import Command, intended_command
+from slimrl.config.problems import RecipeError
+from slimrl.config.yaml_source import display_path
+from slimrl.models.offline_recipe import read_offline
+
+
+def check_recipes(
+    paths: Sequence[Path], overrides: Sequence[str], *, command: Command | None, files: bool, console: Console
+) -> bool:
+    """Print the errors and warnings of each recipe; returns whether all are valid.
+
+    Args:
+        command: the command to check for; None for each recipe's own (train or sft).
+        files: refuse recipes whose files are not on this machine.
+    """
+    refused = 0
+    for path in paths:
+        meant = command or intended_command(path, overrides)
+        try:
+            planned = read_offline(path, overrides, meant, files=files, model_needed=False)
+        except RecipeError as error:
+            console.print(str(error))
+            refused += 1
+            continue
+        for note in planned.notes:
+            console.print(str(note))
+        console.print(f"{display_path(path)}: ok for slimrl {meant} (model: {planned.model})")
+    if len(paths) > 1:
+        console.print(f"{len(paths)} recipes, {refused} refused.")
+    return not refused

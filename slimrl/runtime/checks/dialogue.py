@@ -1,0 +1,117 @@
+"""How the policy of a recipe talks: chat format, tools, and the parser of its calls, from the files of its model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slimrl.agent.dialogue import Dialogue, make_dialogue
+from slimrl.agent.parsers import NoCalls, Parser, ToolCall, make_parser
+from slimrl.agent.tools import ToolBox
+from slimrl.chat.chat_format import ChatFormat
+from slimrl.chat.stop_tokens import checked_stop_tokens, stop_token_ids
+from slimrl.chat.template import ChatTemplate, Schemas
+from slimrl.chat.tokenizer import load_tokenizer
+from slimrl.config.load import LoadedRecipe
+from slimrl.config.problems import RecipeError
+from slimrl.models.family import family_of
+from slimrl.runtime.checks.attempts import Attempts
+
+_PROBE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
+
+
+def load_dialogue(loaded: LoadedRecipe) -> Dialogue:
+    """Resolve the tools, and read the tokenizer and the chat template.
+
+    Raises:
+        RecipeError: names the keys that do not fit the files.
+    """
+    recipe = loaded.recipe
+    attempts = Attempts(loaded)
+    chat = attempts.get("model.path", lambda: load_chat_format(loaded))
+    tools = attempts.get("agent.tools", lambda: ToolBox.from_import_paths(recipe.agent.tools))
+    if chat is None or tools is None:
+        raise RecipeError(attempts.problems)
+    folder, schemas = Path(recipe.model.path), tools.schemas
+    parser = attempts.get("agent.parser", lambda: load_parser(recipe.agent.parser, folder, chat, schemas))
+    if parser is None:
+        raise RecipeError(attempts.problems)
+    stop_at_call = recipe.rollout.stop_at_tool_call
+    dialogue = attempts.get("agent.tools", lambda: make_dialogue(chat, tools, parser, stop_at_call=stop_at_call))
+    if dialogue is None:
+        raise RecipeError(attempts.problems)
+    return dialogue
+
+
+def load_chat_format(loaded: LoadedRecipe) -> ChatFormat:
+    """The tokenizer, the chat template and the tokens that end a turn.
+
+    Raises:
+        RecipeError: names the key that does not fit the files.
+    """
+    recipe = loaded.recipe
+    folder = Path(recipe.model.path)
+    key = "model.path"
+    try:
+        tokenizer = load_tokenizer(folder, trust_remote_code=recipe.model.trust_remote_code)
+        key = "model.chat_template"
+        text = Path(recipe.model.chat_template).read_text() if recipe.model.chat_template else None
+        template = ChatTemplate(tokenizer, text, recipe.agent.chat_template_kwargs)
+        given = recipe.agent.stop_token_ids
+        key = "model.path" if given is None else "agent.stop_token_ids"
+        stops = stop_token_ids(folder, tokenizer) if given is None else checked_stop_tokens(given, tokenizer)
+    except (OSError, ValueError) as error:
+        raise RecipeError([loaded.problem(key, str(error))]) from error
+    return ChatFormat(template, stops)
+
+
+def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> Parser:
+    """The parser of that name; if it is empty, the one of the model's family that reads what the template writes.
+
+    Raises:
+        ValueError: there is no such parser, or it does not read the calls that the template writes.
+    """
+    if ":" in name:
+        return make_parser(name, schemas or [])
+    if not schemas:
+        return make_parser(name, []) if name else NoCalls()
+    candidates = (name,) if name else _family_parsers(folder)
+    written = _written_call(chat)
+    for candidate in candidates:
+        calls = make_parser(candidate, [_PROBE]).parse(written).calls
+        if len(calls) == 1 and isinstance(calls[0], ToolCall):
+            return make_parser(candidate, schemas)
+    tried = ", ".join(candidates)
+    raise ValueError(f"{tried}: does not read the calls that the chat template writes, such as {written!r}")
+
+
+def _family_parsers(folder: Path) -> tuple[str, ...]:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        return family_of(config).call_parsers
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no parser can be chosen for this model; name one: {error}") from error
+
+
+def _written_call(chat: ChatFormat) -> str:
+    """A call as the template writes it."""
+    question = {"role": "user", "content": "q"}
+    call = {"name": "probe", "arguments": {"x": "text"}}
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "functions.probe:0", "type": "function", "function": call}],
+    }
+    after = chat.template.render([question, turn], None, generate=False)
+    # Without the header of the turn, where the header is part of it: some formats begin a turn with their call.
+    for generate in (True, False):
+        before = chat.template.render([question], None, generate=generate)
+        if after.startswith(before):
+            return after[len(before) :]
+    return after

@@ -1,0 +1,77 @@
+"""Checks a recipe against the model in `model.path` before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+from slimrl import device
+from slimrl.checkpoints.hf_check import check_checkpoint
+from slimrl.config.load import LoadedRecipe, trains
+from slimrl.config.problems import Problem
+from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import read_hf_config
+from slimrl.models.offline_recipe import NEEDS_TRANSFORMER_ENGINE, model_violations, transformer_engine_keys
+from slimrl.resync.buckets import too_small
+from slimrl.runtime.checks.engine_format import engine_transform
+
+SERVING = ("train", "eval", "rollout", "resync bench")
+"""Commands that start engines."""
+
+
+def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Problem]:
+    """All problems of the checkpoint, and of the settings that must agree with it.
+
+    Args:
+        devices: the run starts on this machine or one like it; else checks that depend on devices are skipped.
+    """
+    path = Path(loaded.recipe.model.path)
+    try:
+        check_checkpoint(path)
+    except ValueError as error:
+        return [loaded.problem("model.path", str(error))]
+    hf_config = read_hf_config(path)
+    problems = _linear_attention_problems(loaded, hf_config) if devices else []
+    if loaded.command in ("train", "resync bench"):
+        problems += _resync_problems(loaded, hf_config, devices)
+    if trains(loaded.command):
+        megatron = loaded.recipe.model.megatron
+        if megatron:
+            try:
+                check_architecture(weights_folder(Path(megatron)), architecture_of(hf_config))
+            except ValueError as error:
+                problems.append(loaded.problem("model.megatron", str(error)))
+        problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
+        if devices and not device.has_transformer_engine():
+            problems += [loaded.problem(key, NEEDS_TRANSFORMER_ENGINE) for key in transformer_engine_keys(loaded)]
+    return problems
+
+
+def _linear_attention_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
+    """What a model with gated delta nets needs and this machine lacks."""
+    family, reasons = family_of(hf_config), []
+    if not family.linear_attention:
+        return []
+    on_gpu = device.device_type() == "cuda"
+    if loaded.command in SERVING and not on_gpu:
+        reasons.append(f"SGLang serves a {family.name} on a GPU alone, and there is none. slimrl sft trains it here.")
+    if trains(loaded.command) and on_gpu and not device.has_delta_net_kernels():
+        reasons.append(
+            f"a {family.name} trains on a GPU with the kernels of flash-linear-attention, which are not installed. "
+            "Install fla-core as in requirements/gpu.txt."
+        )
+    return [loaded.problem("model.path", reason) for reason in reasons]
+
+
+def _resync_problems(loaded: LoadedRecipe, hf_config: dict[str, Any], devices: bool) -> list[Problem]:
+    """Weights that cannot be sent to engines at all, or not in buckets of the recipe's size."""
+    recipe = loaded.recipe
+    try:
+        transform = engine_transform(Path(recipe.model.path))
+        weight_map = family_of(hf_config).weight_map(hf_config)
+    except ValueError as error:
+        return [loaded.problem("model.path", str(error))]
+    if transform is not None and not devices:
+        # The engines' format depends on their devices.
+        return []
+    reason = too_small(weight_map.specs(recipe.trainer.precision.dtype), recipe.resync.bucket_bytes, transform)
+    return [loaded.problem("resync.bucket_bytes", reason)] if reason else []

@@ -1,0 +1,45 @@
+"""What `slimrl inspect-chat` shows of a recipe."""
+
+from pathlib import Path
+
+from slimrl.agent.preview import preview_episode, preview_example
+from slimrl.config.hub import SMALL_FILES, fetch, hub_model, with_model
+from slimrl.config.load import LoadedRecipe
+from slimrl.config.problems import RecipeError
+from slimrl.data.preview import Preview
+from slimrl.data.prompts import read_conversations, read_prompts
+from slimrl.data.trajectory import Prompt
+from slimrl.runtime.checks.dialogue import load_chat_format, load_dialogue
+
+QUESTION = Prompt(prompt_id="preview", messages=[{"role": "user", "content": "(the question)"}], label=None)
+
+
+async def preview(loaded: LoadedRecipe) -> Preview:
+    """One conversation. Where data.train is not here, a made-up question begins it.
+
+    Raises:
+        RecipeError: names the key that does not fit the files.
+    """
+    if (model := hub_model(loaded.recipe.model.path)) is not None:
+        try:
+            loaded = with_model(loaded, fetch(model, SMALL_FILES))
+        except ValueError as error:
+            raise RecipeError([loaded.problem("model.path", str(error))]) from error
+    recipe = loaded.recipe
+    data = Path(recipe.data.train)
+    try:
+        if loaded.command == "sft":
+            chat = load_chat_format(loaded)
+            conversation = read_conversations(data, recipe.data.keys)[0]
+            sequences = chat.training_sequences(conversation.messages, conversation.tools)
+            return Preview(
+                stop_token_ids=chat.stop_token_ids,
+                segments=[preview_example(tokens, mask, chat) for tokens, mask in sequences],
+            )
+        dialogue = load_dialogue(loaded)
+        prompt = read_prompts(data, recipe.data.keys)[0] if loaded.command == "train" and data.is_file() else QUESTION
+        return await preview_episode(dialogue, recipe.rollout, recipe.agent, prompt)
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError([loaded.problem("data.train", str(error))]) from error

@@ -1,0 +1,124 @@
+"""A recipe's task, resolved before anything starts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slimrl.agent.dialogue import Dialogue
+from slimrl.agent.episode import EpisodeRunner, first_messages
+from slimrl.config.load import LoadedRecipe
+from slimrl.config.problems import RecipeError
+from slimrl.config.schema import Recipe
+from slimrl.data.engine import Engine
+from slimrl.data.import_path import resolve
+from slimrl.data.prompts import read_prompts
+from slimrl.data.rows import summary
+from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rewards.scoring import RewardFunction
+from slimrl.runtime.checks.attempts import Attempts
+from slimrl.runtime.checks.dialogue import load_dialogue
+
+GroupFilter = Callable[[list[Trajectory]], bool]
+"""Given the trajectories of one group, returns whether to train on them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    dialogue: Dialogue
+    reward: RewardFunction
+    group_filters: list[GroupFilter]
+    train: dict[str, list[Prompt]]
+    """By the file's name; empty if the command does not train"""
+    eval_sets: dict[str, list[Prompt]]
+    notes: list[str] = field(default_factory=list)
+    """How many prompts of each file are left out, if `data.max_prompt_tokens` says so"""
+    num_left_out: int = 0
+    """Prompts left out of the files to train on"""
+
+    def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner:
+        return EpisodeRunner(engine=engine, dialogue=self.dialogue, rollout=recipe.rollout, agent=recipe.agent)
+
+
+def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
+    """Resolve functions and tools, and read the data of a recipe's task.
+
+    Raises:
+        RecipeError: all problems at once: import paths, tools, the chat template, broken lines of data, prompts
+            without room for an answer.
+    """
+    recipe = loaded.recipe
+    data, attempts = recipe.data, Attempts(loaded)
+    values: dict[str, Any] = {
+        "dialogue": attempts.get("model.path", lambda: load_dialogue(loaded)),
+        "reward": attempts.get("reward.function", lambda: resolve(recipe.reward.function)),
+        "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
+        "train": {
+            name: attempts.get(data.train_key(name), partial(_read_training, name, Path(path), data.keys))
+            for name, path in (data.train_files.items() if train else ())
+        },
+        "eval_sets": {
+            name: attempts.get(f"data.eval.{name}", partial(read_prompts, Path(path), data.keys_of_eval))
+            for name, path in (data.eval.items() if evaluate else ())
+        },
+    }
+    if attempts.problems:
+        raise RecipeError(attempts.problems)
+    task = _without_long_prompts(Task(**values), recipe, attempts)
+    if attempts.problems:
+        raise RecipeError(attempts.problems)
+    return task
+
+
+def _read_training(name: str, path: Path, keys: dict[str, str]) -> list[Prompt]:
+    """The prompts of a file; ids of those of `data.more` begin with its name, since other files may have the same."""
+    prompts = read_prompts(path, keys)
+    return prompts if name == "train" else [replace(one, prompt_id=f"{name}/{one.prompt_id}") for one in prompts]
+
+
+def _without_long_prompts(task: Task, recipe: Recipe, attempts: Attempts) -> Task:
+    """The task without prompts that are longer than `data.max_prompt_tokens`, and what was left out; adds problems."""
+    notes = []
+
+    def fitting(sets: dict[str, list[Prompt]], key_of: Callable[[str], str]) -> dict[str, list[Prompt]]:
+        kept = {}
+        for name, prompts in sets.items():
+            kept[name] = attempts.get(key_of(name), partial(_fitting, prompts, task.dialogue, recipe)) or []
+            limit, count = recipe.data.max_prompt_tokens, len(prompts) - len(kept[name])
+            if limit is not None:
+                notes.append(f"{key_of(name)}: left out {count} of {len(prompts)} prompts, longer than {limit} tokens")
+        return kept
+
+    train = fitting(task.train, recipe.data.train_key)
+    eval_sets = fitting(task.eval_sets, "data.eval.{}".format)
+    num_left_out = sum(map(len, task.train.values())) - sum(map(len, train.values()))
+    return replace(task, train=train, eval_sets=eval_sets, notes=notes, num_left_out=num_left_out)
+
+
+def _fitting(prompts: list[Prompt], dialogue: Dialogue, recipe: Recipe) -> list[Prompt]:
+    """The prompts that are not longer than `data.max_prompt_tokens`.
+
+    Raises:
+        ValueError: lists prompts that the chat template refuses, or without room for an answer; or none is left.
+    """
+    whole, longest = recipe.rollout.max_trajectory_tokens, recipe.data.max_prompt_tokens
+    broken, kept = [], []
+    for prompt in prompts:
+        try:
+            messages = first_messages(prompt, recipe.agent.system_prompt)
+            count = len(dialogue.chat.prompt(messages, dialogue.tools.schemas).tokens)
+        except ValueError as error:
+            broken.append(f"{prompt.source}: {error}")
+            continue
+        if longest is not None and count > longest:
+            continue
+        if count >= whole:
+            said = f"{count} tokens leave no room to answer; rollout.max_trajectory_tokens is {whole}"
+            broken.append(f"{prompt.source}: {said}")
+        kept.append(prompt)
+    if broken:
+        raise ValueError(summary(broken))
+    if not kept:
+        raise ValueError(f"all {len(prompts)} prompts are longer than data.max_prompt_tokens {longest}")
+    return kept

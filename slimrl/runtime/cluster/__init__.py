@@ -1,0 +1,1 @@
+"""The Ray side of a run: the cluster, placement, actors and groups of them."""

@@ -1,0 +1,174 @@
+"""One rollout engine as a Ray actor, a process that owns an SGLang server; on several nodes an actor for each."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from slimrl import device
+from slimrl.config.hub import fetch_to_this_node
+from slimrl.config.schema import Recipe
+from slimrl.data.engine import EngineError
+from slimrl.data.seeds import derive_seed
+from slimrl.ipc.allocator import forbid_expandable_segments
+from slimrl.ipc.stale_files import clean_stale_segments
+from slimrl.observability.logs import capture_output
+from slimrl.rollout.servers.control import EngineMemory, SglangControl
+from slimrl.rollout.servers.ports import free_port
+from slimrl.rollout.servers.process import ServerError
+from slimrl.rollout.servers.server import EnginePart, EngineServer, part_name
+from slimrl.runtime.cluster.placement import Node
+
+ENDS_WITHIN_S = 2.0
+"""A server ends about a second after its worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAddress:
+    """An engine's address and processes."""
+
+    name: str
+    url: str
+    tensor: int
+    """Number of tensor-parallel ranks"""
+    nodes: tuple[str, ...]
+    """Names of its nodes, the first part's first"""
+    pids: tuple[int, ...]
+    """The actor's process and the server's main process, of each part"""
+
+
+def actor_log(index: int, part: int) -> str:
+    """Name of an actor's log."""
+    return f"{part_name(index, part).replace(' ', '_')}_actor.log"
+
+
+@ray.remote(max_restarts=0)
+class EngineActor:
+    """Starts, watches and ends an SGLang server, which ends with this process, however that ends."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        logs: Path,
+        working_directory: Path,
+        index: int,
+        node: Node,
+        devices: tuple[str, ...],
+        part: int = 0,
+    ) -> None:
+        """
+        Args:
+            working_directory: the driver's.
+            node: this process's node; the server listens on its address.
+            devices: GPU ids of an engine with several GPUs; empty if this process sees the right ones already.
+            part: number of the engine's part that this actor owns.
+        """
+        capture_output(logs / actor_log(index, part))
+        os.chdir(working_directory)
+        forbid_expandable_segments(os.environ)
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        self.recipe, self.logs, self.index, self.node, self.part = recipe, logs, index, node, part
+        self.starts = 0
+
+    def meeting(self) -> str:
+        """An address on this node at which the parts of an engine can find each other."""
+        return f"{self.node.address}:{free_port(self.node.address)}"
+
+    def start(self, meeting: str | None = None) -> EngineAddress:
+        """
+        Args:
+            meeting: for an engine on several nodes, whose actors are told to start together; of its first part.
+        """
+        return self._start(None, meeting)
+
+    def restart(self, meeting: str | None = None) -> EngineAddress:
+        """Replace the server, whatever its state, by a new one at the same address, and leave that paused.
+
+        It has the checkpoint's weights, and holds the memory that engines hold during a resync.
+        """
+        self.server.stop()
+        self.control.close()
+        address = self._start(self.server.port, meeting)
+        if self.part > 0:
+            return address
+        self.control.pause()
+        if self.recipe.rollout.colocated:
+            self.control.release_memory([EngineMemory.kv_cache, EngineMemory.cuda_graph])
+        return address
+
+    def flush_cache(self) -> None:
+        """Raises EngineError if the engine cannot flush its prefix cache."""
+        self.control.flush_when_idle()
+
+    def release_memory(self, parts: list[EngineMemory]) -> None:
+        """A server that has ended holds no memory; the next resync replaces it."""
+        with self._unless_ended():
+            self.control.release_memory(parts)
+
+    def resume_memory(self, parts: list[EngineMemory]) -> None:
+        """With the KV cache the engine serves requests again. A server that has ended is skipped."""
+        with self._unless_ended():
+            self.control.resume_memory(parts)
+            if EngineMemory.kv_cache in parts:
+                self.control.resume()
+
+    @contextmanager
+    def _unless_ended(self) -> Iterator[None]:
+        """Ignore EngineError if the server has ended, or ends within ENDS_WITHIN_S."""
+        try:
+            yield
+        except EngineError:
+            deadline = time.monotonic() + ENDS_WITHIN_S
+            while not self.ending():
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def ending(self) -> str:
+        """How the server ended, with the cause from its log; empty while it runs."""
+        try:
+            self.server.check()
+        except ServerError as error:
+            return str(error)
+        return ""
+
+    def stop(self) -> None:
+        """End the server, and remove leftovers of dead trainer ranks in this node's shared memory."""
+        self.server.stop()
+        clean_stale_segments()
+
+    def _start(self, port: int | None, meeting: str | None) -> EngineAddress:
+        fetch_to_this_node(self.recipe.model.path)
+        rollout = self.recipe.rollout
+        stem = actor_log(self.index, self.part).removesuffix("_actor.log")
+        again = f"_start_{self.starts}" if self.starts else ""
+        self.starts += 1
+        self.server = EngineServer(
+            self.index,
+            rollout,
+            Path(self.recipe.model.path).absolute(),
+            self.logs / f"{stem}{again}.log",
+            precision=self.recipe.trainer.precision,
+            cuda=device.device_type() == "cuda",
+            host=self.node.address,
+            port=port,
+            seed=derive_seed(self.recipe.seed, "engine", self.index),
+            deterministic=self.recipe.deterministic,
+            trust_remote_code=self.recipe.model.trust_remote_code,
+            part=None if meeting is None else EnginePart(number=self.part, meeting=meeting),
+        )
+        self.server.wait_ready()
+        name = part_name(self.index, self.part)
+        self.control = SglangControl(name, self.server.url, timeout_s=self.recipe.resync.timeout_s)
+        return EngineAddress(
+            name=name,
+            url=self.server.url,
+            tensor=rollout.engine_tp,
+            nodes=(self.node.name,),
+            pids=(os.getpid(), self.server.process.pid),
+        )

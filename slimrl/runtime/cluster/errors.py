@@ -1,0 +1,31 @@
+"""Exceptions of a run."""
+
+
+class RunError(Exception):
+    """The run failed; the message gives the cause in a few lines, for the user's terminal."""
+
+
+class StageError(RunError):
+    """A process of the run failed or missed its deadline.
+
+    `details`, tracebacks included, go to the driver's log, not to the terminal.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class Preempted(Exception):
+    """The run was preempted and saved a checkpoint; the message says how to continue."""
+
+
+class StepDropped(Exception):
+    """The current step was dropped before it changed any weights."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the run to end.
+
+    Not an Exception, which an event loop would swallow in whichever callback it was running.
+    """

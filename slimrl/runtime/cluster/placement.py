@@ -1,0 +1,168 @@
+"""Placement of a run's processes on nodes: a pure function of the recipe and the nodes.
+
+A slot is the room of one trainer rank: a GPU, or a core of a cluster without GPUs.
+
+1. Trainer ranks fill one node after the other, in the order of ranks. If the nodes allow it, tensor-parallel and
+   expert-parallel groups stay within a node.
+2. Engines that share devices with the trainer (`rollout.colocated`, or resync over `ipc`) use its ranks' slots, and if
+   these do not suffice, free ones of the same nodes. Other engines use slots without a rank.
+3. An engine's slots are on one node, or in equal parts on `rollout.engine_nodes` nodes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from slimrl.config.rollout_rules import LARGER_ENGINES
+from slimrl.config.schema import Recipe
+from slimrl.runtime.cluster.errors import StageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    node_id: str
+    name: str
+    """Unique in the cluster; for messages and for the planner of a resync"""
+    address: str
+    """At which other processes of the run reach servers on this node"""
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    node: Node
+    number: int
+    """Within the node, from 0"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    ranks: tuple[Slot, ...]
+    """Of each trainer rank"""
+    engines: tuple[tuple[Slot, ...], ...]
+    """Of each engine, node by node"""
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots of the run, each once."""
+        return tuple(self.num_processes)
+
+    @cached_property
+    def num_processes(self) -> Counter[Slot]:
+        """Number of trainer ranks and engines on each slot of the run."""
+        return Counter((*self.ranks, *(slot for slots in self.engines for slot in slots)))
+
+
+def most_slots(recipe: Recipe, *, num_ranks: int, num_engines: int) -> int:
+    """Slots of the run if trainer and engines share none."""
+    return num_ranks + num_engines * recipe.rollout.engine_tp
+
+
+def place(recipe: Recipe, nodes: Sequence[Node], *, num_ranks: int, num_engines: int, unit: str = "slots") -> Placement:
+    """
+    Args:
+        nodes: in the order in which they are filled.
+        unit: kind of slot, for errors: "GPUs" or "cores".
+
+    Raises:
+        StageError: the nodes are too few or too small; the message says what is there and what is needed.
+    """
+    shared = num_ranks > 0 and recipe.shares_devices
+    ranks = _place_ranks(recipe, nodes, num_ranks)
+    engines = None if ranks is None else _place_engines(recipe, nodes, ranks, num_engines, shared=shared)
+    if ranks is None or engines is None:
+        raise StageError(_refusal(recipe, nodes, num_ranks, num_engines, shared=shared, unit=unit))
+    return Placement(ranks=ranks, engines=engines)
+
+
+def place_on_fewest(recipe: Recipe, slots_per_node: int, *, num_ranks: int, num_engines: int) -> tuple[Placement, int]:
+    """The placement on the fewest equal nodes that suffice, and their number.
+
+    Raises:
+        ValueError: no number of such nodes suffices.
+    """
+    shared = num_ranks > 0 and recipe.shares_devices
+    taken = num_ranks if shared else most_slots(recipe, num_ranks=num_ranks, num_engines=num_engines)
+    fewest = -(-taken // slots_per_node)
+    # More nodes than processes do not help.
+    for count in range(max(1, fewest), num_ranks + num_engines * recipe.rollout.engine_nodes + 1):
+        names = (f"node{index}" for index in range(count))
+        nodes = [Node(node_id=name, name=name, address=name, slots=slots_per_node) for name in names]
+        try:
+            return place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines), count
+        except StageError:
+            continue
+    size, parts = recipe.rollout.engine_tp, recipe.rollout.engine_nodes
+    if size // parts > slots_per_node or not shared:
+        where = f"each engine is on {parts} nodes" if parts > 1 else "each engine is on one node"
+        reason = f"rollout.engine_tp = {size}, and {where}. {LARGER_ENGINES}"
+    else:
+        reason = (
+            f"rollout.num_engines = {num_engines} with rollout.engine_tp = {size} do not fit on those that have "
+            f"the {num_ranks} trainer ranks, whose GPUs they share."
+        )
+    raise ValueError(f"no number of nodes with {slots_per_node} GPUs is enough: {reason}")
+
+
+def _place_ranks(recipe: Recipe, nodes: Sequence[Node], num_ranks: int) -> tuple[Slot, ...] | None:
+    """The first that fits: tensor- and expert-parallel groups within nodes, only tensor-parallel ones, any slots."""
+    parallel = recipe.trainer.parallel
+    groups = math.lcm(parallel.tensor, parallel.expert * parallel.expert_tensor)
+    for block in (groups, parallel.tensor, 1):
+        slots: list[Slot] = []
+        for node in nodes:
+            count = min(num_ranks - len(slots), node.slots // block * block)
+            slots += [Slot(node=node, number=number) for number in range(count)]
+        if len(slots) == num_ranks:
+            return tuple(slots)
+    return None
+
+
+def _place_engines(
+    recipe: Recipe, nodes: Sequence[Node], ranks: Sequence[Slot], num_engines: int, *, shared: bool
+) -> tuple[tuple[Slot, ...], ...] | None:
+    parts = recipe.rollout.engine_nodes
+    size = recipe.rollout.engine_tp // parts
+    taken = set(ranks)
+    slots_of = {node: [Slot(node=node, number=number) for number in range(node.slots)] for node in nodes}
+    with_ranks = {node: [slot for slot in slots if slot in taken] for node, slots in slots_of.items()}
+    without = {node: [slot for slot in slots if slot not in taken] for node, slots in slots_of.items()}
+    trainer_nodes = {slot.node for slot in ranks}
+    engines: list[tuple[Slot, ...]] = []
+
+    def take(free: list[list[Slot]]) -> None:
+        """Place as many engines as fit on these slots, a list for each node."""
+        while len(engines) < num_engines:
+            roomy = [slots for slots in free if len(slots) >= size][:parts]
+            if len(roomy) < parts:
+                return
+            engines.append(tuple(slot for slots in roomy for slot in slots[:size]))
+            for slots in roomy:
+                del slots[:size]
+
+    if shared:
+        take(list(with_ranks.values()))
+        take([slots + without[node] for node, slots in with_ranks.items() if node in trainer_nodes])
+    else:
+        take(list(without.values()))
+    return tuple(engines) if len(engines) == num_engines else None
+
+
+def _refusal(
+    recipe: Recipe, nodes: Sequence[Node], num_ranks: int, num_engines: int, *, shared: bool, unit: str
+) -> str:
+    size, parts = recipe.rollout.engine_tp, recipe.rollout.engine_nodes
+    needed = []
+    if num_ranks:
+        needed.append(f"{num_ranks} {unit} for trainer ranks")
+    if num_engines:
+        where = " on the trainer's nodes, on the same ones as its ranks" if shared else ""
+        spread = "one node" if parts == 1 else f"{parts} nodes"
+        others = " others" if num_ranks and not shared else f" {unit}"
+        needed.append(f"{num_engines} x {size}{others} for engines{where}, each engine on {spread}")
+    there = ", ".join(f"{node.name} {node.slots}" for node in nodes) or "no node"
+    too_large = num_engines and size // parts > max((node.slots for node in nodes), default=size)
+    instead = f". {LARGER_ENGINES}" if too_large else ""
+    return f"the cluster is too small: the run needs {' and '.join(needed)}; there are {unit} on: {there}{instead}"

@@ -1,0 +1,77 @@
+"""The processes of a run, engines and trainer, started in the order that device memory requires.
+
+They start in parallel, since both spend most of their start importing. With `rollout.colocated` they start one after
+the other, since an engine takes a fraction of the memory that it finds free:
+
+1. The trainer is built and loads its weights, and on a resume its optimizer's state.
+2. It releases all of its memory.
+3. The engines start. This is the first row of the table in memory_phases.py.
+"""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimrl.config.schema import Recipe
+from slimrl.data.training import MemoryPart
+from slimrl.observability.progress import Progress
+from slimrl.observability.run_folder import RunFolder
+from slimrl.runtime.cluster.engine_group import EngineGroup
+from slimrl.runtime.cluster.reservation import Reservation
+from slimrl.runtime.cluster.trainer_group import TrainerGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """None for a part that the command does not need."""
+
+    engines: EngineGroup | None
+    trainers: TrainerGroup | None
+
+    @property
+    def roles(self) -> tuple[tuple[str, int], ...]:
+        """(role, pid) of each process, engines first."""
+        return tuple(role for part in (self.engines, self.trainers) if part is not None for role in part.roles)
+
+
+def start_processes(
+    recipe: Recipe,
+    folder: RunFolder,
+    progress: Progress,
+    ends: ExitStack,
+    places: Reservation,
+    *,
+    total_updates: int | None,
+    checkpoint: Path | None,
+) -> Processes:
+    """See `start.started`; `ends` gets the callbacks that end them.
+
+    Raises:
+        StageError: a process did not start.
+    """
+    engines = trainers = None
+    in_turn = recipe.rollout.colocated and total_updates is not None
+    # Engines end after the trainer: they remove its leftovers in shared memory.
+    engine_ends = ends.enter_context(ExitStack())
+    if places.placement.engines and not in_turn:
+        engines = _start_engines(recipe, folder, places, engine_ends)
+    if total_updates is not None:
+        trainers = TrainerGroup(recipe, folder, progress, places, total_updates=total_updates)
+        ends.callback(trainers.kill)
+        trainers.start(checkpoint)
+        if places.placement.engines and in_turn:
+            trainers.release_memory(list(MemoryPart))
+            log.info("the trainer has released its memory; starting the engines")
+            engines = _start_engines(recipe, folder, places, engine_ends)
+    if engines is not None:
+        engines.wait_ready()
+    return Processes(engines=engines, trainers=trainers)
+
+
+def _start_engines(recipe: Recipe, folder: RunFolder, places: Reservation, ends: ExitStack) -> EngineGroup:
+    engines = EngineGroup(recipe, folder, places)
+    ends.callback(engines.stop)
+    return engines

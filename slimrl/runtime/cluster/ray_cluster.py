@@ -1,0 +1,125 @@
+"""The Ray cluster of a run.
+
+Without an address a run starts a private cluster on this machine, in a temporary folder of its own. With an address it
+joins the cluster whose head node is there, and leaves it at the end: its actors end, the cluster's nodes stay.
+Processes of a private cluster put their temporary files into that folder too, since most are killed before they could
+remove them; the folder is removed as a whole. If the driver is killed, a guard (guard.py) ends these processes.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import ray
+
+from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.guard import end_members, guarded
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 1024**3
+"""Shared memory of a private cluster's object store."""
+
+START_ATTEMPTS = 3
+RAY_GIVES_UP_S = 30.0
+"""How long Ray itself, which has no option for it, waits for its node."""
+
+_TEMP_PREFIX = "slimrl-ray-"
+_COMPILED_PREFIX = "slimrl-compiled-"
+
+
+@contextmanager
+def ray_cluster(address: str | None, *, num_slots: int) -> Iterator[None]:
+    """Join the cluster at `address`, or start one on this machine and end it afterwards.
+
+    Args:
+        num_slots: number of CPUs that a private cluster reports, whatever this machine has: trainer and engines take
+            turns, and no process starts more threads than its recipe says.
+
+    Raises:
+        StageError: Ray did not start, or does not answer.
+    """
+    if address is not None:
+        try:
+            _join(address)
+            yield
+        finally:
+            ray.shutdown()
+        return
+    _remove_stale_temp_dirs()
+    # In the system's temporary folder, since the path of a unix socket has at most 107 bytes.
+    temp_dir = Path(tempfile.gettempdir()) / f"{_TEMP_PREFIX}{os.getpid()}"
+    temporary_files = temp_dir / "tmp"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    with guarded(temp_dir, temporary_files):
+        try:
+            with _temporary_files_in(temporary_files):
+                _start_local(temp_dir, num_slots)
+            yield
+        finally:
+            ray.shutdown()
+            shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Child processes started inside put temporary files into this folder; this process does not.
+
+    torch's compiled kernels go to a folder that later runs reuse.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    compiled = Path(tempfile.gettempdir()) / f"{_COMPILED_PREFIX}{os.getuid()}"
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
+    os.environ["TMPDIR"] = str(folder)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _join(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (RuntimeError, ConnectionError, ValueError) as error:
+        raise StageError(f"no Ray cluster answers at {address}: {error}") from error
+
+
+def _start_local(temp_dir: Path, num_slots: int) -> None:
+    """Start a cluster, again if Ray was only too slow: it gives up on a machine that is busy with something else."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        began = time.monotonic()
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_slots,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(temp_dir),
+            )
+            return
+        except Exception as error:  # Ray raises a plain Exception when its own processes are late.
+            # Ray ends only processes of a cluster that has started.
+            end_members(temp_dir, Path(os.environ["TMPDIR"]), grace_s=0.0)
+            if time.monotonic() - began < RAY_GIVES_UP_S or attempt == START_ATTEMPTS:
+                raise StageError(f"Ray did not start: {error}") from error
+            log.warning("Ray gave up on its own start, attempt %d of %d: %s", attempt, START_ATTEMPTS, error)
+
+
+def _remove_stale_temp_dirs() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_TEMP_PREFIX}*"):
+        pid = folder.name.removeprefix(_TEMP_PREFIX)
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,131 @@
+"""One trainer rank as a Ray actor: a process that holds a TrainerWorker and its side of the resync.
+
+Only the actor's process imports Megatron: the driver, which imports this module for the actor's class, does not pay
+for it.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util import get_node_ip_address
+
+from slimrl.config.hub import fetch_to_this_node
+from slimrl.config.schema import Recipe
+from slimrl.data.training import Layout
+from slimrl.ipc.allocator import forbid_expandable_segments
+from slimrl.ipc.stale_files import clean_stale_segments
+from slimrl.observability.logs import capture_output
+from slimrl.resync.session import ResyncReport, ResyncSession
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.ports import free_port
+from slimrl.runtime.checks.engine_format import engine_transform
+from slimrl.runtime.cluster.engine_actor import EngineAddress
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"progress": 1})  # type: ignore[call-overload]
+class TrainerActor:
+    """One trainer rank. The driver calls all ranks at once and in the same order."""
+
+    def __init__(
+        self, recipe: Recipe, log_file: Path, working_directory: Path, rank: int, node: str, total_updates: int
+    ) -> None:
+        """
+        Args:
+            working_directory: the driver's; the recipe's paths are relative to it.
+            node: name of this process's node.
+        """
+        capture_output(log_file)
+        os.chdir(working_directory)
+        os.environ.update(recipe.trainer.env)
+        forbid_expandable_segments(os.environ)
+        clean_stale_segments()
+        self.node = node
+        self.recipe, self.rank, self.total_updates = recipe, rank, total_updates
+        self.done, self.total = 0, 0
+        self.resync_session: ResyncSession | None = None
+        self.controls: list[SglangControl] = []
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and free port of rank 0."""
+        address = get_node_ip_address()
+        return address, free_port(address)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def start(self, address: str, port: int) -> Layout:
+        """Join the other ranks and build the model; weights are random until loaded."""
+        from slimrl.trainer.worker import TrainerWorker
+
+        fetch_to_this_node(self.recipe.model.path)
+        self.worker = TrainerWorker(
+            self.recipe.trainer,
+            Path(self.recipe.model.path),
+            seed=self.recipe.seed,
+            rank=self.rank,
+            world_size=self.recipe.trainer.num_ranks,
+            master_addr=address,
+            master_port=port,
+            total_updates=self.total_updates,
+            deterministic=self.recipe.deterministic,
+        )
+        self.worker.runner.on_progress = self._set_progress
+        return self.worker.layout
+
+    def load_weights(self) -> None:
+        """From `model.megatron` if it is set, else from `model.path`."""
+        if self.recipe.model.megatron:
+            self.worker.load_megatron(Path(self.recipe.model.megatron))
+        else:
+            self.worker.load_hf()
+
+    def work(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.worker, method)(*arguments)
+
+    def connect_engines(self, engines: list[EngineAddress]) -> None:
+        """Name the engines that `resync` updates; again when some were restarted, with the same names and addresses."""
+        timeout_s, replaced = self.recipe.resync.timeout_s, self.controls
+        self.controls = [
+            SglangControl(e.name, e.url, num_ranks=e.tensor, nodes=e.nodes, timeout_s=timeout_s) for e in engines
+        ]
+        if self.resync_session is None:
+            self.resync_session = ResyncSession(
+                self.worker.weight_source(),
+                self.controls,
+                self.recipe.resync,
+                rank=self.rank,
+                run_id=self.recipe.run.name,
+                node=self.node,
+                address=get_node_ip_address(),
+                model_dir=Path(self.recipe.model.path),
+                run_dir=Path(self.recipe.run.dir) / self.recipe.run.name,
+                transform=engine_transform(Path(self.recipe.model.path)),
+            )
+        else:
+            self.resync_session.use(self.controls)
+        for control in replaced:
+            control.close()
+
+    def resync(self, version: int) -> ResyncReport | None:
+        """Send the weights to all engines; only rank 0 returns a report."""
+        assert self.resync_session is not None, "connect_engines comes first"
+        self._set_progress(0, 0)
+        return self.resync_session.run(version, self._set_progress)
+
+    def close(self) -> None:
+        """Leave the process groups and remove segments of shared memory."""
+        if self.resync_session is not None:
+            self.resync_session.close()
+        for control in self.controls:
+            control.close()
+        self.worker.close()
+
+    @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
+    def progress(self) -> tuple[int, int]:
+        """(done, total) micro-batches or buckets of the current call."""
+        return self.done, self.total
+
+    def _set_progress(self, done: int, total: int) -> None:
+        self.done, self.total = done, total

@@ -1,0 +1,182 @@
+"""The trainer of a run, from the driver's side: one actor per rank, called together."""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slimrl.algorithms.losses import ObjectiveName, loss_function
+from slimrl.algorithms.mismatch import LogProbReport
+from slimrl.checkpoints.digests import FileDigest
+from slimrl.config.environment import trainer_variables
+from slimrl.config.schema import Recipe
+from slimrl.data.packing import PackedBatch
+from slimrl.data.training import Layout, MemoryPart, UpdateResult
+from slimrl.observability.progress import Phase, Progress
+from slimrl.observability.run_folder import RunFolder
+from slimrl.resync.session import ResyncReport
+from slimrl.runtime.cluster.actors import ActorGroup
+from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.reservation import Reservation
+from slimrl.runtime.cluster.trainer_actor import TrainerActor
+
+
+class TrainerGroup:
+    """All ranks of the trainer. Every method raises StageError if a rank fails or is late."""
+
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, progress: Progress, places: Reservation, *, total_updates: int
+    ) -> None:
+        """Start the processes; `start` waits for them."""
+        self._recipe, self._progress = recipe, progress
+        actors, logs, nodes = {}, {}, {}
+        variables = trainer_variables(recipe, os.environ)
+        for rank, slot in enumerate(places.placement.ranks):
+            name, log_file = f"trainer {rank}", folder.log_file(f"trainer_{rank}")
+            options = places.options(slot, variables)
+            actors[name] = TrainerActor.options(**options).remote(  # type: ignore[attr-defined]
+                recipe, log_file.absolute(), Path.cwd(), rank, slot.node.name, total_updates
+            )
+            logs[name], nodes[name] = log_file, slot.node
+        self._nodes = nodes
+        self._actors = ActorGroup(actors, logs, nodes)
+        self._layouts: dict[str, Layout] = {}
+        self.pids: tuple[int, ...] = ()
+
+    @property
+    def roles(self) -> tuple[tuple[str, int], ...]:
+        """(role and node, pid) of each rank."""
+        return tuple(
+            (f"{name} on {self._nodes[name].name}", pid) for name, pid in zip(self._nodes, self.pids, strict=True)
+        )
+
+    def start(self, checkpoint: Path | None = None) -> None:
+        """Join the ranks, build the model and load the recipe's weights.
+
+        Args:
+            checkpoint: a run's checkpoint; its weights and optimizer state replace these.
+        """
+        timeout_s = self._recipe.trainer.startup_timeout_s
+        self.pids = tuple(self._actors.call("pid", timeout_s=timeout_s).values())
+        first = self._actors.names[0]
+        address = self._actors.call("rendezvous", {first: ()}, timeout_s=timeout_s)[first]
+        self._layouts = self._actors.call("start", self._same(*address), timeout_s=timeout_s)
+        self._actors.call("load_weights", timeout_s=timeout_s)
+        if checkpoint is not None:
+            self._work("load_checkpoint", self._same((checkpoint / "trainer").absolute()))
+
+    @property
+    def layout(self) -> Layout:
+        """Rank 0's; all ranks have its sizes."""
+        return next(iter(self._layouts.values()))
+
+    def put_batches(self, updates: Sequence[PackedBatch]) -> None:
+        """Give the ranks a rollout's batches, which they hold until the next; an update's number is its index."""
+        batches = [ray.put([batch[rank] for batch in updates]) for rank in range(self.layout.data)]
+        self._work("put_batches", {name: (batches[layout.data_rank],) for name, layout in self._layouts.items()})
+
+    def add_logprobs(self, update: int, name: str, temperature: float, *, routing: bool = False) -> list[LogProbReport]:
+        """Add the current policy's log-probs to an update's batch on the ranks, as array `name`.
+
+        Args:
+            routing: compare the experts of each token too.
+
+        Returns:
+            A report for each micro-batch, in the order of `put_batches`.
+        """
+        results = self._pass("log-probs", "add_logprobs", update, name, temperature, routing)
+        reported = {self._layouts[name].data_rank: result for name, result in results.items() if result is not None}
+        return [report for rank in sorted(reported) for report in reported[rank]]
+
+    def refresh_remote(self, update: int, temperature: float) -> None:
+        """See HeldBatches.refresh_remote."""
+        self._pass("log-probs", "refresh_remote", update, temperature)
+
+    def train_update(
+        self, update: int, objective: ObjectiveName, *, denominator: float, temperature: float
+    ) -> UpdateResult:
+        """One optimizer update on an update's batch; see MicroBatchRunner.train_update."""
+        loss = loss_function(objective, self._recipe.algorithm)
+        return next(iter(self._pass("train", "train_update", update, loss, denominator, temperature).values()))
+
+    def connect_engines(self, engines: Sequence[EngineAddress]) -> None:
+        """Before the first resync, and again when some of the engines have been restarted."""
+        self._call("connect_engines", list(engines))
+
+    def resync(self, version: int) -> ResyncReport:
+        """Send the weights to the engines; when this returns, they serve them as `version`."""
+        with self._watched("resync", "buckets") as watch:
+            results = self._actors.call(
+                "resync", self._same(version), timeout_s=self._recipe.trainer.timeout_s, while_waiting=watch
+            )
+        return next(report for report in results.values() if report is not None)
+
+    def release_memory(self, parts: Collection[MemoryPart]) -> None:
+        """See Offload.release."""
+        self._work("release_memory", self._same(list(parts)))
+
+    def resume_memory(self, parts: Collection[MemoryPart]) -> None:
+        """See Offload.restore."""
+        self._work("resume_memory", self._same(list(parts)))
+
+    def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
+        """Checksums of all files that the ranks wrote, by name in the folder."""
+        written = self._work("save_checkpoint", self._same(directory.absolute()))
+        return {name: digest for files in written.values() for name, digest in files.items()}
+
+    def export_hf(self, directory: Path) -> None:
+        self._work("export_hf", self._same(directory.absolute()))
+
+    def close(self) -> None:
+        """Have the ranks release what outlives a process; for a successful end of a run."""
+        self._call("close")
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        self._actors.kill()
+
+    def _same(self, *arguments: Any) -> dict[str, tuple[Any, ...]]:
+        return dict.fromkeys(self._actors.names, arguments)
+
+    def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
+        return self._actors.call(method, self._same(*arguments), timeout_s=self._recipe.trainer.timeout_s)
+
+    def _work(
+        self, method: str, arguments: Mapping[str, tuple[Any, ...]], while_waiting: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """Call a method of the ranks' workers; errors have its name."""
+        calls = self._actors.begin("work", {name: (method, *given) for name, given in arguments.items()})
+        return self._actors.wait(calls, method, timeout_s=self._recipe.trainer.timeout_s, while_waiting=while_waiting)
+
+    def _pass(self, phase: str, method: str, *arguments: Any) -> dict[str, Any]:
+        with self._watched(phase, "micro-batches") as watch:
+            return self._work(method, self._same(*arguments), watch)
+
+    @contextmanager
+    def _watched(self, phase: str, unit: str) -> Iterator[Callable[[], None]]:
+        """A function that shows rank 0's progress each time it is called."""
+        with self._progress.phase(phase, 0, unit) as shown:
+            yield _Watch(self._actors.first, shown)
+
+
+class _Watch:
+    """Asks an actor for its progress, one question at a time."""
+
+    def __init__(self, actor: Any, phase: Phase) -> None:
+        self._actor, self._phase = actor, phase
+        self._asked: Any = None
+
+    def __call__(self) -> None:
+        if self._asked is not None:
+            answered, _ = ray.wait([self._asked], timeout=0)
+            if not answered:
+                return
+            # A failed rank is reported by the call itself.
+            try:
+                self._phase.update(*ray.get(self._asked))
+            except ray.exceptions.RayError:
+                return
+        self._asked = self._actor.progress.remote()

@@ -1,0 +1,1 @@
+"""Resyncs without a run: `slimrl resync bench` and `slimrl resync estimate`."""

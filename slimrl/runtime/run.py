@@ -1,0 +1,90 @@
+"""What all training runs share: numbered steps, their metrics, checkpoints, the final export."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from slimrl.config.schema import Recipe
+from slimrl.data.mixture import DataOrder
+from slimrl.observability.progress import Progress
+from slimrl.observability.run_folder import RunFolder
+from slimrl.observability.trackers import Trackers
+from slimrl.runtime.cluster.errors import StepDropped
+from slimrl.runtime.cluster.trainer_group import TrainerGroup
+from slimrl.runtime.preemption import Preemption
+from slimrl.runtime.state import CheckpointFolder, RunState
+from slimrl.runtime.step_metrics import Step
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """A started run: the trainer has the weights of `state`."""
+
+    recipe: Recipe
+    folder: RunFolder
+    trainers: TrainerGroup
+    trackers: Trackers
+    progress: Progress
+    state: RunState
+    preemption: Preemption
+    data: DataOrder[Any] | None
+    """The steps' data; None if every step trains on the same data, and then no checkpoint is kept."""
+    summary_every_steps: int = 1
+    """Only multiples of this, the first and the last step are shown."""
+
+    def __post_init__(self) -> None:
+        self._checkpoints = CheckpointFolder(self.folder.checkpoints)
+
+    @property
+    def should_continue(self) -> bool:
+        return self.state.step < self.recipe.steps and not self.preemption.asked
+
+    @contextmanager
+    def next_step(self) -> Iterator[Step]:
+        """The next step, which counts when the block ends; a dropped step does not count."""
+        step = Step(self.state.step + 1)
+        try:
+            yield step
+        except StepDropped:
+            self.progress.say(f"step {step.number} dropped: its rollout took longer than checkpoint.grace_s")
+            return
+        step.close()
+        self.state.step = step.number
+        if self.data is not None:
+            self.state.cursor = self.data.state()
+        self._end(step)
+
+    def checkpoint_is_due(self) -> bool:
+        """At the last step, every `checkpoint.every_steps` and on preemption, unless this step is saved already."""
+        step, every = self.state.step, self.recipe.checkpoint.every_steps
+        if step == 0 or self.data is None or self._checkpoints.holds(step):
+            return False
+        return step == self.recipe.steps or self.preemption.asked or (every > 0 and step % every == 0)
+
+    def save_checkpoint(self) -> None:
+        """Save a complete checkpoint, or none."""
+        self._checkpoints.save(self.state, self.recipe.checkpoint.keep, self.trainers.save_checkpoint)
+        self.folder.note_checkpoint(self.state.step)
+
+    def finish(self) -> None:
+        """Export the model, or only save a checkpoint if the run was preempted."""
+        if self.checkpoint_is_due():
+            # The preemption signal came after the last check of the loop.
+            self.save_checkpoint()
+        if self.state.step >= self.recipe.steps:
+            self._export()
+
+    def _end(self, step: Step) -> None:
+        """Handle the metrics of a complete step."""
+        self._write(step)
+
+    def _export(self) -> None:
+        """Export the model as a Hugging Face checkpoint. A run with an export is complete and cannot be resumed."""
+        self.trainers.export_hf(self.folder.fresh_export())
+        self.progress.say(f"model: {self.folder.export}")
+
+    def _write(self, step: Step) -> None:
+        self.trackers.log(step.number, step.metrics)
+        if step.number % self.summary_every_steps == 0 or step.number in (1, self.recipe.steps):
+            self.progress.summary(step.number, step.metrics)

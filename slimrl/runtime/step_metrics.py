@@ -1,0 +1,58 @@
+"""One training step: its number, its times and its metrics."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from slimrl.data.training import UpdateResult
+
+
+class Step:
+    """Collects one line of metrics.jsonl."""
+
+    def __init__(self, number: int, metrics: Mapping[str, float] | None = None) -> None:
+        """
+        Args:
+            number: from 1.
+            metrics: those known already.
+        """
+        self.number = number
+        self.metrics: dict[str, float] = dict(metrics or {})
+        self._start = time.monotonic()
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the block's seconds to time/<phase>_s."""
+        start = time.monotonic()
+        yield
+        key = f"time/{phase}_s"
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - start
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        self.metrics.update(metrics)
+
+    def close(self) -> None:
+        """Adds time/step_s, without the checkpoint and the evaluation that follow."""
+        self.metrics["time/step_s"] = time.monotonic() - self._start
+
+
+def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Metrics of the updates of one step for any objective: means over the updates, the last learning rate."""
+    norms = [r.grad_norm for r in results]
+    metrics = {"train/lr": results[-1].lr, "policy/grad_norm": float(np.mean(norms))}
+    routed = [r for r in results if np.isfinite(r.router_entropy)]
+    if routed:
+        metrics["moe/expert_load_max_over_mean"] = float(np.mean([r.expert_load_max_over_mean for r in routed]))
+        metrics["moe/router_entropy"] = float(np.mean([r.router_entropy for r in routed]))
+    return metrics
+
+
+def policy_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Means over the trajectories of all updates of one step."""
+    trajectories = sum(r.sums["trajectories"] for r in results)
+    return {
+        "policy/loss": sum(r.sums["loss"] for r in results) / trajectories,
+        "policy/clip_fraction": sum(r.sums["clipped"] for r in results) / trajectories,
+    }

@@ -1,0 +1,1 @@
+"""Random models of stated sizes, for tests, benchmarks and the quickstart."""

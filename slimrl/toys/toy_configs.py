@@ -1,0 +1,150 @@
+"""config.json of a small model of each family, by its sizes, without the tokenizer's values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToySize:
+    """The defaults make 1.15 million parameters, which learn the calculator task within minutes on two CPU cores."""
+
+    layers: int = 4
+    hidden: int = 96
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    experts: int = 8
+    experts_per_token: int = 2
+    moe_intermediate: int = 96
+    """Width of one expert."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction, in families that have them; slimrl does not train them."""
+    max_position: int = 1024
+    rope_theta: float = 1000.0
+    """Small, since conversations have a few hundred tokens."""
+    init_std: float = 0.1
+    """Standard deviation of all weights but norms, which multiply by 1; about 1 / sqrt(hidden)."""
+
+
+def _decoder(size: ToySize, architecture: str, model_type: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Keys that all families share, without those that this one lacks."""
+    shared = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": None,
+        "dtype": "float32",
+        "hidden_size": size.hidden,
+        "intermediate_size": 2 * size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": size.max_position,
+        "initializer_range": size.init_std,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": size.rope_theta,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    }
+    return {name: value for name, value in shared.items() if name not in without}
+
+
+def _qwen3_moe(size: ToySize) -> dict[str, Any]:
+    return {
+        **_decoder(size, "Qwen3MoeForCausalLM", "qwen3_moe"),
+        "moe_intermediate_size": size.moe_intermediate,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen3_next(size: ToySize) -> dict[str, Any]:
+    """The last of every four layers has attention, and the last of fewer."""
+    return {
+        **_qwen3_moe(size),
+        **_decoder(size, "Qwen3NextForCausalLM", "qwen3_next"),
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": min(4, size.layers),
+        "linear_num_key_heads": size.kv_heads,
+        "linear_num_value_heads": size.heads,
+        "linear_key_head_dim": size.head_dim,
+        "linear_value_head_dim": size.head_dim,
+        "linear_conv_kernel_dim": 4,
+        "shared_expert_intermediate_size": size.moe_intermediate,
+        "num_nextn_predict_layers": size.mtp_layers,
+    }
+
+
+def _deepseek_moe(size: ToySize) -> dict[str, Any]:
+    """Experts chosen by sigmoid scores plus a bias, one shared expert, a dense first layer."""
+    return {
+        "moe_intermediate_size": size.moe_intermediate,
+        "n_routed_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": size.mtp_layers,
+    }
+
+
+def _glm4_moe(size: ToySize) -> dict[str, Any]:
+    return {
+        **_decoder(size, "Glm4MoeForCausalLM", "glm4_moe", without=("use_sliding_window",)),
+        **_deepseek_moe(size),
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    }
+
+
+def _deepseek_v3(size: ToySize) -> dict[str, Any]:
+    """Each head has `head_dim` dimensions without rotation, and half as many with it."""
+    return {
+        **_decoder(size, "DeepseekV3ForCausalLM", "deepseek_v3", without=("use_sliding_window", "head_dim")),
+        **_deepseek_moe(size),
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_key_value_heads": size.heads,
+        "q_lora_rank": size.hidden // 2,
+        "kv_lora_rank": size.hidden // 2,
+        "qk_nope_head_dim": size.head_dim,
+        "qk_rope_head_dim": size.head_dim // 2,
+        "v_head_dim": size.head_dim,
+        # yarn as in the published model; SGLang has nothing else for this family on a CPU.
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": size.max_position // 4,
+        },
+    }
+
+
+TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
+    "qwen3_moe": _qwen3_moe,
+    "qwen3": lambda size: _decoder(size, "Qwen3ForCausalLM", "qwen3"),
+    # Implicit biases of queries, keys and values, and heads that divide the hidden size.
+    "qwen2": lambda size: _decoder(size, "Qwen2ForCausalLM", "qwen2", without=("attention_bias", "head_dim")),
+    "llama": lambda size: (
+        _decoder(size, "LlamaForCausalLM", "llama", without=("use_sliding_window",)) | {"mlp_bias": False}
+    ),
+    "glm4_moe": _glm4_moe,
+    "deepseek_v3": _deepseek_v3,
+    "qwen3_next": _qwen3_next,
+}
+"""config.json by family."""

@@ -1,0 +1,1 @@
+"""Training checkpoints and exports, on the trainer's ranks."""

@@ -1,0 +1,199 @@
+"""Checkpoints of a training run: weights, optimizer, schedule and random-number states, loadable under any layout.
+
+A checkpoint is a folder:
+- `checkpoint.json`: the model's architecture and the layout that saved it;
+- `hf/`: the model's config and tokenizer, needed to convert it into a Hugging Face checkpoint;
+- `rng/`: random-number states by rank, restored where the layout is the same;
+- the rest: megatron-core's distributed format (torch_dist); each rank writes its shards.
+It is written under a temporary name beside the final one and renamed when complete.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import random as megatron_random
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slimrl.checkpoints.digests import FileDigest, file_digests
+from slimrl.checkpoints.other_files import copy_other_files
+from slimrl.checkpoints.torch_dist.chunks import SHARDING
+from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
+from slimrl.models.hf_config import plain_config, read_hf_config
+from slimrl.trainer.build import unwrap
+from slimrl.trainer.checkpointing.torch_dist_metadata import content_metadata
+from slimrl.trainer.layout.parallel import Layout, seed_ranks
+from slimrl.trainer.optimizer import Optimizer
+
+_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
+"""Files of a rank; rank 0 writes all others."""
+
+log = logging.getLogger(__name__)
+
+
+def save(
+    directory: Path,
+    chunks: list[DistributedDataParallel],
+    optimizer: Optimizer,
+    layout: Layout,
+    architecture: dict[str, Any],
+    model_path: Path | None = None,
+) -> dict[str, FileDigest]:
+    """Write a checkpoint; every rank calls it, on a shared file system.
+
+    Args:
+        directory: must not exist yet.
+        architecture: from architecture_of.
+        model_path: Hugging Face folder whose config and tokenizer are copied into the checkpoint.
+
+    Returns:
+        Checksums of the files that this rank wrote, by name in the folder. The files are read back while they are in
+        the node's page cache.
+
+    Raises:
+        ValueError: the folder exists.
+        RuntimeError, OSError: a rank could not write, for example to a full disk.
+    """
+    if directory.exists():
+        raise ValueError(f"{directory}: exists already")
+    partial = directory.with_name(f".{directory.name}.partial")
+    if layout.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "rng").mkdir(parents=True)
+        facts = {"architecture": architecture, "layout": layout.sizes()}
+        (partial / FACTS_FILE).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+        if model_path is not None:
+            _copy_hf_files(model_path, partial / HF_SUBFOLDER)
+    dist.barrier()
+    torch.save(_rng_state(), partial / "rng" / f"{layout.rank:05d}.pt")
+    optimizer.create_state()
+    metadata = _metadata()
+    content = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    try:
+        dist_checkpointing.save(_sharded_state(chunks, optimizer, metadata), str(partial), content_metadata=content)
+    except CheckpointException as error:
+        # The exception's own text is a traceback of every rank.
+        raise RuntimeError("; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))) from error
+    dist.barrier()
+    # Before the rename: a network file system may not show this rank the final name at once.
+    digests = file_digests(partial, _written_by(partial, layout.rank))
+    dist.barrier()
+    if layout.rank == 0:
+        os.rename(partial, directory)
+    dist.barrier()
+    return digests
+
+
+def load(
+    directory: Path,
+    chunks: list[DistributedDataParallel],
+    optimizer: Optimizer,
+    layout: Layout,
+    architecture: dict[str, Any],
+    *,
+    seed: int,
+) -> None:
+    """Load a checkpoint, saved under this or another layout; every rank calls it.
+
+    The learning-rate schedule keeps its settings and loads the number of updates.
+
+    Args:
+        seed: of the random-number states, if the checkpoint's cannot be restored because its layout differs.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is of another model.
+    """
+    check_architecture(directory, architecture)
+    state = _sharded_state(chunks, optimizer, _metadata(), is_loading=True)
+    loaded = dist_checkpointing.load(state, str(directory))
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+    optimizer.load_state_dict(loaded["optimizer"], loaded["scheduler"])
+    if read_facts(directory)["layout"] == layout.sizes():
+        _restore_rng_state(torch.load(directory / "rng" / f"{layout.rank:05d}.pt", weights_only=True))
+    else:
+        seed_ranks(seed)
+        if layout.rank == 0:
+            log.warning("%s has another layout: random-number states start from the seed", directory)
+
+
+def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
+    """Load only the weights of a checkpoint, converted or from a run, under any layout; every rank calls it.
+
+    The optimizer copies the weights: call this before it is built, or have it copy them again.
+
+    Raises:
+        ValueError: not a checkpoint of megatron-core, or one of another model.
+    """
+    content = content_metadata(directory)
+    try:
+        metadata = {**_metadata(), "singleton_local_shards": content.get("singleton_local_shards", False)}
+        loaded = dist_checkpointing.load(_model_state(chunks, metadata), str(directory))
+    except (CheckpointingException, KeyError) as error:
+        raise ValueError(f"{directory}: not a checkpoint of this model: {error}") from error
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+
+
+def _written_by(directory: Path, rank: int) -> list[str]:
+    """Names of the files of a checkpoint that a rank wrote."""
+    names = (str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in names if _writer(name) == rank)
+
+
+def _writer(name: str) -> int:
+    match = _OF_RANK.fullmatch(name)
+    return int(match[1] or match[2]) if match else 0
+
+
+def _metadata() -> dict[str, Any]:
+    return {**SHARDING, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _model_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    return {f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+
+
+def _copy_hf_files(model_path: Path, folder: Path) -> None:
+    folder.mkdir()
+    # The checkpoint's weights are not quantized, even if the model's are.
+    config = plain_config(read_hf_config(model_path))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    copy_other_files(model_path, folder)
+
+
+def _sharded_state(
+    chunks: list[DistributedDataParallel], optimizer: Optimizer, metadata: dict[str, Any], *, is_loading: bool = False
+) -> dict[str, Any]:
+    state = _model_state(chunks, metadata)
+    state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    state["scheduler"] = optimizer.scheduler.state_dict()
+    return state
+
+
+def _rng_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": cuda,
+        "tracker": megatron_random.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    megatron_random.get_cuda_rng_tracker().set_states(state["tracker"])

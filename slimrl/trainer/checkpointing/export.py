@@ -1,0 +1,47 @@
+"""Exports the trained model as a Hugging Face checkpoint folder."""
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.other_files import copy_other_files
+from slimrl.checkpoints.safetensors_folder import write_safetensors
+from slimrl.data.atomic import atomic_folder
+from slimrl.models.hf_config import plain_config, read_hf_config
+from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
+from slimrl.trainer.weight_source import MegatronWeightSource
+
+
+def export_hf(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path) -> None:
+    """Write the source's weights with the configuration, tokenizer and code of `src_model_dir`; all ranks call it.
+
+    The weights have the trainer's dtype; those of a block FP8 model are not quantized again. Layers for multi-token
+    prediction, which are not trained, are copied from `src_model_dir` (untrained_mtp.py).
+    The folder is written beside `out_dir` and renamed at the end, so it is complete or absent.
+
+    Raises:
+        ValueError: `out_dir` exists.
+    """
+    rank = dist.get_rank()
+    # Rank 0 checks for all ranks, so that they agree.
+    exists = [rank == 0 and out_dir.exists()]
+    dist.broadcast_object_list(exists)
+    if exists[0]:
+        raise ValueError(f"{out_dir}: exists; an export never overwrites")
+    if rank == 0:
+        _write(source, src_model_dir, out_dir)
+    else:
+        for _ in source.tensors():
+            pass
+    dist.barrier()
+
+
+def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path) -> None:
+    specs, config = list(source.layout()), read_hf_config(src_model_dir)
+    with atomic_folder(out_dir) as partial, open_hf_checkpoint(src_model_dir) as reader:
+        carried = UntrainedMtpTensors(reader, config, specs, specs[0].dtype)
+        write_safetensors(partial, carried.specs(), carried.tensors(source.tensors()))
+        (partial / "config.json").write_text(json.dumps(plain_config(config, specs[0].dtype), indent=2) + "\n")
+        copy_other_files(src_model_dir, partial)

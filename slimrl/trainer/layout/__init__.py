@@ -1,0 +1,1 @@
+"""Which rank holds what: process groups, a fake world, holders of weights."""

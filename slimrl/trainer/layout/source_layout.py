@@ -1,0 +1,176 @@
+"""The ranks that hold each piece of every Hugging Face tensor, computed from the recipe alone.
+
+No model is built and no process started: megatron-core numbers the ranks and assigns layers to pipeline
+stages, and the weight map says how a tensor is sharded. MegatronWeightSource finds the same in a running trainer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import batched, islice
+from typing import Any
+
+from megatron.core.parallel_state import RankGenerator
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from slimrl.config.model_rules import UNEVEN_PIPELINE_FIELDS
+from slimrl.config.schema import ParallelConfig, TrainerConfig
+from slimrl.data.weights import SourceLayout, SourcePiece, TensorSpec
+from slimrl.models.family import family_of
+from slimrl.models.megatron_config import MegatronModelConfig
+from slimrl.models.weight_map import Entry, HfTensor, WeightMap
+from slimrl.trainer.build import padded_vocab, transformer_config
+
+RANK_ORDER = "tp-cp-ep-dp-pp"
+"""Fastest first; the default of megatron-core's initialize_model_parallel."""
+
+Ranks = tuple[int, ...]
+
+
+def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig) -> SourceLayout:
+    """Every tensor that a resync sends, in export order, with the ranks that hold each of its pieces.
+
+    Raises:
+        ValueError: the model is not supported, or does not divide into the layout.
+    """
+    _check_world(trainer)
+    family = family_of(hf_config)
+    model = family.megatron_config(hf_config)
+    weight_map = family.weight_map(hf_config, padded_vocab(model.vocab_size, trainer.parallel.tensor))
+    stages = planned_stages(trainer, model)
+    num_experts = int(model.transformer.get("num_moe_experts") or 0)
+    places = _Places(trainer.parallel, trainer.num_ranks, stages, num_experts)
+    return layout_of(weight_map, trainer.precision.dtype, lambda index: places.of(weight_map.entries[index]))
+
+
+def layout_of(weight_map: WeightMap, dtype: str, holders_of: Callable[[int], Sequence[Ranks]]) -> SourceLayout:
+    """Every tensor of the map in export order, with its pieces.
+
+    Args:
+        dtype: of tensors without one of their own.
+        holders_of: index of an entry -> the ranks that hold each of its shards.
+    """
+    specs = iter(weight_map.specs(dtype))
+    layout: dict[TensorSpec, tuple[SourcePiece, ...]] = {}
+    for index, entry in enumerate(weight_map.entries):
+        holders = holders_of(index)
+        for tensor in entry.hf:
+            pieces = tuple(piece for shard in range(len(holders)) for piece in _pieces(entry, tensor, shard, holders))
+            layout |= dict.fromkeys(islice(specs, len(tensor.names)), pieces)
+    return layout
+
+
+def _pieces(entry: Entry, tensor: HfTensor, shard: int, holders: Sequence[Ranks]) -> Iterator[SourcePiece]:
+    """What the holders of a shard have of a tensor; a shard may be padding alone."""
+    first_row = 0
+    for region in entry.blocks(tensor, shard, len(holders))[0]:
+        if all(part.start < part.stop for part in region):
+            yield SourcePiece(region=region, holders=holders[shard], first_row=first_row)
+            first_row += region[0].stop - region[0].start if region else 1
+
+
+def _check_world(trainer: TrainerConfig) -> None:
+    parallel = trainer.parallel
+    for sizes in (parallel.tensor * parallel.context, parallel.expert_tensor * parallel.expert):
+        if trainer.num_ranks % (sizes * parallel.pipeline):
+            raise ValueError(f"trainer.num_ranks: {trainer.num_ranks} do not divide into the layout {parallel}")
+
+
+def layout_fields(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `trainer.megatron` that move parameters between ranks; others may need missing kernels."""
+    return {name: value for name, value in megatron.items() if name in UNEVEN_PIPELINE_FIELDS}
+
+
+def planned_stages(trainer: TrainerConfig, model: MegatronModelConfig) -> list[list[int]]:
+    """`layers_of_stages` of a recipe."""
+    uneven = replace(trainer, megatron=layout_fields(trainer.megatron))
+    return layers_of_stages(transformer_config(uneven, model))
+
+
+def layers_of_stages(config: TransformerConfig) -> list[list[int]]:
+    """The layers that each pipeline rank holds in all of its virtual stages, counted from 0.
+
+    Raises:
+        ValueError: the layers cannot be assigned to the stages.
+    """
+    interleaved = config.virtual_pipeline_model_parallel_size
+    stages: list[list[int]] = [[] for _ in range(config.pipeline_model_parallel_size)]
+    first = 0
+    try:
+        for chunk in range(interleaved or 1):
+            for rank, held in enumerate(stages):
+                if config.pipeline_model_parallel_layout is not None:
+                    count = config.pipeline_model_parallel_layout.layout[rank][chunk].count(LayerType.decoder)
+                else:
+                    virtual = chunk if interleaved else None
+                    count = get_num_layers_to_build(config, virtual, rank)
+                    first = get_transformer_layer_offset(config, virtual, rank)
+                held += range(first, first + count)
+                first += count
+    except AssertionError as error:
+        raise ValueError(f"trainer.parallel.pipeline: {error}") from error
+    if sorted(layer for held in stages for layer in held) != list(range(config.num_layers)):
+        raise ValueError(f"trainer.parallel.pipeline: the stages do not hold {config.num_layers} layers once each")
+    return stages
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Ranks by what they hold."""
+
+    parallel: ParallelConfig
+    num_ranks: int
+    stages: list[list[int]]
+    """Layers by pipeline rank."""
+    num_experts: int
+
+    def of(self, entry: Entry) -> Sequence[Ranks]:
+        """The ranks that hold each shard of an entry, ascending; several stages may hold the same shard."""
+        first, *others = (self._on_stage(entry, stage) for stage in self._stages_of(entry))
+        for other in others:
+            first = [tuple(sorted({*a, *b})) for a, b in zip(first, other, strict=True)]
+        return first
+
+    def _on_stage(self, entry: Entry, stage: int) -> Sequence[Ranks]:
+        if entry.expert is None:
+            return self._dense[stage] if entry.rule.shard else [self._whole[stage]]
+        assert entry.rule.shard is not None, f"{entry.megatron[0]}: experts that are not sharded"
+        return self._experts[stage][entry.expert * self.parallel.expert // self.num_experts]
+
+    def _stages_of(self, entry: Entry) -> list[int]:
+        """The embedding is on the first stage, other weights outside of layers on the last, a tied one on both."""
+        if entry.layer is not None:
+            return [self._stage_of_layer[entry.layer]]
+        last = self.parallel.pipeline - 1
+        return sorted({0 if name.startswith("embedding.") else last for name in entry.megatron})
+
+    @cached_property
+    def _stage_of_layer(self) -> dict[int, int]:
+        return {layer: stage for stage, layers in enumerate(self.stages) for layer in layers}
+
+    @cached_property
+    def _whole(self) -> list[Ranks]:
+        """By stage: all of its ranks."""
+        return self._groups("tp-cp-dp", tensor=self.parallel.tensor, context=self.parallel.context)
+
+    @cached_property
+    def _dense(self) -> list[tuple[Ranks, ...]]:
+        """By stage and tensor-parallel rank."""
+        groups = self._groups("cp-dp", tensor=self.parallel.tensor, context=self.parallel.context)
+        return list(batched(groups, self.parallel.tensor))
+
+    @cached_property
+    def _experts(self) -> list[tuple[tuple[Ranks, ...], ...]]:
+        """By stage, expert-parallel rank and tensor-parallel rank of an expert."""
+        sizes = {"tensor": self.parallel.expert_tensor, "expert": self.parallel.expert}
+        return list(batched(batched(self._groups("dp", **sizes), sizes["tensor"]), sizes["expert"]))
+
+    def _groups(self, together: str, *, tensor: int, expert: int = 1, context: int = 1) -> list[Ranks]:
+        """Groups of ranks that differ only in these dimensions, in the order of the other dimensions, fastest first."""
+        pipeline = self.parallel.pipeline
+        data = self.num_ranks // (tensor * expert * context * pipeline)
+        ranks = RankGenerator(tp=tensor, ep=expert, dp=data, pp=pipeline, cp=context, order=RANK_ORDER)
+        return [tuple(sorted(group)) for group in ranks.get_ranks(together)]

@@ -1,0 +1,245 @@
+"""Passes over micro-batches through Megatron's schedule: log-probs without gradient, and one optimizer update.
+
+T tokens of a micro-batch on this rank, V rows of its vocabulary shard.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor, nn
+
+from slimrl.algorithms.losses import LossFunction
+from slimrl.data.packing import MicroBatch
+from slimrl.data.training import Layout, LogProbs, UpdateResult
+from slimrl.trainer.build import unwrap
+from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
+from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.routers import RouterStats, RoutingRecord
+from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
+
+
+class MicroBatchRunner:
+    """Runs micro-batches through this rank's model chunks."""
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: Optimizer,
+        layout: Layout,
+        *,
+        vocab_size: int,
+        chunk_tokens: int,
+    ) -> None:
+        """
+        Args:
+            vocab_size: real tokens, without the padding of the embedding.
+            chunk_tokens: tokens whose logits become log-probs at a time.
+        """
+        self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
+        self.vocab_size, self.chunk_tokens = vocab_size, chunk_tokens
+        self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        """Called with the number of micro-batches of a pass that are done, and their total."""
+        self.done, self.total = 0, 0
+        config = unwrap(chunks[0]).config
+        self.router_stats = RouterStats(chunks, config.num_layers, layout.tensor_rank, config.sequence_parallel)
+        self.routing_record: RoutingRecord | None = None
+        if config.num_moe_experts is not None:
+            pieces = layout.tensor if config.sequence_parallel else 1
+            self.routing_record = RoutingRecord(chunks, config.num_layers, config.moe_router_topk, pieces)
+        self.output_options = output_options(chunks[-1])
+        self.overlaps_param_gather = optimizer.megatron.config.overlap_param_gather
+
+    def compute_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, *, routing: bool = False
+    ) -> list[LogProbs] | None:
+        """Log-probs of the targets and entropies, without gradient and without dropout; every rank calls it.
+
+        Args:
+            routing: also report the experts of each token, if the model has any.
+
+        Returns:
+            One for each micro-batch on the last pipeline stage, None on other stages. Only the output rank gets the
+            experts.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        record = self.routing_record if routing else None
+        if record is not None:
+            record.start()
+
+        def collect(logprobs_T: Tensor, entropy_T: Tensor, batch: LocalBatch) -> tuple[LocalBatch, Tensor, Tensor]:
+            return batch, logprobs_T, entropy_T
+
+        with torch.no_grad():
+            outputs = self._run(micro_batches, temperature, collect, forward_only=True)
+        routes: list[tuple[Tensor, ...]] = [()] * len(micro_batches)
+        if record is not None:
+            routes = list(record.take([len(batch.tokens) // self.layout.context for batch in micro_batches]))
+        if not self.layout.is_last_stage:
+            return None
+        joined = [
+            [gather_context(values_T, batch) for values_T in (*values, *route)]
+            for (batch, *values), route in zip(outputs, routes, strict=True)
+        ]
+        return [_to_numpy(*(values if self.layout.is_output_rank else values[:2])) for values in joined]
+
+    def train_update(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction,
+        *,
+        denominator: float,
+        temperature: float,
+    ) -> UpdateResult:
+        """Gradients of the loss over all micro-batches of all ranks, then one optimizer step; every rank calls it.
+
+        Args:
+            denominator: the summed loss is divided by it.
+            temperature: divides the logits, as in the rollout.
+
+        Raises:
+            ValueError: the update batch has no tokens.
+        """
+        num_tokens = self._count_tokens(micro_batches)
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.megatron.zero_grad()
+        self.router_stats.reset()
+        # Megatron divides all gradients by the number of tokens; this factor leaves the denominator alone.
+        loss_scale = num_tokens / denominator
+        collect = functools.partial(self._compute_loss, loss_function, loss_scale)
+        reported = self._run(micro_batches, temperature, collect, forward_only=False)
+        grad_norm = self.optimizer.step()
+        if self.overlaps_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        expert_load, router_entropy = self.router_stats.summary()
+        return UpdateResult(
+            sums=self._reduce(reported),
+            grad_norm=grad_norm,
+            skipped=not math.isfinite(grad_norm),
+            lr=self.optimizer.lr,
+            num_tokens=num_tokens,
+            expert_load_max_over_mean=expert_load,
+            router_entropy=router_entropy,
+        )
+
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        collect: Callable[[Tensor, Tensor, LocalBatch], Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """The results of `collect` for each micro-batch, in order; empty on all but the last pipeline stage."""
+        multiple = self.layout.micro_batch_multiple
+        assert micro_batches, "a rank needs at least one micro-batch"
+        assert len(micro_batches) % multiple == 0, (len(micro_batches), multiple)
+        self._show_progress(0, len(micro_batches))
+        group = mpu.get_context_parallel_group()
+        # Every model chunk gets the same micro-batches, which are sharded once.
+        copies = itertools.tee((shard_context(batch, group) for batch in micro_batches), len(self.chunks))
+        several = len(self.chunks) > 1
+        return get_forward_backward_func()(
+            forward_step_func=functools.partial(self._forward, temperature, collect),
+            data_iterator=list(copies) if several else copies[0],
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=max(len(batch.tokens) for batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _forward(
+        self, temperature: float, collect: Callable[..., Any], batches: Iterator[LocalBatch], model: nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        """Megatron's forward step: the model's output, and the function that the last stage applies to it."""
+        batch = next(batches)
+        with self.router_stats.observe(batch.padding_T):
+            output = model(
+                batch.tokens_T[None],
+                batch.position_ids_T[None],
+                None,
+                packed_seq_params=batch.packed_seq_params,
+                **self.output_options,
+            )
+        if model is self.chunks[-1]:
+            self._show_progress(self.done + 1, self.total)
+
+        def finish(logits_1TV: Tensor, non_loss_data: bool = False) -> Any:
+            logprobs_T, entropy_T = vocab_parallel_logprobs(
+                logits_1TV[0],
+                batch.targets_T,
+                temperature=temperature,
+                vocab_size=self.vocab_size,
+                chunk_tokens=self.chunk_tokens,
+                group=mpu.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None,
+            )
+            return collect(logprobs_T, entropy_T, batch)
+
+        return output, finish
+
+    def _show_progress(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+        self.on_progress(done, total)
+
+    def _compute_loss(
+        self, loss_function: LossFunction, loss_scale: float, logprobs_T: Tensor, entropy_T: Tensor, batch: LocalBatch
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """On the last pipeline stage, on every context-parallel rank for its own tokens."""
+        sums = loss_function(logprobs_T, entropy_T, batch)
+        num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=sums.loss.device)
+        return sums.loss * loss_scale, num_tokens, {name: value.detach() for name, value in sums.reported.items()}
+
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
+        device = self.router_stats.counts_LE.device
+        count = torch.tensor(sum(batch.num_tokens for batch in micro_batches), device=device)
+        dist.all_reduce(count, group=mpu.get_data_parallel_group())
+        if not count.item():
+            raise ValueError("the update batch has no tokens")
+        return int(count.item())
+
+    def _reduce(self, reported: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Sum over micro-batches and over data- and context-parallel ranks, then send to the other pipeline stages."""
+        sums: list[dict[str, float]] = [{}]
+        if self.layout.is_last_stage:
+            names = sorted(reported[0])
+            totals = torch.stack([torch.stack([part[name].double() for name in names]) for part in reported]).sum(0)
+            dist.all_reduce(totals, group=mpu.get_data_parallel_group(with_context_parallel=True))
+            sums = [dict(zip(names, totals.tolist(), strict=True))]
+        if self.layout.pipeline > 1:
+            last = mpu.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(sums, src=last, group=mpu.get_pipeline_model_parallel_group())
+        return sums[0]
+
+
+def output_options(chunk: DistributedDataParallel) -> dict[str, bool]:
+    """Arguments with which a chunk leaves its logits in the model's dtype.
+
+    Megatron's wrapper of a bfloat16 model would make a float32 copy of all of them, and of their gradients. Log-probs
+    convert as many tokens at a time as they work on.
+    """
+    return {"fp32_output": False} if isinstance(chunk.module, Float16Module) else {}
+
+
+def _to_numpy(
+    logprobs_T: Tensor, entropy_T: Tensor, experts_TLK: Tensor | None = None, margin_TL: Tensor | None = None
+) -> LogProbs:
+    return LogProbs(
+        logprobs=logprobs_T.cpu().numpy(),
+        entropy=entropy_T.cpu().numpy(),
+        routed_experts=None if experts_TLK is None else experts_TLK.short().cpu().numpy(),
+        routing_margin=None if margin_TL is None else margin_TL.cpu().numpy(),
+    )

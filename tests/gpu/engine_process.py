@@ -1,0 +1,177 @@
+"""An engine in a process of its own, without SGLang: it loads buckets by the plugin's own `update`.
+
+The trainer's rank talks to it over a socket, whose path is their meeting point.
+"""
+
+import base64
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from engine_ranks import OnlyRank
+from machine import spin
+
+from slimrl import device
+from slimrl.data.engine import EngineError
+from slimrl.data.weights import EnginePlace, GroupSpec, TensorPart
+from slimrl.models.fingerprint import fingerprint
+from slimrl.sglang_plugin import bucket_loader
+
+START_S = 120.0
+"""In which a process begins to listen."""
+
+
+class Weights:
+    """Stands for SGLang's model: parameters by name, which loading copies into, after a while if that is asked for."""
+
+    def __init__(self, load_s: float = 0.0) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self._load_s = load_s
+
+    def load_weights(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        if self._load_s:
+            spin(self._load_s)
+        for name, value in named:
+            self.loaded.setdefault(name, torch.empty_like(value)).copy_(value)
+
+
+class Served:
+    """What the process answers; each method has the name of the request."""
+
+    def __init__(self, load_s: float) -> None:
+        self.model = Weights(load_s)
+        self._updater = SimpleNamespace(get_model=lambda: self.model)
+        self._segments: set[str] = set()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
+        self._segments.add(segment)
+        self._update(bucket_loader.bucket_payload(segment, parts))
+
+    def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
+        self._update(bucket_loader.open_payload(group, first_rank))
+
+    def load_received(self, group: str, number: int, parts: Sequence[TensorPart]) -> None:
+        self._update(bucket_loader.received_payload(group, number, parts))
+
+    def leave_group(self, group: str) -> None:
+        bucket_loader.around_destroy_group(lambda *_: (True, ""), self._updater, group)
+
+    def end_update(self) -> None:
+        bucket_loader.around_end_update(lambda *_, run_post_load: None, self._updater, run_post_load=False)
+
+    def fingerprints(self, names: list[str] | None) -> dict[str, str]:
+        return {name: fingerprint(self.model.loaded[name]) for name in names or self.model.loaded}
+
+    def value(self, name: str) -> np.ndarray:
+        return self.model.loaded[name].float().cpu().numpy()
+
+    def num_segments(self) -> int:
+        """Different shared buffers that were loaded from."""
+        return len(self._segments)
+
+    def _update(self, payload: str) -> None:
+        done, message = bucket_loader.update(self.model, pickle.loads(base64.b64decode(payload)), OnlyRank())
+        if not done:
+            raise EngineError(message)
+
+
+def serve(path: Path, gpu: int = 0, load_s: float = 0.0) -> None:
+    """Be the engine at `path` until the trainer goes.
+
+    Args:
+        gpu: of those that this process sees.
+        load_s: for which a bucket's loading keeps the stream busy before it copies.
+    """
+    if device.device_type() == "cuda":
+        torch.cuda.set_device(gpu)
+        torch.zeros(1, device=device.compute_device())
+    served = Served(load_s)
+    with Listener(str(path)) as listener, listener.accept() as connection:
+        while True:
+            try:
+                name, arguments = connection.recv()
+            except EOFError:
+                return
+            try:
+                answer = None, getattr(served, name)(*arguments)
+            except (EngineError, RuntimeError, KeyError) as error:
+                answer = f"{type(error).__name__}: {error}", None
+            connection.send(answer)
+
+
+class RemoteEngine:
+    """Implements EngineControl for the process at `path`."""
+
+    def __init__(self, name: str, path: Path, *, timeout_s: float = 30.0) -> None:
+        self.name, self.place, self._timeout_s = name, EnginePlace(name=name, nodes=("",)), timeout_s
+        deadline = time.monotonic() + START_S
+        while not path.exists():
+            assert time.monotonic() < deadline, f"{name} has not started"
+            time.sleep(0.02)
+        self._connection = Client(str(path))
+        self._one_call = threading.Lock()
+        self.pid: int = self.ask("pid")
+
+    def ask(self, request: str, *arguments: Any) -> Any:
+        """The answer of Served; raises EngineError if the process is gone, late or refuses."""
+        with self._one_call:
+            try:
+                self._connection.send((request, arguments))
+                if not self._connection.poll(self._timeout_s):
+                    raise EngineError(f"{self.name}: {request}: no answer within {self._timeout_s:g} s")
+                problem, answer = self._connection.recv()
+            except (EOFError, OSError) as error:
+                raise EngineError(f"{self.name}: {request}: it is gone ({error})") from error
+        if problem is not None:
+            raise EngineError(f"{self.name}: {request}: {problem}")
+        return answer
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def probe(self, timeout_s: float) -> None:
+        self.ask("pid")
+
+    def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
+        self.ask("load_shared_bucket", segment, parts)
+
+    def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
+        self.ask("open_receivers", group, first_rank)
+
+    def load_received(self, group: str, number: int, parts: Sequence[TensorPart]) -> None:
+        self.ask("load_received", group, number, parts)
+
+    def leave_group(self, group: str) -> None:
+        self.ask("leave_group", group)
+
+    def end_update(self) -> None:
+        self.ask("end_update")
+
+    def fingerprints(self, names: list[str] | None) -> dict[str, str]:
+        return self.ask("fingerprints", names)
+
+    def running_requests(self) -> int:
+        return 0
+
+    def pause(self, mode: Any) -> None:
+        """Nothing is generated here."""
+
+    begin_update = flush_cache = resume = lambda self: None
+
+    def set_version(self, version: int) -> None:
+        """Nor does anything ask for it."""

@@ -1,0 +1,87 @@
+"""An engine of DeepSeek-V3's architecture after a release of its memory and a resync of other weights."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from machine import choose, on_gpu
+from ranks import run_ranks
+from slimrl_tools.toy.toy import ToySize, write_toy
+from weight_sender import WeightSender
+
+from slimrl.config.schema import ParallelConfig, Precision, ResyncConfig, RolloutConfig, VerifyMode
+from slimrl.resync.session import ResyncSession
+from slimrl.rollout.servers.control import EngineMemory, SglangControl
+from slimrl.rollout.servers.server import EngineServer
+from slimrl.trainer.checkpointing.export import export_hf
+
+pytestmark = pytest.mark.timeout(600)
+
+TIMEOUT_S = 90.0
+NUM_TOKENS = 24
+PROMPTS = [[5, 300, 77, 41, 12], [260, 99, 8], list(range(40, 80))]
+GPU_SIZE = ToySize(layers=2, hidden=1024, head_dim=128, moe_intermediate=256, init_std=0.03)
+"""Its heads and latents have the sizes of the published model, for which the kernels are made."""
+
+
+def server(model: Path, log: Path) -> EngineServer:
+    rollout = RolloutConfig(
+        max_trajectory_tokens=128, startup_timeout_s=200, colocated=True,
+        sglang={"max_total_tokens": 4096, "mem_fraction_static": 0.3} if on_gpu() else {"max_total_tokens": 4096},
+    )  # fmt: skip
+    return EngineServer(0, rollout, model, log, precision=Precision.bf16, cuda=on_gpu())
+
+
+def greedy(url: str) -> list[list[int]]:
+    """The likeliest continuation of each prompt, all in one batch."""
+    body = {
+        "input_ids": PROMPTS,
+        "sampling_params": {"max_new_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    answers = httpx.post(f"{url}/generate", json=body, timeout=TIMEOUT_S, trust_env=False).raise_for_status().json()
+    return [[pair[1] for pair in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+
+
+def send_and_export(rank, world_size, port, url, model, out):
+    """The names of tensors that differ after the resync, and seconds; the weights also go into a folder."""
+    sender = WeightSender(rank, world_size, port, model, ParallelConfig(), Precision.bf16, timeout_s=TIMEOUT_S)
+    sender.load(model)
+    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S)
+    config = ResyncConfig(bucket_bytes=choose(32 << 20, 200_000), verify=VerifyMode.full, timeout_s=TIMEOUT_S)
+    session = ResyncSession(sender.source, [engine], config, rank=rank, run_id="gpu_suite")
+    report = session.run(1)
+    session.close()
+    export_hf(sender.source, model, out)
+    sender.close()
+    return report.mismatching, report.buckets, report.seconds
+
+
+@pytest.mark.proves("weights derived from weights, and CUDA graphs that point to them, survive a release and a resync")
+def test_an_engine_that_was_released_and_sent_other_weights_generates_as_a_fresh_one(tmp_path, figure):
+    for seed, name in enumerate(("first", "second")):
+        write_toy("deepseek_v3", tmp_path / name, choose(GPU_SIZE, ToySize(layers=2)), seed)
+    running = server(tmp_path / "first", tmp_path / "engine.log")
+    try:
+        running.wait_ready()
+        control = SglangControl("engine 0", running.url, timeout_s=TIMEOUT_S)
+        before = greedy(running.url)
+        control.release_memory(list(EngineMemory))
+        control.resume_memory([EngineMemory.weights])
+        control.resume_memory([EngineMemory.kv_cache, EngineMemory.cuda_graph])
+        ((mismatching, buckets, seconds),) = run_ranks(
+            send_and_export, 1, running.url, tmp_path / "second", tmp_path / "export", timeout_s=150
+        )
+        assert mismatching == ()
+        assert buckets > 1
+        found = greedy(running.url)
+    finally:
+        running.stop()
+    assert found != before
+    fresh = server(tmp_path / "export", tmp_path / "fresh.log")
+    try:
+        fresh.wait_ready()
+        assert greedy(fresh.url) == found
+    finally:
+        fresh.stop()
+    figure(f"resync {seconds:.2f} s, {len(PROMPTS) * NUM_TOKENS} tokens equal")

@@ -1,0 +1,49 @@
+"""Transformer Engine's modules: an update in FP8, and weights of a converted checkpoint."""
+
+import os
+
+import pytest
+from family_updates import updates
+from loaded_models import same_weights
+from machine import on_gpu
+from ranks import run_ranks
+from slimrl.runtime.cluster.environment import FP8_SCALES
+from slimrl_tools.convert.hf_to_megatron import hf_to_megatron
+from slimrl_tools.convert.options import Options
+from small_models import small_model
+
+from slimrl import device
+from slimrl.config.schema import ParallelConfig, Precision
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(on_gpu() and not device.has_transformer_engine(), reason="needs Transformer Engine"),
+]
+
+STEPS = 3
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "moe_intermediate_size": 128}
+"""Multiples of a tile of FP8"""
+FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+LOSS_RELATIVE = 0.05
+"""Between updates in FP8 and in bf16, of one model on the same data."""
+
+
+@pytest.mark.proves("training in block FP8 through Transformer Engine follows training in bf16")
+def test_updates_in_fp8_follow_those_in_bf16(tmp_path, figure, monkeypatch):
+    monkeypatch.setitem(os.environ, FP8_SCALES, "1")
+    path = small_model("qwen3_moe", tmp_path / "hf", **SIZES)
+    # A CPU has no FP8; there the same updates run twice.
+    cases = [{"precision": Precision.bf16, "megatron": megatron} for megatron in ({}, FP8 if on_gpu() else {})]
+    plain, fp8 = (run_ranks(updates, 1, path, settings, range(STEPS), timeout_s=120)[0][0] for settings in cases)
+    assert fp8 == pytest.approx(plain, rel=LOSS_RELATIVE)
+    assert (fp8 != plain) is on_gpu()
+    figure("losses in bf16 " + ", ".join(f"{loss:.3f}" for loss in plain))
+    figure("losses in FP8  " + ", ".join(f"{loss:.3f}" for loss in fp8))
+
+
+@pytest.mark.proves("a converted checkpoint has what Transformer Engine's modules look for, `_extra_state` included")
+def test_a_converted_checkpoint_loads_into_the_modules_of_this_machine(tmp_path):
+    for name in ("qwen3_moe", "deepseek_v3"):
+        hf = small_model(name, tmp_path / name)
+        hf_to_megatron(hf, tmp_path / f"{name}-mc", ParallelConfig(), Options())
+        run_ranks(same_weights, 1, hf, tmp_path / f"{name}-mc", {"one": ParallelConfig()}, timeout_s=120)

@@ -1,0 +1,120 @@
+"""Qwen3-Next's gated delta nets train: one gradient under every layout, however the sequences are packed."""
+
+import numpy as np
+import pytest
+from cli_runs import RECIPES, make_workspace, run_cli, succeed
+from megatron.core import parallel_state as mpu
+from ranks import run_ranks
+from small_models import VOCAB, small_model
+from trainer_cases import packed_batches, token_cross_entropy, trainer_config
+from weight_cases import join
+
+from slimrl.checkpoints.hf_check import check_checkpoint
+from slimrl.config.schema import OptimizerConfig
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import read_hf_config
+from slimrl.observability.metrics import read_metrics
+from slimrl.trainer.build import build_model
+from slimrl.trainer.layout.parallel import destroy_parallel, init_model_parallel
+from slimrl.trainer.micro_batch_runner import MicroBatchRunner
+from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.weight_source import MegatronWeightSource
+from slimrl.trainer.weights import load_hf_weights
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+TP2_SP = {"tensor": 2, "sequence": True}
+TWO_RANKS = [{"context": 2}, {**TP2_SP, "expert": 2}, {**TP2_SP, "expert_tensor": 2}, {"pipeline": 2}, {}]
+"""The last is two data-parallel ranks."""
+FOUR_RANKS = [{**TP2_SP, "context": 2, "expert": 4}, {"context": 2, "pipeline": 2}]
+WHOLE_GRADIENTS = OptimizerConfig(lr=1e-3, distributed=False)
+
+
+def gradients(rank, num_ranks, port, path, cases):
+    """Of each case: summed loss, this rank's micro-batches, and on rank 0 the gradient of every Hugging Face tensor."""
+    join(rank, num_ranks, port)
+    hf_config = read_hf_config(path)
+    family, results = family_of(hf_config), []
+    for case in cases:
+        trainer = trainer_config(num_ranks, **{"optimizer": WHOLE_GRADIENTS, **case})
+        mpu.destroy_model_parallel()
+        layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=0)
+        chunks = build_model(trainer, family.megatron_config(hf_config))
+        load_hf_weights(chunks, path, family, hf_config)
+        optimizer = Optimizer(trainer, chunks, 10)
+
+        def gradients_as_weights(chunks=chunks) -> float:
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.data.copy_(parameter.main_grad)
+            return 1.0
+
+        optimizer.step = gradients_as_weights
+        runner = MicroBatchRunner(chunks, optimizer, layout, vocab_size=VOCAB, chunk_tokens=48)
+        batches = packed_batches(0, layout, trainer.max_tokens_per_rank)
+        result = runner.train_update(batches, token_cross_entropy, denominator=100.0, temperature=1.0)
+        tensors = MegatronWeightSource(chunks, family, hf_config).tensors()
+        whole = {name: tensor.numpy().copy() for name, tensor in tensors if tensor is not None}
+        results.append((result.sums["loss"], len(batches), whole))
+    destroy_parallel()
+    return results
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return small_model("qwen3_next", tmp_path_factory.mktemp("model") / "hf")
+
+
+@pytest.fixture(scope="module")
+def one_rank(path):
+    """With all sequences in one pack, and with most of them alone."""
+    return run_ranks(gradients, 1, path, [{"max_tokens_per_rank": 1024}, {"max_tokens_per_rank": 57}], timeout_s=200)[0]
+
+
+def assert_equal(actual, expected, where):
+    assert actual[0] == pytest.approx(expected[0], abs=1e-4), where
+    assert actual[2].keys() == expected[2].keys()
+    for name, gradient in expected[2].items():
+        difference = np.abs(actual[2][name] - gradient).max()
+        assert difference <= 1e-4 * np.abs(gradient).max() + 1e-7, (where, name, difference)
+
+
+def test_a_pack_gives_the_gradient_of_its_sequences_apart(one_rank):
+    packed, apart = one_rank
+    assert (packed[1], apart[1]) == (1, 9)
+    assert_equal(packed, apart, "packed")
+    trained = [name for name, gradient in packed[2].items() if np.abs(gradient).max() > 1e-5]
+    assert trained == list(packed[2])
+
+
+def test_two_ranks_have_the_gradient_of_one(path, one_rank):
+    results = run_ranks(gradients, 2, path, TWO_RANKS, timeout_s=250)[0]
+    for case, result in zip(TWO_RANKS, results, strict=True):
+        assert_equal(result, one_rank[0], case)
+
+
+@pytest.mark.full
+def test_four_ranks_have_the_gradient_of_one(path, one_rank):
+    results = run_ranks(gradients, 4, path, FOUR_RANKS, timeout_s=250)[0]
+    for case, result in zip(FOUR_RANKS, results, strict=True):
+        assert_equal(result, one_rank[0], case)
+
+
+@pytest.mark.full
+def test_a_supervised_run_learns_and_exports_a_whole_checkpoint(tmp_path):
+    workspace = make_workspace(tmp_path, "qwen3_next")
+    data = f"data.train={workspace.path / 'data' / 'sft.jsonl'}"
+    settings = [data, "steps=12", "sft.batch_conversations=4", "trainer.optimizer.warmup_updates=1"]
+    succeed("sft", str(RECIPES / "sft.yaml"), *workspace.overrides(*settings), timeout_s=250)
+    folder = workspace.run_folder("sft")
+    losses = [line["sft/loss"] for line in read_metrics(folder.metrics) if "sft/loss" in line]
+    assert losses[-1] < losses[0] - 1
+    check_checkpoint(folder.export)
+
+
+def test_engines_of_it_are_refused_without_a_gpu(tmp_path):
+    workspace = make_workspace(tmp_path, "qwen3_next")
+    run = run_cli("train", str(RECIPES / "gspo_calculator.yaml"), *workspace.overrides(), timeout_s=60)
+    assert run.process.returncode == 2
+    assert "model.path: SGLang serves a qwen3_next on a GPU alone, and there is none." in run.stdout + run.stderr
+    assert not (tmp_path / "runs").exists()

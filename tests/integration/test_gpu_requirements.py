@@ -1,0 +1,35 @@
+"""The packages of a GPU machine, resolved without one: needs PyPI."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REQUIREMENTS = ROOT / "requirements"
+
+pytestmark = [pytest.mark.integration, pytest.mark.full]
+
+
+def pins(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)(?:\[[\w,-]+\])?==(\S+)", text, re.M))
+
+
+def test_one_set_of_versions_satisfies_sglang_megatron_and_transformer_engine_at_the_pins_of_the_tests(tmp_path):
+    """Transformer Engine's part for torch is built from source, with the installed torch; its metadata needs no GPU."""
+    command = [
+        "uv", "pip", "compile", "--quiet", "--no-build-isolation", "--python", sys.executable,
+        "--constraint", REQUIREMENTS / "lock.txt", "--output-file", tmp_path / "gpu.txt",
+        REQUIREMENTS / "slimrl.txt", REQUIREMENTS / "gpu.txt",
+    ]  # fmt: skip
+    environment = {**os.environ, "NVTE_PYTORCH_SKIP_CUDA_BUILD": "TRUE"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    found = pins((tmp_path / "gpu.txt").read_text())
+    wanted = pins((REQUIREMENTS / "slimrl.txt").read_text()) | pins((REQUIREMENTS / "gpu.txt").read_text())
+    assert {name.lower(): found.get(name.lower()) for name in wanted} == {n.lower(): v for n, v in wanted.items()}
+    assert {"sglang-kernel", "flashinfer-python", "transformer-engine-cu13", "transformer-engine-torch"} <= found.keys()

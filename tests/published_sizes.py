@@ -1,0 +1,32 @@
+"""Parameters of models as their authors give them."""
+
+from typing import NamedTuple
+
+
+class PublishedSize(NamedTuple):
+    """In billions, rounded."""
+
+    total_b: float
+    active_b: float
+    """Of these, how many a token passes through; all of a dense model's."""
+
+
+PUBLISHED_SIZES = {
+    "DeepSeek-V3": PublishedSize(671, 37),
+    "GLM-4.5": PublishedSize(355, 32),
+    "GLM-4.5-Air": PublishedSize(106, 12),
+    "Kimi-K2": PublishedSize(1000, 32),
+    "Llama-3-8B": PublishedSize(8.03, 8.03),
+    "Llama-3.1-8B": PublishedSize(8.03, 8.03),
+    "Llama-3.2-1B": PublishedSize(1.23, 1.23),
+    "Moonlight-16B-A3B": PublishedSize(16, 3),
+    "Qwen2.5-0.5B": PublishedSize(0.49, 0.49),
+    "Qwen2.5-7B": PublishedSize(7.61, 7.61),
+    "Qwen3-0.6B": PublishedSize(0.6, 0.6),
+    "Qwen3-235B-A22B": PublishedSize(235, 22),
+    "Qwen3-30B-A3B": PublishedSize(30.5, 3.3),
+    "Qwen3-4B": PublishedSize(4.0, 4.0),
+    "Qwen3-8B": PublishedSize(8.2, 8.2),
+    "Qwen3-Next-80B-A3B": PublishedSize(80, 3),
+}
+"""By the names of their configs in `slimrl/models/hf_configs`."""

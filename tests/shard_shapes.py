@@ -1,0 +1,15 @@
+"""Shapes of shards as a weight map has them."""
+
+import torch
+from torch import Tensor
+
+from slimrl.models.weight_map import Entry, Slices
+
+
+def shard_shape(entry: Entry, count: int) -> tuple[int, ...]:
+    """Of one of `count` equal shards of the Megatron tensor."""
+
+    def on_meta(_: str, slices: Slices) -> Tensor:
+        return torch.empty([part.stop - part.start for part in slices], device="meta")
+
+    return tuple(entry.to_megatron(on_meta, 0, count).shape)

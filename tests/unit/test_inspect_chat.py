@@ -1,0 +1,120 @@
+"""`slimrl inspect-chat`: the tokens of a conversation, for every kind of model and for each recipe that is shipped."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from chat_templates import MODELS
+from typer.testing import CliRunner
+
+from slimrl.cli import app
+from slimrl.config.load import intended_command, load_recipe
+from slimrl.models.hf_config import config_for_planning
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+TINY = RECIPES / "tiny_moe" / "gspo_calculator.yaml"
+CALCULATOR = "agent.tools=[slimrl.agent.calculator:calculator]"
+
+KIND_OF_MODEL = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "glm4_moe": "glm45", "deepseek_v3": "deepseek_v3",
+                 "kimi_k2": "kimi_k2", "qwen3_next": "qwen3_instruct"}  # fmt: skip
+"""`model_type` -> the template that its recipe's model has."""
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def made(key: str) -> Path:
+        """A model's folder without weights, as it is downloaded."""
+        model, folder = MODELS[key], tmp_path_factory.mktemp(key)
+        model.tokenizer().save_pretrained(folder)
+        (folder / "chat_template.jinja").write_text(model.template)
+        (folder / "config.json").write_text(json.dumps({"model_type": model.model_type}))
+        stops = model.tokenizer().convert_tokens_to_ids(list(model.stops))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        return folder
+
+    return made
+
+
+def inspected(recipe: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["inspect-chat", str(recipe), *arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def shipped() -> list[Path]:
+    return [path for path in sorted(RECIPES.rglob("*.yaml")) if path.parent.name != "base"]
+
+
+@pytest.mark.parametrize("recipe", shipped(), ids=lambda path: path.stem)
+def test_each_shipped_recipe_is_shown_with_its_models_template(recipe, folder_of, tmp_path):
+    key = "qwen3_instruct"
+    if "tiny_moe" not in str(recipe):
+        loaded = load_recipe(recipe, [], intended_command(recipe, []))
+        key = KIND_OF_MODEL[config_for_planning(Path(loaded.recipe.model.path))[0]["model_type"]]
+    conversation = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho."}],
+    }
+    arguments = [f"model.path={folder_of(key)}", "--json"]
+    if intended_command(recipe, []) == "sft":
+        (tmp_path / "sft.jsonl").write_text(json.dumps(conversation))
+        arguments.append(f"data.train={tmp_path}/sft.jsonl")
+    shown = json.loads(inspected(recipe, *arguments))
+    stops = MODELS[key].tokenizer().convert_tokens_to_ids(list(MODELS[key].stops))
+    assert set(stops) <= set(shown["stop_token_ids"])
+    trained = [token for token in shown["tokens"] if token["trained"]]
+    assert trained
+    assert trained[-1]["id"] in stops
+    assert all(token["source"] == "policy" for token in trained)
+
+
+@pytest.mark.parametrize("key", MODELS)
+def test_an_episode_with_a_tool_has_all_four_sources(key, folder_of):
+    kwargs = ",".join(f"{name}: {json.dumps(value)}" for name, value in MODELS[key].kwargs.items())
+    shown = json.loads(
+        inspected(
+            TINY, f"model.path={folder_of(key)}", f"agent.chat_template_kwargs={{{kwargs}}}", CALCULATOR, "--json"
+        )
+    )
+    tokens = shown["tokens"]
+    assert {token["source"] for token in tokens} == {"prompt", "policy", "tool", "template"}
+    decoded = MODELS[key].tokenizer().decode([t["id"] for t in tokens if t["source"] == "tool"])
+    assert "(the tool's answer)" in decoded
+    assert len(decoded) < len("(the tool's answer)") + 8
+    said = MODELS[key].tokenizer().decode([t["id"] for t in tokens if t["trained"]])
+    assert said.count("(thinking)") == MODELS[key].thinks * (1 if key == "deepseek_v31_think" else 2)
+    assert "calculator" in said
+    assert "(the answer)" in said
+    assert sum(t["trained"] and t["id"] in shown["stop_token_ids"] for t in tokens) == 2
+
+
+def test_on_the_terminal_each_run_has_its_source_and_ends_are_marked(folder_of):
+    output = inspected(TINY, f"model.path={folder_of('qwen3')}")
+    assert "[tool, " in output
+    end = MODELS["qwen3"].tokenizer().convert_tokens_to_ids("<|im_end|>")
+    assert f"(the answer)<|im_end|> ■{end}" in output
+    assert "trained on. A turn ends at " in output
+
+
+def test_a_rewritten_history_is_shown_segment_by_segment(folder_of):
+    arguments = ("agent.history=template", "agent.chat_template_kwargs={thinking: true}")
+    output = inspected(TINY, f"model.path={folder_of('deepseek_v31')}", *arguments)
+    assert "Segment 1 of 2, a sequence of its own:" in output
+
+
+def test_a_first_prompt_of_the_data_is_shown_where_there_is_one(folder_of, tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "How much is 7 * 6?", "label": 42}))
+    output = inspected(TINY, f"model.path={folder_of('qwen3')}", f"data.train={tmp_path}/train.jsonl")
+    assert "How much is 7 * 6?" in output
+
+
+def test_a_template_that_cannot_be_used_is_refused(folder_of, tmp_path):
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    arguments = ["inspect-chat", str(TINY), f"model.path={folder_of('qwen3')}"]
+    result = CliRunner().invoke(app, [*arguments, f"model.chat_template={tmp_path}/broken.jinja"])
+    assert result.exit_code == 2
+    assert "the chat template refuses it" in result.output
+    result = CliRunner().invoke(app, [*arguments, f"model.chat_template={tmp_path}/none.jinja"])
+    assert result.exit_code == 2
+    assert "model.chat_template: " in result.output

@@ -1,0 +1,63 @@
+"""A model with gated delta nets is refused, in one sentence, where its engines or its trainer cannot run."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl import device
+from slimrl.config.problems import Problem
+from slimrl.runtime.checks.model_check import model_problems
+from slimrl.toys.toy_configs import ToySize
+
+SIZE = ToySize(layers=2, hidden=32, heads=2, kv_heads=2, head_dim=16, experts=2, moe_intermediate=16)
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_moe"])
+def toy(request, tmp_path_factory):
+    from slimrl_tools.toy.toy import write_toy
+
+    path = tmp_path_factory.mktemp("toy") / request.param
+    write_toy(request.param, path, SIZE, 0)
+    return path
+
+
+def problems(toy, command: str, *, devices: bool = True) -> list[str]:
+    recipe = SimpleNamespace(
+        model=SimpleNamespace(path=str(toy), megatron=None),
+        trainer=SimpleNamespace(megatron={}, precision=SimpleNamespace(dtype="float32")),
+        resync=SimpleNamespace(bucket_bytes=10**9),
+    )
+    loaded = SimpleNamespace(
+        recipe=recipe,
+        command=command,
+        problem=lambda key, message: Problem(key=key, message=message),
+    )
+    return [f"{problem.key}: {problem.message}" for problem in model_problems(loaded, devices=devices)]
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "rollout", "resync bench"])
+def test_engines_need_a_gpu(toy, command, monkeypatch):
+    monkeypatch.setattr(device, "device_type", lambda: "cpu")
+    expected = [
+        "model.path: SGLang serves a qwen3_next on a GPU alone, and there is none. slimrl sft trains it here."
+    ] * (toy.name == "qwen3_next")
+    assert problems(toy, command) == expected
+    assert problems(toy, command, devices=False) == []
+
+
+@pytest.mark.parametrize("command", ["sft", "train --trajectories", "export"])
+def test_without_engines_a_cpu_will_do(toy, command, monkeypatch):
+    monkeypatch.setattr(device, "device_type", lambda: "cpu")
+    assert problems(toy, command) == []
+
+
+def test_a_gpu_needs_the_kernels_to_train_and_not_to_serve(toy, monkeypatch):
+    monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    monkeypatch.setattr(device, "computes_block_fp8", lambda: True)
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    for kernels in (False, True):
+        monkeypatch.setattr(device, "has_delta_net_kernels", lambda kernels=kernels: kernels)
+        found = problems(toy, "train")
+        assert bool(found) == (toy.name == "qwen3_next" and not kernels)
+        assert all("kernels of flash-linear-attention, which are not installed" in problem for problem in found)
+        assert problems(toy, "rollout") == []

@@ -1,0 +1,114 @@
+"""What can be known of a recipe on a machine where its model and its data are not."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from slimrl.config.problems import RecipeError
+from slimrl.models.hf_config import nearest_published
+from slimrl.models.offline_recipe import OfflineRecipe, read_offline
+
+ROOT = Path(__file__).parents[2]
+A3B = "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def planned(*overrides: str) -> OfflineRecipe:
+    return read_offline(A3B, overrides, "train", model_needed=False)
+
+
+def refused(*overrides: str, files: bool = False) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        read_offline(A3B, overrides, "train", files=files)
+    return str(caught.value).splitlines()[:-1]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reward.function=slimrl.rewards.math:nope", "slimrl.rewards.math:nope: slimrl.rewards.math has no nope."),
+        ("reward.function=slimrl.rewards.math:boxed_exct",
+         "slimrl.rewards.math:boxed_exct: slimrl.rewards.math has no boxed_exct. Did you mean boxed_exact?"),
+        ("agent.tools=[slimrl.agent.calculator:calculater]",
+         "slimrl.agent.calculator:calculater: slimrl.agent.calculator has no calculater. Did you mean calculator?"),
+        ("agent.tools=[slimrl.agent.parsers:NoCalls]",
+         "slimrl.agent.parsers:NoCalls: NoCalls is a class. A tool is a function."),
+        ("reward.function=slimrl.agent.parsers:NoCalls",
+         "slimrl.agent.parsers:NoCalls: NoCalls is a class. "
+         "A reward is a function, or an object that can be called."),
+        ("agent.parser=slimrl.agent.parsers:NoCallz",
+         "slimrl.agent.parsers:NoCallz: slimrl.agent.parsers has no NoCallz. Did you mean NoCalls?"),
+        ("resync.bucket_bytes=1",
+         "1 bytes are too few: one row of model.embed_tokens.weight needs 4096, and other tensors may be wider. "
+         "The default is 268435456."),
+    ],
+)  # fmt: skip
+def test_what_a_start_would_not_find_is_refused_from_sources_and_the_config_alone(override, message):
+    assert refused(override) == [f"command line: {override.partition('=')[0]}: {message}"]
+
+
+def test_modules_that_are_not_here_are_noted_and_refused_with_the_files_alone():
+    away = ["reward.function=somewhere.else:reward", "agent.tools=[slimrl.agent.nowhere:f]"]
+    said = {
+        "reward.function": "somewhere.else:reward: no module somewhere.else.",
+        "agent.tools": "slimrl.agent.nowhere:f: no module slimrl.agent.nowhere.",
+    }
+    noted = [str(note) for note in planned(*away).notes]
+    assert {f"command line: {key}: warning: {message}" for key, message in said.items()} <= set(noted)
+    lines = refused(*away, files=True)
+    assert {f"command line: {key}: {message}" for key, message in said.items()} <= set(lines)
+
+
+def test_functions_are_found_wherever_a_module_may_define_them_and_nothing_of_it_runs(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards").mkdir()
+    (tmp_path / "own_rewards" / "__init__.py").write_text("raise RuntimeError\n")
+    (tmp_path / "own_rewards" / "some.py").write_text(
+        "from math import floor as down\nif True:\n    def inner():\n        deeper = 1\n"
+        "try:\n    one = two = print\nexcept ValueError:\n    pass\nraise RuntimeError\n"
+    )
+    (tmp_path / "own_stars.py").write_text("from os import *\n")
+    (tmp_path / "own_made.py").write_text("for name in 'ab':\n    globals()[name] = print\n")
+    (tmp_path / "own_latin.py").write_bytes("# -*- coding: latin-1 -*-\nabout = 'für'\n".encode("latin-1"))
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    names = [f"own_rewards.some:{name}" for name in ("down", "inner", "one", "two")]
+    names += ["own_stars:getcwd", "own_made:a", "own_latin:about", "math:floor"]
+    planned(f"agent.tools=[{', '.join(names)}]")
+    (tmp_path / "own_class.py").write_text("class Both: pass\ndef Both(): pass\nclass Made: pass\n")
+    planned("agent.tools=[own_class:Both]", "agent.parser=own_class:Made")
+    (line,) = refused("agent.tools=[own_rewards.some:deeper]")
+    assert line.endswith("own_rewards.some has no deeper.")
+
+
+@pytest.mark.parametrize(
+    ("folder", "meant"),
+    [
+        ("models/Qwen3-30B-A3b", "Qwen3-30B-A3B"), ("models/qwen3-30-a3b", "Qwen3-30B-A3B"),
+        ("Qwen3-30B-A3B-fp8", "Qwen3-30B-A3B-FP8"), ("models/Qwen3-14B", ""), ("models/toy", ""),
+    ],
+)  # fmt: skip
+def test_a_model_of_the_same_sizes_and_nearly_the_same_name_was_meant(folder, meant):
+    assert nearest_published(Path(folder)) == meant
+
+
+def test_a_misspelt_model_is_noted_where_it_need_not_be_here_and_refused_where_it_must():
+    notes = [str(note) for note in planned("model.path=models/Qwen3-30B-A3b").notes]
+    told = "models/Qwen3-30B-A3b: no such folder. Did you mean models/Qwen3-30B-A3B?"
+    assert f"command line: model.path: warning: {told}" in notes
+    assert refused("model.path=models/Qwen3-30B-A3b")[0].endswith("Qwen3-Next-80B-A3B; Qwen3-30B-A3B is nearest.")
+
+
+@pytest.mark.parametrize(("precision", "row"), [("bf16", 4096), ("fp32", 8192)])
+def test_a_bucket_takes_at_least_a_row_of_the_embedding_in_the_precision_of_the_weights(precision, row):
+    for nbytes, too_few in ((row, False), (row - 1, True)):
+        told = refused(
+            f"trainer.precision={precision}",
+            f"resync.bucket_bytes={nbytes}",
+            "reward.function=slimrl.rewards.math:nope",
+        )
+        assert any(f"{nbytes} bytes are too few: one row" in line for line in told) is too_few

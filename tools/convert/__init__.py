@@ -1,0 +1,1 @@
+"""`slimrl-tools convert`: Hugging Face to torch_dist and back."""

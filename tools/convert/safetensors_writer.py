@@ -1,0 +1,71 @@
+"""Writes the safetensors files of an output in one process. It needs no Megatron, whose import takes seconds."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from slimrl_tools.allocator import keep_freed_memory
+from slimrl_tools.convert.conversion import WriteFile, Written
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from slimrl.checkpoints.checkpoint_reader import read_whole
+from slimrl.checkpoints.digests import Span, tensor_digest
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.read_ahead import read_ahead
+from slimrl.checkpoints.safetensors_file import TensorLocation, write_safetensors_file
+from slimrl.checkpoints.torch_dist.chunks import ShardSchema
+from slimrl.checkpoints.torch_dist.reader import StoredWeights
+from slimrl.data.weights import TensorSpec
+
+
+@contextmanager
+def safetensors_writer(
+    stored: tuple[Path, Metadata, ShardSchema], hf_dir: Path, from_hf: frozenset[str], originals: Mapping[str, str]
+) -> Iterator[WriteFile[list[TensorSpec]]]:
+    """From a torch_dist checkpoint.
+
+    Args:
+        stored: arguments of StoredWeights.
+        from_hf: names of tensors that are read from the folder `hf_dir` instead.
+        originals: name of a copy -> name of the tensor that it repeats.
+    """
+    keep_freed_memory()
+    with StoredWeights(*stored) as reader, open_hf_checkpoint(hf_dir) if from_hf else nullcontext() as other:
+
+        def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+            for spec in specs:
+                original = originals.get(spec.name, spec.name)
+                yield spec.name, read_whole(other if other and original in from_hf else reader, original)
+
+        yield lambda file, specs, written: write_hashed(file, specs, tensors(specs), written)
+
+
+def write_hashed(
+    file: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], written: Written
+) -> None:
+    """Write a safetensors file. A thread makes, casts and hashes each tensor while the one before is written.
+
+    Raises:
+        OSError: the disk is full, or writing failed.
+    """
+    digests: dict[str, str] = {}
+
+    def tensor_written(descriptor: int, location: TensorLocation) -> None:
+        name = location.spec.name
+        written(descriptor, Span(name=name, start=location.start, length=location.nbytes, digest=digests[name]))
+
+    write_safetensors_file(file, specs, read_ahead(_hashed(specs, tensors, digests)), tensor_written)
+
+
+def _hashed(
+    specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they are written; adds their checksums to `digests`."""
+    for spec, (name, tensor) in zip(specs, tensors, strict=True):
+        cast = tensor.to(getattr(torch, spec.dtype)).contiguous()
+        digests[name] = tensor_digest(cast)
+        yield name, cast
+        # Freed before the next is made.
+        del tensor, cast

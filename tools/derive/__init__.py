@@ -1,0 +1,1 @@
+"""`slimrl-tools` commands that derive a checkpoint from others: average, slice, quantize."""

@@ -1,0 +1,1 @@
+"""`slimrl-tools` commands that show what a checkpoint or a configuration holds."""

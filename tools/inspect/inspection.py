@@ -1,0 +1,168 @@
+"""Describes a checkpoint by its config and headers; reads no tensor.
+
+If the family is not supported, only the files are described, with the reason.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint, open_found
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from slimrl.checkpoints.hf_check import find_mismatches
+from slimrl.checkpoints.safetensors_file import spec_bytes
+from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.torch_dist.reader import read_metadata
+from slimrl.models.architecture import FACTS_FILE, read_facts
+from slimrl.models.families.mtp import num_mtp_layers
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import published_config, published_names
+from slimrl.models.megatron_config import MegatronModelConfig
+from slimrl.models.parameters import count_parameters
+from slimrl.models.weight_map import WeightMap
+
+MAX_NAMED = 5
+"""Missing, unknown or misshaped tensors that are named; the rest are counted."""
+
+ARCHITECTURE = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "attention heads": "num_attention_heads",
+    "key-value heads": "num_query_groups",
+    "head dimension": "kv_channels",
+    "query LoRA rank": "q_lora_rank",
+    "key-value LoRA rank": "kv_lora_rank",
+    "dense MLP width": "ffn_hidden_size",
+    "routed experts": "num_moe_experts",
+    "experts per token": "moe_router_topk",
+    "expert groups": "moe_router_num_groups",
+    "expert width": "moe_ffn_hidden_size",
+    "shared expert width": "moe_shared_expert_intermediate_size",
+}
+"""Label -> key of the family's Megatron config."""
+
+
+def inspect_checkpoint(path: Path, hf_dir: Path | None = None) -> dict[str, Any]:
+    """Facts of a checkpoint as JSON values.
+
+    Args:
+        path: a checkpoint in any format, or the name of a published model, described by its config.
+        hf_dir: folder with the config.json of a torch_dist checkpoint without one.
+
+    Raises:
+        ValueError: `path` is neither, or a broken checkpoint.
+    """
+    if not path.exists() and str(path) in published_names():
+        return {"path": str(path), "format": "config alone", **_model(published_config(str(path)), None)}
+    found = find_checkpoint(path, hf_dir)
+    facts = {"path": str(found.path), "format": found.format}
+    stored = _stored_in_safetensors(found) if found.format == "huggingface" else _stored_in_torch_dist(found)
+    if found.hf_dir is None:
+        return facts | _unknown_model(f"{found.path} holds no config.json of its model; give one with --hf") | stored
+    hf_config = found.hf_config()
+    return facts | _model(hf_config, found) | {"quantisation": hf_config.get("quantization_config")} | stored
+
+
+def _model(hf_config: dict[str, Any], found: FoundCheckpoint | None) -> dict[str, Any]:
+    """Family, architecture and parameters: of the tensors found, or of those that the config implies."""
+    try:
+        family = family_of(hf_config)
+        model, weight_map = family.megatron_config(hf_config), family.weight_map(hf_config, mtp=True)
+    except ValueError as error:
+        return _unknown_model(str(error))
+    shapes = None
+    if found is not None:
+        with open_found(found) as reader:
+            shapes = {name: spec.shape for name, spec in reader.specs.items()}
+    return {
+        "family": family.name,
+        "architecture": _architecture(model) | {"MTP layers": num_mtp_layers(hf_config)},
+        "parameters": _parameters(weight_map, model, shapes),
+        "tensors": None if shapes is None else _mismatches(weight_map, shapes),
+    }
+
+
+def _unknown_model(reason: str) -> dict[str, Any]:
+    return {"family": None, "reason": reason, "architecture": None, "parameters": None, "tensors": None}
+
+
+def _architecture(model: MegatronModelConfig) -> dict[str, Any]:
+    facts = {shown: model.transformer.get(name) for shown, name in ARCHITECTURE.items()}
+    sparse = model.transformer.get("moe_layer_freq")
+    return {
+        **{shown: value for shown, value in facts.items() if value is not None},
+        **({"layers with experts": sum(sparse)} if isinstance(sparse, list) else {}),
+        "vocabulary": model.vocab_size,
+        "tied embeddings": model.tie_embeddings,
+        "rotary base": model.rotary_base,
+        "longest position": model.max_position,
+    }
+
+
+def _parameters(
+    weight_map: WeightMap, model: MegatronModelConfig, shapes: Mapping[str, tuple[int, ...]] | None
+) -> dict[str, Any]:
+    counts = {count.part: count for count in count_parameters(weight_map, model, shapes)}
+    active = sum(count.active for count in counts.values())
+    outer = sum(counts[part].active for part in ("embedding", "head") if part in counts)
+    mtp = counts["MTP"].total if "MTP" in counts else 0
+    return {
+        "total": sum(count.total for count in counts.values()) - mtp,
+        "active": active,
+        "active_without_embedding_and_head": active - outer,
+        "mtp": mtp,
+        "parts": {part: {"total": count.total, "active": count.active} for part, count in counts.items()},
+    }
+
+
+def _mismatches(weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    found = find_mismatches(weight_map, shapes)
+    kinds = {"missing": found.missing, "unknown": found.unknown, "misshaped": list(found.misshaped)}
+    return {
+        "found": len(shapes),
+        **{kind: {"count": len(names), "first": names[:MAX_NAMED]} for kind, names in kinds.items()},
+    }
+
+
+def _stored_in_safetensors(found: FoundCheckpoint) -> dict[str, Any]:
+    """Files, bytes and dtypes as they are on disk, with the scales of quantised weights."""
+    with SafetensorsFolder(found.path) as folder:
+        tensors = [(spec.dtype, spec_bytes(spec)) for spec in folder.specs.values()]
+    return {"storage": _storage(sorted(found.path.glob("*.safetensors")), tensors)}
+
+
+def _stored_in_torch_dist(found: FoundCheckpoint) -> dict[str, Any]:
+    """The same for torch_dist, with the optimizer state's size and the layout that saved it."""
+    tensors, optimizer_bytes, num_chunks = list[tuple[str, int]](), 0, 0
+    for key, entry in read_metadata(found.path).state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        dtype = entry.properties.dtype
+        size = entry.size.numel() * dtype.itemsize
+        if key.startswith("optimizer."):
+            optimizer_bytes += size
+        else:
+            tensors.append((str(dtype).removeprefix("torch."), size))
+            num_chunks += len(entry.chunks)
+    facts = read_facts(found.path) if (found.path / FACTS_FILE).is_file() else {}
+    return {
+        "storage": _storage(sorted(found.path.glob("*.distcp")), tensors),
+        "torch_dist": {
+            "saved_under": facts.get("layout"),
+            "weight_chunks": num_chunks,
+            "optimizer_bytes": optimizer_bytes,
+        },
+    }
+
+
+def _storage(files: list[Path], tensors: list[tuple[str, int]]) -> dict[str, Any]:
+    """`tensors`: (dtype, bytes) of each."""
+    sizes: dict[str, list[int]] = {}
+    for dtype, size in sorted(tensors):
+        sizes.setdefault(dtype, []).append(size)
+    return {
+        "files": len(files),
+        "bytes_on_disk": sum(file.stat().st_size for file in files),
+        "dtypes": {dtype: {"tensors": len(held), "bytes": sum(held)} for dtype, held in sizes.items()},
+    }

@@ -1,0 +1,1 @@
+"""Prompt files from published data sets."""

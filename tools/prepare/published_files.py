@@ -1,0 +1,57 @@
+"""Reads a downloaded file of a data set, in any format in which such files are published."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slimrl.data.columns import PARQUET
+from slimrl.data.jsonl import read_jsonl
+from slimrl.data.parquet import read_parquet
+from slimrl.data.rows import parse_rows
+
+ENDINGS = (PARQUET, ".jsonl", ".json", ".csv")
+
+
+def read_published[T](path: Path, parse: Callable[[dict[str, Any], int], T]) -> list[T]:
+    """The result of `parse` for each row of a Parquet, JSONL, JSON (a list of objects) or CSV file.
+
+    Raises:
+        ValueError: the ending is another one, the file is missing or damaged, or has broken rows.
+    """
+    if path.suffix not in ENDINGS:
+        raise ValueError(f"{path}: ends in none of {', '.join(ENDINGS)}")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if path.suffix == PARQUET:
+        return read_parquet(path, parse)
+    if path.suffix == ".csv":
+        return parse_rows(path, enumerate(_csv_rows(path), 1), parse, noun="rows")
+    if path.suffix == ".json" and _starts_a_list(path):
+        return parse_rows(path, enumerate(_objects(path), 1), parse, noun="rows")
+    return read_jsonl(path, parse)
+
+
+def _csv_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return list(csv.DictReader(file, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not CSV in UTF-8: {error}") from error
+
+
+def _starts_a_list(path: Path) -> bool:
+    """Unlike a file named .json that holds one object per line."""
+    with path.open("rb") as file:
+        return next((line.lstrip()[:1] for line in file if line.strip()), b"") == b"["
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not all(isinstance(value, dict) for value in values):
+        raise ValueError(f"{path}: must be a list of objects")
+    return values

@@ -1,0 +1,42 @@
+"""Small random checkpoints with a real tokenizer, in the Hugging Face format, for quickstarts and tests.
+
+Weights are drawn tensor by tensor by the family's weight map: the same seed gives the same file, and every family can
+have a toy.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from slimrl_tools.toy.toy_configs import ToySize, toy_config
+from slimrl_tools.toy.toy_tokenizer import build_tokenizer
+
+from slimrl.checkpoints.safetensors_folder import write_safetensors
+from slimrl.data.atomic import atomic_folder
+from slimrl.models.family import family_of
+from slimrl.toys.random_weights import random_tensors
+
+
+def write_toy(family: str, out: Path, size: ToySize, seed: int) -> int:
+    """Write a random float32 checkpoint with tokenizer and chat template into a new folder, complete or not at all.
+
+    Returns:
+        Number of parameters, without copies.
+
+    Raises:
+        ValueError: an unknown family, sizes that do not fit together, or `out` exists.
+    """
+    config = toy_config(family, size)
+    with atomic_folder(out) as partial:
+        tokenizer = build_tokenizer()
+        config |= {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        weight_map = family_of(config).weight_map(config, mtp=True)
+        write_safetensors(partial, weight_map.specs("float32"), random_tensors(weight_map, size.init_std, seed))
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer.save_pretrained(partial)
+    return sum(torch.Size(tensor.shape).numel() for tensor in weight_map.hf_tensors.values())

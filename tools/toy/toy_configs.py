@@ -1,0 +1,30 @@
+"""config.json of a toy for the command line; errors name its options."""
+
+from typing import Any
+
+from slimrl.toys.toy_configs import TOYS as TOYS
+from slimrl.toys.toy_configs import ToySize as ToySize
+
+
+def toy_config(family: str, size: ToySize) -> dict[str, Any]:
+    """config.json of a toy, without `vocab_size` and the special tokens.
+
+    Raises:
+        ValueError: an unknown family, or sizes that do not fit together.
+    """
+    if family not in TOYS:
+        raise ValueError(f"no toy of family {family!r}; known: {', '.join(TOYS)}")
+    if family == "qwen2" and size.hidden % (2 * size.heads):
+        raise ValueError(f"--hidden {size.hidden} does not divide into {size.heads} heads of an even size, for qwen2")
+    config = TOYS[family](size)
+    if size.heads % size.kv_heads:
+        raise ValueError(f"--kv-heads {size.kv_heads} does not divide --heads {size.heads}")
+    if size.experts_per_token > size.experts:
+        raise ValueError(f"--experts-per-token {size.experts_per_token} is more than --experts {size.experts}")
+    if size.head_dim % 2:
+        raise ValueError(f"--head-dim {size.head_dim} is odd; rotary embeddings need pairs")
+    if "num_nextn_predict_layers" not in config and size.mtp_layers:
+        raise ValueError(f"--mtp-layers {size.mtp_layers}: {family} has no layers for multi-token prediction")
+    if family in ("glm4_moe", "deepseek_v3") and size.head_dim % 4:
+        raise ValueError(f"--head-dim {size.head_dim}: {family} rotates half of them, in pairs; use a multiple of 4")
+    return config

@@ -1,0 +1,1 @@
+"""`slimrl-tools` commands that compare checkpoints."""
