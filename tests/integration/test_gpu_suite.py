@@ -62,6 +62,20 @@ def test_what_one_and_two_gpus_are_to_prove_runs_on_a_cpu_with_the_packages_of_a
     assert "a copy" in table
 
 
+def test_all_files_of_the_suite_are_imported():
+    """Those that `make test` does not run too: they would notice a moved name only where there is a GPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", SUITE],
+        env={**os.environ, "SLIMRL_GPU_TESTS_ON_CPU": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 def test_what_the_cuda_image_is_to_prove_runs_on_a_cpu():
