@@ -35,10 +35,11 @@ def checked_stop_tokens(ids: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[i
     listed = ids if isinstance(ids, list) else [ids]
     wrong = [one for one in listed if not isinstance(one, int) or not 0 <= one < len(tokenizer)]
     if wrong or not listed:
-        raise ValueError(f"{ids!r}: names no token; the tokenizer's ids are 0 to {len(tokenizer) - 1}")
+        raise ValueError(f"{wrong or ids!r}: names no token; the tokenizer's ids are 0 to {len(tokenizer) - 1}")
     if unreserved := [one for one in listed if one not in tokenizer.added_tokens_decoder]:
         # Others are split and merged with what stands around them.
-        raise ValueError(f"{unreserved[0]}: is {tokenizer.decode(unreserved[:1])!r}, no token of its own")
+        text = tokenizer.decode(unreserved[:1])
+        raise ValueError(f"{unreserved[0]}: is {text!r}, ordinary text that an answer may hold, no reserved token")
     return tuple(dict.fromkeys(listed))
 
 

@@ -2,16 +2,21 @@
 
 import json
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _get_template_variables
 
 Messages = Sequence[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]] | None
 
 _KEY, _VALUE = "probe_key", "probe_value"
+_GIVEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+"""Variables and options that are not the recipe's"""
 
 
 class ChatTemplate:
@@ -36,6 +41,27 @@ class ChatTemplate:
         self._kwargs = dict(kwargs or {})
         self._reserved = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len)[::-1]
 
+    def require_words(self) -> None:
+        """Try the template on one question.
+
+        Raises:
+            ValueError: it is no template, refuses any conversation, or leaves words out.
+        """
+        question = {"role": "user", "content": "some words"}
+        if question["content"] not in self.render([question], None, generate=True):
+            raise ValueError("the chat template does not write what the user says")
+
+    def require_read(self) -> None:
+        """Raises ValueError if a further variable is none that the template reads."""
+        read = _get_template_variables(self._source)
+        for name in self._kwargs:
+            if name in _GIVEN:
+                raise ValueError(f"{name}: slimrl sets it")
+            if name not in read:
+                close = get_close_matches(name, read, n=1)
+                hint = f" Did you mean {close[0]}?" if close else ""
+                raise ValueError(f"{name}: the chat template does not read it.{hint}")
+
     def render(self, messages: Messages, schemas: Schemas, *, generate: bool) -> str:
         """Text of a conversation.
 
@@ -46,7 +72,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses these messages.
         """
-        return self._apply(self._with_arguments(messages), schemas, add_generation_prompt=generate, tokenize=False)
+        return self._apply(self._as_taken(messages), schemas, add_generation_prompt=generate, tokenize=False)
 
     def marked(self, messages: Messages, schemas: Schemas) -> tuple[list[int], list[bool]] | None:
         """(tokens, mask) of a conversation by the template's `{% generation %}` marks; None if it has none.
@@ -56,7 +82,7 @@ class ChatTemplate:
         if not self._has_marks:
             return None
         encoding = self._apply(
-            self._with_arguments(messages), schemas, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            self._as_taken(messages), schemas, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         return list(encoding["input_ids"]), [bool(bit) for bit in encoding["assistant_masks"]]
 
@@ -76,10 +102,13 @@ class ChatTemplate:
             text = text.replace(reserved, f"{reserved[0]} {reserved[1:]}")
         return text
 
+    @property
+    def _source(self) -> str:
+        return self._text if self._text is not None else self._tokenizer.get_chat_template()
+
     @cached_property
     def _has_marks(self) -> bool:
-        text = self._text if self._text is not None else self._tokenizer.get_chat_template()
-        return "{% generation" in text or "{%- generation" in text
+        return "{% generation" in self._source or "{%- generation" in self._source
 
     @cached_property
     def _arguments_are_text(self) -> bool:
@@ -92,14 +121,20 @@ class ChatTemplate:
         # A template that joins texts writes an object as Python does, in single quotes.
         return f"'{_KEY}'" in text
 
-    def _with_arguments(self, messages: Messages) -> list[dict[str, Any]]:
-        """The messages with each call's arguments as the template wants them, whichever way they are given."""
-        return [
-            message | {"tool_calls": [self._with_own_arguments(call) for call in message["tool_calls"]]}
-            if message.get("tool_calls")
-            else message
-            for message in messages
-        ]
+    def _as_taken(self, messages: Messages) -> list[dict[str, Any]]:
+        """The messages with each call's arguments as the template wants them, whichever way they are given.
+
+        No content is an empty one, as SGLang's server makes it: templates that join texts would write None.
+        """
+        taken = []
+        for message in messages:
+            changed = dict(message)
+            if message.get("content") is None:
+                changed["content"] = ""
+            if message.get("tool_calls"):
+                changed["tool_calls"] = [self._with_own_arguments(call) for call in message["tool_calls"]]
+            taken.append(changed)
+        return taken
 
     def _with_own_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -122,6 +157,8 @@ class ChatTemplate:
                 **self._kwargs,
                 **options,
             )
+        except TemplateSyntaxError as error:
+            raise ValueError(f"line {error.lineno} of the chat template: {error.message}") from error
         except (TemplateError, TypeError, AttributeError, LookupError) as error:
             # A template is a program of the model's authors; what it raises says what it does not take.
             raise ValueError(f"the chat template refuses it: {error}") from error

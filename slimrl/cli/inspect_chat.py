@@ -13,7 +13,7 @@ def inspect_chat(
     """Print one conversation of a recipe token by token: who wrote it, what is trained on, where turns end.
 
     Of `slimrl train` a made-up episode, in which the policy calls the first tool and then answers; of `slimrl sft` the
-    first conversation of data.train. Needs the tokenizer of model.path, but neither its weights nor the data.
+    first conversation of data.train, which must be there. Needs the tokenizer of model.path, but not its weights.
     """
     from slimrl.config.load import intended_command, load_recipe
     from slimrl.observability.chat_preview import as_json, print_preview

@@ -30,6 +30,13 @@ def print_preview(preview: Preview, console: Console) -> None:
 
 
 def as_json(preview: Preview) -> str:
-    """`stop_token_ids`, and `tokens` of all segments one after the other: `id`, `text`, `source` and `trained`."""
-    tokens = [vars(token) for segment in preview.segments for token in segment]
-    return json.dumps({"stop_token_ids": list(preview.stop_token_ids), "tokens": tokens}, ensure_ascii=False)
+    """`stop_token_ids`, and `tokens` of all segments one after the other: `id`, `text`, `source` and `trained`.
+
+    `segment_lengths` says where each segment, a sequence of its own, ends.
+    """
+    value = {
+        "stop_token_ids": list(preview.stop_token_ids),
+        "segment_lengths": list(map(len, preview.segments)),
+        "tokens": [vars(token) for segment in preview.segments for token in segment],
+    }
+    return json.dumps(value, ensure_ascii=False)

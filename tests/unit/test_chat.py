@@ -209,6 +209,13 @@ def test_a_template_of_a_file_replaces_the_tokenizers_and_gets_the_recipes_varia
     assert chat.template.decode(chat.prompt([USER], None).tokens) == f"{USER['content']}!<|im_end|>"
 
 
+def test_a_message_without_content_is_an_empty_text_as_in_sglangs_server(tokenizer):
+    text = "{% for m in messages %}<|im_start|>{{ m.role ~ ' ' ~ m.content }}<|im_end|>{% endfor %}"
+    template = chat_of(tokenizer, text=text).template
+    for silent in ({"role": "assistant", "content": None}, {"role": "assistant"}):
+        assert template.render([silent], None, generate=False) == "<|im_start|>assistant <|im_end|>"
+
+
 def test_a_tokenizer_without_template_is_refused():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None

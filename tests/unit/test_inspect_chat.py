@@ -1,6 +1,7 @@
 """`slimrl inspect-chat`: the tokens of a conversation, for every kind of model and for each recipe that is shipped."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -98,9 +99,13 @@ def test_on_the_terminal_each_run_has_its_source_and_ends_are_marked(folder_of):
 
 
 def test_a_rewritten_history_is_shown_segment_by_segment(folder_of):
-    arguments = ("agent.history=template", "agent.chat_template_kwargs={thinking: true}")
-    output = inspected(TINY, f"model.path={folder_of('deepseek_v31')}", *arguments)
-    assert "Segment 1 of 2, a sequence of its own:" in output
+    settings = ("agent.history=template", "agent.chat_template_kwargs={thinking: true}")
+    arguments = (TINY, f"model.path={folder_of('deepseek_v31')}", *settings)
+    assert "Segment 1 of 2, a sequence of its own:" in inspected(*arguments)
+    shown = json.loads(inspected(*arguments, "--json"))
+    first, second = shown["segment_lengths"]
+    assert first + second == len(shown["tokens"])
+    assert shown["tokens"][first]["id"] == shown["tokens"][0]["id"]
 
 
 def test_a_first_prompt_of_the_data_is_shown_where_there_is_one(folder_of, tmp_path):
@@ -109,12 +114,46 @@ def test_a_first_prompt_of_the_data_is_shown_where_there_is_one(folder_of, tmp_p
     assert "How much is 7 * 6?" in output
 
 
-def test_a_template_that_cannot_be_used_is_refused(folder_of, tmp_path):
-    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
-    arguments = ["inspect-chat", str(TINY), f"model.path={folder_of('qwen3')}"]
-    result = CliRunner().invoke(app, [*arguments, f"model.chat_template={tmp_path}/broken.jinja"])
+EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("\n{% for m in messages %}", "model.chat_template: line 2 of the chat template: Unexpected end of template."),
+        ("{{ raise_exception('no') }}", "model.chat_template: the chat template refuses it: no"),
+        ("nothing", "model.chat_template: the chat template does not write what the user says"),
+        (
+            EACH,
+            "agent.parser: the chat template writes no tool calls; name another in model.chat_template, or no tools",
+        ),
+        (None, "model.chat_template: TEMPLATE: No such file or directory"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(folder_of, tmp_path, template, problem):
+    path = tmp_path / "given.jinja"
+    if template is not None:
+        path.write_text(template)
+    arguments = [str(TINY), f"model.path={folder_of('qwen3')}", f"model.chat_template={path}"]
+    result = CliRunner().invoke(app, ["inspect-chat", *arguments])
     assert result.exit_code == 2
-    assert "the chat template refuses it" in result.output
-    result = CliRunner().invoke(app, [*arguments, f"model.chat_template={tmp_path}/none.jinja"])
+    assert problem.replace("TEMPLATE", str(path)) in result.output
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        (
+            "{enable_thinkng: false}",
+            "enable_thinkng: the chat template does not read it. Did you mean enable_thinking?",
+        ),
+        ("{colour: red}", "colour: the chat template does not read it\\.\\s"),
+        ("{tools: []}", "tools: slimrl sets it"),
+        ("{add_generation_prompt: false}", "add_generation_prompt: slimrl sets it"),
+    ],
+)
+def test_variables_that_the_template_does_not_read_are_refused(folder_of, variables, problem):
+    arguments = [str(TINY), f"model.path={folder_of('qwen3')}", f"agent.chat_template_kwargs={variables}"]
+    result = CliRunner().invoke(app, ["inspect-chat", *arguments])
     assert result.exit_code == 2
-    assert "model.chat_template: " in result.output
+    assert re.search(rf"agent\.chat_template_kwargs: {problem}", result.output)

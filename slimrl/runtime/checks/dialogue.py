@@ -60,13 +60,20 @@ def load_chat_format(loaded: LoadedRecipe) -> ChatFormat:
     key = "model.path"
     try:
         tokenizer = load_tokenizer(folder, trust_remote_code=recipe.model.trust_remote_code)
-        key = "model.chat_template"
+        if recipe.model.chat_template:
+            key = "model.chat_template"
         text = Path(recipe.model.chat_template).read_text() if recipe.model.chat_template else None
+        ChatTemplate(tokenizer, text).require_words()
+        key = "agent.chat_template_kwargs"
         template = ChatTemplate(tokenizer, text, recipe.agent.chat_template_kwargs)
+        template.require_read()
+        template.require_words()
         given = recipe.agent.stop_token_ids
         key = "model.path" if given is None else "agent.stop_token_ids"
         stops = stop_token_ids(folder, tokenizer) if given is None else checked_stop_tokens(given, tokenizer)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise RecipeError([loaded.problem(key, f"{error.filename}: {error.strerror}")]) from error
+    except ValueError as error:
         raise RecipeError([loaded.problem(key, str(error))]) from error
     return ChatFormat(template, stops)
 
@@ -83,6 +90,10 @@ def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> 
         return make_parser(name, []) if name else NoCalls()
     candidates = (name,) if name else _family_parsers(folder)
     written = _written_call(chat)
+    if _PROBE["function"]["name"] not in written:
+        raise ValueError(
+            "the chat template writes no tool calls. Use one that does (model.chat_template), or no tools."
+        )
     for candidate in candidates:
         calls = make_parser(candidate, [_PROBE]).parse(written).calls
         if len(calls) == 1 and isinstance(calls[0], ToolCall):
