@@ -7,12 +7,12 @@ from family_updates import updates
 from loaded_models import same_weights
 from machine import on_gpu
 from ranks import run_ranks
-from slimrl.runtime.cluster.environment import FP8_SCALES
 from slimrl_tools.convert.hf_to_megatron import hf_to_megatron
 from slimrl_tools.convert.options import Options
 from small_models import small_model
 
 from slimrl import device
+from slimrl.config.environment import FP8_SCALES
 from slimrl.config.schema import ParallelConfig, Precision
 
 pytestmark = [
