@@ -6,6 +6,7 @@ a process that ends, in whatever namespace, so a later run can tell which files 
 """
 
 import base64
+import errno
 import fcntl
 import mmap
 import os
@@ -65,12 +66,18 @@ class FileBuffer:
 
 
 class CudaBuffer:
-    """Device memory of this process, which other processes open by a CUDA IPC handle."""
+    """Device memory of this process, which other processes open by a CUDA IPC handle.
+
+    Raises OSError: the device has no room for `nbytes`.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         from torch.multiprocessing import reductions
 
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        try:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise OSError(errno.ENOMEM, str(error), str(device)) from error
         _, values = reductions.reduce_tensor(self.tensor)
         arguments = dict(zip(signature(reductions.rebuild_cuda_tensor).parameters, values, strict=True))
         # An event cannot be opened where its GPU is not visible; `segment` makes it unnecessary.
@@ -93,7 +100,7 @@ def shared_buffer(nbytes: int, name: str, device: torch.device) -> SharedBuffer:
         name: part of a file's name.
 
     Raises:
-        OSError: /dev/shm has no room for `nbytes`.
+        OSError: the device, or /dev/shm, has no room for `nbytes`.
     """
     return CudaBuffer(nbytes, device) if device.type == "cuda" else FileBuffer(nbytes, name)
 

@@ -114,7 +114,7 @@ def test_sglang_sets_no_other_variable_that_members_of_a_group_need_alike():
         for file in [*(SGLANG / "entrypoints").rglob("*.py"), *(SGLANG / "arg_groups").rglob("*.py")]
         for name in re.findall(r"""environ(?:\.setdefault\(|\[)["'](NCCL_\w+)""", file.read_text())
     }
-    # The algorithm is that of all-reduce, graphs are an engine's own, MNNVL is for engines over nodes of one NVLink domain.
+    # The algorithm is that of all-reduce, graphs are an engine's own, MNNVL is for engines over nodes of one NVLink.
     others = {"NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_REGISTER", "NCCL_MNNVL_ENABLE"}
     assert found == {*NCCL, *CHANNELS, *others}
 

@@ -11,9 +11,10 @@ import torch
 from torch.multiprocessing import reductions
 
 from slimrl import device
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import Recipe, RolloutConfig, TrainerConfig
 from slimrl.ipc.allocator import forbid_expandable_segments
 from slimrl.ipc.shared_buffer import CUDA_PREFIX, CudaBuffer, open_shared
+from slimrl.rollout.servers.server import engine_environment
 from slimrl.runtime.cluster.engine_actor import EngineActor
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 
@@ -105,15 +106,19 @@ def test_inherited_expandable_segments_are_removed_and_other_settings_kept(caplo
 
 
 @pytest.mark.parametrize("actor", [TrainerActor, EngineActor])
-def test_actors_remove_them_from_their_environment_at_the_start(monkeypatch, tmp_path, actor):
+def test_actors_remove_them_from_their_environment_and_the_recipe_s_at_the_start(monkeypatch, tmp_path, actor):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    recipe = Recipe(trainer=TrainerConfig(env=given), rollout=RolloutConfig(env=dict(given)))
     made = actor.__ray_metadata__.modified_class
     module = "slimrl.runtime.cluster." + ("trainer_actor" if actor is TrainerActor else "engine_actor")
     monkeypatch.setattr(f"{module}.capture_output", lambda path: None)
     monkeypatch.chdir(tmp_path)
     arguments = {
-        TrainerActor: (Recipe(), tmp_path, tmp_path, 0, "a", 1),
-        EngineActor: (None, tmp_path, tmp_path, 0, None, ()),
+        TrainerActor: (recipe, tmp_path, tmp_path, 0, "a", 1),
+        EngineActor: (recipe, tmp_path, tmp_path, 0, None, ()),
     }
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     object.__new__(made).__init__(*arguments[actor])
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    server = engine_environment(recipe.rollout, cuda=True) if actor is EngineActor else {}
+    assert "expandable_segments" not in "".join({**os.environ, **server}.values())
