@@ -35,6 +35,9 @@ class NcclGroup:
         Args:
             tensor: no other work on the device may still write it.
 
+        The first one connects the members, for which there is no deadline: a member that is lost meanwhile keeps this
+        call waiting, which whoever waits for its thread has to expect.
+
         Raises:
             RuntimeError: it did not end in time, and torch has aborted it, or the group was aborted.
         """
