@@ -32,11 +32,11 @@ class NcclGroup:
     def broadcast(self, tensor: Tensor, timeout: timedelta) -> None:
         """From rank 0; returns when the tensor may be written, or read.
 
-        Args:
-            tensor: no other work on the device may still write it.
-
         The first one connects the members, for which there is no deadline: a member that is lost meanwhile keeps this
         call waiting, which whoever waits for its thread has to expect.
+
+        Args:
+            tensor: no other work on the device may still write it.
 
         Raises:
             RuntimeError: it did not end in time, and torch has aborted it, or the group was aborted.
