@@ -47,6 +47,10 @@ DETERMINISTIC = {
 }
 """With these Transformer Engine, cuBLAS and NCCL add numbers in the same order each time; they matter on GPUs only."""
 
+NCCL_CHANNELS = ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
+SGLANG_CHANNELS = "SGLANG_DETERMINISTIC_NCCL_NCHANNELS"
+"""How many channels SGLang gives NCCL for deterministic inference; 8 by default."""
+
 FP8_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """1: Transformer Engine's scales of block FP8 are any float32, as the engines' are, and not powers of two."""
 
@@ -87,8 +91,8 @@ def engine_variables(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, 
 def nccl_variables(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, str]:
     """Settings that all members of an NCCL group need alike, for trainer and engines with `collective`.
 
-    SGLang sets them in its own processes alone, by these rules, where the environment does not (_set_envs_and_config of
-    its entrypoints/engine.py).
+    SGLang sets them in its own processes alone, by these rules: the first two where the environment does not
+    (_set_envs_and_config of its entrypoints/engine.py), the channels always (arg_groups/attention_hook.py).
     """
     if recipe.resync.transport is not TransportName.collective:
         return {}
@@ -100,7 +104,13 @@ def nccl_variables(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, st
         cumem = nvls = "1"
     elif sglang.get("enable_nccl_nvls"):
         nvls = "1"
-    return {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": nvls}
+    variables = {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": nvls}
+    if recipe.rollout.engine_tp > 1 and (
+        recipe.deterministic or sglang.get("enable_deterministic_inference") or sglang.get("rl_on_policy_target")
+    ):
+        channels = recipe.rollout.env.get(SGLANG_CHANNELS, inherited.get(SGLANG_CHANNELS, "8"))
+        return variables | dict.fromkeys((SGLANG_CHANNELS, *NCCL_CHANNELS), channels)
+    return variables | {name: inherited[name] for name in NCCL_CHANNELS if name in inherited}
 
 
 def environment_violations(recipe: Recipe, *, trainer: bool, engines: bool) -> Iterator[Violation]:
@@ -138,7 +148,7 @@ def _of_both_ends(recipe: Recipe) -> dict[str, str]:
     if recipe.resync.transport is not TransportName.collective:
         return {}
     reason = "slimrl, alike for trainer and engines of one NCCL group. Set it where slimrl is started"
-    return dict.fromkeys(("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"), reason)
+    return dict.fromkeys(("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *NCCL_CHANNELS), reason)
 
 
 def _violations(section: str, given: dict[str, str], owned: dict[str, str]) -> Iterator[Violation]:

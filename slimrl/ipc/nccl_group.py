@@ -32,6 +32,9 @@ class NcclGroup:
     def broadcast(self, tensor: Tensor, timeout: timedelta) -> None:
         """From rank 0; returns when the tensor may be written, or read.
 
+        The first one connects the members, for which there is no deadline: a member that is lost meanwhile keeps this
+        call waiting, which whoever waits for its thread has to expect.
+
         Args:
             tensor: no other work on the device may still write it.
 

@@ -6,6 +6,7 @@ a process that ends, in whatever namespace, so a later run can tell which files 
 """
 
 import base64
+import errno
 import fcntl
 import mmap
 import os
@@ -13,7 +14,6 @@ import pickle
 import re
 import secrets
 import warnings
-from inspect import signature
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from torch import Tensor
 SHARED_MEMORY_DIR = Path("/dev/shm")
 
 CUDA_PREFIX = "cuda-ipc:"
-"""Before the base64 of the pickled arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor, by name."""
+"""Before the base64 of the pickled arguments of UntypedStorage._new_shared_cuda."""
 
 
 class SharedBuffer(Protocol):
@@ -65,17 +65,20 @@ class FileBuffer:
 
 
 class CudaBuffer:
-    """Device memory of this process, which other processes open by a CUDA IPC handle."""
+    """Device memory of this process, which other processes open by a CUDA IPC handle.
+
+    Raises OSError: the device has no room for `nbytes`.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        from torch.multiprocessing import reductions
-
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        _, values = reductions.reduce_tensor(self.tensor)
-        arguments = dict(zip(signature(reductions.rebuild_cuda_tensor).parameters, values, strict=True))
-        # An event cannot be opened where its GPU is not visible; `segment` makes it unnecessary.
-        arguments["event_sync_required"] = False
-        self._segment = CUDA_PREFIX + base64.b64encode(pickle.dumps(arguments)).decode()
+        try:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise OSError(errno.ENOMEM, str(error), str(device)) from error
+        # As torch.multiprocessing.reductions does it, whose functions SGLang replaces by others.
+        *handle, _ = self.tensor.untyped_storage()._share_cuda_()
+        # No event to wait for: it cannot be opened where its GPU is not visible. `segment` makes it unnecessary.
+        self._segment = CUDA_PREFIX + base64.b64encode(pickle.dumps((*handle, False))).decode()
 
     def segment(self) -> str:
         # A reader's stream does not wait for what is queued here.
@@ -93,7 +96,7 @@ def shared_buffer(nbytes: int, name: str, device: torch.device) -> SharedBuffer:
         name: part of a file's name.
 
     Raises:
-        OSError: /dev/shm has no room for `nbytes`.
+        OSError: the device, or /dev/shm, has no room for `nbytes`.
     """
     return CudaBuffer(nbytes, device) if device.type == "cuda" else FileBuffer(nbytes, name)
 
@@ -107,12 +110,10 @@ def open_shared(segment: str, *, writable: bool = False) -> Tensor:
         OSError: there is no such file.
     """
     if segment.startswith(CUDA_PREFIX):
-        from torch.multiprocessing import reductions
-
-        arguments = pickle.loads(base64.b64decode(segment.removeprefix(CUDA_PREFIX)))
         # The number of the GPU is the maker's, which may see others, or others first. Memory opens on any of the node.
-        arguments["storage_device"] = torch.cuda.current_device()
-        return reductions.rebuild_cuda_tensor(**arguments)
+        _, *handle = pickle.loads(base64.b64decode(segment.removeprefix(CUDA_PREFIX)))
+        storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     with (SHARED_MEMORY_DIR / segment).open("r+b" if writable else "rb") as file:
         # Fills page tables now: page faults for every 4 KiB of a first read cost more than the copy.
         mapping = mmap.mmap(

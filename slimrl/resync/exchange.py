@@ -76,19 +76,22 @@ def messages(plan: ResyncPlan, bucket: Bucket) -> list[Message]:
 
 
 class Exchange:
-    """A rank on its rail. Made by all ranks of the trainer together; those of no rail do nothing in it."""
+    """A rank on its rail. Made by all ranks of the trainer together; those of no rail do nothing in it.
+
+    Raises RankError: another rank died or is late.
+    """
 
     def __init__(self, rails: Sequence[Mapping[str, int]], rank: int, timeout_s: float) -> None:
         self._rail, self._node, self._ranks = -1, "", rails[0]
         self._group: Any = None
-        for number, ranks in enumerate(rails):
-            group = dist.new_group(list(ranks.values()), timeout=timedelta(seconds=timeout_s))
-            node = next((node for node, each in ranks.items() if each == rank), None)
-            if node is not None:
-                self._rail, self._node, self._ranks, self._group = number, node, ranks, group
-        if self._group is not None:
-            # NCCL wants all members in a group's first call, and messages are between some of them.
-            with other_ranks():
+        with other_ranks():
+            for number, ranks in enumerate(rails):
+                group = dist.new_group(list(ranks.values()), timeout=timedelta(seconds=timeout_s))
+                node = next((node for node, each in ranks.items() if each == rank), None)
+                if node is not None:
+                    self._rail, self._node, self._ranks, self._group = number, node, ranks, group
+            if self._group is not None:
+                # NCCL wants all members in a group's first call, and messages are between some of them.
                 dist.all_reduce(torch.zeros(1, device=device.compute_device()), group=self._group)
 
     def run(self, gathered: Tensor, sent: Tensor | None, todo: Iterable[Message]) -> None:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from slimrl import device
 from slimrl.ipc.shared_buffer import SharedBuffer, open_shared, shared_buffer
-from slimrl.resync.ranks import Ranks
+from slimrl.resync.ranks import RankError, Ranks
 
 
 class NodeMemory:
@@ -18,16 +18,23 @@ class NodeMemory:
 
     Raises:
         OSError: on all ranks, when one of them got no memory; all is released.
+        RankError: another rank died or is late; this one's is released.
     """
 
     def __init__(self, ranks: Ranks, leader: int, count: int, nbytes: int, run_id: str, *, mapped: bool) -> None:
-        self.buffers = _allocate(ranks, count if ranks.rank == leader else 0, nbytes, run_id)
+        self.buffers: list[SharedBuffer] = []
         """Empty on all ranks but the leader."""
-        self.tensors: list[Tensor] = [buffer.tensor for buffer in self.buffers]
+        self.tensors: list[Tensor] = []
         """uint8 [nbytes]; on other ranks those of the leader, if they are mapped."""
-        if mapped:
-            segments = ranks.gather_objects([buffer.segment() for buffer in self.buffers])[leader]
-            self.tensors = self.tensors or [open_shared(segment, writable=True) for segment in segments]
+        try:
+            self._allocate(ranks, count if ranks.rank == leader else 0, nbytes, run_id)
+            self.tensors = [buffer.tensor for buffer in self.buffers]
+            if mapped:
+                segments = ranks.gather_objects([buffer.segment() for buffer in self.buffers])[leader]
+                self.tensors = self.tensors or [open_shared(segment, writable=True) for segment in segments]
+        except (OSError, RankError):
+            self.close()
+            raise
 
     @property
     def nbytes(self) -> int:
@@ -39,18 +46,13 @@ class NodeMemory:
             buffer.close()
         self.buffers, self.tensors = [], []
 
-
-def _allocate(ranks: Ranks, count: int, nbytes: int, run_id: str) -> list[SharedBuffer]:
-    buffers: list[SharedBuffer] = []
-    problem = None
-    try:
-        for _ in range(count):
-            buffers.append(shared_buffer(nbytes, run_id, device.compute_device()))
-    except OSError as error:
-        problem = f"rank {ranks.rank}: {count} buckets of {nbytes} bytes: {error}"
-    problems = [each for each in ranks.gather_objects(problem) if each is not None]
-    if problems:
-        for buffer in buffers:
-            buffer.close()
-        raise OSError("; ".join(problems))
-    return buffers
+    def _allocate(self, ranks: Ranks, count: int, nbytes: int, run_id: str) -> None:
+        problem = None
+        try:
+            for _ in range(count):
+                self.buffers.append(shared_buffer(nbytes, run_id, device.compute_device()))
+        except OSError as error:
+            problem = f"rank {ranks.rank}: {count} buckets of {nbytes} bytes: {error}"
+        problems = [each for each in ranks.gather_objects(problem) if each is not None]
+        if problems:
+            raise OSError("; ".join(problems))

@@ -46,7 +46,8 @@ class Pipeline:
     """One rank of it, with its memory. All ranks construct it together. Frees the buffers of killed runs first.
 
     Raises:
-        OSError: on all ranks, when a node has no shared memory left.
+        OSError: on all ranks, when a node or a device has no memory left.
+        RankError: another rank died or is late.
     """
 
     def __init__(self, plan: ResyncPlan, source: WeightSource, ranks: Ranks, *, run_id: str, timeout_s: float) -> None:
@@ -61,26 +62,21 @@ class Pipeline:
             self._messages = [messages(plan, bucket) for bucket in plan.buckets]
         num_stages = 1 if plan.transform else NUM_SLOTS
         gathered = max((bucket.gathered_bytes for bucket in plan.buckets), default=0)
-        self._stages = NodeMemory(ranks, leader, num_stages, gathered, run_id, mapped=True)
-        self._slots = self._stages
+        self._stages = self._slots = NodeMemory(ranks, leader, num_stages, gathered, run_id, mapped=True)
         self._node_transform: NodeTransform | None = None
-        if plan.transform is not None:
-            passes_on = any(message.transformed for todo in self._messages for message in todo)
-            num_slots = NUM_SLOTS if sender else int(passes_on)
-            sent = max((bucket.sent_bytes for bucket in plan.buckets), default=0)
-            try:
+        try:
+            if plan.transform is not None:
+                passes_on = any(message.transformed for todo in self._messages for message in todo)
+                num_slots = NUM_SLOTS if sender else int(passes_on)
+                sent = max((bucket.sent_bytes for bucket in plan.buckets), default=0)
                 self._slots = NodeMemory(ranks, leader, num_slots, sent, run_id, mapped=passes_on)
-            except OSError:
-                self._stages.close()
-                raise
-            if self._slots.buffers:
-                self._node_transform = NodeTransform(plan, ranks.rank)
-        if len(plan.leaders) > 1:
-            try:
+                if self._slots.buffers:
+                    self._node_transform = NodeTransform(plan, ranks.rank)
+            if len(plan.leaders) > 1:
                 self._exchange = Exchange(plan.rails, ranks.rank, timeout_s)
-            except RankError:
-                self.close()
-                raise
+        except (OSError, RankError):
+            self.close()
+            raise
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import ast
 import logging
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ import pytest
 from slimrl.config.environment import FP8_SCALES, engine_variables, nccl_variables, thread_variables, trainer_variables
 from slimrl.config.schema import Recipe, TransportName
 
+SGLANG = Path(find_spec("sglang").submodule_search_locations[0]) / "srt"
 NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+CHANNELS = ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
 
 
 def recipe_of(transport: TransportName = TransportName.collective, **sglang) -> Recipe:
@@ -34,7 +37,7 @@ class Environment(dict):
 @pytest.fixture(scope="module")
 def set_by_sglang():
     """What an engine's processes have for NCCL after SGLang's start, from this environment; its own code says so."""
-    source = (Path(find_spec("sglang").submodule_search_locations[0]) / "srt/entrypoints/engine.py").read_text()
+    source = (SGLANG / "entrypoints/engine.py").read_text()
     (function,) = (
         node
         for node in ast.parse(source).body
@@ -78,6 +81,42 @@ def test_the_trainer_has_the_settings_of_nccl_that_sglang_gives_itself(set_by_sg
     assert ours == set_by_sglang({**inherited, **ours}, **sglang)
     for variables in (trainer_variables, engine_variables):
         assert variables(recipe_of(**sglang), inherited) == thread_variables(1) | ours
+
+
+def test_ends_of_a_group_have_as_many_channels_where_sglang_fixes_their_number():
+    def channels(recipe, inherited=()):
+        ends = [variables(recipe, dict(inherited)) for variables in (trainer_variables, engine_variables)]
+        assert all(end.get(name) == ends[0].get(CHANNELS[0]) for end in ends for name in CHANNELS)
+        return ends[0].get(CHANNELS[0])
+
+    recipe = recipe_of()
+    recipe.deterministic = True
+    assert channels(recipe) is None
+    recipe.rollout.engine_tp = 2
+    assert channels(recipe) == "8"
+    assert engine_variables(recipe, {})["SGLANG_DETERMINISTIC_NCCL_NCHANNELS"] == "8"
+    assert channels(recipe, {"SGLANG_DETERMINISTIC_NCCL_NCHANNELS": "4"}) == "4"
+    recipe.rollout.env = {"SGLANG_DETERMINISTIC_NCCL_NCHANNELS": "2"}
+    assert channels(recipe) == "2"
+    recipe.deterministic, recipe.rollout.env = False, {}
+    assert channels(recipe) is None
+    assert channels(recipe, dict.fromkeys(CHANNELS, "16")) == "16"
+    for field, value in (("enable_deterministic_inference", True), ("rl_on_policy_target", "fsdp")):
+        recipe.rollout.sglang = {field: value}
+        assert channels(recipe) == "8"
+    recipe.resync.transport = TransportName.ipc
+    assert channels(recipe) is None
+
+
+def test_sglang_sets_no_other_variable_that_members_of_a_group_need_alike():
+    found = {
+        name
+        for file in [*(SGLANG / "entrypoints").rglob("*.py"), *(SGLANG / "arg_groups").rglob("*.py")]
+        for name in re.findall(r"""environ(?:\.setdefault\(|\[)["'](NCCL_\w+)""", file.read_text())
+    }
+    # The algorithm is that of all-reduce, graphs are an engine's own, MNNVL is for engines over nodes of one NVLink.
+    others = {"NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_REGISTER", "NCCL_MNNVL_ENABLE"}
+    assert found == {*NCCL, *CHANNELS, *others}
 
 
 @pytest.mark.parametrize("transport", [TransportName.ipc, TransportName.disk, TransportName.delta])

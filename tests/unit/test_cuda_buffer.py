@@ -4,6 +4,10 @@ import base64
 import logging
 import os
 import pickle
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +15,10 @@ import torch
 from torch.multiprocessing import reductions
 
 from slimrl import device
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import Recipe, RolloutConfig, TrainerConfig
 from slimrl.ipc.allocator import forbid_expandable_segments
 from slimrl.ipc.shared_buffer import CUDA_PREFIX, CudaBuffer, open_shared
+from slimrl.rollout.servers.server import engine_environment
 from slimrl.runtime.cluster.engine_actor import EngineActor
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 
@@ -25,28 +30,18 @@ MADE_ON = 0
 
 @pytest.fixture
 def opened(monkeypatch):
-    """Arguments, in order, of each handle that was opened; handles are made as torch 2.14 makes them."""
-    order = reductions.rebuild_cuda_tensor.__code__.co_varnames[: reductions.rebuild_cuda_tensor.__code__.co_argcount]
+    """Arguments of each handle that was opened, by name; handles are made as torch 2.14 makes them."""
     calls = []
 
-    def reduce_tensor(tensor):
-        size, stride = tensor.size(), tensor.stride()
-        handle = (b"handle", tensor.numel(), 0, False, b"counter", 8, b"event", True)
-        return reductions.rebuild_cuda_tensor, (
-            torch.Tensor, size, stride, 0, torch.UntypedStorage, torch.uint8, MADE_ON, *handle,
-        )  # fmt: skip
+    def share(storage):
+        return MADE_ON, b"handle", storage.nbytes(), 0, b"counter", 8, b"event", True
 
-    def rebuild(
-        tensor_cls, tensor_size, tensor_stride, tensor_offset, storage_cls, dtype, storage_device, storage_handle,
-        storage_size_bytes, storage_offset_bytes, requires_grad, ref_counter_handle, ref_counter_offset, event_handle,
-        event_sync_required,
-    ):  # fmt: skip
-        given = locals()
-        calls.append({name: given[name] for name in order})
-        return torch.zeros(tensor_size, dtype=dtype)
+    def open_storage(device, handle, size_bytes, offset_bytes, counter, counter_offset, event, event_sync_required):
+        calls.append(locals())
+        return torch.UntypedStorage(size_bytes)
 
-    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_storage))
     return calls
 
 
@@ -62,10 +57,12 @@ def test_a_handle_is_opened_on_the_gpu_on_which_the_opener_computes(monkeypatch,
     segment = CudaBuffer(24, torch.device("cpu")).segment()
     for gpu in (3, 5):
         monkeypatch.setattr(torch.cuda, "current_device", lambda gpu=gpu: gpu)
-        assert open_shared(segment).shape == (24,)
-    assert [call["storage_device"] for call in opened] == [3, 5]
+        memory = open_shared(segment)
+        assert (memory.shape, memory.dtype) == ((24,), torch.uint8)
+    assert [call["device"] for call in opened] == [3, 5]
     for call in opened:
-        assert (call["storage_handle"], call["storage_size_bytes"], call["event_handle"]) == (b"handle", 24, b"event")
+        assert (call["handle"], call["size_bytes"], call["offset_bytes"]) == (b"handle", 24, 0)
+        assert (call["counter"], call["counter_offset"], call["event"]) == (b"counter", 8, b"event")
 
 
 def test_a_reader_opens_no_event_because_the_writer_waits_before_it_hands_over(monkeypatch, opened, synchronised):
@@ -77,7 +74,28 @@ def test_a_reader_opens_no_event_because_the_writer_waits_before_it_hands_over(m
     assert synchronised == [1]
     open_shared(segment)
     assert opened[0]["event_sync_required"] is False
-    assert pickle.loads(base64.b64decode(segment.removeprefix(CUDA_PREFIX)))["event_sync_required"] is False
+    assert pickle.loads(base64.b64decode(segment.removeprefix(CUDA_PREFIX)))[-1] is False
+
+
+def test_a_process_of_sglang_makes_and_opens_handles_as_others_do(monkeypatch, opened, synchronised):
+    """It replaces torch's functions for this before an update, by ones that take and give the GPU's UUID."""
+    originals = {name: getattr(reductions, name) for name in ("reduce_tensor", "rebuild_cuda_tensor")}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    outside = CudaBuffer(24, torch.device("cpu")).segment()
+    what_it_needs = SimpleNamespace(is_musa=lambda: False, is_npu=lambda: False, torch_release=(2, 14))
+    monkeypatch.setitem(sys.modules, "sglang.srt.utils.common", what_it_needs)
+    file = Path(find_spec("sglang").submodule_search_locations[0]) / "srt/utils/patch_torch.py"
+    runpy.run_path(str(file))["monkey_patch_torch_reductions"]()
+    try:
+        assert reductions.rebuild_cuda_tensor is not originals["rebuild_cuda_tensor"]
+        assert CudaBuffer(24, torch.device("cpu")).segment() == outside
+        assert open_shared(outside).shape == (24,)
+    finally:
+        for name, original in originals.items():
+            setattr(reductions, name, original)
+            delattr(reductions, f"_{name}_original")
+        reductions.init_reductions()
+    assert [call["device"] for call in opened] == [5]
 
 
 @pytest.mark.parametrize(
@@ -105,15 +123,19 @@ def test_inherited_expandable_segments_are_removed_and_other_settings_kept(caplo
 
 
 @pytest.mark.parametrize("actor", [TrainerActor, EngineActor])
-def test_actors_remove_them_from_their_environment_at_the_start(monkeypatch, tmp_path, actor):
+def test_actors_remove_them_from_their_environment_and_the_recipe_s_at_the_start(monkeypatch, tmp_path, actor):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    recipe = Recipe(trainer=TrainerConfig(env=given), rollout=RolloutConfig(env=dict(given)))
     made = actor.__ray_metadata__.modified_class
     module = "slimrl.runtime.cluster." + ("trainer_actor" if actor is TrainerActor else "engine_actor")
     monkeypatch.setattr(f"{module}.capture_output", lambda path: None)
     monkeypatch.chdir(tmp_path)
     arguments = {
-        TrainerActor: (Recipe(), tmp_path, tmp_path, 0, "a", 1),
-        EngineActor: (None, tmp_path, tmp_path, 0, None, ()),
+        TrainerActor: (recipe, tmp_path, tmp_path, 0, "a", 1),
+        EngineActor: (recipe, tmp_path, tmp_path, 0, None, ()),
     }
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     object.__new__(made).__init__(*arguments[actor])
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    server = engine_environment(recipe.rollout, cuda=True) if actor is EngineActor else {}
+    assert "expandable_segments" not in "".join({**os.environ, **server}.values())

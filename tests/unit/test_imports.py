@@ -1,6 +1,7 @@
 """The direction of imports, read from the source: who may know whom."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,3 +113,41 @@ def test_nothing_imports_the_command_line_and_tools_leave_the_runtime_alone():
 def test_the_training_framework_around_megatron_core_is_never_imported():
     for path in [*(ROOT / "slimrl").rglob("*.py"), *(ROOT / "megatron_patches").rglob("*.py")]:
         assert not any(name.startswith("megatron.training") for name in imported_modules(path)), path
+
+
+def test_what_tests_import_is_there_also_where_only_some_machines_run_them():
+    folders = {"slimrl": ROOT / "slimrl", "slimrl_tools": ROOT / "tools", "megatron_patches": ROOT / "megatron_patches"}
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            top, *rest = (node.module or "").split(".")
+            if top in folders:
+                module = folders[top].joinpath(*rest)
+                wrong += [
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if alias.name not in globals_of(module) and not exists(module / alias.name)
+                ]
+    assert wrong == []
+
+
+def exists(module: Path) -> bool:
+    return module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()
+
+
+@functools.cache
+def globals_of(module: Path) -> set[str]:
+    """Names that a module, given without its suffix, gives to something, wherever in it; none if there is no such
+    module."""
+    file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())) if file.is_file() else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names

@@ -7,16 +7,18 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slimrl.config.schema import ResyncConfig, TransportName, VerifyMode
 from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.models.fingerprint import fingerprint
 from slimrl.quantization.fp8 import BlockFp8, quantize
-from slimrl.resync.exchange import CUT_BYTES, messages
+from slimrl.resync.exchange import CUT_BYTES, Exchange, messages
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
 from slimrl.resync.gather import Gatherer
 from slimrl.resync.node_transform import NodeTransform
 from slimrl.resync.plan import plan_resync
+from slimrl.resync.ranks import RankError
 from slimrl.resync.report import Clock
 from slimrl.resync.transform import Quantize, RoundToFp8
 
@@ -291,3 +293,12 @@ def test_a_node_that_finds_nan_says_so_and_passes_its_blocks_on_all_the_same(val
     assert fingerprint(play.loaded["a"][EXPERTS[7].name]) == fingerprint(
         quantize(weights[EXPERTS[7].name], FP8.block)[0]
     )
+
+
+def test_a_rank_that_is_lost_while_rails_are_made_is_named_as_the_cause(monkeypatch):
+    def new_group(ranks, timeout):
+        raise dist.DistStoreError("timed out after 1 s waiting for clients. 3/4 clients joined.")
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(RankError, match="a rank of the trainer died or is late: timed out"):
+        Exchange([{"a": 0, "b": 1}], 0, 1.0)

@@ -69,7 +69,8 @@ class EngineActor:
         """
         capture_output(logs / actor_log(index, part))
         os.chdir(working_directory)
-        forbid_expandable_segments(os.environ)
+        for environment in (os.environ, recipe.rollout.env):
+            forbid_expandable_segments(environment)
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self.recipe, self.logs, self.index, self.node, self.part = recipe, logs, index, node, part
