@@ -1,5 +1,6 @@
 """A model with gated delta nets is refused, in one sentence, where its engines or its trainer cannot run."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -61,3 +62,17 @@ def test_a_gpu_needs_the_kernels_to_train_and_not_to_serve(toy, monkeypatch):
         assert bool(found) == (toy.name == "qwen3_next" and not kernels)
         assert all("kernels of flash-linear-attention, which are not installed" in problem for problem in found)
         assert problems(toy, "rollout") == []
+
+
+@pytest.mark.parametrize(("command", "refused"), [("train", 1), ("eval", 1), ("sft", 0), ("export", 0)])
+def test_a_config_that_sglang_would_misread_is_refused_where_engines_start(tmp_path, command, refused):
+    from slimrl_tools.toy.toy import write_toy
+
+    write_toy("qwen3_next", tmp_path / "toy", SIZE, 0)
+    path = tmp_path / "toy" / "config.json"
+    config = json.loads(path.read_text())
+    theta = config.pop("rope_theta")
+    path.write_text(json.dumps({**config, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}))
+    found = problems(tmp_path / "toy", command, devices=False)
+    assert len(found) == refused
+    assert all(f"Set rope_theta: {theta} in config.json too." in problem for problem in found)

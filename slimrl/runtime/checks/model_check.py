@@ -8,6 +8,7 @@ from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.config.load import LoadedRecipe, trains
 from slimrl.config.problems import Problem
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
+from slimrl.models.families import qwen3_next
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.offline_recipe import NEEDS_TRANSFORMER_ENGINE, model_violations, transformer_engine_keys
@@ -31,6 +32,8 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
         return [loaded.problem("model.path", str(error))]
     hf_config = read_hf_config(path)
     problems = _linear_attention_problems(loaded, hf_config) if devices else []
+    if loaded.command in SERVING and family_of(hf_config).linear_attention and (wrong := qwen3_next.unserved(hf_config)):
+        problems.append(loaded.problem("model.path", wrong))
     if loaded.command in ("train", "resync bench"):
         problems += _resync_problems(loaded, hf_config, devices)
     if trains(loaded.command):
