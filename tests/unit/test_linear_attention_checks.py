@@ -22,10 +22,11 @@ def toy(request, tmp_path_factory):
     return path
 
 
-def problems(toy, command: str, *, devices: bool = True) -> list[str]:
+def problems(toy, command: str, *, devices: bool = True, deterministic: bool = False, **megatron) -> list[str]:
     recipe = SimpleNamespace(
+        deterministic=deterministic,
         model=SimpleNamespace(path=str(toy), megatron=None),
-        trainer=SimpleNamespace(megatron={}, precision=SimpleNamespace(dtype="float32")),
+        trainer=SimpleNamespace(megatron=megatron, precision=SimpleNamespace(dtype="float32")),
         resync=SimpleNamespace(bucket_bytes=10**9),
     )
     loaded = SimpleNamespace(
@@ -62,6 +63,23 @@ def test_a_gpu_needs_the_kernels_to_train_and_not_to_serve(toy, monkeypatch):
         assert bool(found) == (toy.name == "qwen3_next" and not kernels)
         assert all("kernels of flash-linear-attention, which are not installed" in problem for problem in found)
         assert problems(toy, "rollout") == []
+
+
+def test_deterministic_training_is_refused_where_megatron_would_fail_in_it(toy, monkeypatch):
+    """Without a GPU nothing has to be switched for it, but Megatron's own field can be set."""
+    delta_nets, said = toy.name == "qwen3_next", "deterministic mode has no packed sequences in gated delta nets."
+    for command in ("train --trajectories", "sft"):
+        found = problems(toy, command, deterministic_mode=True)
+        expected = f"trainer.megatron.deterministic_mode: megatron-core's {said} Leave it out."
+        assert found == [expected] * delta_nets
+        assert problems(toy, command, deterministic=True) == []
+    monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(device, "has_delta_net_kernels", lambda: True)
+    assert (
+        problems(toy, "sft", deterministic=True) == [f"deterministic: megatron-core's {said} Use false."] * delta_nets
+    )
+    assert problems(toy, "rollout", deterministic=True, deterministic_mode=True) == []
 
 
 @pytest.mark.parametrize(("command", "refused"), [("train", 1), ("eval", 1), ("sft", 0), ("export", 0)])
