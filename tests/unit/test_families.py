@@ -129,6 +129,17 @@ def test_qwen3_next_s_layers_are_those_that_transformers_makes():
         assert names == transformers_tensors(config).keys()
 
 
+def test_a_rank_has_the_convolution_of_its_own_queries_keys_and_values():
+    """16 heads of 128 channels of queries, as many of keys, and 32 of values."""
+    hf_config = {**published_config("Qwen3-Next-80B-A3B"), "num_hidden_layers": 1, "num_experts": 4}
+    weight_map = family_of(hf_config).weight_map(hf_config)
+    entry = weight_map.entries[weight_map.index_of("decoder.layers.0.self_attention.conv1d.weight")]
+    channels = torch.arange(2 * 16 * 128 + 32 * 128).view(-1, 1, 1).expand(-1, 1, 4)
+    shard = entry.to_megatron(lambda name, where: channels[where], 3, 8)[:, 0, 0]
+    own = [range(768, 1024), range(2048 + 768, 2048 + 1024), range(4096 + 1536, 4096 + 2048)]
+    assert shard.tolist() == [channel for part in own for channel in part]
+
+
 def test_layers_without_experts_take_the_dense_rules():
     specs = family_of(TINY_MOE).hf_tensor_specs(TINY_MOE)
     assert {spec.name: spec.shape for spec in specs} == transformers_tensors(TINY_MOE)
