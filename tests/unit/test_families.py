@@ -115,6 +115,7 @@ def test_qwen3_next_has_a_layer_for_multi_token_prediction_that_its_config_does_
             expected[spec.name.replace("model.layers.3.", "mtp.layers.0.")] = spec.shape
     found = {spec.name: spec.shape for spec in family.hf_tensor_specs(hf_config, mtp=True)}
     assert {name: shape for name, shape in found.items() if name.startswith("mtp.")} == expected
+    assert family.megatron_config(hf_config).mtp_layers == 1
 
 
 def test_qwen3_next_s_layers_are_those_that_transformers_makes():
