@@ -31,7 +31,7 @@ class DeltaNet(GatedDeltaNet):
 
     @jit_fuser
     def _compute_g_and_beta(self, A_log: Tensor, dt_bias: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        return -A_log.float().exp() * F.softplus(alpha.float() + dt_bias.float()), beta.sigmoid()
+        return -A_log.float().exp() * F.softplus(alpha.float() + dt_bias), beta.sigmoid()
 
 
 def with_delta_nets(layers: list[ModuleSpec], config: Any, backend: BackendSpecProvider) -> list[ModuleSpec]:

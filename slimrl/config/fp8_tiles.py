@@ -117,6 +117,9 @@ def _attention(hf_config: dict[str, Any], layers: range, tp: int) -> Iterator[Sh
         size=kv_heads * dim,
         replicas=max(1, tp // kv_heads),
     )
+    for kind in ("key", "value"):
+        size = first_of(hf_config, f"linear_num_{kind}_heads") * first_of(hf_config, f"linear_{kind}_head_dim")
+        yield shard(noun=f"rows of linear attention's {kind}s", module="linear_attn.in_proj_qkvz", size=size)
 
 
 def _smaller_tp(hf_config: dict[str, Any], tp: int, ep: int) -> list[int]:

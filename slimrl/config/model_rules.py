@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from slimrl.config.hf_config import expert_columns, first_of, num_experts, num_kv_heads, shared_columns
@@ -53,7 +54,7 @@ def model_warnings(recipe: Recipe, hf_config: dict[str, Any], command: str) -> I
 
 def _tensor(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     parallel, experts = recipe.trainer.parallel, num_experts(hf_config)
-    dense_columns = first_of(hf_config, "intermediate_size")
+    dense_columns, keys = first_of(hf_config, "intermediate_size"), first_of(hf_config, "linear_num_key_heads")
     # Megatron would split groups of query heads; slimrl's weight maps keep each group on one rank.
     sharded = [
         (first_of(hf_config, "num_attention_heads"), "attention heads"),
@@ -61,21 +62,23 @@ def _tensor(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     ]
     if experts:
         sharded.append((shared_columns(hf_config), "columns of the shared experts"))
-    if not experts or first_of(hf_config, "first_k_dense_replace"):
+    mixed = ("first_k_dense_replace", "mlp_only_layers")
+    if not experts or any(map(hf_config.get, mixed)) or first_of(hf_config, "decoder_sparse_step") > 1:
         sharded.append((dense_columns, "columns of a dense layer" if experts else "intermediate columns"))
 
-    def fits(size: int) -> bool:
-        ranks = size * parallel.pipeline * parallel.context
-        return not (recipe.trainer.num_ranks % ranks or any(number % size for number, _ in sharded))
+    def fits(size: int, context: int = parallel.context) -> bool:
+        if recipe.trainer.num_ranks % (size * parallel.pipeline * context) or keys % (size * context):
+            return False
+        return not any(number % size for number, _ in sharded)
 
     for number, noun in sharded:
         yield from _must_divide("trainer.parallel.tensor", parallel.tensor, number, noun, fits)
-    keys = first_of(hf_config, "linear_num_key_heads")
     if keys % (parallel.tensor * parallel.context):
+        use = fitting_text(parallel.context, partial(fits, parallel.tensor), keys)
         yield (
             "trainer.parallel.context" if parallel.context > 1 else "trainer.parallel.tensor",
             f"tensor {parallel.tensor} x context {parallel.context} = {parallel.tensor * parallel.context} does not "
-            f"divide the model's {keys} key heads of linear attention.",
+            f"divide the model's {keys} key heads of linear attention.{use}",
         )
 
 

@@ -76,6 +76,20 @@ LATENT_ATTENTION = (
 """Fields of multi-latent attention and rotary positions, which no recipe sets: trainer and engines both take them from
 the model's config.json."""
 
+DELTA_NETS = (
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "attention_output_gate",
+    "layernorm_zero_centered_gamma",
+    "moe_shared_expert_gate",
+)
+"""Fields of models with gated delta nets. In another model some of them would change what its weights mean."""
+
 
 def passthrough_fields(section: str) -> dict[str, FieldType]:
     """Fields that `trainer.megatron` or `rollout.sglang` may set.
@@ -91,8 +105,8 @@ def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldTy
     owned = OWNED[section]
     if name in owned:
         return f"is set by {owned[name]}."
-    if section == "trainer.megatron" and name in LATENT_ATTENTION:
-        return "is the model's: trainer and engines take attention and positions from the config.json of model.path."
+    if section == "trainer.megatron" and name in (*LATENT_ATTENTION, *DELTA_NETS):
+        return "is the model's: trainer and engines take their layers from the config.json of model.path."
     if name not in fields:
         return "no such field in the installed version." + suggestion(name, fields)
     field = fields[name]

@@ -124,9 +124,9 @@ def stage_activations(
     """
     if not layers:
         return 0
-    linear = shape.linear or (False,) * shape.layers
     by_layer = [
-        layer_bytes(shape, trainer, sparse=shape.sparse[i], linear=linear[i], expert_load=expert_load) for i in layers
+        layer_bytes(shape, trainer, sparse=shape.sparse[i], linear=shape.linear[i], expert_load=expert_load)
+        for i in layers
     ]
     chunks = trainer.parallel.virtual_pipeline or 1
     held, again = _by_recompute(by_layer, chunks, trainer.megatron)

@@ -6,7 +6,9 @@ the network. Ranks are ordered as in megatron-core: tensor, context, expert or d
 1. Tensor parallelism: an all-gather and a reduce-scatter of the residual stream around attention, and around an MLP or
    shared experts, forward and backward (arXiv:2205.05198, section 4.2.2); without sequence parallelism an all-reduce of
    the same volume. Routed experts need none, since their tokens stay sharded (megatron-core, moe/token_dispatcher.py).
-2. Context parallelism: keys and values go round the ring forward, and with their gradients backward.
+2. Context parallelism: keys and values go round the ring forward, and with their gradients backward. A gated delta net
+   exchanges the projections of its tokens for those of some heads of all tokens, and the results back (megatron-core,
+   ssm/gated_delta_net), forward and backward.
 3. Expert parallelism: an all-to-all to the experts and one back, forward and backward; with expert tensor parallelism
    also an all-gather and a reduce-scatter.
 4. Pipeline parallelism: the residual stream forward and its gradient backward, per chunk.
@@ -71,15 +73,16 @@ def _passes(
     width = trainer.precision.element_bytes
     residual = tokens * shape.hidden * width
     residual_shard = residual / (parallel.tensor if parallel.sequence else 1)
-    most_layers = max(map(len, layers))
     most_sparse = max(sum(shape.sparse[layer] for layer in held) for held in layers)
     # Tensor-parallel blocks of a layer: attention, and an MLP or shared experts.
     blocks = [2 if not sparse or shape.shared_columns else 1 for sparse in shape.sparse]
     most_gathered = max(sum(blocks[layer] for layer in held) for held in layers)
     tensor = 2 * (forwards + backwards) * most_gathered * _ring(residual, parallel.tensor, parallel.tensor, hardware)
-    keys = shape.kv_heads * (shape.query_columns + shape.value_columns) / parallel.tensor * tokens * width
-    through = (parallel.context - 1) * keys
-    context = (forwards + 2 * backwards) * most_layers * through / _rate(parallel.tensor * parallel.context, hardware)
+    ring = (forwards + 2 * backwards) * shape.kv_heads * (shape.query_columns + shape.value_columns)
+    swap = (forwards + backwards) * _exchanged_columns(shape) / parallel.context
+    columns = max(sum(swap if shape.linear[layer] else ring for layer in held) for held in layers)
+    through = (parallel.context - 1) * columns / parallel.tensor * tokens * width
+    context = through / _rate(parallel.tensor * parallel.context, hardware)
     routed = residual_shard * shape.topk * hardware.expert_load
     spread = parallel.expert * parallel.expert_tensor
     gathered = _ring(routed * parallel.expert_tensor, parallel.expert_tensor, parallel.expert_tensor, hardware)
@@ -94,6 +97,13 @@ def _passes(
         pipeline_s=pipeline * batch.micro_batches,
         data_s=0.0,
     )
+
+
+def _exchanged_columns(shape: Shape) -> int:
+    """Of a gated delta net: queries, keys, values and gates, a step and a decay per value head, and results."""
+    keys = shape.linear_keys * shape.linear_key_columns
+    values = shape.linear_values * shape.linear_value_columns
+    return 2 * keys + 2 * values + 2 * shape.linear_values + values
 
 
 def _data_seconds(stage: Stage, trainer: TrainerConfig, hardware: Hardware) -> float:

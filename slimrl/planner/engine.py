@@ -1,4 +1,4 @@
-"""Memory of an engine on each of its GPUs: weights and KV cache.
+"""Memory of an engine on each of its GPUs: weights, KV cache and states of linear attention.
 
 SGLang's `mem_fraction_static` is the fraction of a GPU's free memory for weights and KV cache together; the rest is for
 activations and CUDA graphs. If the recipe does not set it, SGLang's own rule applies (sglang 0.5.23,
@@ -22,6 +22,9 @@ _PREFILL_TOKENS = ((35, 4096), (60, 4096), (160, 8192))
 _SMALL_GIB = 20
 _STATES_OVER_KV = 0.9
 """SGLang's default of `mamba_full_memory_ratio`: bytes for states of linear attention over bytes of the KV cache."""
+_STATES_OF_A_SEQUENCE = 5
+"""States that SGLang reserves for each running sequence so that prefixes can be cached
+(mem_cache/kv_cache_configurator.py); without a prefix cache it is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,10 @@ class EnginePlan:
     """Of one engine"""
     trajectories: int
     """Of maximum length, in all engines at once"""
+    state_bytes: int = 0
+    """Of a sequence's states of linear attention"""
+    sequences: int | None = None
+    """Of one engine at once, as its states allow; None without linear attention"""
 
 
 def plan_engine(
@@ -62,16 +69,22 @@ def plan_engine(
     ratio = float(rollout.sglang.get("mamba_full_memory_ratio") or _STATES_OVER_KV) if any(shape.linear) else 0.0
     states = round(pool * ratio / (1 + ratio))
     per_token = kv_bytes_per_token(shape, rollout.engine_tp, _kv_width(recipe))
+    state = state_bytes(shape, rollout.engine_tp)
+    reserved = 1 if rollout.sglang.get("disable_radix_cache") else _STATES_OF_A_SEQUENCE
+    sequences = states // (state * reserved) if state else None
     tokens = (pool - states) // per_token
     limit = rollout.sglang.get("max_total_tokens")
     tokens = min(tokens, int(limit)) if limit else tokens
+    longest = tokens // rollout.max_trajectory_tokens
     return EnginePlan(
         weights=weights,
         kv_cache=tokens * per_token + states,
         mem_fraction_static=float(fraction),
         kv_bytes_per_token=per_token,
         kv_tokens=tokens,
-        trajectories=tokens // rollout.max_trajectory_tokens * rollout.num_engines,
+        trajectories=(longest if sequences is None else min(longest, sequences)) * rollout.num_engines,
+        state_bytes=state,
+        sequences=sequences,
     )
 
 
@@ -86,6 +99,15 @@ def kv_bytes_per_token(shape: Shape, ranks: int, element_bytes: float) -> int:
     else:
         columns = max(1, shape.kv_heads // ranks) * (shape.query_columns + shape.value_columns)
     return round(shape.attention_layers * columns * element_bytes)
+
+
+def state_bytes(shape: Shape, ranks: int) -> int:
+    """Of a sequence on one rank: in each gated delta net a float32 matrix per value head, and in bfloat16 the channels
+    of the tokens that the next step of the convolution needs."""
+    keys, values = shape.linear_key_columns, shape.linear_value_columns
+    channels = 2 * shape.linear_keys * keys + shape.linear_values * values
+    elements = 4 * shape.linear_values * keys * values + 2 * (shape.linear_kernel - 1) * channels
+    return sum(shape.linear) * elements // ranks
 
 
 def engine_weight_bytes(recipe: Recipe, shape: Shape, parts: Iterable[TensorPart], replicated: Collection[str]) -> int:

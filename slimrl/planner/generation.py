@@ -1,7 +1,8 @@
 """A lower bound on the seconds of a rollout, in which decoding is limited by memory bandwidth.
 
 A decoding step adds one token to each running sequence of an engine. It reads the dense weights, the experts that at
-least one sequence is routed to, and the KV cache of all sequences (arXiv:2211.05102, section 2.1).
+least one sequence is routed to, and the KV cache of all sequences (arXiv:2211.05102, section 2.1). States of linear
+attention are read and written.
 """
 
 from slimrl.config.schema import Recipe
@@ -40,16 +41,17 @@ def rollout_at_least_s(
 
 
 def running_sequences(recipe: Recipe, engine: EnginePlan, length: int) -> float:
-    """Sequences that an engine runs at a time, limited by max_concurrency_per_engine and the KV cache."""
+    """Sequences that an engine runs at a time, limited by max_concurrency_per_engine, KV cache and states."""
     rollout = recipe.rollout
     each = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.num_engines
-    return max(1.0, min(each, rollout.max_concurrency_per_engine, engine.kv_tokens / length))
+    states = () if engine.sequences is None else (engine.sequences,)
+    return max(1.0, min(each, rollout.max_concurrency_per_engine, engine.kv_tokens / length, *states))
 
 
 def decoding_step_bytes(
     shape: Shape, parameters: ModelParameters, engine: EnginePlan, *, sequences: float, context: float
 ) -> float:
-    """Bytes that a decoding step reads on one GPU.
+    """Bytes that a decoding step reads or writes on one GPU.
 
     Args:
         context: mean tokens of a sequence in the KV cache.
@@ -60,4 +62,5 @@ def decoding_step_bytes(
         per_expert = (parameters.total - parameters.active) / (shape.experts - shape.topk)
         experts = per_expert * shape.experts / parameters.total
     touched = 1 - (1 - shape.topk / shape.experts) ** sequences if shape.experts else 0.0
-    return engine.weights * (1 - experts + experts * touched) + sequences * context * engine.kv_bytes_per_token
+    each = context * engine.kv_bytes_per_token + 2 * engine.state_bytes
+    return engine.weights * (1 - experts + experts * touched) + sequences * each

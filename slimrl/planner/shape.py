@@ -30,11 +30,11 @@ class Shape:
     topk: int
     sparse: tuple[bool, ...]
     """By layer: whether it has experts."""
+    linear: tuple[bool, ...]
+    """By layer: whether it is a gated delta net instead of attention"""
     vocab: int
     output_gate: bool = False
     """Whether attention's result is multiplied by a gate, which is as wide"""
-    linear: tuple[bool, ...] = ()
-    """By layer: whether it is a gated delta net instead of attention; empty if none is"""
     linear_keys: int = 0
     """Key heads of a gated delta net"""
     linear_values: int = 0
@@ -42,6 +42,8 @@ class Shape:
     linear_key_columns: int = 0
     """Of one head"""
     linear_value_columns: int = 0
+    linear_kernel: int = 0
+    """Tokens that its convolution sees"""
 
     @property
     def layers(self) -> int:
@@ -77,11 +79,12 @@ class Shape:
             experts=experts,
             topk=int(facts.get("moe_router_topk") or 0) if experts else 0,
             sparse=tuple(bool(experts and flag) for flag in pattern),
+            linear=tuple(map(bool, facts.get("linear_attention_freq") or [False] * layers)),
             vocab=model.vocab_size,
             output_gate=bool(facts.get("attention_output_gate")),
-            linear=tuple(map(bool, facts.get("linear_attention_freq") or ())),
             linear_keys=int(facts.get("linear_num_key_heads") or 0),
             linear_values=int(facts.get("linear_num_value_heads") or 0),
             linear_key_columns=int(facts.get("linear_key_head_dim") or 0),
             linear_value_columns=int(facts.get("linear_value_head_dim") or 0),
+            linear_kernel=int(facts.get("linear_conv_kernel_dim") or 0),
         )

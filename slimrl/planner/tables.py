@@ -130,6 +130,7 @@ def _engines(plan: Plan) -> Table:
         ("mem_fraction_static", f"{engine.mem_fraction_static:g}"),
         ("KV cache bytes per token on a GPU", f"{engine.kv_bytes_per_token:,}"),
         ("tokens in the KV cache of an engine", f"{engine.kv_tokens:,}"),
+        *([] if engine.sequences is None else [("sequences with states in an engine", f"{engine.sequences:,}")]),
         (
             f"trajectories of {rollout.max_trajectory_tokens:,} tokens at once, all engines",
             f"{engine.trajectories:,} (rollout.max_concurrency_per_engine {rollout.max_concurrency_per_engine:,} "

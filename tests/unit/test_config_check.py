@@ -438,6 +438,14 @@ def test_shared_experts_and_the_dense_layers_before_them_are_divided_too(folder)
     ]
 
 
+@pytest.mark.parametrize("dense", [{"mlp_only_layers": [3]}, {"decoder_sparse_step": 2}, {}])
+def test_single_layers_without_experts_are_divided_too(folder, dense):
+    layout = ["trainer.num_ranks=4", "trainer.parallel.tensor=4", "trainer.parallel.sequence=true"]
+    found = problems_of(layout, model={**MODEL, "intermediate_size": 6, **dense}, command="sft")
+    expected = ["4 does not divide the model's 6 columns of a dense layer. Use 2."] * bool(dense)
+    assert [problem.message for problem in found if not problem.warning] == expected
+
+
 def test_the_key_heads_of_linear_attention_are_divided_by_tensor_and_context_parallelism_together(folder):
     model = {**MODEL, "linear_num_key_heads": 4, "shared_expert_intermediate_size": 64}
     ranks = ["trainer.num_ranks=16", "trainer.parallel.sequence=true"]
@@ -448,7 +456,9 @@ def test_the_key_heads_of_linear_attention_are_divided_by_tensor_and_context_par
 
     assert said("tensor=2", "context=2") == []
     message = "does not divide the model's 4 key heads of linear attention."
-    assert said("tensor=2", "context=4") == [("trainer.parallel.context", f"tensor 2 x context 4 = 8 {message}")]
+    assert said("tensor=2", "context=4") == [("trainer.parallel.context", f"tensor 2 x context 4 = 8 {message} Use 2.")]
+    # 8 does not divide the heads either; 4 would, but not with two context-parallel ranks.
+    assert said("tensor=8", "context=2")[0][1].endswith("key-value heads, which the trainer does not split. Use 2.")
     (problem,) = problems_of(["rollout.engine_tp=8"], model={**model, "num_attention_heads": 8})
     assert (problem.key, problem.message) == (
         "rollout.engine_tp", f"8 {message} Use 4.",

@@ -68,6 +68,23 @@ def test_heads_of_64_in_twos_are_whole_and_single_ones_are_not(refused):
     assert any(message.startswith("2: the 128 rows of the keys on 2 ranks are 64 each") for message in messages)
 
 
+def test_keys_and_values_of_linear_attention_are_whole_tiles_each(refused):
+    published = published_config("Qwen3-Next-80B-A3B")
+    assert refused(published, 4) == []
+    # 384 rows are 3 tiles, 3200 rows are 25.
+    for kind, size, rows, each in (("key", {"num_key_heads": 4}, 384, 96), ("value", {}, 3200, 800)):
+        sizes = {"key_head_dim": 96} if kind == "key" else {"value_head_dim": 100}
+        narrow = {**published, **{f"linear_{name}": value for name, value in (sizes | size).items()}}
+        assert refused(narrow, 1) == []
+        assert refused(narrow, 4) == [
+            (
+                "rollout.engine_tp",
+                f"4: the {rows} rows of linear attention's {kind}s on 4 ranks are {each} each, no whole number of FP8 "
+                "tiles of 128. Use 1.",
+            )
+        ]
+
+
 def test_ranks_that_hold_copies_of_a_head_hold_all_of_it(refused):
     assert refused("Qwen3-30B-A3B", 8, 8) == []
 

@@ -115,6 +115,7 @@ def test_qwen3_next_has_a_layer_for_multi_token_prediction_that_its_config_does_
             expected[spec.name.replace("model.layers.3.", "mtp.layers.0.")] = spec.shape
     found = {spec.name: spec.shape for spec in family.hf_tensor_specs(hf_config, mtp=True)}
     assert {name: shape for name, shape in found.items() if name.startswith("mtp.")} == expected
+    assert family.megatron_config(hf_config).mtp_layers == 1
 
 
 def test_qwen3_next_s_layers_are_those_that_transformers_makes():
@@ -127,6 +128,17 @@ def test_qwen3_next_s_layers_are_those_that_transformers_makes():
         assert model["linear_attention_freq"] == [int(kind == "linear_attention") for kind in kinds]
         names = {spec.name for spec in family_of(config).hf_tensor_specs(config)}
         assert names == transformers_tensors(config).keys()
+
+
+def test_a_rank_has_the_convolution_of_its_own_queries_keys_and_values():
+    """16 heads of 128 channels of queries, as many of keys, and 32 of values."""
+    hf_config = {**published_config("Qwen3-Next-80B-A3B"), "num_hidden_layers": 1, "num_experts": 4}
+    weight_map = family_of(hf_config).weight_map(hf_config)
+    entry = weight_map.entries[weight_map.index_of("decoder.layers.0.self_attention.conv1d.weight")]
+    channels = torch.arange(2 * 16 * 128 + 32 * 128).view(-1, 1, 1).expand(-1, 1, 4)
+    shard = entry.to_megatron(lambda name, where: channels[where], 3, 8)[:, 0, 0]
+    own = [range(768, 1024), range(2048 + 768, 2048 + 1024), range(4096 + 1536, 4096 + 2048)]
+    assert shard.tolist() == [channel for part in own for channel in part]
 
 
 def test_layers_without_experts_take_the_dense_rules():

@@ -7,6 +7,7 @@ from published_sizes import PUBLISHED_SIZES
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from slimrl.models.families.qwen3_next import unserved
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import (
     partial_rotary_factor,
@@ -91,6 +92,33 @@ def test_what_no_rule_or_no_layer_of_megatron_covers_is_refused_with_its_value(n
     hf_config = {**published_config(name), **change}
     with pytest.raises(ValueError, match=message):
         family_of(hf_config).megatron_config(hf_config)
+
+
+def test_a_qwen3_next_that_transformers_5_has_saved_is_served_once_it_has_the_keys_of_the_released_ones():
+    released = {**published_config("Qwen3-Next-80B-A3B"), "num_hidden_layers": 8}
+    assert unserved(released) is None
+    saved = AutoConfig.for_model(**released).to_dict()
+    message = "SGLang reads neither layer_types nor rope_parameters of a qwen3_next. Set {} in config.json too."
+    assert unserved(saved) == message.format("full_attention_interval: 4, rope_theta: 10000000.0")
+    added = {"full_attention_interval": 4, "rope_theta": 10000000.0}
+    assert unserved({**saved, **added}) is None
+    half = AutoConfig.for_model(**{**released, "partial_rotary_factor": 0.5}).to_dict()
+    del half["partial_rotary_factor"]
+    assert unserved({**half, **added}) == message.format("partial_rotary_factor: 0.5")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_only_layers": [2]}, "SGLang gives every layer of a qwen3_next experts"),
+        ({"decoder_sparse_step": 2}, "SGLang gives every layer of a qwen3_next experts"),
+        ({"layer_types": ["full_attention", *["linear_attention"] * 7]}, "these layer_types follow none"),
+        ({"layer_types": ["linear_attention", "full_attention"] * 4}, "Set full_attention_interval: 2 in"),
+        ({"layer_types": ["linear_attention"] * 8}, "Set full_attention_interval: 9 in"),
+    ],
+)
+def test_a_qwen3_next_that_sglang_would_serve_as_another_model_is_told_apart(change, message):
+    assert message in unserved({**published_config("Qwen3-Next-80B-A3B"), "num_hidden_layers": 8, **change})
 
 
 def test_other_frequencies_than_megatron_s_are_refused_with_both():

@@ -1,5 +1,6 @@
 """A model with gated delta nets is refused, in one sentence, where its engines or its trainer cannot run."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +22,11 @@ def toy(request, tmp_path_factory):
     return path
 
 
-def problems(toy, command: str, *, devices: bool = True) -> list[str]:
+def problems(toy, command: str, *, devices: bool = True, deterministic: bool = False, **megatron) -> list[str]:
     recipe = SimpleNamespace(
+        deterministic=deterministic,
         model=SimpleNamespace(path=str(toy), megatron=None),
-        trainer=SimpleNamespace(megatron={}, precision=SimpleNamespace(dtype="float32")),
+        trainer=SimpleNamespace(megatron=megatron, precision=SimpleNamespace(dtype="float32")),
         resync=SimpleNamespace(bucket_bytes=10**9),
     )
     loaded = SimpleNamespace(
@@ -61,3 +63,34 @@ def test_a_gpu_needs_the_kernels_to_train_and_not_to_serve(toy, monkeypatch):
         assert bool(found) == (toy.name == "qwen3_next" and not kernels)
         assert all("kernels of flash-linear-attention, which are not installed" in problem for problem in found)
         assert problems(toy, "rollout") == []
+
+
+def test_deterministic_training_is_refused_where_megatron_would_fail_in_it(toy, monkeypatch):
+    """Without a GPU nothing has to be switched for it, but Megatron's own field can be set."""
+    delta_nets, said = toy.name == "qwen3_next", "deterministic mode has no packed sequences in gated delta nets."
+    for command in ("train --trajectories", "sft"):
+        found = problems(toy, command, deterministic_mode=True)
+        expected = f"trainer.megatron.deterministic_mode: megatron-core's {said} Leave it out."
+        assert found == [expected] * delta_nets
+        assert problems(toy, command, deterministic=True) == []
+    monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(device, "has_delta_net_kernels", lambda: True)
+    assert (
+        problems(toy, "sft", deterministic=True) == [f"deterministic: megatron-core's {said} Use false."] * delta_nets
+    )
+    assert problems(toy, "rollout", deterministic=True, deterministic_mode=True) == []
+
+
+@pytest.mark.parametrize(("command", "refused"), [("train", 1), ("eval", 1), ("sft", 0), ("export", 0)])
+def test_a_config_that_sglang_would_misread_is_refused_where_engines_start(tmp_path, command, refused):
+    from slimrl_tools.toy.toy import write_toy
+
+    write_toy("qwen3_next", tmp_path / "toy", SIZE, 0)
+    path = tmp_path / "toy" / "config.json"
+    config = json.loads(path.read_text())
+    theta = config.pop("rope_theta")
+    path.write_text(json.dumps({**config, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}))
+    found = problems(tmp_path / "toy", command, devices=False)
+    assert len(found) == refused
+    assert all(f"Set rope_theta: {theta} in config.json too." in problem for problem in found)

@@ -78,6 +78,16 @@ def test_keys_and_values_pass_round_the_context_ring_once_forward_and_with_their
     assert update.context_s == pytest.approx(3 * logprobs.context_s)
 
 
+def test_a_delta_net_exchanges_heads_of_its_tokens_for_tokens_of_its_heads_and_back_each_way():
+    # Queries, keys, values, gates, steps and decays there, results back; 12 of 48 layers have attention.
+    swapped = (2 * 16 * 128 + 2 * 32 * 128 + 2 * 32 + 32 * 128) / 2 * TOKENS * 2 * 3 / 4
+    keys = 2 * 2 * 256 / 2 * TOKENS * 2 * 3
+    update, logprobs = sent("Qwen3-Next-80B-A3B", trainer(8, tensor=2, sequence=True, context=4))
+    assert logprobs.context_s == pytest.approx(5 * (36 * swapped + 12 * keys) / NVLINK)
+    assert update.context_s == pytest.approx(5 * (2 * 36 * swapped + 3 * 12 * keys) / NVLINK)
+    assert sent("Qwen3-Next-80B-A3B", trainer(8))[0].context_s == 0
+
+
 def test_tokens_go_to_their_experts_and_come_back():
     routed = TOKENS * 2048 * 2 * 8
     update, logprobs = sent("Qwen3-30B-A3B", trainer(16, expert=16))

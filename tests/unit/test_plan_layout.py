@@ -23,6 +23,7 @@ from slimrl.planner.work import Work, step_work
 SHAPE = Shape(
     hidden=64, heads=4, query_columns=16, value_columns=16, kv_heads=2, query_latent=0, kv_latent=0, rotary_columns=0,
     qk_norm=False, dense_columns=128, expert_columns=0, shared_columns=0, experts=0, topk=0, sparse=(False,) * 4,
+    linear=(False,) * 4,
     vocab=1000,
 )  # fmt: skip
 PARAMETERS = ModelParameters(total=10**9, active=10**9, active_without_embedding=9 * 10**8)

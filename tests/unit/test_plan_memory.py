@@ -199,6 +199,31 @@ def test_an_engine_fills_what_its_weights_leave_with_keys_and_values():
     assert planned().mem_fraction_static == static_fraction(recipe, shape, 40 * GIB)
 
 
+def test_an_engine_divides_its_memory_between_keys_and_values_and_states_of_linear_attention():
+    """By SGLang's 0.9 bytes of states for one of the KV cache; 27 GiB of pool, no weights."""
+    shape, recipe = shape_of("Qwen3-Next-80B-A3B"), Recipe()
+    recipe.rollout.engine_tp, recipe.rollout.num_engines, recipe.rollout.max_trajectory_tokens = 2, 3, 1000
+    # A float32 matrix for each of 32 value heads, and three tokens of 2 x 2048 + 4096 channels, in 36 layers.
+    state = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) // 2
+
+    def planned(**sglang):
+        recipe.rollout.sglang = {"mem_fraction_static": 0.75, **sglang}
+        return plan_engine(recipe, shape, (), (), gpu_bytes=36 * GIB, reserve_bytes=0)
+
+    for given, share, reserved in (
+        ({}, 0.9 / 1.9, 5),
+        ({"disable_radix_cache": True}, 0.9 / 1.9, 1),
+        ({"mamba_full_memory_ratio": 3}, 3 / 4, 5),
+    ):
+        found, states = planned(**given), round(27 * GIB * share)
+        assert (found.state_bytes, found.sequences) == (state, states // (state * reserved))
+        assert found.kv_tokens == (27 * GIB - states) // (12 * 2 * 256 * 2)
+        assert found.kv_cache == pytest.approx(27 * GIB, rel=1e-6)
+        assert found.trajectories == min(found.kv_tokens // 1000, found.sequences) * 3
+    plain = plan_engine(recipe, shape_of("Qwen3-8B"), (), (), gpu_bytes=36 * GIB, reserve_bytes=0)
+    assert (plain.state_bytes, plain.sequences) == (0, None)
+
+
 def test_an_engine_of_more_ranks_than_heads_holds_copies_of_keys_and_values_alone():
     shape = replace(shape_of("Qwen3-8B"), kv_heads=2)
     recipe = Recipe()

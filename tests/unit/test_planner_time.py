@@ -48,6 +48,20 @@ def test_a_decoding_step_reads_dense_weights_the_experts_that_a_batch_meets_and_
         assert read == pytest.approx(8e9 * (1 - experts + experts * met) + batch * 3000 * 25_000, rel=1e-6)
 
 
+def test_a_decoding_step_reads_and_writes_the_states_of_its_sequences():
+    shape, parameters = model("Qwen3-Next-80B-A3B")
+    plain, states = (
+        decoding_step_bytes(shape, parameters, replace(ENGINE, state_bytes=size), sequences=3, context=100)
+        for size in (0, 1_000_000)
+    )
+    assert states - plain == 3 * 2 * 1_000_000
+
+
+def test_an_engine_runs_no_more_sequences_than_have_states():
+    assert running_sequences(recipe(max_concurrency_per_engine=256), replace(ENGINE, sequences=20), 10_000) == 20
+    assert running_sequences(recipe(max_concurrency_per_engine=10), replace(ENGINE, sequences=20), 10_000) == 10
+
+
 def test_a_dense_model_is_read_whole_by_every_decoding_step():
     read = decoding_step_bytes(*model("Qwen3-8B"), ENGINE, sequences=4, context=100)
     assert read == pytest.approx(8e9 + 4 * 100 * 25_000)

@@ -21,11 +21,12 @@ from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
 from slimrl import device
 from slimrl.config.alignment import tile_tokens
-from slimrl.config.passthrough import LATENT_ATTENTION
+from slimrl.config.passthrough import DELTA_NETS, LATENT_ATTENTION
 from slimrl.config.schema import LrSchedule, OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.config.trainer_rules import RECOMPUTABLE, STATE_DTYPES
 from slimrl.models.architecture import FACTS_FILE, architecture_of, check_architecture
 from slimrl.models.family import family_of
+from slimrl.models.hf_config import published_config, published_names
 from slimrl.models.megatron_config import LLAMA3_ROPE
 from slimrl.models.offline_recipe import read_offline
 from slimrl.trainer import build
@@ -106,7 +107,7 @@ def test_modules_to_recompute_are_those_that_megatron_names():
     with pytest.raises(ValueError, match="megatron-core refuses them") as caught:
         transformer_config(trainer(recompute_granularity="selective", recompute_modules=["none"]), MODEL)
     allowed = re.findall(r"'(\w+)'", str(caught.value).partition("Allowed")[2])
-    # Linear attention is not trained.
+    # Of gated delta nets alone, and the plan has no estimate of it.
     assert sorted({*allowed} - {"gdn_norm_out"}) == sorted(RECOMPUTABLE)
 
 
@@ -115,6 +116,13 @@ def test_no_field_of_latent_attention_is_missed():
         {field.name for field in dataclasses.fields(kind)} for kind in (MLATransformerConfig, TransformerConfig)
     )
     assert set(LATENT_ATTENTION) == (latent - plain) | {"multi_latent_attention"}
+
+
+def test_no_field_that_qwen3_next_alone_sets_is_left_to_recipes_of_other_models():
+    configs = {name: published_config(name) for name in published_names()}
+    fields = {name: set(family_of(config).megatron_config(config).transformer) for name, config in configs.items()}
+    own = fields.pop("Qwen3-Next-80B-A3B")
+    assert own - set().union(*fields.values()) == set(DELTA_NETS)
 
 
 def test_fp8_without_a_gpu_is_refused():

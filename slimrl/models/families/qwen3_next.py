@@ -23,7 +23,7 @@ from slimrl.models.families.rules import (
     router_rules,
     shared_expert_rules,
 )
-from slimrl.models.hf_config import partial_rotary_factor, required
+from slimrl.models.hf_config import partial_rotary_factor, required, rope_theta
 from slimrl.models.layout_ops import DeltaNetInput
 from slimrl.models.megatron_config import MegatronModelConfig, grouped_query_config
 from slimrl.models.weight_map import HfTensor, Rule, Shard, WeightMap
@@ -35,10 +35,11 @@ DEFAULT_INTERVAL = 4
 """Every fourth layer has attention, if config.json says nothing else."""
 
 LAYER_KINDS = ("linear_attention", "full_attention")
+"""Values of `layer_types`."""
 
 
 def megatron_config(hf_config: dict[str, Any]) -> MegatronModelConfig:
-    """Raises ValueError for kinds of layers and gates that no rule covers."""
+    """Raises ValueError for kinds of layers that no rule covers."""
     linear = set(linear_layers(hf_config))
     return grouped_query_config(
         hf_config,
@@ -80,12 +81,42 @@ def linear_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
     Raises:
         ValueError: `layer_types` has another kind of layer, or not one for each layer.
     """
-    layers = all_layers(hf_config)
-    interval = int(hf_config.get("full_attention_interval") or DEFAULT_INTERVAL)
-    kinds = hf_config.get("layer_types") or [LAYER_KINDS[(layer + 1) % interval == 0] for layer in layers]
+    layers, kinds = all_layers(hf_config), hf_config.get("layer_types")
+    if not kinds:
+        return _linear_by_interval(layers, int(hf_config.get("full_attention_interval") or DEFAULT_INTERVAL))
     if len(kinds) != len(layers) or not set(kinds) <= set(LAYER_KINDS):
         raise ValueError(f"config.json: not supported for qwen3_next: layer_types: {kinds!r}")
     return tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == "linear_attention")
+
+
+def unserved(hf_config: dict[str, Any]) -> str | None:
+    """Why SGLang would serve another model than this config describes; None if it would not.
+
+    SGLang (srt/configs/qwen3_next.py) knows the keys of the released models alone. A config that transformers 5 saves
+    has `layer_types` and `rope_parameters` in their place.
+    """
+    layers, linear = all_layers(hf_config), linear_layers(hf_config)
+    if sparse_layers(hf_config) != layers:
+        return "SGLang gives every layer of a qwen3_next experts, and config.json leaves some without."
+    given = {"partial_rotary_factor": DEFAULT_ROTARY_FACTOR, **hf_config}
+    tried = [int(given.get("full_attention_interval") or DEFAULT_INTERVAL), *range(1, len(layers) + 2)]
+    intervals = [n for n in tried if _linear_by_interval(layers, n) == linear]
+    if not intervals:
+        return "SGLang knows the layers of a qwen3_next by full_attention_interval, and these layer_types follow none."
+    needed = {
+        "full_attention_interval": intervals[0],
+        "rope_theta": rope_theta(hf_config),
+        "partial_rotary_factor": partial_rotary_factor(hf_config, DEFAULT_ROTARY_FACTOR),
+    }
+    missing = ", ".join(f"{name}: {value}" for name, value in needed.items() if given.get(name) != value)
+    if not missing:
+        return None
+    return f"SGLang reads neither layer_types nor rope_parameters of a qwen3_next. Set {missing} in config.json too."
+
+
+def _linear_by_interval(layers: tuple[int, ...], interval: int) -> tuple[int, ...]:
+    """The layers without every `interval`-th one."""
+    return tuple(layer for layer in layers if (layer + 1) % interval)
 
 
 def delta_net_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:

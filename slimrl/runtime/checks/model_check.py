@@ -8,6 +8,7 @@ from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.config.load import LoadedRecipe, trains
 from slimrl.config.problems import Problem
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
+from slimrl.models.families import qwen3_next
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.offline_recipe import NEEDS_TRANSFORMER_ENGINE, model_violations, transformer_engine_keys
@@ -16,6 +17,8 @@ from slimrl.runtime.checks.engine_format import engine_transform
 
 SERVING = ("train", "eval", "rollout", "resync bench")
 """Commands that start engines."""
+
+NOT_DETERMINISTIC = "megatron-core's deterministic mode has no packed sequences in gated delta nets."
 
 
 def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Problem]:
@@ -30,7 +33,10 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
     except ValueError as error:
         return [loaded.problem("model.path", str(error))]
     hf_config = read_hf_config(path)
-    problems = _linear_attention_problems(loaded, hf_config) if devices else []
+    problems = []
+    if family_of(hf_config).linear_attention:
+        problems += _delta_net_problems(loaded, hf_config)
+        problems += _linear_attention_problems(loaded, hf_config) if devices else []
     if loaded.command in ("train", "resync bench"):
         problems += _resync_problems(loaded, hf_config, devices)
     if trains(loaded.command):
@@ -46,11 +52,19 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
     return problems
 
 
+def _delta_net_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
+    """What SGLang or megatron-core cannot do with gated delta nets on any device."""
+    problems = []
+    if loaded.command in SERVING and (wrong := qwen3_next.unserved(hf_config)):
+        problems.append(loaded.problem("model.path", wrong))
+    if trains(loaded.command) and loaded.recipe.trainer.megatron.get("deterministic_mode"):
+        problems.append(loaded.problem("trainer.megatron.deterministic_mode", f"{NOT_DETERMINISTIC} Leave it out."))
+    return problems
+
+
 def _linear_attention_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
     """What a model with gated delta nets needs and this machine lacks."""
     family, reasons = family_of(hf_config), []
-    if not family.linear_attention:
-        return []
     on_gpu = device.device_type() == "cuda"
     if loaded.command in SERVING and not on_gpu:
         reasons.append(f"SGLang serves a {family.name} on a GPU alone, and there is none. slimrl sft trains it here.")
@@ -59,7 +73,10 @@ def _linear_attention_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) 
             f"a {family.name} trains on a GPU with the kernels of flash-linear-attention, which are not installed. "
             "Install fla-core as in requirements/gpu.txt."
         )
-    return [loaded.problem("model.path", reason) for reason in reasons]
+    problems = [loaded.problem("model.path", reason) for reason in reasons]
+    if trains(loaded.command) and on_gpu and loaded.recipe.deterministic:
+        problems.append(loaded.problem("deterministic", f"{NOT_DETERMINISTIC} Use false."))
+    return problems
 
 
 def _resync_problems(loaded: LoadedRecipe, hf_config: dict[str, Any], devices: bool) -> list[Problem]:
