@@ -91,9 +91,7 @@ def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> 
     candidates = (name,) if name else _family_parsers(folder)
     written = _written_call(chat)
     if _PROBE["function"]["name"] not in written:
-        raise ValueError(
-            "the chat template writes no tool calls. Use one that does (model.chat_template), or no tools."
-        )
+        raise ValueError("the chat template writes no tool calls; name another in model.chat_template, or no tools")
     for candidate in candidates:
         calls = make_parser(candidate, [_PROBE]).parse(written).calls
         if len(calls) == 1 and isinstance(calls[0], ToolCall):
