@@ -67,9 +67,7 @@ def control(parts: list[EngineServer]) -> Iterator[SglangControl]:
     made.close()
 
 
-def session_of(
-    folder: Path, engine: SglangControl, source: CheckpointSource, transport: TransportName
-) -> ResyncSession:
+def session_of(folder: Path, engine: SglangControl, source: CheckpointSource, transport: TransportName):
     config = ResyncConfig(
         transport=transport, bucket_bytes=200_000, verify=VerifyMode.full, timeout_s=TIMEOUT_S,
         dir=str(folder / "versions"), local_dir=LOCAL,

@@ -119,7 +119,10 @@ def test_a_version_is_loaded_from_a_folder_that_all_ranks_have_and_that_is_held_
 
 @pytest.mark.parametrize(
     ("second", "told"),
-    [("host-0", (["a", "b"], ["b"])), ("host-1", (["on host-0: a", "on host-1: b"], ["on host-1: b"]))],
+    [
+        ("host-0", (["a", "b"], ["b"])),
+        ("host-1", (["on host-0: a", "on host-1: b"], ["on host-1: b"])),
+    ],
 )
 def test_the_problems_of_all_ranks_are_told_once_each_with_the_host_of_several(
     monkeypatch: pytest.MonkeyPatch, second: str, told: tuple[list[str], list[str]]
