@@ -209,6 +209,7 @@ def test_a_colocated_engine_over_both_nodes_gives_the_bits_of_one_on_a_node_with
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("moment", "transport"), [("rollout", "disk"), ("resync", "collective"), ("resync", "delta")])
 def test_an_engine_that_loses_its_part_on_the_second_node_is_replaced_on_both(
     workspace: Workspace, start_nodes: StartNodes, tmp_path: Path, moment: str, transport: str
@@ -230,12 +231,12 @@ def test_an_engine_that_loses_its_part_on_the_second_node_is_replaced_on_both(
     run = CliRun(["train", GSPO, *more, "--ray-address", nodes.address])
     try:
         if moment == "rollout":
-            run.wait_until(lambda: num_logged_steps(folder) >= 1, RUN_S)
+            run.wait_until(lambda: num_logged_steps(folder) >= 1, 2 * RUN_S)
             time.sleep(1.0)
             engine_server(nodes.running(ENGINE), "engine_1_part_1.log").kill()
             assert not folder.sample_file(1).exists()
         else:
-            run.wait_until(folder.sample_file(1).is_file, RUN_S)
+            run.wait_until(folder.sample_file(1).is_file, 2 * RUN_S)
             die_in_a_resync(engine_server(nodes.running(ENGINE), "engine_1_part_1.log"), run, folder, transport)
         assert run.wait(RUN_S) == 0, run.stderr
     finally:
