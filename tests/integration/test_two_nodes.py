@@ -31,7 +31,7 @@ RUN_S = 250.0
 LOSS_S = 120.0
 """From the death of a node to the end of the command; the cluster takes a quarter of a minute to notice."""
 STOPPED_S = 6.0
-"""Much longer than the training between a rollout and its resync, and shorter than a resync's deadline"""
+"""Longer than the training between a rollout and its resync on an idle machine, shorter than a resync's deadline"""
 SPREAD = ("rollout.engine_tp=2", "rollout.engine_nodes=2")
 OURS = ("ray::TrainerActor", "ray::EngineActor", "slimrl.sglang_plugin.launch")
 
@@ -247,8 +247,8 @@ def test_an_engine_that_loses_its_part_on_the_second_node_is_replaced_on_both(
     assert [line["resync/fingerprint_mismatches"] for line in lines] == [0, 0, 0]
     assert [line["rollout/failed_fraction"] + line["rollout/aborted_fraction"] for line in lines[1:]] == [0, 0]
     (said,) = [line for line in (run.stdout + run.stderr).splitlines() if "replaced after the resync" in line]
-    called = {"rollout": "pause_generation", "resync": "weight" if transport == "collective" else "from_disk"}
-    assert re.search(f"engine 1, \\S*{called[moment]}", said)
+    call = {"disk": "pause_generation", "collective": r"\w+", "delta": "update_weights_from_disk"}[transport]
+    assert re.search(f": engine 1, {call}:", said)
     log = folder.log_file("driver").read_text()
     assert "engine 1 part 1 was ended by SIGKILL" in log
     servers = [line for line in log.splitlines() if "engine 1, server on" in line]
