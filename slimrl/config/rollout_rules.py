@@ -37,9 +37,10 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
             + fitting_text(rollout.engine_nodes, lambda n: not ranks % n, ranks),
         )
     if rollout.engine_nodes > 1 and recipe.resync.transport is TransportName.ipc:
+        others = "disk or delta" if rollout.colocated else "collective, disk or delta"
         yield (
             "rollout.engine_nodes",
-            f"{rollout.engine_nodes}: ipc reaches engines on one node. Use resync.transport collective, disk or delta.",
+            f"{rollout.engine_nodes}: ipc reaches engines on one node. Use resync.transport {others}.",
         )
     for name in ("sampling", "eval_sampling"):
         new = getattr(rollout, name).max_new_tokens
@@ -58,9 +59,10 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
     if recipe.resync.transport is TransportName.delta and not recipe.resync.local_dir:
         yield "resync.local_dir", "delta needs a folder on a local disk of each node, with room for the model."
     if rollout.colocated and recipe.resync.transport is TransportName.collective:
+        others = "ipc" if rollout.engine_nodes == 1 else "disk or delta"
         yield (
             "rollout.colocated",
-            "collective needs engines on devices of their own. Use resync.transport ipc, or colocated false.",
+            f"collective needs engines on devices of their own. Use resync.transport {others}, or colocated false.",
         )
 
 

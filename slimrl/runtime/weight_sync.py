@@ -86,7 +86,7 @@ class WeightSync:
         return report
 
     def _replace(self, failed: Mapping[str, str], version: int) -> None:
-        causes = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        causes = "; ".join(failed.values())
         limit = self._recipe.rollout.max_replacements
         replaced = self._engines.num_replaced
         if replaced + len(failed) > limit:

@@ -8,6 +8,7 @@ engine. The hook of SchedulerWeightUpdaterManager.update_weights_from_disk reads
 3. SGLang reloads its weights from a folder that is known to be whole.
 """
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -67,9 +68,10 @@ def _checkpoint(version: Path, local_dir: str | None, timeout_s: float) -> Itera
 
 
 def _of_all_ranks(problem: str, group: Any) -> list[str]:
-    """The problems of all processes of the engine, each once."""
+    """The problems of all processes of the engine, each once, with its host where they are on several."""
     import torch.distributed as dist
 
-    problems: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    return sorted({text for text in problems if text})
+    gathered = [("", "")] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (socket.gethostname(), problem), group=group)
+    several = len({host for host, _ in gathered}) > 1
+    return sorted({f"on {host}: {text}" if several else text for host, text in gathered if text})

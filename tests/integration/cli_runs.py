@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
+ENGINE = "slimrl.sglang_plugin.launch"
+"""In the command line of an engine's server"""
 SIZE = ToySize(layers=2, hidden=64, moe_intermediate=64)
 """0.3 million parameters."""
 
@@ -79,6 +81,18 @@ def samples(folder: RunFolder) -> dict[str, str]:
 def num_logged_steps(folder: RunFolder) -> int:
     """Lines in metrics.jsonl so far, step 0 included."""
     return folder.metrics.read_text().count("\n") if folder.metrics.exists() else 0
+
+
+def engine_server(processes: Iterable[psutil.Process], log: str) -> psutil.Process:
+    """The main process of the engine, or of its part, that has a log of this name."""
+    for process in processes:
+        try:
+            parent, output = process.parent(), Path(f"/proc/{process.pid}/fd/2").resolve()
+            if parent is not None and "ray::" in " ".join(parent.cmdline()) and output.name == log:
+                return process
+        except (psutil.NoSuchProcess, OSError):
+            continue
+    raise AssertionError(f"no process writes {log}")
 
 
 class CliRun:
@@ -149,13 +163,7 @@ class CliRun:
 
     def kill_server(self, index: int) -> None:
         """SIGKILL for the main process of an engine; its children end with it."""
-        for process in self.members("slimrl.sglang_plugin.launch"):
-            parent = process.parent()
-            log = Path(f"/proc/{process.pid}/fd/2").resolve()
-            if parent is not None and "ray::" in " ".join(parent.cmdline()) and log.name == f"engine_{index}.log":
-                process.send_signal(signal.SIGKILL)
-                return
-        raise AssertionError(f"no engine {index}")
+        engine_server(self.members(ENGINE), f"engine_{index}.log").kill()
 
     def interrupt_as_terminal(self) -> None:
         """What Ctrl-C does: SIGINT to every process of the foreground group."""

@@ -86,6 +86,18 @@ class RayNodes:
         self._family |= set(found)
         return found
 
+    def running(self, text: str) -> list[psutil.Process]:
+        """Processes of all nodes whose command line has `text`."""
+        found = []
+        for index in range(len(self._processes)):
+            for process in self.members(index):
+                try:
+                    if text in " ".join(process.cmdline()):
+                        found.append(process)
+                except psutil.NoSuchProcess:
+                    continue
+        return found
+
     def command_lines(self, index: int) -> list[str]:
         """Of a node's processes."""
         lines = []

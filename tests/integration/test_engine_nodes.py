@@ -1,17 +1,22 @@
 """An engine whose ranks are on two nodes, here two servers on this machine that know each other by an address alone."""
 
+import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir
+from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_source import CheckpointSource
+from engine_probes import serves
 from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
-from test_engine_ranks import PROMPT, TIMEOUT_S, engine_logprobs
-from transformers import AutoModelForCausalLM
 
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema import Precision, ResyncConfig, RolloutConfig, TransportName, VerifyMode
 from slimrl.models.fingerprint import fingerprint
+from slimrl.resync.session import ResyncSession
 from slimrl.rollout.servers.control import EngineMemory, SglangControl
 from slimrl.rollout.servers.ports import free_port
 from slimrl.rollout.servers.process import ServerError
@@ -20,6 +25,55 @@ from slimrl.rollout.servers.server import EnginePart, EngineServer
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 ENDS_WITHIN_S = 30.0
+TIMEOUT_S = 60.0
+NODES = ("a", "b")
+LOCAL = "/proc/self/cwd/local"
+"""A folder of each process's own, as a local disk is of each node: it follows the working directory."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With two models, and a working directory for the trainer and each node of the engine."""
+    path = tmp_path_factory.mktemp("engine_nodes")
+    for seed, name in enumerate(("first", "second")):
+        write_toy("qwen3_moe", path / name, ToySize(init_std=0.1), seed=seed)
+    for name in ("trainer", *NODES):
+        (path / name).mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def parts(folder: Path) -> Iterator[list[EngineServer]]:
+    rollout = RolloutConfig(engine_tp=2, engine_nodes=2, max_trajectory_tokens=128, max_concurrency_per_engine=8)
+    meeting = f"127.0.0.1:{free_port()}"
+    started = []
+    try:
+        for number, node in enumerate(NODES):
+            with chdir(folder / node):
+                part, log = EnginePart(number=number, meeting=meeting), folder / f"part_{number}.log"
+                started.append(EngineServer(0, rollout, folder / "first", log, precision=Precision.fp32, part=part))
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(EngineServer.wait_ready, started))
+        yield started
+    finally:
+        for server in started:
+            server.stop()
+
+
+@pytest.fixture
+def control(parts: list[EngineServer]) -> Iterator[SglangControl]:
+    made = SglangControl("engine 0", parts[0].url, timeout_s=TIMEOUT_S, num_ranks=2, nodes=NODES)
+    yield made
+    made.close()
+
+
+def session_of(folder: Path, engine: SglangControl, source: CheckpointSource, transport: TransportName):
+    config = ResyncConfig(
+        transport=transport, bucket_bytes=200_000, verify=VerifyMode.full, timeout_s=TIMEOUT_S,
+        dir=str(folder / "versions"), local_dir=LOCAL,
+    )  # fmt: skip
+    run_id, model_dir = transport.value, folder / "second"
+    return ResyncSession(source, [engine], config, rank=0, run_id=run_id, model_dir=model_dir)
 
 
 def keep_checking(server: EngineServer) -> None:
@@ -29,37 +83,51 @@ def keep_checking(server: EngineServer) -> None:
         time.sleep(0.2)
 
 
-def test_an_engine_over_two_nodes_computes_names_its_weights_and_ends_with_either_part(tmp_path):
-    path = tmp_path / "model"
-    write_toy("qwen3_moe", path, ToySize(init_std=0.1), seed=0)
-    rollout = RolloutConfig(engine_tp=2, engine_nodes=2, max_trajectory_tokens=128, max_concurrency_per_engine=8)
-    meeting = f"127.0.0.1:{free_port()}"
-    parts = [
-        EngineServer(
-            0, rollout, path, tmp_path / f"part_{number}.log", precision=Precision.fp32,
-            part=EnginePart(number=number, meeting=meeting),
-        )
-        for number in (0, 1)
-    ]  # fmt: skip
-    try:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(EngineServer.wait_ready, parts))
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        with torch.no_grad():
-            expected_T = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
-        expected_T = expected_T.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-        assert (engine_logprobs(parts[0].url, len(PROMPT)) - expected_T).abs().max() < 2e-5
-        control = SglangControl("engine 0", parts[0].url, timeout_s=TIMEOUT_S, num_ranks=2, nodes=("a", "b"))
-        prints = control.fingerprints(None)
-        tensors = {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
-        assert {name: prints.get(name) for name in tensors} == {name: fingerprint(tensors[name]) for name in tensors}
-        control.release_memory(list(EngineMemory))
-        control.resume_memory(list(EngineMemory))
-        control.resume()
-        # What is left notices, without a request, that the other part is gone.
-        parts[1].stop()
-        with pytest.raises(ServerError):
-            keep_checking(parts[0])
-    finally:
-        for part in parts:
-            part.stop()
+def test_an_engine_over_two_nodes_computes_with_its_weights_and_names_them(
+    folder: Path, parts: list[EngineServer], control: SglangControl
+):
+    path = folder / "first"
+    assert serves(parts[0].url, path)
+    prints = control.fingerprints(None)
+    tensors = {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+    assert {name: prints.get(name) for name in tensors} == {name: fingerprint(tensors[name]) for name in tensors}
+    control.release_memory(list(EngineMemory))
+    control.resume_memory(list(EngineMemory))
+    control.resume()
+
+
+@torch.no_grad()
+def test_it_loads_versions_from_folders_and_deltas_into_a_copy_on_each_node(
+    folder: Path, parts: list[EngineServer], control: SglangControl
+):
+    source = CheckpointSource(folder / "second")
+    with chdir(folder / "trainer"):
+        session = session_of(folder, control, source, TransportName.disk)
+        assert session.run(1).mismatching == ()
+        session.close()
+        assert serves(parts[0].url, folder / "second")
+
+        session = session_of(folder, control, source, TransportName.delta)
+        copies = [folder / node / "local" / "delta" / "engine_0" / "checkpoint" for node in NODES]
+        changed = []
+        for version in (2, 3, 4):
+            for tensor in list(source.weights.values())[version::3]:
+                tensor.view(-1)[::version] *= 1.05
+            if version == 4:
+                # A node that has lost its disk takes the whole version and the deltas since then.
+                shutil.rmtree(folder / NODES[1] / "local")
+            report = session.run(version)
+            assert (report.mismatching, report.failed_engines) == ((), {})
+            changed.append(report.changed_fraction)
+            held = [{file.name: file.read_bytes() for file in copy.iterdir()} for copy in copies]
+            assert held[0] == held[1]
+            assert serves(parts[0].url, copies[1])
+        session.close()
+    assert changed[0] is None
+    assert all(0 < fraction < 0.3 for fraction in changed[1:])
+
+
+def test_what_is_left_of_it_ends_by_itself_when_a_part_has_ended(parts: list[EngineServer]):
+    parts[1].stop()
+    with pytest.raises(ServerError):
+        keep_checking(parts[0])

@@ -1,14 +1,18 @@
 """Runs on a cluster of two nodes that somebody else has started."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from cli_runs import (
+    ENGINE,
     RECIPES,
     CliRun,
     Workspace,
+    engine_server,
     make_workspace,
     num_logged_steps,
     run_cli,
@@ -26,6 +30,9 @@ GSPO = str(RECIPES / "gspo_calculator.yaml")
 RUN_S = 250.0
 LOSS_S = 120.0
 """From the death of a node to the end of the command; the cluster takes a quarter of a minute to notice."""
+STOPPED_S = 6.0
+"""Longer than the training between a rollout and its resync on an idle machine, shorter than a resync's deadline"""
+SPREAD = ("rollout.engine_tp=2", "rollout.engine_nodes=2")
 OURS = ("ray::TrainerActor", "ray::EngineActor", "slimrl.sglang_plugin.launch")
 
 StartNodes = Callable[..., RayNodes]
@@ -62,6 +69,24 @@ def overrides(workspace: Workspace, name: str, *more: str) -> list[str]:
         "resync.verify=full",
         *more,
     )
+
+
+def local_dir(transport: str, path: Path) -> list[str]:
+    return [f"resync.local_dir={path / 'local'}"] if transport == "delta" else []
+
+
+def die_in_a_resync(server: psutil.Process, run: CliRun, folder: RunFolder, transport: str) -> None:
+    """Stop the server and its children, so that the first step's resync waits for them, and kill it then."""
+    for member in (server, *server.children(recursive=True)):
+        member.suspend()
+    if transport == "collective":
+        time.sleep(STOPPED_S)
+    else:
+        run.wait_until((folder.path / "resync" / "v000001").is_dir, RUN_S)
+        time.sleep(0.5)
+    assert num_logged_steps(folder) == 1
+    # The kernel kills the children with it.
+    server.kill()
 
 
 def nodes_of_slots(folder: RunFolder) -> list[str]:
@@ -138,16 +163,18 @@ def test_engines_on_cores_of_their_own_get_the_weights_over_the_network(workspac
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("transport", ["collective", "disk", "delta"])
 def test_an_engine_over_both_nodes_gets_the_weights_on_each_and_generates(
-    workspace: Workspace, start_nodes: StartNodes
+    workspace: Workspace, start_nodes: StartNodes, tmp_path: Path, transport: str
 ):
     nodes = start_nodes(2, 2)
+    name = f"spread-{transport}"
     more = overrides(
-        workspace, "spread", "resync.transport=collective", "trainer.num_ranks=1", "trainer.parallel.expert=1",
-        "rollout.num_engines=1", "rollout.engine_tp=2", "rollout.engine_nodes=2",
+        workspace, name, *SPREAD, f"resync.transport={transport}", *local_dir(transport, tmp_path),
+        "trainer.num_ranks=1", "trainer.parallel.expert=1", "rollout.num_engines=1",
     )  # fmt: skip
     succeed("train", GSPO, *more, "--ray-address", nodes.address, timeout_s=RUN_S)
-    folder = workspace.run_folder("spread")
+    folder = workspace.run_folder(name)
     rank, *engine = nodes_of_slots(folder)
     assert len(set(engine)) == len(engine) == 2
     assert rank in engine
@@ -157,6 +184,75 @@ def test_an_engine_over_both_nodes_gets_the_weights_on_each_and_generates(
     assert [line["resync/fingerprint_mismatches"] for line in lines] == [0, 0, 0]
     assert [line["policy/grad_norm"] > 0 for line in lines[1:]] == [True, True]
     assert max(line["mismatch/logprob_abs_mean"] for line in lines[1:]) < 1e-4
+    if transport == "delta":
+        assert [line.get("resync/changed_fraction", 0) > 0 for line in lines] == [False, True, True]
+    assert nodes.left(*OURS) == []
+
+
+@pytest.mark.full
+def test_a_colocated_engine_over_both_nodes_gives_the_bits_of_one_on_a_node_with_memory_of_its_own(
+    workspace: Workspace, start_nodes: StartNodes
+):
+    nodes = start_nodes(1, 1)
+    both = ("rollout.num_engines=1", "rollout.engine_tp=2", "resync.transport=disk", "eval.every_steps=1")
+    colocated = ("rollout.engine_nodes=2", "rollout.colocated=true", "checkpoint.every_steps=1")
+    more = overrides(workspace, "shared", *both, *colocated)
+    succeed("train", GSPO, *more, "--ray-address", nodes.address, timeout_s=RUN_S)
+    succeed("train", GSPO, *overrides(workspace, "apart", *both), timeout_s=RUN_S)
+    shared, apart = workspace.run_folder("shared"), workspace.run_folder("apart")
+    assert len(set(nodes_of_slots(shared))) == len(nodes_of_slots(shared)) == 2
+    assert len(set(nodes_of_slots(apart))) == 1
+    assert "the trainer has released its memory; starting the engines" in shared.log_file("driver").read_text()
+    assert [line["resync/fingerprint_mismatches"] for line in read_metrics(shared.metrics)] == [0, 0, 0]
+    assert steps_without_times(shared) == steps_without_times(apart)
+    assert exported(shared) == exported(apart)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("moment", "transport"), [("rollout", "disk"), ("resync", "collective"), ("resync", "delta")])
+def test_an_engine_that_loses_its_part_on_the_second_node_is_replaced_on_both(
+    workspace: Workspace, start_nodes: StartNodes, tmp_path: Path, moment: str, transport: str
+):
+    nodes = start_nodes(3, 3)
+    name = f"part-{moment}-{transport}"
+    folder = workspace.run_folder(name)
+    # Turns of 600 tokens take seconds on any machine.
+    long_turns = (
+        "rollout.sampling.max_new_tokens=600", "rollout.sampling.ignore_end_of_turn=true",
+        "rollout.max_trajectory_tokens=1000",
+    )  # fmt: skip
+    more = overrides(
+        workspace, name, *SPREAD, f"resync.transport={transport}", *local_dir(transport, tmp_path),
+        "deterministic=false", "trainer.num_ranks=1", "trainer.parallel.expert=1", "rollout.max_replacements=1",
+        # A version more is sent to the engine that comes back.
+        "reward.function=toy_reward:low_tokens_of_any_version", *(long_turns if moment == "rollout" else ()),
+    )  # fmt: skip
+    run = CliRun(["train", GSPO, *more, "--ray-address", nodes.address])
+    try:
+        if moment == "rollout":
+            run.wait_until(lambda: num_logged_steps(folder) >= 1, 2 * RUN_S)
+            time.sleep(1.0)
+            engine_server(nodes.running(ENGINE), "engine_1_part_1.log").kill()
+            assert not folder.sample_file(1).exists()
+        else:
+            run.wait_until(folder.sample_file(1).is_file, 2 * RUN_S)
+            die_in_a_resync(engine_server(nodes.running(ENGINE), "engine_1_part_1.log"), run, folder, transport)
+        assert run.wait(RUN_S) == 0, run.stderr
+    finally:
+        run.close()
+    lines = read_metrics(folder.metrics)
+    assert [line["resync/replaced_engines"] for line in lines] == [0, 1, 0]
+    assert [line["resync/version"] for line in lines] == [0, 2, 3]
+    assert [line["resync/fingerprint_mismatches"] for line in lines] == [0, 0, 0]
+    assert [line["rollout/failed_fraction"] + line["rollout/aborted_fraction"] for line in lines[1:]] == [0, 0]
+    (said,) = [line for line in (run.stdout + run.stderr).splitlines() if "replaced after the resync" in line]
+    call = {"disk": "pause_generation", "collective": r"\w+", "delta": "update_weights_from_disk"}[transport]
+    assert re.search(f": engine 1, {call}:", said)
+    log = folder.log_file("driver").read_text()
+    assert "engine 1 part 1 was ended by SIGKILL" in log
+    servers = [line for line in log.splitlines() if "engine 1, server on" in line]
+    assert [len({line.split()[-1] for line in started}) for started in (servers[:2], servers[2:])] == [2, 2]
     assert nodes.left(*OURS) == []
 
 

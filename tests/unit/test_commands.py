@@ -420,7 +420,7 @@ def test_a_benchmark_says_whether_what_was_loaded_is_what_was_sent(monkeypatch):
     assert bench(monkeypatch, [*good[:3], report(4, 1.0, mismatching=("w",))]).fingerprints_equal is False
     assert bench(monkeypatch, [*good[:3], report(4, 1.0, verified_tensors=0)]).fingerprints_equal is None
     with pytest.raises(RunError, match=r"^engine 0: gone$"):
-        bench(monkeypatch, [good[0], report(2, 1.0, failed_engines={"engine 0": "gone"}), *good[2:]])
+        bench(monkeypatch, [good[0], report(2, 1.0, failed_engines={"engine 0": "engine 0: gone"}), *good[2:]])
 
 
 def test_a_trainer_rank_works_tells_how_far_it_is_and_closes_all_that_it_holds():

@@ -201,6 +201,8 @@ def test_impossible_parts_are_refused(tmp_path: Path):
     assert messages("rollout.engine_tp=4", "rollout.engine_nodes=2", over_network) == []
     (message,) = messages("rollout.engine_tp=4", "rollout.engine_nodes=2")
     assert message == "2: ipc reaches engines on one node. Use resync.transport collective, disk or delta."
+    (message,) = messages("rollout.engine_tp=4", "rollout.engine_nodes=2", "rollout.colocated=true")
+    assert message == "2: ipc reaches engines on one node. Use resync.transport disk or delta."
     (message,) = messages("rollout.engine_tp=4", "rollout.engine_nodes=3", over_network)
     assert message == "3 does not divide rollout.engine_tp 4. Use 2 or 4."
     assert messages("rollout.engine_nodes=0", over_network) == ["0: must be at least 1."]

@@ -63,7 +63,7 @@ def test_the_weights_go_out_again_when_the_failed_engines_have_been_started_anew
     ]  # fmt: skip
     assert (metrics["resync/version"], metrics["resync/replaced_engines"], run.state.weight_version) == (7, 1, 7)
     (line,) = run.said
-    assert re.fullmatch(r"replaced after the resync of version 6, in \d+ s: engine 1: .*gone", line)
+    assert re.fullmatch(r"replaced after the resync of version 6, in \d+ s: engine 1, pause_generation: gone", line)
     assert run.send()["resync/replaced_engines"] == 0
 
 
@@ -92,6 +92,6 @@ def test_engines_that_fail_together_count_each():
     run = Run([both], limit=2)
     assert run.send()["resync/replaced_engines"] == 2
     assert run.calls.count("replace engine 0, engine 1") == 1
-    run.failures.append({"engine 1": "again"})
+    run.failures.append({"engine 1": "engine 1: again"})
     with pytest.raises(RunError, match=r"\(2 were\): engine 1: again"):
         run.send()

@@ -142,7 +142,7 @@ def test_a_planned_cluster_may_need_a_node_for_each_process_and_engines_alone_ne
 
 
 def over_nodes(**changes) -> Recipe:
-    made = recipe(colocated=False, engine_tp=changes.pop("engine_tp", 4))
+    made = recipe(colocated=changes.pop("colocated", False), engine_tp=changes.pop("engine_tp", 4))
     made.rollout.engine_nodes = changes.pop("engine_nodes", 2)
     assert not changes
     return made
@@ -164,3 +164,18 @@ def test_an_engine_over_nodes_is_never_on_fewer():
     assert shown(placement)[1][0] == "".join(f"node{node}{number}" for node in (1, 2) for number in range(8))
     with pytest.raises(ValueError, match=r"each engine is on 2 nodes. Spread each engine over several nodes"):
         place_on_fewest(over_nodes(engine_tp=32), 8, num_ranks=8, num_engines=1)
+
+
+def test_a_colocated_engine_over_two_nodes_is_on_the_trainer_s_ranks_of_both():
+    made = over_nodes(colocated=True)
+    placement = place(made, cluster(4, 4), num_ranks=8, num_engines=2)
+    assert shown(placement) == ("aaaabbbb", ["a0a1b0b1", "a2a3b2b3"])
+    with pytest.raises(StageError) as raised:
+        place(made, cluster(8, 8), num_ranks=8, num_engines=1, unit="GPUs")
+    assert str(raised.value) == (
+        "rollout.engine_nodes = 2, but the trainer, whose GPUs the engines share, fills only a. "
+        "Use rollout.engine_nodes 1, or more trainer ranks."
+    )
+    # Nodes that are enough, but too small.
+    with pytest.raises(StageError, match="the cluster is too small"):
+        place(made, cluster(1, 1), num_ranks=2, num_engines=1)

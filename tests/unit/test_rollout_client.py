@@ -292,7 +292,7 @@ def test_the_command_line_of_an_engine():
         "--sleep-on-idle": "",
         "--log-level": "warning",
     }
-    cpu = {"--device": "cpu", "--attention-backend": "torch_native", "--mem-fraction-static": "0.1"}
+    cpu = {"--device": "cpu", "--attention-backend": "torch_native", "--mem-fraction-static": "0.5"}
     assert flags_of(rollout) == {**common, **cpu, "--max-total-tokens": "40000"}
     small = RolloutConfig(max_trajectory_tokens=100, max_concurrency_per_engine=1, routed_experts=False)
     assert flags_of(small)["--max-total-tokens"] == "16384"

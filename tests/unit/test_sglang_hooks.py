@@ -117,15 +117,24 @@ def test_a_version_is_loaded_from_a_folder_that_all_ranks_have_and_that_is_held_
     assert len(reported) == 4
 
 
-def test_the_problems_of_all_ranks_are_told_once_each(monkeypatch: pytest.MonkeyPatch):
-    def gather(problems, problem, group):
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ("host-0", (["a", "b"], ["b"])),
+        ("host-1", (["on host-0: a", "on host-1: b"], ["on host-1: b"])),
+    ],
+)
+def test_the_problems_of_all_ranks_are_told_once_each_with_the_host_of_several(
+    monkeypatch: pytest.MonkeyPatch, second: str, told: tuple[list[str], list[str]]
+):
+    def gather(gathered, own, group):
         assert group == "ranks"
-        problems[:] = ["", "b", problem, "b"]
+        gathered[:] = [("host-0", ""), (second, "b"), own, (second, "b")]
 
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 4)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    assert version_loader._of_all_ranks("a", "ranks") == ["a", "b"]
-    assert version_loader._of_all_ranks("", "ranks") == ["b"]
+    monkeypatch.setattr(version_loader.socket, "gethostname", lambda: "host-0")
+    assert (version_loader._of_all_ranks("a", "ranks"), version_loader._of_all_ranks("", "ranks")) == told
 
 
 @pytest.mark.parametrize(("asked", "split", "told"), [(False, False, False), (False, True, True), (True, False, True)])

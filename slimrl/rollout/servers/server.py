@@ -105,7 +105,9 @@ def engine_arguments(
         values |= {
             "device": "cpu",
             "attention_backend": "torch_native",
-            "mem_fraction_static": 0.1,
+            # Room for what other processes take while the engine loads, which SGLang counts as the engine's. The size
+            # of the KV cache is max_total_tokens.
+            "mem_fraction_static": 0.5,
             "max_total_tokens": max(16384, rollout.max_concurrency_per_engine * rollout.max_trajectory_tokens),
         }
     flags: list[str] = []

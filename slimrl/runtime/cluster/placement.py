@@ -73,6 +73,8 @@ def place(recipe: Recipe, nodes: Sequence[Node], *, num_ranks: int, num_engines:
     ranks = _place_ranks(recipe, nodes, num_ranks)
     engines = None if ranks is None else _place_engines(recipe, nodes, ranks, num_engines, shared=shared)
     if ranks is None or engines is None:
+        if shared and ranks is not None and (message := _too_few_nodes(recipe, ranks, unit)):
+            raise StageError(message)
         raise StageError(_refusal(recipe, nodes, num_ranks, num_engines, shared=shared, unit=unit))
     return Placement(ranks=ranks, engines=engines)
 
@@ -148,6 +150,17 @@ def _place_engines(
     else:
         take(list(without.values()))
     return tuple(engines) if len(engines) == num_engines else None
+
+
+def _too_few_nodes(recipe: Recipe, ranks: Sequence[Slot], unit: str) -> str | None:
+    """Why engines that share the trainer's slots have too few nodes, however large; None if they have enough."""
+    names, parts = list(dict.fromkeys(slot.node.name for slot in ranks)), recipe.rollout.engine_nodes
+    if len(names) >= parts:
+        return None
+    return (
+        f"rollout.engine_nodes = {parts}, but the trainer, whose {unit} the engines share, fills only "
+        f"{', '.join(names)}. Use rollout.engine_nodes {len(names)}, or more trainer ranks."
+    )
 
 
 def _refusal(

@@ -199,7 +199,7 @@ def _run(
 def _resync(trainers: TrainerGroup, version: int) -> ResyncReport:
     report = trainers.resync(version)
     if report.failed_engines:
-        raise RunError("; ".join(f"{name}: {reason}" for name, reason in report.failed_engines.items()))
+        raise RunError("; ".join(report.failed_engines.values()))
     return report
 
 
