@@ -66,7 +66,8 @@ class EngineShape:
             q_latent=first("q_lora_rank"),
             kv_latent=first("kv_lora_rank") + first("qk_rope_head_dim"),
             expert_width=expert_width,
-            shared_width=expert_width * first("n_shared_experts") or first("shared_expert_intermediate_size"),
+            shared_width=expert_width * first("n_shared_experts")
+            or first("original_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
             dense_width=first("original_intermediate_size", "intermediate_size"),
             convolved=(keys, keys, values) if values else (),
             tile_rows=(quantization.get("weight_block_size") or FP8_BLOCK)[0],

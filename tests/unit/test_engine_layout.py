@@ -301,6 +301,10 @@ def test_the_shape_is_read_under_the_names_that_families_use():
     assert EngineShape.of_config(deepseek, 2) == expected
     glm = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, vocab_size=9, num_local_experts=4)
     assert EngineShape.of_config(glm, 1).num_experts == 4
+    glm.shared_expert_intermediate_size = 48
+    assert EngineShape.of_config(glm, 2).shared_width == 48
+    glm.shared_expert_intermediate_size, glm.original_shared_expert_intermediate_size = 64, 48
+    assert EngineShape.of_config(glm, 2).shared_width == 48
 
 
 def test_each_mlp_keeps_the_width_that_it_has_without_the_engine_s_padding():
