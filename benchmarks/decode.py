@@ -57,7 +57,7 @@ class Engine:
             rollout, model, host="127.0.0.1", port=port, precision=Precision.fp32, cuda=False, seed=0
         )
         main = ["-m", "slimrl.sglang_plugin.launch"] if name == "slimrl" else [__file__, SERVE_SHIPPED]
-        env = engine_environment(rollout, cuda=False)
+        env = engine_environment(rollout, precision=Precision.fp32, cuda=False)
         if name == "shipped":
             # The list of plugins to load; no plugin has this name.
             env["SGLANG_PLUGINS"] = "none"

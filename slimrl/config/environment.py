@@ -34,6 +34,7 @@ ENGINE_OWNED = {
     "SGLANG_CPU_OMP_THREADS_BIND": "rollout.threads_per_engine",
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "rollout.colocated",
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "slimrl, to off: a resync cannot place weights that are interleaved",
+    "SGLANG_MAMBA_CONV_DTYPE": "trainer.precision",
     "MALLOC_MMAP_THRESHOLD_": _MALLOC,
     "MALLOC_TRIM_THRESHOLD_": _MALLOC,
     "MALLOC_TOP_PAD_": _MALLOC,

@@ -31,7 +31,7 @@ class Family:
     has_mtp: bool = False
     """Whether its models may have layers for multi-token prediction."""
     linear_attention: bool = False
-    """Whether it has gated delta nets, which SGLang serves on GPUs alone. Training on a GPU needs the package fla."""
+    """Whether it has gated delta nets. Training on a GPU needs the package fla."""
     call_parsers: tuple[str, ...]
     """SGLang's parsers of the calls that its models write. A model's is the first that reads what its chat template
     writes."""
@@ -93,3 +93,9 @@ def family_of(hf_config: dict[str, Any]) -> Family:
             return family
     known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise ValueError(f"config.json: model_type {model_type!r} is not supported; known: {known}")
+
+
+def has_linear_attention(hf_config: dict[str, Any]) -> bool:
+    """Whether the model has gated delta nets; False for one that is not supported."""
+    model_type = hf_config.get("model_type")
+    return any(family.linear_attention and model_type in family.model_types for family in FAMILIES)

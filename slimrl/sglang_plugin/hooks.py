@@ -2,9 +2,10 @@
 
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
 fingerprints of the loaded weights (weight_fingerprints.py), the number of requests under way and sleep while paused
-(scheduler.py), and no files of SGLang left in /dev/shm: they are unlinked early, or named so that slimrl removes them.
-Without a GPU in addition: batched attention and experts, latent attention, seeded sampling without a compiler, and no
-pinning of host memory. No file of SGLang is changed.
+(scheduler.py), norms of gated delta nets in the engine's precision (norm_dtype.py), and no files of SGLang left in
+/dev/shm: they are unlinked early, or named so that slimrl removes them.
+Without a GPU in addition: batched attention and experts, latent attention, gates, seeded sampling without a compiler,
+and no pinning of host memory. No file of SGLang is changed.
 SGLang imports this module in every engine process. A hook that does not fit is only logged there; `require_applied`
 turns it into a failure to start.
 """
@@ -24,7 +25,10 @@ _PAUSED_ROUND = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
 _LOAD_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
+_DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
+_GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
+_SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
@@ -59,7 +63,14 @@ def hooks() -> list[Hook]:
     import torch
 
     from slimrl import device
-    from slimrl.sglang_plugin import bucket_loader, dequantized_loading, scheduler, version_loader, weight_fingerprints
+    from slimrl.sglang_plugin import (
+        bucket_loader,
+        dequantized_loading,
+        norm_dtype,
+        scheduler,
+        version_loader,
+        weight_fingerprints,
+    )
 
     common: list[Hook] = [
         (f"{_UPDATER}._update_weights_from_flattened_bucket", "around", bucket_loader.around_update),
@@ -68,6 +79,7 @@ def hooks() -> list[Hook]:
         (f"{_FROM_DISK}.update_weights_from_disk", "around", version_loader.around_update_from_disk),
         (f"{_CHECKER}.handle", "around", weight_fingerprints.around_handle),
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),
+        (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
         (_LOAD_FILE, "replace", _load_file),
         (_QUEUE_READY, "after", after_wait_until_ready),
@@ -76,7 +88,13 @@ def hooks() -> list[Hook]:
         common.append((f"{_LOADER}._get_weights_iterator", "around", dequantized_loading.around_weights_iterator))
     if torch.cuda.is_available():
         return common
-    from slimrl.sglang_plugin.cpu import batched_attention, batched_experts, latent_attention, seeded_sampling
+    from slimrl.sglang_plugin.cpu import (
+        batched_attention,
+        batched_experts,
+        gates,
+        latent_attention,
+        seeded_sampling,
+    )
 
     return [
         *common,
@@ -87,6 +105,8 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
+        (f"{_GATED_NORM}.rms_norm_gated", "replace", gates.rms_norm_gated),
+        (f"{_SHARED_EXPERT}.fused_gate_sigmoid_mul_add", "replace", gates.fused_gate_sigmoid_mul_add),
         (f"{_SAMPLER}.multinomial_with_seed", "replace", seeded_sampling.multinomial_with_seed),
         (f"{_SAMPLER}.sampling_from_probs_torch", "replace", seeded_sampling.sampling_from_probs),
         (f"{_SAMPLING_INFO}.from_schedule_batch", "after", seeded_sampling.after_from_schedule_batch),

@@ -59,6 +59,8 @@ def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncRe
         pytest.param("glm4_moe", Precision.fp32, marks=pytest.mark.full),
         pytest.param("glm4_moe", Precision.bf16, marks=pytest.mark.full),
         pytest.param("deepseek_v3", Precision.fp32, marks=pytest.mark.full),
+        pytest.param("qwen3_next", Precision.fp32, marks=pytest.mark.full),
+        pytest.param("qwen3_next", Precision.bf16, marks=pytest.mark.full),
     ],
 )
 def test_an_engine_computes_with_what_the_trainer_sent(tmp_path, family_name, precision):

@@ -32,7 +32,7 @@ INTEGRATION = {
     "slimrl.rewards": ["test_symbolic_rewards.py", "test_run_quickstart.py"],
     "slimrl.rollout": ["test_rollout.py", "test_resync.py", "test_run_engines.py"],
     "slimrl.runtime": _RUN,
-    "slimrl.sglang_plugin": ["test_rollout.py", "test_resync.py", "test_engine_ranks.py"],
+    "slimrl.sglang_plugin": ["test_rollout.py", "test_delta_engines.py", "test_resync.py", "test_engine_ranks.py"],
     "slimrl.toys": ["test_resync_bench.py"],
     "slimrl.trainer": [
         "test_update_scale.py",

@@ -141,7 +141,7 @@ def test_sglang_is_told_the_part_and_binds_the_threads_of_its_node():
     }
     assert found == {"--nnodes": "2", "--node-rank": "1", "--dist-init-addr": "10.0.0.1:99", "--tp-size": "4"}
     assert "--nnodes" not in engine_arguments(rollout, "m", **how)
-    assert engine_environment(rollout, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert engine_environment(rollout, precision=Precision.fp32, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
 
 def test_an_actor_starts_its_own_part_and_controls_only_from_the_first(monkeypatch: pytest.MonkeyPatch):
@@ -177,7 +177,7 @@ def test_only_the_first_part_is_asked_to_freeze_its_garbage(monkeypatch: pytest.
     monkeypatch.setattr(server.httpx, "post", lambda url, **how: posts.append(url) or answer)
     ready = SimpleNamespace(wait_ready=lambda url, timeout_s: None)
     monkeypatch.setattr(server, "ServerProcess", lambda *given: ready)
-    monkeypatch.setattr(server, "is_block_fp8", lambda path: False)
+    (tmp_path / "config.json").write_text("{}")
     rollout = RolloutConfig(engine_tp=2, engine_nodes=2, max_trajectory_tokens=100)
     for number in (0, 1):
         part = EnginePart(number=number, meeting="h:1")

@@ -11,7 +11,7 @@ from slimrl.config.check import check_recipe
 from slimrl.config.environment import ENGINE_OWNED, TRAINER_OWNED, environment_violations, trainer_variables
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import ParallelConfig, Recipe, RolloutConfig, TrainerConfig, TransportName
+from slimrl.config.schema import ParallelConfig, Precision, Recipe, RolloutConfig, TrainerConfig, TransportName
 from slimrl.rollout.servers.server import engine_environment
 from slimrl.runtime.cluster import trainer_actor, trainer_group
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
@@ -76,7 +76,7 @@ def test_everything_that_slimrl_sets_is_known_to_the_rule(recipe_file: Path):
     for colocated in (False, True):
         rollout = RolloutConfig(engine_tp=2, colocated=colocated)
         for cuda in (False, True):
-            assert engine_environment(rollout, cuda=cuda).keys() <= ENGINE_OWNED.keys()
+            assert engine_environment(rollout, precision=Precision.fp32, cuda=cuda).keys() <= ENGINE_OWNED.keys()
     assert trainer_variables(Recipe(), {}).keys() <= TRAINER_OWNED.keys()
     tensor = ["trainer.num_ranks=2", "trainer.parallel.tensor=2", "trainer.env.CUDA_DEVICE_MAX_CONNECTIONS=8"]
     assert problems_of(recipe_file, *tensor) == {
@@ -89,7 +89,7 @@ def test_everything_that_slimrl_sets_is_known_to_the_rule(recipe_file: Path):
 
 def test_an_engine_s_process_gets_the_recipe_s_variables():
     rollout = RolloutConfig(env={"NCCL_DEBUG": "INFO"})
-    assert engine_environment(rollout, cuda=True)["NCCL_DEBUG"] == "INFO"
+    assert engine_environment(rollout, precision=Precision.fp32, cuda=True)["NCCL_DEBUG"] == "INFO"
 
 
 def test_a_trainer_s_process_sets_the_recipe_s_variables_itself_and_ray_is_not_told(

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "versions": {*LEAVES, "checkpoints"},
     "toys": {*LEAVES, "models", "checkpoints"},
     "sglang_plugin": {*LEAVES, "device", "ipc", "models", "quantization", "checkpoints", "versions"},
-    "rollout": {*LEAVES, "device", "agent", "checkpoints", "sglang_plugin"},
+    "rollout": {*LEAVES, "device", "agent", "models", "checkpoints", "sglang_plugin"},
     "trainer": {*LEAVES, "device", "algorithms", "models", "quantization", "checkpoints", "megatron_patches"},
     "resync": {*LEAVES, "device", "ipc", "models", "quantization", "checkpoints", "versions"},
     "runtime": {

@@ -22,8 +22,11 @@ def toy(request, tmp_path_factory):
     return path
 
 
-def problems(toy, command: str, *, devices: bool = True, deterministic: bool = False, **megatron) -> list[str]:
+def problems(
+    toy, command: str, *, devices: bool = True, deterministic: bool = False, sglang=None, **megatron
+) -> list[str]:
     recipe = SimpleNamespace(
+        rollout=SimpleNamespace(sglang=sglang or {}),
         deterministic=deterministic,
         model=SimpleNamespace(path=str(toy), megatron=None),
         trainer=SimpleNamespace(megatron=megatron, precision=SimpleNamespace(dtype="float32")),
@@ -37,20 +40,38 @@ def problems(toy, command: str, *, devices: bool = True, deterministic: bool = F
     return [f"{problem.key}: {problem.message}" for problem in model_problems(loaded, devices=devices)]
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "rollout", "resync bench"])
-def test_engines_need_a_gpu(toy, command, monkeypatch):
-    monkeypatch.setattr(device, "device_type", lambda: "cpu")
-    expected = [
-        "model.path: SGLang serves a qwen3_next on a GPU alone, and there is none. slimrl sft trains it here."
-    ] * (toy.name == "qwen3_next")
-    assert problems(toy, command) == expected
-    assert problems(toy, command, devices=False) == []
+EVERY_COMMAND = ("train", "eval", "rollout", "resync bench", "sft", "train --trajectories", "export")
 
 
-@pytest.mark.parametrize("command", ["sft", "train --trajectories", "export"])
-def test_without_engines_a_cpu_will_do(toy, command, monkeypatch):
+@pytest.mark.parametrize("command", EVERY_COMMAND)
+def test_a_cpu_will_do(toy, command, monkeypatch):
     monkeypatch.setattr(device, "device_type", lambda: "cpu")
     assert problems(toy, command) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("page_size", 16, 1),
+        ("mamba_radix_cache_strategy", "extra_buffer", "auto"),
+        ("disable_overlap_schedule", False, True),
+    ],
+)
+def test_a_cache_of_states_that_sglang_has_on_gpus_alone_is_refused_without_one(toy, name, value, allowed, monkeypatch):
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    said = (
+        f"rollout.sglang.{name}: {value}: SGLang caches no states of a qwen3_next so on a CPU. Leave it out, or set "
+        "rollout.sglang.disable_radix_cache."
+    )
+    monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    assert problems(toy, "rollout", sglang={name: value}) == []
+    monkeypatch.setattr(device, "device_type", lambda: "cpu")
+    for command in EVERY_COMMAND:
+        serves = command in ("train", "eval", "rollout", "resync bench")
+        assert problems(toy, command, sglang={name: value}) == [said] * (toy.name == "qwen3_next" and serves)
+    assert problems(toy, "rollout", sglang={name: value}, devices=False) == []
+    assert problems(toy, "rollout", sglang={name: value, "disable_radix_cache": True}) == []
+    assert problems(toy, "rollout", sglang={name: allowed}) == []
 
 
 def test_a_gpu_needs_the_kernels_to_train_and_not_to_serve(toy, monkeypatch):

@@ -303,6 +303,14 @@ def test_the_command_line_of_an_engine():
         assert flags_of(rollout, cuda=True) == {**common, **saver}
     plain = flags_of(rollout, cuda=True, dequantize=True)
     assert plain == {**common, "--json-model-override-args": '{"quantization_config": null}'}
+    assert flags_of(rollout, cuda=True, linear_attention=True) == {**common, **saver}
+    states = {
+        "--mamba-radix-cache-strategy": "no_buffer",
+        "--disable-overlap-schedule": "",
+        "--max-mamba-cache-size": "32",
+        "--max-total-tokens": "40000",
+    }
+    assert flags_of(rollout, linear_attention=True) == {**common, **cpu, **states}
     nothing = RolloutConfig(max_trajectory_tokens=100, sglang={"random_seed": None, "page_size": (1, 2)})
     assert "--random-seed" not in flags_of(nothing)
     words = engine_arguments(nothing, "m", host="h", port=7, precision=Precision.fp32, cuda=True, seed=5)
@@ -311,24 +319,26 @@ def test_the_command_line_of_an_engine():
 
 def test_the_ranks_of_an_engine_on_a_cpu_have_cores_of_their_own():
     rollout = RolloutConfig(engine_tp=3, threads_per_engine=2)
-    found = engine_environment(rollout, cuda=False)
+    found = engine_environment(rollout, precision=Precision.fp32, cuda=False)
     assert found["SGLANG_CPU_OMP_THREADS_BIND"] == "0-1|2-3|4-5"
     assert (found["OMP_NUM_THREADS"], found["SGLANG_USE_CPU_ENGINE"]) == ("2", "1")
     # What a step frees is kept for the next one.
     assert found["MALLOC_TRIM_THRESHOLD_"] == str(2**30)
     rollout.threads_per_engine = 1
-    assert engine_environment(rollout, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2"
+    assert engine_environment(rollout, precision=Precision.fp32, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2"
     rollout.engine_tp = 1
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in engine_environment(rollout, cuda=False)
-    assert engine_environment(rollout, cuda=True) == {
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in engine_environment(rollout, precision=Precision.fp32, cuda=False)
+    assert engine_environment(rollout, precision=Precision.fp32, cuda=True) == {
         "OMP_NUM_THREADS": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "false",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "false",
     }
+    assert engine_environment(rollout, precision=Precision.bf16, cuda=True)["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"
     rollout.colocated = True
-    assert engine_environment(rollout, cuda=True)["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "true"
-    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in engine_environment(rollout, cuda=False)
+    assert engine_environment(rollout, precision=Precision.fp32, cuda=True)["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "true"
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in engine_environment(rollout, precision=Precision.fp32, cuda=False)
 
 
 def test_the_parts_of_an_engine_s_memory_are_all_that_sglang_can_release():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slimrl import device
-from slimrl.sglang_plugin import bucket_loader, dequantized_loading, hooks, version_loader
+from slimrl.sglang_plugin import bucket_loader, dequantized_loading, hooks, norm_dtype, version_loader
 from slimrl.sglang_plugin.cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
 from slimrl.sglang_plugin.cpu import install as install_stand_ins
 from slimrl.sglang_plugin.cpu.decode_cache import DecodeCache
@@ -192,6 +192,18 @@ def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pyt
     monkeypatch.setattr(model, "load_weights", lambda tensors: {}["a"])
     success, message = bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [whole]}, failing)
     assert (success, message) == (False, "rank 0: KeyError: 'a'; rank 2: full")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_delta_net_takes_the_dtype_of_the_engine_and_nothing_else_does(dtype: torch.dtype):
+    norm, decay = torch.nn.LayerNorm(3, dtype=torch.float16), torch.nn.Parameter(torch.zeros(2))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        norm_dtype.after_init(None, SimpleNamespace(norm=norm, A_log=decay), "config", layer_id=3)
+    finally:
+        torch.set_default_dtype(before)
+    assert (norm.weight.dtype, decay.dtype) == (dtype, torch.float32)
 
 
 def test_messages_of_others_are_left_to_sglang(monkeypatch: pytest.MonkeyPatch):

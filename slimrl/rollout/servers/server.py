@@ -16,6 +16,8 @@ from slimrl import device
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8
 from slimrl.config.schema import Precision, RolloutConfig
 from slimrl.config.sglang_layouts import plain_kernels
+from slimrl.models.family import has_linear_attention
+from slimrl.models.hf_config import read_hf_config
 from slimrl.rollout.servers.ports import free_port
 from slimrl.rollout.servers.process import ServerError, ServerProcess
 
@@ -26,6 +28,9 @@ _KEEP_FREED_MEMORY = {
 }
 """Settings of glibc's malloc. By default it returns the activations of each step to the kernel and faults them in again
 in the next: some 18,000 page faults in a prefill of 9,600 tokens, against a few hundred with these settings."""
+
+_STATES_PER_TRAJECTORY = 4
+"""Of gated delta nets on a CPU. SGLang takes 3 for a running request; the other one waits for a later turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,7 @@ def engine_arguments(
     seed: int,
     dequantize: bool = False,
     plain: bool = False,
+    linear_attention: bool = False,
     deterministic: bool = False,
     trust_remote_code: bool = False,
     part: EnginePart | None = None,
@@ -64,6 +70,7 @@ def engine_arguments(
     Args:
         dequantize: serve a block-FP8 checkpoint as a plain model.
         plain: have kernels that leave weights as they are loaded, where SGLang would choose others.
+        linear_attention: the model has gated delta nets.
         part: of an engine on several nodes.
         deterministic: results of a request depend on its seed alone, whatever shares its batch. On a CPU each request
             is sampled so in any case (sglang_plugin/cpu).
@@ -110,6 +117,13 @@ def engine_arguments(
             "mem_fraction_static": 0.5,
             "max_total_tokens": max(16384, rollout.max_concurrency_per_engine * rollout.max_trajectory_tokens),
         }
+        if linear_attention:
+            values |= {
+                # The other way to cache states needs a GPU.
+                "mamba_radix_cache_strategy": "no_buffer",
+                "disable_overlap_schedule": True,
+                "max_mamba_cache_size": _STATES_PER_TRAJECTORY * rollout.max_concurrency_per_engine,
+            }
     flags: list[str] = []
     for name, value in {**values, **rollout.sglang}.items():
         flag = FLAGS.get(name, "--" + name.replace("_", "-"))
@@ -122,7 +136,7 @@ def engine_arguments(
     return flags
 
 
-def engine_environment(rollout: RolloutConfig, *, cuda: bool) -> dict[str, str]:
+def engine_environment(rollout: RolloutConfig, *, precision: Precision, cuda: bool) -> dict[str, str]:
     """Variables of the engine's process: the recipe's, and those that it may not set (config/environment.py)."""
     common = {
         **rollout.env,
@@ -130,6 +144,8 @@ def engine_environment(rollout: RolloutConfig, *, cuda: bool) -> dict[str, str]:
         # The router polls /health, which by default generates a token, and so hangs while the engine is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "false",
+        # The last inputs of a gated delta net's convolution, which SGLang would round to bfloat16 in any model.
+        "SGLANG_MAMBA_CONV_DTYPE": precision.dtype,
     }
     if cuda:
         # Without it an engine that has released its memory keeps that of its CUDA graphs.
@@ -195,6 +211,7 @@ class EngineServer:
             seed=seed,
             dequantize=is_block_fp8(Path(model)) and not device.computes_block_fp8(),
             plain=device.packs_engine_weights(),
+            linear_attention=has_linear_attention(read_hf_config(Path(model))),
             deterministic=deterministic,
             trust_remote_code=trust_remote_code,
             part=part,
@@ -202,7 +219,7 @@ class EngineServer:
         self.process = ServerProcess(
             part_name(index, 0 if part is None else part.number),
             [sys.executable, "-m", "slimrl.sglang_plugin.launch", str(os.getpid()), *arguments],
-            engine_environment(rollout, cuda=cuda),
+            engine_environment(rollout, precision=precision, cuda=cuda),
             log,
         )
 

@@ -18,6 +18,13 @@ from slimrl.runtime.checks.engine_format import engine_transform
 SERVING = ("train", "eval", "rollout", "resync bench")
 """Commands that start engines."""
 
+STATE_CACHE: dict[str, tuple[Any, ...]] = {
+    "mamba_radix_cache_strategy": ("no_buffer", "auto"),
+    "disable_overlap_schedule": (True,),
+    "page_size": (1,),
+}
+"""Fields of `rollout.sglang` -> the values with which SGLang caches states of gated delta nets on a CPU."""
+
 NOT_DETERMINISTIC = "megatron-core's deterministic mode has no packed sequences in gated delta nets."
 
 
@@ -64,19 +71,34 @@ def _delta_net_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list
 
 def _linear_attention_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
     """What a model with gated delta nets needs and this machine lacks."""
-    family, reasons = family_of(hf_config), []
+    family, problems = family_of(hf_config), []
     on_gpu = device.device_type() == "cuda"
     if loaded.command in SERVING and not on_gpu:
-        reasons.append(f"SGLang serves a {family.name} on a GPU alone, and there is none. slimrl sft trains it here.")
+        problems += _state_cache_problems(loaded, family.name)
     if trains(loaded.command) and on_gpu and not device.has_delta_net_kernels():
-        reasons.append(
+        reason = (
             f"a {family.name} trains on a GPU with the kernels of flash-linear-attention, which are not installed. "
             "Install fla-core as in requirements/gpu.txt."
         )
-    problems = [loaded.problem("model.path", reason) for reason in reasons]
+        problems.append(loaded.problem("model.path", reason))
     if trains(loaded.command) and on_gpu and loaded.recipe.deterministic:
         problems.append(loaded.problem("deterministic", f"{NOT_DETERMINISTIC} Use false."))
     return problems
+
+
+def _state_cache_problems(loaded: LoadedRecipe, family: str) -> list[Problem]:
+    sglang = loaded.recipe.rollout.sglang
+    if sglang.get("disable_radix_cache"):
+        return []
+    return [
+        loaded.problem(
+            f"rollout.sglang.{name}",
+            f"{sglang[name]}: SGLang caches no states of a {family} so on a CPU. Leave it out, or set "
+            "rollout.sglang.disable_radix_cache.",
+        )
+        for name, allowed in STATE_CACHE.items()
+        if sglang.get(name) not in (None, *allowed)
+    ]
 
 
 def _resync_problems(loaded: LoadedRecipe, hf_config: dict[str, Any], devices: bool) -> list[Problem]:

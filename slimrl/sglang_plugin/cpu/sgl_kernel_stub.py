@@ -1,15 +1,18 @@
 """Stands in for sgl_kernel, of which PyPI has the CUDA wheel only.
 
-SGLang's CPU platform imports a few functions from it by name; the optimised kernels are reached through
-torch.ops.sgl_kernel, which does not exist here, so SGLang takes its own torch code for them.
-One function is needed and given; the others belong to speculative decoding and cache transfers.
+SGLang's CPU platform imports a few functions from it by name and reaches the optimised kernels through
+torch.ops.sgl_kernel. Those for which it has torch code of its own do not exist here, so that it takes that code.
+Given are one function that every model needs, and the kernels of gated delta nets (delta_rule.py,
+short_convolution.py). The others belong to speculative decoding and cache transfers.
 """
 
 import sys
 import types
 
+import torch
 from torch import Tensor
 
+from slimrl.sglang_plugin.cpu import delta_rule, short_convolution
 from slimrl.sglang_plugin.cpu.mock import enter, unavailable
 
 _REFUSED = (
@@ -53,4 +56,15 @@ def install() -> bool:
     for name in _REFUSED:
         module.__dict__[name] = unavailable(f"sgl_kernel.{name}")
     enter(module)
+    delta_nets = types.ModuleType("sgl_kernel.mamba")
+    delta_nets.__dict__.update(
+        causal_conv1d_fn_cpu=short_convolution.causal_conv1d_fn,
+        causal_conv1d_update_cpu=short_convolution.causal_conv1d_update,
+        chunk_gated_delta_rule_cpu=delta_rule.chunk_gated_delta_rule,
+    )
+    enter(delta_nets)
+    vars(torch.ops.sgl_kernel).update(
+        fused_gdn_gating_cpu=delta_rule.gating,
+        fused_sigmoid_gating_delta_rule_update_cpu=delta_rule.sigmoid_gating_delta_rule_update,
+    )
     return True
