@@ -52,8 +52,9 @@ def main() -> None:
         code = _run_ray(plan, node, temp_dir, arguments.control)
     finally:
         shutil.rmtree(temp_dir, ignore_errors=True)
-    # `ray start --block` should not end before it is told to.
-    print(f"{node}: Ray's processes have ended with {code}" if code else f"{node}: ended", file=sys.stderr)
+    # `ray start --block` should not end before it is told to: by the job, or by SLURM, which ends a requeued one.
+    ended = {0: "ended", -signal.SIGTERM: "ended by SIGTERM"}
+    print(f"{node}: {ended.get(code, f"Ray's processes have ended with {code}")}", file=sys.stderr)
     sys.exit(1 if code else 0)
 
 
