@@ -7,14 +7,12 @@ least one sequence is routed to, and the KV cache of all sequences (arXiv:2211.0
 from slimrl.config.schema import Recipe
 from slimrl.planner.engine import EnginePlan
 from slimrl.planner.hardware import GB, TERA, Hardware
-from slimrl.planner.parameters import ModelParameters
 from slimrl.planner.shape import Shape
 
 
 def rollout_at_least_s(
     recipe: Recipe,
     shape: Shape,
-    parameters: ModelParameters,
     engine: EnginePlan,
     hardware: Hardware,
     *,
@@ -34,7 +32,8 @@ def rollout_at_least_s(
     sampled = min(length, rollout.max_turns * rollout.sampling.max_new_tokens)
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.num_engines
     at_once = running_sequences(recipe, engine, length)
-    read = decoding_step_bytes(shape, parameters, engine, sequences=at_once, context=length - sampled / 2)
+    cached = at_once / rollout.engine_attention_dp * (length - sampled / 2)
+    read = decoding_step_bytes(shape, engine, sequences=at_once, cached=cached)
     steps = sampled * sequences / at_once
     return max(flops / (gpus * hardware.peak_tflops * TERA), steps * read / (hardware.links.memory_gb_per_s * GB))
 
@@ -46,18 +45,12 @@ def running_sequences(recipe: Recipe, engine: EnginePlan, length: int) -> float:
     return max(1.0, min(each, rollout.max_concurrency_per_engine, engine.kv_tokens / length))
 
 
-def decoding_step_bytes(
-    shape: Shape, parameters: ModelParameters, engine: EnginePlan, *, sequences: float, context: float
-) -> float:
+def decoding_step_bytes(shape: Shape, engine: EnginePlan, *, sequences: float, cached: float) -> float:
     """Bytes that a decoding step reads on one GPU.
 
     Args:
-        context: mean tokens of a sequence in the KV cache.
+        sequences: of the engine.
+        cached: tokens in the KV cache of the GPU.
     """
-    experts = 0.0
-    if shape.experts > shape.topk:
-        # The inactive parameters are those of all experts but topk.
-        per_expert = (parameters.total - parameters.active) / (shape.experts - shape.topk)
-        experts = per_expert * shape.experts / parameters.total
-    touched = 1 - (1 - shape.topk / shape.experts) ** sequences if shape.experts else 0.0
-    return engine.weights * (1 - experts + experts * touched) + sequences * context * engine.kv_bytes_per_token
+    untouched = (1 - shape.topk / shape.experts) ** sequences if shape.experts else 0.0
+    return engine.weights - engine.expert_weights * untouched + cached * engine.kv_bytes_per_token
