@@ -32,6 +32,7 @@ ENGINE_OWNED = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "slimrl: the check of a paused engine's health must not generate",
     "SGLANG_USE_CPU_ENGINE": "slimrl, by what the machine has",
     "SGLANG_CPU_OMP_THREADS_BIND": "rollout.threads_per_engine",
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "slimrl, to off where ranks share the memory of a machine",
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "rollout.colocated",
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "slimrl, to off: a resync cannot place weights that are interleaved",
     "SGLANG_MAMBA_CONV_DTYPE": "trainer.precision",

@@ -43,12 +43,12 @@ class Shard:
 
 def fp8_tile_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     """Sizes of engines whose ranks would get parts of tiles; nothing for a model in another precision."""
-    tp, ep = recipe.rollout.engine_tp, recipe.rollout.engine_ep
-    if tp % ep:
+    tp, ep, dp = recipe.rollout.engine_tp, recipe.rollout.engine_ep, recipe.rollout.engine_attention_dp
+    if tp % ep or tp % dp:
         return
-    for shard in _split_tiles(hf_config, tp, ep):
-        key, wrong, others = "rollout.engine_tp", tp, _smaller_tp(hf_config, tp, ep)
-        if shard.noun == EXPERTS and (more := _larger_ep(hf_config, tp, ep)):
+    for shard in _split_tiles(hf_config, tp, ep, dp):
+        key, wrong, others = "rollout.engine_tp", tp, _smaller_tp(hf_config, tp, ep, dp)
+        if shard.noun == EXPERTS and (more := _larger_ep(hf_config, tp, ep, dp)):
             key, wrong, others = "rollout.engine_ep", ep, more
         ranks = f"{shard.ranks} rank{'s' * (shard.ranks > 1)}"
         instead = f" Use {' or '.join(map(str, others))}." if others else ""
@@ -64,8 +64,12 @@ def _tile(hf_config: dict[str, Any], shard: Shard) -> int:
     return lcm(rows, columns) if shard.ranks > 1 else rows
 
 
-def _split_tiles(hf_config: dict[str, Any], tp: int, ep: int) -> list[Shard]:
-    """Dimensions that an engine of these sizes would split within tiles."""
+def _split_tiles(hf_config: dict[str, Any], tp: int, ep: int, dp: int) -> list[Shard]:
+    """Dimensions that an engine of these sizes would split within tiles.
+
+    Args:
+        dp: groups of ranks, each of which has the whole of attention.
+    """
     quantization = hf_config.get("quantization_config") or {}
     block = quantization.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
@@ -74,7 +78,7 @@ def _split_tiles(hf_config: dict[str, Any], tp: int, ep: int) -> list[Shard]:
     plain = [name.removeprefix("model.").strip(".") for name in names]
     return [
         shard
-        for shard in _shards(hf_config, tp, ep)
+        for shard in _shards(hf_config, tp, ep, dp)
         if (shard.fused or shard.ranks > 1) and shard.per_rank % _tile(hf_config, shard) and _is_fp8(shard, plain)
     ]
 
@@ -84,9 +88,9 @@ def _is_fp8(shard: Shard, plain: list[str]) -> bool:
     return any(not any(f".{name}." in f".layers.{layer}.{shard.module}." for name in plain) for layer in shard.layers)
 
 
-def _shards(hf_config: dict[str, Any], tp: int, ep: int) -> Iterator[Shard]:
+def _shards(hf_config: dict[str, Any], tp: int, ep: int, dp: int) -> Iterator[Shard]:
     layers, experts = first_of(hf_config, "num_hidden_layers"), num_experts(hf_config)
-    yield from _attention(hf_config, range(layers), tp)
+    yield from _attention(hf_config, range(layers), tp // dp)
     num_dense = first_of(hf_config, "first_k_dense_replace") if experts else layers
     dense, columns = range(num_dense), first_of(hf_config, "intermediate_size")
     yield Shard(noun="columns of a dense layer", module="mlp.gate_proj", layers=dense, size=columns, ranks=tp)
@@ -122,16 +126,17 @@ def _attention(hf_config: dict[str, Any], layers: range, tp: int) -> Iterator[Sh
         yield shard(noun=f"rows of linear attention's {kind}s", module="linear_attn.in_proj_qkvz", size=size)
 
 
-def _smaller_tp(hf_config: dict[str, Any], tp: int, ep: int) -> list[int]:
+def _smaller_tp(hf_config: dict[str, Any], tp: int, ep: int, dp: int) -> list[int]:
     """The largest smaller engine of whole heads and tiles, if there is one."""
     heads = first_of(hf_config, "num_attention_heads")
     kv_heads = num_kv_heads(hf_config) or heads
-    smaller = (n for n in range(tp - 1, 0, -1) if not (heads % n or n % ep or (kv_heads % n and n % kv_heads)))
-    return [n for n in smaller if not _split_tiles(hf_config, n, ep)][:1]
+    each = ((n, n // dp) for n in range(tp - 1, 0, -1) if not (n % ep or n % dp))
+    smaller = (n for n, size in each if not (heads % size or (kv_heads % size and size % kv_heads)))
+    return [n for n in smaller if not _split_tiles(hf_config, n, ep, dp)][:1]
 
 
-def _larger_ep(hf_config: dict[str, Any], tp: int, ep: int) -> list[int]:
+def _larger_ep(hf_config: dict[str, Any], tp: int, ep: int, dp: int) -> list[int]:
     """The next two larger expert-parallel sizes with whole experts and tiles, if there are any."""
     experts = num_experts(hf_config)
     larger = (n for n in range(ep + 1, tp + 1) if not (tp % n or experts % n))
-    return [n for n in larger if all(shard.noun != EXPERTS for shard in _split_tiles(hf_config, tp, n))][:2]
+    return [n for n in larger if all(shard.noun != EXPERTS for shard in _split_tiles(hf_config, tp, n, dp))][:2]

@@ -179,19 +179,32 @@ def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     heads, kv_heads = first_of(hf_config, "num_attention_heads"), num_kv_heads(hf_config)
     experts, columns = num_experts(hf_config), expert_columns(hf_config)
     linear_keys = first_of(hf_config, "linear_num_key_heads")
+    groups = recipe.rollout.engine_attention_dp
+    ranks = tp if tp % groups else tp // groups
 
     def tp_fits(size: int) -> bool:
-        if heads % size or linear_keys % size or (kv_heads and kv_heads % size and size % kv_heads):
+        if size % groups:
+            return False
+        each = size // groups
+        if heads % each or linear_keys % each or (kv_heads and kv_heads % each and each % kv_heads):
             return False
         return not experts or bool(experts % ep) or not (size % ep or columns % (size // ep))
 
     def ep_fits(size: int) -> bool:
         return not (experts % size or tp % size)
 
-    yield from _must_divide(key, tp, heads, "attention heads", tp_fits)
-    yield from _must_divide(key, tp, linear_keys, "key heads of linear attention", tp_fits)
-    if kv_heads and kv_heads % tp and tp % kv_heads:
-        yield key, f"{tp} neither divides the model's {kv_heads} key-value heads nor is a multiple of them."
+    text = f"{tp}" if ranks == tp else f"{tp} in {groups} groups of {ranks}"
+    for number, noun in ((heads, "attention heads"), (linear_keys, "key heads of linear attention")):
+        if number % ranks:
+            use = fitting_text(tp, tp_fits, groups * number)
+            yield key, f"{text} does not divide the model's {number} {noun}.{use}"
+    if kv_heads and kv_heads % ranks and ranks % kv_heads:
+        yield key, f"{text} neither divides the model's {kv_heads} key-value heads nor is a multiple of them."
+    if not experts and groups > 1:
+        yield (
+            "rollout.engine_attention_dp",
+            f"{groups}: the model has no experts to spread over the groups. Use 1, and more engines.",
+        )
     if recipe.rollout.routed_experts and not experts:
         yield "rollout.routed_experts", "the model has no experts. Use false."
     if not experts and ep > 1:

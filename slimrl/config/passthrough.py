@@ -36,6 +36,7 @@ OWNED = {
         "model_path": "model.path",
         "tp_size": "rollout.engine_tp",
         "ep_size": "rollout.engine_ep",
+        "attn_dp_size": "rollout.engine_attention_dp",
         "nnodes": "rollout.engine_nodes",
         "node_rank": "slimrl, for each node of an engine",
         "dist_init_addr": "slimrl, for each engine",

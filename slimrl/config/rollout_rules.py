@@ -30,6 +30,7 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
             f"{parts} does not divide rollout.engine_tp {ranks}."
             + fitting_text(parts, lambda n: not (ranks % n or experts % n), ranks),
         )
+    yield from _attention_violations(recipe)
     if ranks % rollout.engine_nodes:
         yield (
             "rollout.engine_nodes",
@@ -63,6 +64,28 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
         yield (
             "rollout.colocated",
             f"collective needs engines on devices of their own. Use resync.transport {others}, or colocated false.",
+        )
+
+
+def _attention_violations(recipe: Recipe) -> Iterator[Violation]:
+    ranks, groups = recipe.rollout.engine_tp, recipe.rollout.engine_attention_dp
+    if ranks % groups:
+        yield (
+            "rollout.engine_attention_dp",
+            f"{groups} does not divide rollout.engine_tp {ranks}."
+            + fitting_text(groups, lambda n: not ranks % n, ranks),
+        )
+    if groups > 1 and recipe.rollout.engine_nodes > 1:
+        yield (
+            "rollout.engine_attention_dp",
+            f"{groups}: engines in groups run on one node, and rollout.engine_nodes is {recipe.rollout.engine_nodes}. "
+            "Set either to 1.",
+        )
+    if groups > 1 and recipe.deterministic:
+        yield (
+            "rollout.engine_attention_dp",
+            f"{groups}: requests reach the groups of an engine at different moments, so a deterministic run cannot "
+            "repeat its batches. Use 1, or deterministic false.",
         )
 
 

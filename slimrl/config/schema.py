@@ -257,6 +257,9 @@ class RolloutConfig:
     """Tensor-parallel size of an engine, which is its number of ranks."""
     engine_ep: int = 1
     """Expert-parallel size of an engine; it divides `engine_tp`."""
+    engine_attention_dp: int = 1
+    """Groups of an engine's ranks, each of which computes attention for requests of its own and caches these alone,
+    while experts stay spread over all ranks; it divides `engine_tp`. docs/recipes.md says when it pays."""
     engine_nodes: int = 1
     """Nodes over which each engine spreads its ranks evenly; not with resync.transport ipc."""
     threads_per_engine: int = 1
@@ -300,6 +303,11 @@ class RolloutConfig:
     """Variables of the engines' processes; those that slimrl sets are refused."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Any field of SGLang's ServerArgs."""
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks of an engine that share the attention of a request."""
+        return self.engine_tp // self.engine_attention_dp
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,6 @@ from slimrl.config.problems import Violation
 
 SGLANG_LAYOUTS: dict[str, Any] = {
     "dp_size": 1,
-    "attn_dp_size": 1,
     "moe_dp_size": 1,
     "dwdp_size": 1,
     "pp_size": 1,
@@ -69,7 +68,8 @@ PACKING_KERNELS = ("moe_runner_backend", "fp8_gemm_runner_backend")
 or store FP8 with other scales. Only triton leaves weights there as they are loaded."""
 
 INSTEAD = {
-    **dict.fromkeys(("dp_size", "attn_dp_size", "moe_dp_size"), "Use rollout.num_engines for replicas."),
+    **dict.fromkeys(("dp_size", "moe_dp_size"), "Use rollout.num_engines for replicas."),
+    "enable_dp_attention": "Use rollout.engine_attention_dp.",
     **dict.fromkeys(
         ("pp_size", "attn_cp_size", "dcp_size", "enable_prefill_cp", "moe_dense_tp_size", "moe_a2a_backend"),
         "Use rollout.engine_tp and engine_ep.",

@@ -7,7 +7,7 @@ them. A parameter that matches no rule has its Hugging Face name, and every rank
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -29,6 +29,8 @@ class EngineShape:
     """Ranks of the engine."""
     expert_parallel: int = 1
     """Groups of neighbouring ranks; each group holds an equal part of the experts and shards each of these."""
+    attention_data_parallel: int = 1
+    """Groups of neighbouring ranks; each group holds and shards the whole of attention and of the embedding."""
     q_latent: int = 0
     """Rows of DeepSeek's down projection of queries; 0 if there is none."""
     kv_latent: int = 0
@@ -45,7 +47,9 @@ class EngineShape:
     """Rows of a tile in block FP8, which share a row of `weight_scale_inv`."""
 
     @classmethod
-    def of_config(cls, config: Any, tensor_parallel: int, expert_parallel: int = 1) -> "EngineShape":
+    def of_config(
+        cls, config: Any, tensor_parallel: int, expert_parallel: int = 1, attention_data_parallel: int = 1
+    ) -> "EngineShape":
         """From a Hugging Face config; families name the number of experts differently."""
 
         def first(*names: str) -> int:
@@ -63,6 +67,7 @@ class EngineShape:
             vocab_size=config.vocab_size,
             tensor_parallel=tensor_parallel,
             expert_parallel=expert_parallel,
+            attention_data_parallel=attention_data_parallel,
             q_latent=first("q_lora_rank"),
             kv_latent=first("kv_lora_rank") + first("qk_rope_head_dim"),
             expert_width=expert_width,
@@ -72,6 +77,11 @@ class EngineShape:
             convolved=(keys, keys, values) if values else (),
             tile_rows=(quantization.get("weight_block_size") or FP8_BLOCK)[0],
         )
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that shard attention."""
+        return self.tensor_parallel // self.attention_data_parallel
 
     def expert_location(self, expert: int) -> tuple[int, range]:
         """(index in the parameter, ranks that hold it)."""
@@ -102,8 +112,10 @@ class EngineSlice:
     """(first, end, of): the rows in units of 1 / `of` of all rows, once `expert` is selected."""
     shard_dim: int | None = None
     """Dimension that these ranks shard; None if each holds the whole."""
+    groups: int = 1
+    """Groups of these ranks, neighbours, each of which shards the whole tensor."""
     replicas: int = 1
-    """Neighbouring ranks that hold the same shard."""
+    """Neighbouring ranks of a group that hold the same shard."""
     size: int | None = None
     """Unpadded size of the whole tensor along `shard_dim`, if the engine may pad it."""
     first_row: int = 0
@@ -116,13 +128,16 @@ class EngineSlice:
         ranks = self.ranks or range(tensor_parallel)
         if rank not in ranks:
             return None
-        copies = self.num_copies(tensor_parallel)
-        shard, copy = divmod(rank - ranks.start, copies)
-        return Holding(shard=shard, shards=len(ranks) // copies, copy=copy)
+        size, copies = len(ranks) // self.groups, self.num_copies(tensor_parallel) // self.groups
+        group, rank_in_group = divmod(rank - ranks.start, size)
+        shard, copy = divmod(rank_in_group, copies)
+        return Holding(shard=shard, shards=size // copies, copy=group * copies + copy)
 
     def num_copies(self, tensor_parallel: int) -> int:
         """Ranks that hold the same shard, or the whole tensor."""
-        return len(self.ranks or range(tensor_parallel)) if self.shard_dim is None else self.replicas
+        if self.shard_dim is None:
+            return len(self.ranks or range(tensor_parallel))
+        return self.groups * self.replicas
 
     def of(self, parameter: Tensor) -> Tensor:
         """View of this rank's shard; the rank must hold one."""
@@ -145,10 +160,10 @@ def _qkv(match: re.Match[str], shape: EngineShape, *, hf_path: str = "", per_que
     """`per_query`: heads of rows for each query head."""
     path, suffix = match.groups()
     path += hf_path
-    query_heads = per_query * shape.num_heads // shape.tensor_parallel
-    kv_heads = max(1, shape.num_kv_heads // shape.tensor_parallel)
+    query_heads = per_query * shape.num_heads // shape.attention_ranks
+    kv_heads = max(1, shape.num_kv_heads // shape.attention_ranks)
     # Ranks that hold the same key-value heads: more than 1 if there are more ranks than heads.
-    replicas = max(1, shape.tensor_parallel // shape.num_kv_heads)
+    replicas = max(1, shape.attention_ranks // shape.num_kv_heads)
     rows = query_heads + 2 * kv_heads
     bounds = {
         "q": (0, query_heads),
@@ -248,7 +263,7 @@ def _vocabulary(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     return [EngineSlice(hf_name=match.group(), shard_dim=0, size=shape.vocab_size)]
 
 
-_RULES: list[tuple[str, _Rule]] = [
+_ATTENTION_RULES: list[tuple[str, _Rule]] = [
     (rf"(.+\.self_attn)\.qkv_proj\.{_SUFFIX}", _qkv),
     (rf"(.+\.layers\.\d+)\.qkv_proj\.{_SUFFIX}", _gated_qkv),
     (r"(.+\.layers\.\d+)\.(o_proj|q_norm|k_norm)\.(weight|weight_scale_inv)", _in_layer),
@@ -258,19 +273,25 @@ _RULES: list[tuple[str, _Rule]] = [
     (r".+\.linear_attn\.out_proj\.(weight|weight_scale_inv)", _unfused(shard_dim=1)),
     (rf"(.+\.self_attn)\.fused_qkv_a_proj_with_mqa\.{_SUFFIX}", _latent_projections),
     (rf".+\.self_attn\.(q_proj|q_b_proj|kv_b_proj)\.{_SUFFIX}", _unfused(shard_dim=0)),
+    (r".+\.o_proj\.(weight|weight_scale_inv)", _unfused(shard_dim=1)),
+    (r"(.+\.embed_tokens)\.weight", _vocabulary),
+]
+"""Of attention and the embedding, which SGLang shards among the ranks that share requests."""
+
+_OTHER_RULES: list[tuple[str, _Rule]] = [
     (rf"(.+\.experts)\.w13_{_SUFFIX}", _gate_up),
     (rf"(.+\.experts)\.w2_{_SUFFIX}", _down),
     (rf"(.+)\.gate_up_proj\.{_SUFFIX}", _gate_up),
-    (r".+\.o_proj\.(weight|weight_scale_inv)", _unfused(shard_dim=1)),
     (r"(.+)\.down_proj\.(weight|weight_scale_inv)", _down),
     (r".+\.mlp\.gate\.weight", _unfused(in_model_dtype=True)),
-    (r"(.+\.embed_tokens|lm_head)\.weight", _vocabulary),
+    (r"lm_head\.weight", _vocabulary),
 ]
 
 
 def engine_slices(engine_name: str, shape: EngineShape) -> list[EngineSlice]:
     """The Hugging Face tensors in the engine's parameter of this name."""
-    for pattern, rule in _RULES:
-        if match := re.fullmatch(pattern, engine_name):
-            return rule(match, shape)
+    for rules, groups in ((_ATTENTION_RULES, shape.attention_data_parallel), (_OTHER_RULES, 1)):
+        for pattern, rule in rules:
+            if match := re.fullmatch(pattern, engine_name):
+                return [replace(piece, groups=groups) for piece in rule(match, shape)]
     return [EngineSlice(hf_name=engine_name)]

@@ -2,8 +2,11 @@
 
 SGLang's `mem_fraction_static` is the fraction of a GPU's free memory for weights and KV cache together; the rest is for
 activations and CUDA graphs. If the recipe does not set it, SGLang's own rule applies (sglang 0.5.23,
-srt/arg_groups/memory_hook.py), here without its terms for multimodal models, speculative decoding, data-parallel
-attention, DeepEP and custom graph sizes.
+srt/arg_groups/memory_hook.py), here without its terms for multimodal models, speculative decoding, DeepEP and custom
+graph sizes.
+
+With `rollout.engine_attention_dp` each group of ranks holds the whole of attention and of the embedding, and a cache of
+its own: an engine's cache is the sum of those of its groups.
 """
 
 from collections.abc import Collection, Iterable
@@ -20,6 +23,10 @@ MIB = 1024**2
 _PREFILL_TOKENS = ((35, 4096), (60, 4096), (160, 8192))
 """(GPU memory below so many GiB, SGLang's chunked prefill size); 2048 for smaller GPUs, 16384 for larger ones."""
 _SMALL_GIB = 20
+_LARGE_BATCH = 300
+"""Decoding batch above which SGLang reserves more for attention data parallelism."""
+ATTENTION_NAMES = (".self_attn.", ".linear_attn.", ".embed_tokens.")
+"""In names of tensors of which each group of ranks holds the whole."""
 _STATES_OVER_KV = 0.9
 """SGLang's default of `mamba_full_memory_ratio`: bytes for states of linear attention over bytes of the KV cache."""
 _STATES_OF_A_SEQUENCE = 5
@@ -32,6 +39,8 @@ class EnginePlan:
     """Of one GPU of an engine, unless stated otherwise."""
 
     weights: int
+    expert_weights: int
+    """Routed experts among them"""
     kv_cache: int
     """States of linear attention included"""
     mem_fraction_static: float
@@ -64,32 +73,34 @@ def plan_engine(
     """
     rollout = recipe.rollout
     fraction = rollout.sglang.get("mem_fraction_static") or static_fraction(recipe, shape, gpu_bytes)
-    weights = engine_weight_bytes(recipe, shape, parts, replicated)
+    weights, experts = engine_weight_bytes(recipe, shape, parts, replicated)
     pool = max(0, round((gpu_bytes - reserve_bytes) * float(fraction)) - weights)
     ratio = float(rollout.sglang.get("mamba_full_memory_ratio") or _STATES_OVER_KV) if any(shape.linear) else 0.0
     states = round(pool * ratio / (1 + ratio))
-    per_token = kv_bytes_per_token(shape, rollout.engine_tp, _kv_width(recipe))
-    state = state_bytes(shape, rollout.engine_tp)
+    per_token = kv_bytes_per_token(shape, rollout.attention_tp, _kv_width(recipe))
+    state = state_bytes(shape, rollout.attention_tp)
     reserved = 1 if rollout.sglang.get("disable_radix_cache") else _STATES_OF_A_SEQUENCE
+    # Of one group of ranks, to which a trajectory keeps.
     sequences = states // (state * reserved) if state else None
     tokens = (pool - states) // per_token
     limit = rollout.sglang.get("max_total_tokens")
     tokens = min(tokens, int(limit)) if limit else tokens
-    longest = tokens // rollout.max_trajectory_tokens
+    longest, groups = tokens // rollout.max_trajectory_tokens, rollout.engine_attention_dp
     return EnginePlan(
         weights=weights,
+        expert_weights=experts,
         kv_cache=tokens * per_token + states,
         mem_fraction_static=float(fraction),
         kv_bytes_per_token=per_token,
-        kv_tokens=tokens,
-        trajectories=(longest if sequences is None else min(longest, sequences)) * rollout.num_engines,
+        kv_tokens=tokens * groups,
+        trajectories=(longest if sequences is None else min(longest, sequences)) * groups * rollout.num_engines,
         state_bytes=state,
-        sequences=sequences,
+        sequences=None if sequences is None else sequences * groups,
     )
 
 
 def kv_bytes_per_token(shape: Shape, ranks: int, element_bytes: float) -> int:
-    """On one rank, over all layers with keys and values.
+    """On one of the ranks that share a request's attention, over all layers with keys and values.
 
     Grouped-query attention keeps keys and values of a rank's heads, at least one (arXiv:2305.13245); multi-latent
     attention keeps the latent and the rotated key, whole on every rank (arXiv:2405.04434, section 2.1).
@@ -110,18 +121,23 @@ def state_bytes(shape: Shape, ranks: int) -> int:
     return sum(shape.linear) * elements // ranks
 
 
-def engine_weight_bytes(recipe: Recipe, shape: Shape, parts: Iterable[TensorPart], replicated: Collection[str]) -> int:
-    """Of one rank: its shards, copies of key-value heads included, and the replicated tensors."""
-    ranks = recipe.rollout.engine_tp
+def engine_weight_bytes(
+    recipe: Recipe, shape: Shape, parts: Iterable[TensorPart], replicated: Collection[str]
+) -> tuple[int, int]:
+    """Of one rank: its shards, copies of key-value heads included, with the replicated tensors; of it the experts."""
+    rollout, ranks = recipe.rollout, recipe.rollout.attention_tp
     copies = 1 if shape.kv_latent else max(1, ranks // shape.kv_heads)
-    total = 0.0
+    total = experts = 0.0
     for part in parts:
         name = part.spec.name
         if name in replicated:
             total += part.nbytes
-        else:
+        elif any(of in name for of in ATTENTION_NAMES):
             total += part.nbytes / ranks * (copies if ".k_proj." in name or ".v_proj." in name else 1)
-    return round(total)
+        else:
+            total += part.nbytes / rollout.engine_tp
+            experts += part.nbytes / rollout.engine_tp * (".experts." in name)
+    return round(total), round(experts)
 
 
 def static_fraction(recipe: Recipe, shape: Shape, gpu_bytes: int) -> float:
@@ -131,21 +147,28 @@ def static_fraction(recipe: Recipe, shape: Shape, gpu_bytes: int) -> float:
     small = 2048 if gib < _SMALL_GIB else 16384
     default = next((tokens for below, tokens in _PREFILL_TOKENS if _SMALL_GIB <= gib < below), small)
     prefill = int(sglang.get("chunked_prefill_size") or default)
-    reserved = 512 + max(prefill, 2048) * 1.5 + ranks / 8 * 1024 + _graph_mib(sglang, shape, gib, prefill, ranks)
+    batch = _decoding_batch(sglang, gib, ranks)
+    reserved = 512 + max(prefill, 2048) * 1.5 + ranks / 8 * 1024 + _graph_mib(sglang, shape, batch, prefill)
+    if (groups := recipe.rollout.engine_attention_dp) > 1:
+        reserved += groups * batch * (3 if batch <= _LARGE_BATCH else 4.5)
     if gib > 60:
         reserved = max(reserved, 10 * 1024)
     return round(max(0.0, (gpu_bytes / MIB - reserved) / (gpu_bytes / MIB)), 3)
 
 
-def _graph_mib(sglang: dict[str, Any], shape: Shape, gib: float, prefill: int, ranks: int) -> float:
+def _decoding_batch(sglang: dict[str, Any], gib: float, ranks: int) -> int:
+    """Sequences of the largest decoding graph."""
+    few = ((20, 8), (35, 48), (60, 32), (160, 256))
+    many = ((20, 8), (60, 160), (160, 512))
+    batch = next((batch for below, batch in (few if ranks < 4 else many) if gib < below), 512)
+    return min(batch, int(sglang.get("max_running_requests") or batch))
+
+
+def _graph_mib(sglang: dict[str, Any], shape: Shape, batch: int, prefill: int) -> float:
     """Reserved for CUDA graphs: for decoding 2 MiB per sequence of the largest batch; for prefill 8 MiB per graph, or
     1.5 GiB with multi-latent attention."""
     if sglang.get("disable_cuda_graph"):
         return 0.0
-    few = ((20, 8), (35, 48), (60, 32), (160, 256))
-    many = ((20, 8), (60, 160), (160, 512))
-    batch = next((batch for below, batch in (few if ranks < 4 else many) if gib < below), 512)
-    batch = min(batch, int(sglang.get("max_running_requests") or batch))
     decoding = 0 if sglang.get("disable_decode_cuda_graph") else 2 * batch
     if sglang.get("disable_prefill_cuda_graph"):
         return decoding

@@ -8,14 +8,12 @@ attention are read and written.
 from slimrl.config.schema import Recipe
 from slimrl.planner.engine import EnginePlan
 from slimrl.planner.hardware import GB, TERA, Hardware
-from slimrl.planner.parameters import ModelParameters
 from slimrl.planner.shape import Shape
 
 
 def rollout_at_least_s(
     recipe: Recipe,
     shape: Shape,
-    parameters: ModelParameters,
     engine: EnginePlan,
     hardware: Hardware,
     *,
@@ -35,7 +33,8 @@ def rollout_at_least_s(
     sampled = min(length, rollout.max_turns * rollout.sampling.max_new_tokens)
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.num_engines
     at_once = running_sequences(recipe, engine, length)
-    read = decoding_step_bytes(shape, parameters, engine, sequences=at_once, context=length - sampled / 2)
+    in_group = at_once / rollout.engine_attention_dp
+    read = decoding_step_bytes(shape, engine, sequences=at_once, in_group=in_group, context=length - sampled / 2)
     steps = sampled * sequences / at_once
     return max(flops / (gpus * hardware.peak_tflops * TERA), steps * read / (hardware.links.memory_gb_per_s * GB))
 
@@ -49,18 +48,15 @@ def running_sequences(recipe: Recipe, engine: EnginePlan, length: int) -> float:
 
 
 def decoding_step_bytes(
-    shape: Shape, parameters: ModelParameters, engine: EnginePlan, *, sequences: float, context: float
+    shape: Shape, engine: EnginePlan, *, sequences: float, in_group: float, context: float
 ) -> float:
     """Bytes that a decoding step reads or writes on one GPU.
 
     Args:
+        sequences: of the engine.
+        in_group: those of them whose attention the GPU computes.
         context: mean tokens of a sequence in the KV cache.
     """
-    experts = 0.0
-    if shape.experts > shape.topk:
-        # The inactive parameters are those of all experts but topk.
-        per_expert = (parameters.total - parameters.active) / (shape.experts - shape.topk)
-        experts = per_expert * shape.experts / parameters.total
-    touched = 1 - (1 - shape.topk / shape.experts) ** sequences if shape.experts else 0.0
+    untouched = (1 - shape.topk / shape.experts) ** sequences if shape.experts else 0.0
     each = context * engine.kv_bytes_per_token + 2 * engine.state_bytes
-    return engine.weights * (1 - experts + experts * touched) + sequences * each
+    return engine.weights - engine.expert_weights * untouched + in_group * each

@@ -24,7 +24,7 @@ SOURCES = {
     "activations": "tensors kept for the backward pass (arXiv:2205.05198)",
     "logits": "logits, their gradient, one chunk's float32 softmax",
     "resync": "sender's slots, 2 x resync.bucket_bytes; 1 more with quantisation",
-    "engine_weights": "bytes of a resync / engine_tp",
+    "engine_weights": "bytes of a resync / engine_tp, attention's x engine_attention_dp",
     "kv_cache": "mem_fraction_static x free memory - engine weights",
     "reserve": "CUDA contexts, communication, fragmentation: --reserve-gib",
 }
@@ -80,10 +80,12 @@ def _print_world(console: Console, plan: Plan) -> None:
     )
     if not sft:
         where = "on the trainer's GPUs" if recipe.shares_devices else "on GPUs of their own"
+        groups = rollout.engine_attention_dp
+        attention = f", attention data parallel {groups}" if groups > 1 else ""
         spread = f" over {rollout.engine_nodes} nodes" if rollout.engine_nodes > 1 else ""
         console.print(
-            f"engines: {rollout.num_engines} of {rollout.engine_tp} GPUs{spread}, expert parallel {rollout.engine_ep}, "
-            f"{where}"
+            f"engines: {rollout.num_engines} of {rollout.engine_tp} GPUs{spread}, expert parallel {rollout.engine_ep}"
+            f"{attention}, {where}"
         )
     known = plan.facts.parameters
     console.print(f"parameters: {known.total:,}, {known.active:,} active per token")

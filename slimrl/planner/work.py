@@ -70,7 +70,7 @@ def step_work(
         training_s=training / speed,
         logprob_s=generated / speed,
         rollout_at_least_s=rollout_at_least_s(
-            recipe, shape, parameters, engine, hardware, flops=generated, length=batch.trajectory_tokens
+            recipe, shape, engine, hardware, flops=generated, length=batch.trajectory_tokens
         )
         if engine
         else 0.0,

@@ -3,6 +3,9 @@
 aiohttp and not httpx: httpx's connection pool scans all its connections at each request. With 256 open requests that
 took 7 to 10 ms of CPU time a request, aiohttp 0.2 ms.
 
+An engine of several groups of ranks with a cache each (rollout.engine_attention_dp) chooses the group of a session's
+first turn; its answer names the group, and later turns ask for it.
+
 A request that did not reach an engine, or whose connection broke before the answer, is sent again a few times within
 its deadline. The failed attempt is aborted, none of its tokens were used, and the next one has the same seed.
 """
@@ -32,8 +35,14 @@ _RETRIED_STATUSES = (500, 502, 503)
 log = logging.getLogger(__name__)
 
 
-def request_body(request: GenerateRequest, rid: str, *, routed_experts: bool) -> dict[str, Any]:
-    """The JSON body of /generate. Without stop tokens the turn has `max_new_tokens` tokens."""
+def request_body(
+    request: GenerateRequest, rid: str, *, routed_experts: bool, group: int | None = None
+) -> dict[str, Any]:
+    """The JSON body of /generate. Without stop tokens the turn has `max_new_tokens` tokens.
+
+    Args:
+        group: of the engine's ranks, to serve the request; None for any.
+    """
     sampling: dict[str, Any] = {
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -47,6 +56,8 @@ def request_body(request: GenerateRequest, rid: str, *, routed_experts: bool) ->
     if request.seed is not None:
         sampling["sampling_seed"] = request.seed
     body = {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "return_logprob": True}
+    if group is not None:
+        body["routed_dp_rank"] = group
     return {**body, "return_routed_experts": True} if routed_experts else body
 
 
@@ -112,7 +123,11 @@ class SglangEngine(Engine):
         self._vocab_size = vocab_size
         self._routed_experts_shape = routed_experts_shape
         self._http: aiohttp.ClientSession | None = None
+        self._group_of: dict[str, int] = {}
         self._aborts: set[asyncio.Task[None]] = set()
+
+    def close(self, session_id: str) -> None:
+        self._group_of.pop(session_id, None)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """One turn.
@@ -145,10 +160,15 @@ class SglangEngine(Engine):
             raise EngineError(f"{name}: {status} {content[:500].decode(errors='replace')}")
         try:
             answers = orjson.loads(content)
-            return [
+            pairs = list(zip(requests, answers if len(requests) > 1 else [answers], strict=True))
+            results = [
                 parse_answer(answer, len(request.input_ids), self._routed_experts_shape, num_retries=num_retries)
-                for request, answer in zip(requests, answers if len(requests) > 1 else [answers], strict=True)
+                for request, answer in pairs
             ]
+            for request, answer in pairs:
+                if (group := answer["meta_info"].get("dp_rank")) is not None:
+                    self._group_of[request.session_id] = group
+            return results
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
 
@@ -185,7 +205,8 @@ class SglangEngine(Engine):
         rids = [uuid.uuid4().hex for _ in requests]
         experts = self._routed_experts_shape is not None
         if len(requests) == 1:
-            body = request_body(requests[0], rids[0], routed_experts=experts)
+            group = self._group_of.get(requests[0].session_id)
+            body = request_body(requests[0], rids[0], routed_experts=experts, group=group)
         else:
             body = batch_body(requests, rids, routed_experts=experts)
         headers = {"content-type": "application/json", ROUTING_HEADER: requests[0].session_id}
@@ -222,9 +243,14 @@ class StickyEngines(Engine):
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = list(engines)
 
+    def close(self, session_id: str) -> None:
+        self._engine_of(session_id).close(session_id)
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        index = derive_seed("session", request.session_id) % len(self._engines)
-        return await self._engines[index].generate(request)
+        return await self._engine_of(request.session_id).generate(request)
+
+    def _engine_of(self, session_id: str) -> Engine:
+        return self._engines[derive_seed("session", session_id) % len(self._engines)]
 
     async def aclose(self) -> None:
         for engine in self._engines:

@@ -158,7 +158,7 @@ def load_rows(model: Any, parts: "Sequence[tuple[TensorPart, Tensor]]") -> None:
 
     parallel = get_parallel()
     rank, num_ranks = parallel.tp_group.rank_in_group, parallel.tp_group.world_size
-    shape = EngineShape.of_config(model.config, num_ranks, parallel.moe_ep_size)
+    shape = EngineShape.of_config(model.config, num_ranks, parallel.moe_ep_size, parallel.attn_dp_size)
     wanted = {part.spec.name for part, _ in parts}
     slices: dict[str, list[tuple[Tensor, EngineSlice]]] = {}
     for engine_name, parameter in model.named_parameters():

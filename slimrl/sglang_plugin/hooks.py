@@ -1,11 +1,11 @@
 """What slimrl adds to an SGLang engine, by SGLang's own plugin mechanism (entry-point group sglang.srt.plugins).
 
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
-fingerprints of the loaded weights (weight_fingerprints.py), the number of requests under way and sleep while paused
-(scheduler.py), norms of gated delta nets in the engine's precision (norm_dtype.py), and no files of SGLang left in
-/dev/shm: they are unlinked early, or named so that slimrl removes them.
+fingerprints of the loaded weights (weight_fingerprints.py), the number of requests under way, sleep while paused, and
+one answer of several schedulers (scheduler.py), norms of gated delta nets in the engine's precision (norm_dtype.py),
+and no files of SGLang left in /dev/shm: they are unlinked early, or named so that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, gates, seeded sampling without a compiler,
-and no pinning of host memory. No file of SGLang is changed.
+no pinning of host memory, and sums that NCCL would scatter. No file of SGLang is changed.
 SGLang imports this module in every engine process. A hook that does not fit is only logged there; `require_applied`
 turns it into a failure to start.
 """
@@ -21,7 +21,10 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 _FROM_DISK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-_PAUSED_ROUND = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_PAUSED_ROUND = f"{_SCHEDULER}._record_scheduler_state_for_paused_engine"
+_CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
 _LOAD_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
@@ -29,6 +32,7 @@ _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
+_RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
@@ -81,6 +85,9 @@ def hooks() -> list[Hook]:
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),
         (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
+        (f"{_SCHEDULER}.init_idle_sleeper", "after", scheduler.after_init_idle_sleeper),
+        (f"{_CONTROLLER}.event_loop", "replace", scheduler.event_loop),
+        (f"{_CONTROL}.flush_cache", "replace", scheduler.flush_cache),
         (_LOAD_FILE, "replace", _load_file),
         (_QUEUE_READY, "after", after_wait_until_ready),
     ]
@@ -89,6 +96,7 @@ def hooks() -> list[Hook]:
     if torch.cuda.is_available():
         return common
     from slimrl.sglang_plugin.cpu import (
+        attention_data_parallel,
         batched_attention,
         batched_experts,
         gates,
@@ -100,6 +108,7 @@ def hooks() -> list[Hook]:
         *common,
         (f"{_HOST_POOL}._cuda_host_register", "replace", _no_pinning),
         (f"{_BACKEND}.__init__", "after", batched_attention.after_init),
+        (f"{_RANKS}.reduce_scatterv", "replace", attention_data_parallel.reduce_scatterv),
         (f"{_BACKEND}.init_forward_metadata", "after", batched_attention.after_init_forward_metadata),
         (f"{_BACKEND}._run_sdpa_forward_decode", "around", batched_attention.around_decode),
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),

@@ -1,6 +1,15 @@
-"""Hooks of an SGLang scheduler: the number of requests under way, and sleep while it is paused."""
+"""Hooks of an SGLang scheduler: the number of requests under way, and sleep while it is idle or paused.
+
+With attention data parallelism an engine has a scheduler for each group of ranks. All of them take part in every round
+of any of them, and the first hands on what controls the engine.
+"""
 
 from typing import Any
+
+GROUPED_POLL_MS = 20
+"""Most sleep of the first of several schedulers at a time; work of the others does not wake it."""
+CONTROLLER_POLL_MS = 1000
+"""Wait for a message between two signs of life to SGLang's watchdog."""
 
 RUNNING_REQUESTS = "slimrl_running_requests"
 """What /server_info says of each scheduler: its requests under way, exact while it is paused too.
@@ -14,6 +23,50 @@ def after_get_internal_state(answer: Any, controller: Any, request: Any) -> Any:
     requests = {*scheduler.collect_inflight_reqs(), scheduler.chunked_req} - {None}
     answer.internal_state[RUNNING_REQUESTS] = sum(not request.finished() for request in requests)
     return answer
+
+
+def after_init_idle_sleeper(result: None, scheduler: Any) -> None:
+    """Hook of Scheduler.init_idle_sleeper: of several schedulers of one engine only the first sleeps on its sockets.
+
+    The others wait for it in the round's first exchange. If they slept on their own, up to a second, so would it.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    if scheduler.idle_sleeper is None or not get_parallel().attn_dp_enabled:
+        return
+    if get_parallel().tp_rank == 0:
+        scheduler.idle_sleeper.poller = ShortPolls(scheduler.idle_sleeper.poller)
+    else:
+        scheduler.idle_sleeper = None
+
+
+class ShortPolls:
+    """A poller that returns soon."""
+
+    def __init__(self, poller: Any) -> None:
+        self._poller = poller
+
+    def poll(self, timeout_ms: int) -> Any:
+        return self._poller.poll(min(timeout_ms, GROUPED_POLL_MS))
+
+
+def event_loop(controller: Any) -> None:
+    """Replaces DataParallelController.event_loop, which takes a core to hand requests to the schedulers."""
+    from sglang.srt.managers.io_struct import sock_recv
+
+    while True:
+        controller.soft_watchdog.feed()
+        if controller.recv_from_tokenizer.poll(CONTROLLER_POLL_MS):
+            controller._request_dispatcher(sock_recv(controller.recv_from_tokenizer))
+
+
+async def flush_cache(manager: Any, timeout_s: float | None = None) -> Any:
+    """Replaces TokenizerManager.flush_cache, which answers for the first of several schedulers alone."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    manager.auto_create_handle_loop()
+    answers = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
+    return next((answer for answer in answers if not answer.success), answers[0])
 
 
 def after_paused_round(result: None, scheduler: Any) -> None:

@@ -54,7 +54,7 @@ def engine_fingerprints(model: Any, names: list[str] | None) -> dict[str, str]:
 
     parallel = get_parallel()
     group = parallel.tp_group
-    shape = EngineShape.of_config(model.config, group.world_size, parallel.moe_ep_size)
+    shape = EngineShape.of_config(model.config, group.world_size, parallel.moe_ep_size, parallel.attn_dp_size)
     num_copies, table = rank_hashes(dict(model.named_parameters()), shape, group.rank_in_group, names)
     if group.world_size > 1:
         torch.distributed.all_reduce(table, group=group.cpu_group)

@@ -9,13 +9,18 @@ from transformers import AutoModelForCausalLM
 PROMPT = [5, 300, 77, 41, 12, 260, 99, 8, 130, 211]
 
 
-def engine_logprobs(url: str, timeout_s: float = 60.0) -> torch.Tensor:
-    """float32 [len(PROMPT) - 1]: of each prompt token but the first."""
+def engine_logprobs(url: str, timeout_s: float = 60.0, *, group: int = 0) -> torch.Tensor:
+    """float32 [len(PROMPT) - 1]: of each prompt token but the first.
+
+    Args:
+        group: of the engine's ranks, to compute them.
+    """
     body = {
         "input_ids": PROMPT,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "return_logprob": True,
         "logprob_start_len": 0,
+        "routed_dp_rank": group,
     }
     answer = httpx.post(f"{url}/generate", json=body, timeout=timeout_s, trust_env=False).raise_for_status().json()
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])

@@ -24,13 +24,14 @@ PROMPT = [3 + 17 * position % 250 for position in range(60)]
 FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next")
 
 
-def engine_logprobs(url: str, length: int) -> torch.Tensor:
-    """float32 [length - 1]: of each token of the prompt's beginning but the first."""
+def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
+    """float32 [length - 1]: of each token of the prompt's beginning but the first, by a group of the engine's ranks."""
     body = {
         "input_ids": PROMPT[:length],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "return_logprob": True,
         "logprob_start_len": 0,
+        "routed_dp_rank": group,
     }
     answer = httpx.post(f"{url}/generate", json=body, timeout=TIMEOUT_S, trust_env=False).raise_for_status().json()
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
@@ -45,28 +46,38 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor", "expert"),
+    ("family", "tensor", "expert", "groups"),
     [
-        ("qwen3_moe", 2, 2),
+        ("qwen3_moe", 2, 2, 1),
         *[
-            pytest.param(family, tensor, expert, marks=pytest.mark.full)
+            pytest.param(family, *layout, marks=pytest.mark.full)
             for family in FAMILIES
-            for tensor, expert in [(1, 1), (2, 1), (2, 2)]
-            if (family, tensor, expert) != ("qwen3_moe", 2, 2)
+            for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]
+            if (family, *layout) != ("qwen3_moe", 2, 2, 1)
         ],
     ],
 )
-def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(tmp_path, family, tensor, expert):
+def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
+    tmp_path, family, tensor, expert, groups
+):
     path = tmp_path / "model"
     write_toy(family, path, SIZE, seed=0)
     rollout = RolloutConfig(
-        engine_tp=tensor, engine_ep=expert, max_trajectory_tokens=128, sglang={"max_total_tokens": 4096}
+        engine_tp=tensor,
+        engine_ep=expert,
+        engine_attention_dp=groups,
+        max_trajectory_tokens=128,
+        sglang={"max_total_tokens": 4096},
     )
     server = EngineServer(0, rollout, path, tmp_path / "engine.log", precision=Precision.fp32)
     try:
         server.wait_ready()
         # A request of one or two tokens has too few pairs of token and expert for the batched products.
-        logprobs = {length: engine_logprobs(server.url, length) for length in (2, len(PROMPT))}
+        logprobs = {
+            (length, group): engine_logprobs(server.url, length, group)
+            for length in (2, len(PROMPT))
+            for group in range(groups)
+        }
         prints = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S).fingerprints(None)
         named = shared_memory_of(server)
     finally:
@@ -79,5 +90,5 @@ def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weig
     with torch.no_grad():
         expected_T = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
     expected_T = expected_T.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-    for length, values in logprobs.items():
-        assert (values - expected_T[: length - 1]).abs().max() < 2e-5, length
+    for (length, group), values in logprobs.items():
+        assert (values - expected_T[: length - 1]).abs().max() < 2e-5, (length, group)

@@ -52,7 +52,8 @@ def toy_model(tmp_path: Path) -> Path:
 
 def test_deepseek_v3_in_bf16_fits_with_engines_of_sixteen_gpus_on_two_nodes():
     recipe = str(RECIPES / "deepseek_v3" / "deepseek_v3_gspo_disaggregated.yaml")
-    given = ["model.path=models/DeepSeek-V3", "rollout.num_engines=4", "rollout.engine_tp=16", "rollout.engine_ep=16"]
+    sizes = ["rollout.num_engines=4", "rollout.engine_tp=16", "rollout.engine_ep=16", "rollout.engine_attention_dp=1"]
+    given = ["model.path=models/DeepSeek-V3", *sizes]
     memory = ["--gpu-memory-gib", str(LARGER_GPUS["deepseek_v3_gspo"])]
     found = plan(recipe, *given, "rollout.engine_nodes=2", *memory)
     assert found["fits"], found["problems"]
@@ -87,6 +88,23 @@ def test_every_recipe_is_planned_in_half_a_minute(recipe, toy_model):
     assert found["step_seconds"] == pytest.approx(sum(found["step"].values()))
     assert (found["resync"] is None) == ("sft" in recipe)
     assert found["fits"], found["problems"]
+
+
+def test_attention_data_parallelism_gives_an_engine_of_deepseek_v3_five_times_the_cache():
+    """A rank's latent cache of bf16 is as large per token; attention, eight times on a GPU, takes a third of it."""
+    recipe = str(RECIPES / "deepseek_v3" / "deepseek_v3_gspo.yaml")
+    memory = ["--gpu-memory-gib", str(LARGER_GPUS["deepseek_v3_gspo"])]
+    one, groups = (plan(recipe, f"rollout.engine_attention_dp={number}", *memory) for number in (1, 8))
+    # 61 layers of attention in FP8 (q_b, kv_b and o are cut by heads), and the embedding in bf16.
+    cut = 61 * 128 * (1536 * 192 + 512 * 256 + 128 * 7168) + 2 * 129280 * 7168
+    more = (groups["memory_gib"]["engine_weights"] - one["memory_gib"]["engine_weights"]) * 2**30
+    assert more == pytest.approx(cut * 7 / 8, rel=1e-3)
+    freed = one["memory_gib"]["kv_cache"] - groups["memory_gib"]["kv_cache"]
+    assert freed * 2**30 == pytest.approx(more, rel=1e-3)
+    tokens = 8 * groups["memory_gib"]["kv_cache"] / one["memory_gib"]["kv_cache"]
+    assert groups["kv_cache_tokens"] / one["kv_cache_tokens"] == pytest.approx(tokens, rel=1e-3)
+    assert tokens > 5
+    assert groups["step_seconds"] < one["step_seconds"]
 
 
 def test_a_recipe_with_less_memory_does_not_fit_and_says_what_takes_it():

@@ -50,8 +50,10 @@ def test_a_process_ended_by_a_signal_is_shown_with_the_error_in_its_log(tmp_path
 @pytest.mark.full
 def test_an_engine_whose_worker_raises_while_it_starts_names_the_workers_error(tmp_path: Path):
     write_toy("qwen3_moe", tmp_path / "model", SIZE, 0)
-    # A recipe may not set it; SGLang's schedulers raise over it at the first batch on a CPU.
-    rollout = RolloutConfig(max_trajectory_tokens=64, engine_tp=2, startup_timeout_s=200, sglang={"attn_dp_size": 2})
+    # A cache without room for a request, which each scheduler sees when it has loaded the model.
+    rollout = RolloutConfig(
+        max_trajectory_tokens=64, engine_tp=2, startup_timeout_s=200, sglang={"max_total_tokens": 1}
+    )
     server = EngineServer(0, rollout, tmp_path / "model", tmp_path / "engine.log", precision=Precision.fp32)
     try:
         with pytest.raises(ServerError) as raised:

@@ -40,7 +40,7 @@ def send_all(rank, world_size, port, checkpoints, expected, engines, folder):
     sender = WeightSender(rank, world_size, port, checkpoints[0], ParallelConfig())
     controls = [
         SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks)
-        for index, (url, num_ranks) in enumerate(engines)
+        for index, (url, num_ranks, _) in enumerate(engines)
     ]
     wrong, version = [], 0
     for name, parallel in MOE_LAYOUTS_OF_4.items():
@@ -74,17 +74,18 @@ def complaints_of(report, num_tensors, engines, expected_T) -> list[str]:
     complaints = list(report.failed_engines.values())
     if report.verified_tensors != num_tensors * len(engines):
         complaints.append(f"{report.verified_tensors} tensors compared")
-    for url, num_ranks in engines:
-        difference = float((engine_logprobs(url) - expected_T).abs().max())
-        if not difference < 2e-5:
-            complaints.append(f"engine of {num_ranks}: log-probs differ by {difference:.3g}")
+    for url, num_ranks, groups in engines:
+        for group in range(groups):
+            difference = float((engine_logprobs(url, group=group) - expected_T).abs().max())
+            if not difference < 2e-5:
+                complaints.append(f"engine of {num_ranks}, group {group}: log-probs differ by {difference:.3g}")
     return complaints
 
 
-@pytest.mark.parametrize("engine_ep", [1, 2])
+@pytest.mark.parametrize(("engine_ep", "groups"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_every_transport_brings_what_trainers_of_four_ranks_hold_to_engines_of_one_and_two(
-    tmp_path: Path, family, engine_ep
+    tmp_path: Path, family, engine_ep, groups
 ):
     checkpoints = [tmp_path / name for name in "ab"]
     for seed, path in enumerate(checkpoints):
@@ -95,10 +96,10 @@ def test_every_transport_brings_what_trainers_of_four_ranks_hold_to_engines_of_o
     with Fleet(
         RolloutConfig(num_engines=1, router=False, **common), checkpoints[0], tmp_path, precision=Precision.fp32
     ) as fleet:
-        rollout = RolloutConfig(engine_tp=2, engine_ep=engine_ep, **common)
+        rollout = RolloutConfig(engine_tp=2, engine_ep=engine_ep, engine_attention_dp=groups, **common)
         fleet.engines.append(EngineServer(1, rollout, checkpoints[0], tmp_path / "two.log", precision=Precision.fp32))
         fleet.engines[1].wait_ready()
-        engines = list(zip(fleet.engine_urls, (1, 2), strict=True))
+        engines = list(zip(fleet.engine_urls, (1, 2), (1, groups), strict=True))
         (wrong, sent), *_ = run_ranks(send_all, 4, checkpoints, expected, engines, tmp_path, timeout_s=330)
     assert wrong == []
     assert sent == len(MOE_LAYOUTS_OF_4) * len(VERSIONS)

@@ -11,6 +11,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(600
 
 RUN_S = 400.0
 DENSE = ["trainer.parallel.expert=1", "rollout.routed_experts=false"]
+GROUPED = ["rollout.engine_tp=2", "rollout.engine_ep=2", "rollout.engine_attention_dp=2", "agent.parser=qwen25"]
+"""Two groups of one rank in an engine, each with requests of its own."""
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,7 @@ DENSE = ["trainer.parallel.expert=1", "rollout.routed_experts=false"]
         ("glm4_moe", []),
         ("deepseek_v3", []),
         ("qwen3_next", ["rollout.routed_experts=true"]),
+        ("deepseek_v3", GROUPED),
         ("qwen2", DENSE),
         ("llama", [*DENSE, "trainer.parallel.tensor=2"]),
     ],

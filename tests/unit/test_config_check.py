@@ -145,6 +145,17 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "700.0 is longer than rollout.trajectory_timeout_s 600.0."),
         ("rollout.engine_tp=4 rollout.engine_nodes=3 resync.transport=disk", "rollout.engine_nodes",
          "3 does not divide rollout.engine_tp 4. Use 2 or 4."),
+        ("rollout.engine_tp=4 rollout.engine_attention_dp=3", "rollout.engine_attention_dp",
+         "3 does not divide rollout.engine_tp 4. Use 2 or 4."),
+        ("rollout.engine_tp=2 rollout.engine_attention_dp=2 deterministic=true", "rollout.engine_attention_dp",
+         "2: requests reach the groups of an engine at different moments, so a deterministic run cannot repeat its "
+         "batches. Use 1, or deterministic false."),
+        ("rollout.engine_tp=2 rollout.engine_attention_dp=2 rollout.engine_nodes=2 resync.transport=disk",
+         "rollout.engine_attention_dp", "2: engines in groups run on one node, and rollout.engine_nodes is 2. Set "
+         "either to 1."),
+        ("rollout.engine_tp=24 rollout.engine_attention_dp=2 rollout.engine_ep=8", "rollout.engine_tp",
+         "24 in 2 groups of 12 does not divide the model's 32 attention heads. Use 16 or 32."),
+        ("rollout.engine_attention_dp=0", "rollout.engine_attention_dp", "0: must be at least 1."),
         ("resync.transport=delta", "resync.local_dir",
          "delta needs a folder on a local disk of each node, with room for the model."),
         ("rollout.colocated=true resync.transport=collective", "rollout.colocated",
@@ -418,6 +429,18 @@ def test_expert_parallelism_of_a_dense_model_is_refused(folder):
 def test_an_expert_parallel_engine_of_a_dense_model_is_refused(folder):
     (problem,) = problems_of(["rollout.engine_tp=2", "rollout.engine_ep=2"], model=DENSE)
     assert (problem.key, problem.message) == ("rollout.engine_ep", "2: the model has no experts. Use 1.")
+
+
+def test_groups_of_ranks_of_a_dense_model_are_refused(folder):
+    (problem,) = problems_of(["rollout.engine_tp=2", "rollout.engine_attention_dp=2"], model=DENSE)
+    assert problem.key == "rollout.engine_attention_dp"
+    assert problem.message == "2: the model has no experts to spread over the groups. Use 1, and more engines."
+
+
+def test_groups_let_an_engine_have_more_ranks_than_the_model_has_heads(folder):
+    assert problems_of(["rollout.engine_tp=64", "rollout.engine_ep=64", "rollout.engine_attention_dp=4"]) == []
+    (problem,) = problems_of(["rollout.engine_tp=64", "rollout.engine_ep=64"])
+    assert problem.message.startswith("64 does not divide the model's 32 attention heads.")
 
 
 def test_ranks_of_an_expert_parallel_engine_need_not_divide_the_columns_of_an_expert(folder):

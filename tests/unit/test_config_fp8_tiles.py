@@ -20,10 +20,10 @@ def refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text("")
 
-    def of(model: str | dict, tensor: int, expert: int = 1, **quantization) -> list[tuple[str, str]]:
+    def of(model: str | dict, tensor: int, expert: int = 1, groups: int = 1, **quantization) -> list[tuple[str, str]]:
         config = published_config(model) if isinstance(model, str) else model
         config = {**config, "quantization_config": {**BLOCK_FP8, **quantization}}
-        sizes = [f"rollout.engine_tp={tensor}", f"rollout.engine_ep={expert}"]
+        sizes = [f"rollout.engine_{name}={n}" for name, n in (("tp", tensor), ("ep", expert), ("attention_dp", groups))]
         recipe = load_recipe("recipe.yaml", GIVEN + sizes, command="rollout").recipe
         return [(problem.key, problem.message) for problem in check_recipe(recipe, config, "rollout")]
 
@@ -38,6 +38,17 @@ def test_experts_cut_within_tiles_are_refused_with_the_parts_that_are_whole(refu
         )
     ]
     assert refused("Qwen3-30B-A3B", 8, 4) == refused("Qwen3-30B-A3B", 2, 1) == []
+
+
+def test_groups_with_the_whole_of_attention_cut_it_less(refused):
+    """Sixteen heads of 64 rows with eight of keys, on eight ranks half a tile of keys each."""
+    config = {**published_config("Qwen3-30B-A3B"), "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    text = "the 512 rows of the keys on 8 ranks are 64 each, no whole number of FP8 tiles of 128."
+    assert refused(config, 8, 8) == [("rollout.engine_tp", f"8: {text}")]
+    assert refused(config, 8, 8, 2) == refused(config, 8, 8, 8) == []
+    # The experts, 768 columns, are cut as without groups.
+    ((key, _),) = refused(config, 8, 1, 8)
+    assert key == "rollout.engine_ep"
 
 
 def test_plain_weights_may_be_cut_anywhere(refused):

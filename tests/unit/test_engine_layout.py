@@ -199,27 +199,64 @@ def test_the_hashes_of_qwen3_next_s_shards_add_up_to_the_fingerprints_of_whole_t
     assert engine_prints(ranks, shape) == {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
 
+def load_in_rows(monkeypatch, parameters, tensors, rank, world, groups):
+    """Two rows of each tensor at a time, into the parameters of one rank."""
+    group = SimpleNamespace(rank_in_group=rank, world_size=world)
+    parallel = SimpleNamespace(tp_group=group, moe_ep_size=1, attn_dp_size=groups)
+    context = SimpleNamespace(get_parallel=lambda: parallel)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    config = SimpleNamespace(**{**vars(NEXT), "vocab_size": 16})
+    model = SimpleNamespace(config=config, named_parameters=parameters.items)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1:
+            continue
+        spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype="bfloat16")
+        for start in range(0, len(tensor), 2):
+            rows = tensor[start : start + 2]
+            part = TensorPart(spec=spec, start=start, stop=start + len(rows), offset=0, nbytes=rows.nbytes)
+            load_rows(model, [(part, rows)])
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rows_of_qwen3_next_s_tensors_reach_every_shard_that_has_a_part_of_them(monkeypatch, world):
-    """Two rows of each tensor at a time, into ranks of zeros."""
-    tensors = {name: tensor for name, tensor in next_tensors().items() if tensor.ndim > 1}
     for rank in range(world):
         expected = {name: value for name, value in next_rank(next_tensors(), rank, world).items() if value.ndim > 1}
         found = {name: torch.zeros_like(value) for name, value in expected.items()}
-        group = SimpleNamespace(rank_in_group=rank, world_size=world)
-        parallel = SimpleNamespace(tp_group=group, moe_ep_size=1)
-        context = SimpleNamespace(get_parallel=lambda parallel=parallel: parallel)
-        monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
-        config = SimpleNamespace(**{**vars(NEXT), "vocab_size": 16})
-        model = SimpleNamespace(config=config, named_parameters=lambda found=found: found.items())
-        for name, tensor in tensors.items():
-            spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype="bfloat16")
-            for start in range(0, len(tensor), 2):
-                rows = tensor[start : start + 2]
-                part = TensorPart(spec=spec, start=start, stop=start + len(rows), offset=0, nbytes=rows.nbytes)
-                load_rows(model, [(part, rows)])
+        load_in_rows(monkeypatch, found, next_tensors(), rank, world, 1)
         for name, value in expected.items():
             assert torch.equal(found[name], value), (rank, name)
+
+
+OF_ATTENTION = ("embed_tokens.weight", "linear_attn", "qkv_proj.weight", "o_proj.weight")
+
+
+def grouped_rank(tensors, rank, world, groups):
+    """Of an engine with attention data parallelism: its group alone shards attention and the embedding."""
+    size = world // groups
+    alone, group = next_rank(tensors, rank, world), next_rank(tensors, rank % size, size)
+    return {name: (group if any(of in name for of in OF_ATTENTION) else alone)[name] for name in alone}
+
+
+@pytest.mark.parametrize(("world", "groups"), [(2, 2), (4, 2), (4, 4)])
+def test_each_group_of_ranks_with_requests_of_its_own_has_the_whole_of_attention(monkeypatch, world, groups):
+    tensors = next_tensors()
+    shape = replace(EngineShape.of_config(NEXT, world, 1, groups), vocab_size=16)
+    ranks = [grouped_rank(tensors, rank, world, groups) for rank in range(world)]
+    assert engine_prints(ranks, shape) == {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    # Rows of tensors that are larger than a bucket reach every group.
+    for rank, expected in enumerate(ranks):
+        wide = {name: value for name, value in expected.items() if value.ndim > 1}
+        found = {name: torch.zeros_like(value) for name, value in wide.items()}
+        load_in_rows(monkeypatch, found, tensors, rank, world, groups)
+        for name, value in wide.items():
+            assert torch.equal(found[name], value), (rank, name)
+    # A group that has not got a tensor shows in its fingerprint.
+    for name, hf_name in (
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("model.layers.3.o_proj.weight", "model.layers.3.self_attn.o_proj.weight"),
+    ):
+        ranks[-1][name] = torch.zeros_like(ranks[-1][name])
+        assert engine_prints(ranks, shape)[hf_name].startswith(fingerprint(tensors[hf_name]) + "/")
 
 
 def test_widths_that_the_engine_pads_do_not_change_a_fingerprint():
@@ -285,9 +322,9 @@ def test_the_shape_is_read_under_the_names_that_families_use():
     )  # fmt: skip
     expected = EngineShape(
         num_heads=32, num_kv_heads=4, num_experts=128, vocab_size=99, tensor_parallel=8, expert_parallel=4,
-        expert_width=768, dense_width=6144,
+        attention_data_parallel=2, expert_width=768, dense_width=6144,
     )  # fmt: skip
-    assert EngineShape.of_config(qwen, 8, 4) == expected
+    assert EngineShape.of_config(qwen, 8, 4, 2) == expected
     deepseek = SimpleNamespace(
         num_attention_heads=16, num_key_value_heads=16, vocab_size=99, n_routed_experts=64, n_shared_experts=2,
         moe_intermediate_size=1536, original_moe_intermediate_size=1408, intermediate_size=11264,

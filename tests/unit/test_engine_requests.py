@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 
 from slimrl.data.engine import EngineError, GenerateRequest
 from slimrl.rollout import client
-from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.client import SglangEngine, StickyEngines
 from slimrl.rollout.servers.ports import free_ports
 
 META = {
@@ -28,6 +28,8 @@ class Server:
         self.script: list[int | str] = []
         self.asked: list[dict] = []
         self.aborted: list[str] = []
+        self.group: int | None = None
+        """Of an engine's ranks, that answers"""
         self.url = ""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -40,7 +42,7 @@ class Server:
             request.transport.abort()
         if isinstance(action, int):
             return web.json_response({"error": "not now"}, status=action)
-        answer = {"meta_info": META}
+        answer = {"meta_info": META | ({} if self.group is None else {"dp_rank": self.group})}
         return web.json_response([answer] * len(rids) if isinstance(rids := self.asked[-1]["rid"], list) else answer)
 
     async def abort(self, request: web.Request) -> web.Response:
@@ -95,6 +97,24 @@ async def test_what_is_not_answered_by_the_deadline_is_aborted_and_not_asked_aga
     await engine.aclose()
     assert server.aborted == server.rids()
     assert len(server.asked) == 1
+
+
+async def test_a_session_keeps_to_the_group_of_ranks_that_answered_its_first_turn(server: Server, connect):
+    engines = connect(server.url), StickyEngines([connect(server.url)])
+    for engine in engines:
+        server.asked.clear()
+        for session, group in (("a", 1), ("b", 0), ("a", 1), ("b", 0)):
+            server.group = group
+            await engine.generate(ask(session))
+        engine.close("a")
+        engine.close("never opened")
+        server.group = None
+        for session in ("a", "a", "b"):
+            await engine.generate(ask(session))
+        assert [body.get("routed_dp_rank") for body in server.asked] == [None, None, 1, 0, None, None, 0]
+    # Several at a time have no group in common.
+    await engines[0].generate_batch([ask("b"), ask("c")])
+    assert "routed_dp_rank" not in server.asked[-1]
 
 
 async def test_what_the_caller_gives_up_is_aborted(server: Server, connect):

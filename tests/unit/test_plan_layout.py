@@ -28,8 +28,8 @@ SHAPE = Shape(
 )  # fmt: skip
 PARAMETERS = ModelParameters(total=10**9, active=10**9, active_without_embedding=9 * 10**8)
 ENGINE = EnginePlan(
-    weights=2 * GIB, kv_cache=30 * GIB, mem_fraction_static=0.5, kv_bytes_per_token=1000, kv_tokens=10**6,
-    trajectories=100,
+    weights=2 * GIB, expert_weights=GIB, kv_cache=30 * GIB, mem_fraction_static=0.5, kv_bytes_per_token=1000,
+    kv_tokens=10**6, trajectories=100,
 )  # fmt: skip
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -85,7 +85,7 @@ def test_a_step_takes_its_operations_at_the_speed_that_the_gpus_reach():
         assert found.logprob_s == pytest.approx(2 * 200_000 * each / speed)
         assert found.training_s == pytest.approx(passes * 2 * 200_000 * each / speed)
         assert found.rollout_at_least_s == rollout_at_least_s(
-            given, SHAPE, PARAMETERS, ENGINE, hardware, flops=found.generation_flops, length=1000
+            given, SHAPE, ENGINE, hardware, flops=found.generation_flops, length=1000
         )
     alone = step_work(given, SHAPE, PARAMETERS, batch, hardware, engine=None)
     # `updates_per_rollout` is of rollouts.

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Precision, Recipe, TransportName
+from slimrl.config.schema import Precision, Recipe, RolloutConfig, TransportName
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.planner.engine import GIB, kv_bytes_per_token, plan_engine, static_fraction
@@ -132,10 +132,19 @@ CAPTURED = [n for n in CAPTURED if n != 36 and (n <= 1024 or n % 256 == 0) and (
     ],
 )
 def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, graphs_mib):
-    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang=settings, engine_tp=8))
+    recipe = Recipe(rollout=RolloutConfig(sglang=settings, engine_tp=8))
     # 512 MiB, 1.5 MiB for each of 8192 tokens, 1 GiB for 8 ranks, and graphs.
     reserved = 512 + 12288 + 1024 + graphs_mib
     assert static_fraction(recipe, shape_of(name), 80 * GIB) == pytest.approx(1 - reserved / 81920, abs=5e-4)
+
+
+@pytest.mark.parametrize(("most", "each"), [(None, 4.5), (300, 3)])
+def test_sglang_reserves_memory_for_each_group_of_ranks_with_requests_of_its_own(most, each):
+    batch = most or 512
+    given = {"disable_prefill_cuda_graph": True, "max_running_requests": most}
+    recipe = Recipe(rollout=RolloutConfig(sglang=given, engine_tp=8, engine_attention_dp=4))
+    reserved = 512 + 12288 + 1024 + 2 * batch + 4 * batch * each
+    assert static_fraction(recipe, shape_of("DeepSeek-V3"), 80 * GIB) == pytest.approx(1 - reserved / 81920, abs=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,7 @@ def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, gr
 )
 def test_sglangs_rule_goes_by_the_size_of_the_gpu(gib, ranks, settings, reserved_mib):
     given = {**settings, "disable_prefill_cuda_graph": True}
-    recipe = SimpleNamespace(rollout=SimpleNamespace(sglang=given, engine_tp=ranks))
+    recipe = Recipe(rollout=RolloutConfig(sglang=given, engine_tp=ranks))
     found = static_fraction(recipe, shape_of("Qwen3-8B"), gib * GIB)
     assert found == pytest.approx(1 - reserved_mib / (gib * 1024), abs=6e-4)
     # The other way round it is far more than one part of 1000.
@@ -168,7 +177,8 @@ def test_an_engine_fills_what_its_weights_leave_with_keys_and_values():
     """Of a model whose parts, two of them cut and one whole, are on 4 GPUs of 40 GiB, 4 of them reserved."""
     shape = shape_of("Qwen3-8B")
     parts = [
-        SimpleNamespace(spec=SimpleNamespace(name=name), nbytes=8 * GIB) for name in ("cut", "norm", "x.k_proj.weight")
+        SimpleNamespace(spec=SimpleNamespace(name=name), nbytes=8 * GIB)
+        for name in ("cut", "norm", "x.self_attn.k_proj.weight")
     ]
     weights = (2 + 8 + 2) * GIB
     recipe = Recipe()
@@ -224,11 +234,33 @@ def test_an_engine_divides_its_memory_between_keys_and_values_and_states_of_line
     assert (plain.state_bytes, plain.sequences) == (0, None)
 
 
+def test_groups_of_ranks_share_an_engines_latent_cache_and_pay_for_it_with_copies_of_attention():
+    recipe, shape = Recipe(), shape_of("DeepSeek-V3")
+    recipe.rollout.engine_tp, recipe.rollout.num_engines, recipe.rollout.max_trajectory_tokens = 8, 2, 1000
+    sizes = {"model.layers.9.mlp.experts.3.up_proj.weight": 160, "model.layers.9.self_attn.o_proj.weight": 16,
+             "model.embed_tokens.weight": 8, "lm_head.weight": 8, "norm": 1}  # fmt: skip
+    parts = [SimpleNamespace(spec=SimpleNamespace(name=name), nbytes=size * GIB) for name, size in sizes.items()]
+    each = 61 * (512 + 64) * 2
+    for groups in (1, 2, 8):
+        recipe.rollout.engine_attention_dp = groups
+        recipe.rollout.sglang = {"mem_fraction_static": 0.8}
+        found = plan_engine(recipe, shape, parts, {"norm"}, gpu_bytes=80 * GIB, reserve_bytes=5 * GIB)
+        assert found.weights == (20 + (16 + 8) // (8 // groups) + 1 + 1) * GIB
+        assert found.expert_weights == 20 * GIB
+        in_group = (60 * GIB - found.weights) // each
+        assert (found.kv_bytes_per_token, found.kv_tokens) == (each, groups * in_group)
+        assert found.kv_cache == in_group * each
+        assert found.trajectories == 2 * groups * (in_group // 1000)
+        recipe.rollout.sglang["max_total_tokens"] = 2999
+        few = plan_engine(recipe, shape, parts, {"norm"}, gpu_bytes=80 * GIB, reserve_bytes=5 * GIB)
+        assert (few.kv_tokens, few.kv_cache, few.trajectories) == (2999 * groups, 2999 * each, 2 * groups * 2)
+
+
 def test_an_engine_of_more_ranks_than_heads_holds_copies_of_keys_and_values_alone():
     shape = replace(shape_of("Qwen3-8B"), kv_heads=2)
     recipe = Recipe()
     recipe.rollout.engine_tp, recipe.rollout.max_trajectory_tokens = 8, 1000
-    names = ("q_proj.weight", "x.k_proj.weight", "x.v_proj.weight")
+    names = ("x.self_attn.q_proj.weight", "x.self_attn.k_proj.weight", "x.self_attn.v_proj.weight")
     parts = [SimpleNamespace(spec=SimpleNamespace(name=name), nbytes=800) for name in names]
 
     def weights(of):

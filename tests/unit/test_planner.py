@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 from math import floor, prod
-from types import SimpleNamespace
 
 import pytest
 from published_sizes import PUBLISHED_SIZES
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, Recipe, RolloutConfig, TrainerConfig
 from slimrl.config.trainer_rules import RECOMPUTABLE
 from slimrl.data.weights import TensorPart, num_rows
 from slimrl.models.family import family_of
@@ -169,14 +168,21 @@ def test_an_engine_cuts_all_weights_but_norms_and_routers_and_shares_heads_that_
     attention = layers * hidden * head * (32 + 2 * 4 + 32)
     mlp = layers * experts * 3 * hidden * 768
     whole = layers * (2 * hidden + 2 * head + experts * hidden) + hidden
-    recipe = SimpleNamespace(rollout=SimpleNamespace(engine_tp=4, sglang={}))
-    found = engine_weight_bytes(recipe, shape_of("Qwen3-30B-A3B"), parts, replicated_names(weight_map))
-    cut = attention + mlp + 2 * 151936 * hidden
-    assert found == 2 * (cut // 4 + whole)
+    recipe = Recipe(rollout=RolloutConfig(engine_tp=4))
+    shape, replicated = shape_of("Qwen3-30B-A3B"), replicated_names(weight_map)
+    embedding = 151936 * hidden
+    cut = attention + mlp + 2 * embedding
+    assert engine_weight_bytes(recipe, shape, parts, replicated) == (2 * (cut // 4 + whole), 2 * mlp // 4)
     # Eight ranks have four heads of keys and values, so each is on two of them.
     recipe.rollout.engine_tp = 8
-    found = engine_weight_bytes(recipe, shape_of("Qwen3-30B-A3B"), parts, replicated_names(weight_map))
+    found, experts = engine_weight_bytes(recipe, shape, parts, replicated)
     assert found == 2 * ((cut + layers * hidden * head * 2 * 4) // 8 + whole)
+    # Four groups of two ranks, which share the four heads; the output layer is cut as before.
+    recipe.rollout.engine_attention_dp = 4
+    assert engine_weight_bytes(recipe, shape, parts, replicated) == (
+        2 * ((mlp + embedding) // 8 + (attention + embedding) // 2 + whole),
+        experts,
+    )
 
 
 @pytest.mark.parametrize(

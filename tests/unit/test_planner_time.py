@@ -12,12 +12,13 @@ from slimrl.planner.engine import EnginePlan
 from slimrl.planner.generation import decoding_step_bytes, rollout_at_least_s, running_sequences
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.model_state import host_update_s
-from slimrl.planner.parameters import ChunkParameters, model_parameters
+from slimrl.planner.parameters import ChunkParameters
 from slimrl.planner.shape import Shape
 from slimrl.planner.suggest import ranked
 
 ENGINE = EnginePlan(
     weights=8_000_000_000,
+    expert_weights=0,
     kv_cache=40_000_000_000,
     mem_fraction_static=0.7,
     kv_bytes_per_token=25_000,
@@ -26,11 +27,9 @@ ENGINE = EnginePlan(
 )
 
 
-def model(name: str):
+def shape_of(name: str) -> Shape:
     config = published_config(name)
-    family = family_of(config)
-    facts = family.megatron_config(config)
-    return Shape.of(facts), model_parameters(family.weight_map(config), facts)
+    return Shape.of(family_of(config).megatron_config(config))
 
 
 def recipe(**rollout) -> Recipe:
@@ -41,17 +40,16 @@ def recipe(**rollout) -> Recipe:
 
 
 def test_a_decoding_step_reads_dense_weights_the_experts_that_a_batch_meets_and_its_cache():
-    shape, parameters = model("Qwen3-30B-A3B")
-    experts = 48 * 128 * 3 * 2048 * 768 / parameters.total
+    engine = replace(ENGINE, expert_weights=7_000_000_000)
     for batch, met in ((1, 8 / 128), (2, 1 - (120 / 128) ** 2), (10_000, 1.0)):
-        read = decoding_step_bytes(shape, parameters, ENGINE, sequences=batch, context=3000)
-        assert read == pytest.approx(8e9 * (1 - experts + experts * met) + batch * 3000 * 25_000, rel=1e-6)
+        read = decoding_step_bytes(shape_of("Qwen3-30B-A3B"), engine, sequences=batch, in_group=1, context=3000)
+        assert read == pytest.approx(1e9 + 7e9 * met + 3000 * 25_000, rel=1e-6)
 
 
 def test_a_decoding_step_reads_and_writes_the_states_of_its_sequences():
-    shape, parameters = model("Qwen3-Next-80B-A3B")
+    shape = shape_of("Qwen3-Next-80B-A3B")
     plain, states = (
-        decoding_step_bytes(shape, parameters, replace(ENGINE, state_bytes=size), sequences=3, context=100)
+        decoding_step_bytes(shape, replace(ENGINE, state_bytes=size), sequences=6, in_group=3, context=100)
         for size in (0, 1_000_000)
     )
     assert states - plain == 3 * 2 * 1_000_000
@@ -63,8 +61,8 @@ def test_an_engine_runs_no_more_sequences_than_have_states():
 
 
 def test_a_dense_model_is_read_whole_by_every_decoding_step():
-    read = decoding_step_bytes(*model("Qwen3-8B"), ENGINE, sequences=4, context=100)
-    assert read == pytest.approx(8e9 + 4 * 100 * 25_000)
+    read = decoding_step_bytes(shape_of("Qwen3-8B"), ENGINE, sequences=4, in_group=1, context=100)
+    assert read == pytest.approx(8e9 + 100 * 25_000)
 
 
 @pytest.mark.parametrize(
@@ -82,18 +80,15 @@ def test_what_may_run_is_a_number_for_each_engine_so_that_many_engines_have_work
 
 
 def test_a_rollout_takes_a_decoding_step_for_each_token_of_each_wave():
-    shape, parameters = model("Qwen3-8B")
-    hardware = Hardware()
-    seconds = rollout_at_least_s(
-        recipe(max_concurrency_per_engine=64), shape, parameters, ENGINE, hardware, flops=1e12, length=8000
-    )
     # 128 trajectories an engine in two waves of 64, of 2000 tokens of prompt and 6000 sampled ones.
-    assert seconds == pytest.approx(2 * 6000 * (8e9 + 64 * 5000 * 25_000) / 3350e9)
+    for groups in (1, 4):
+        given = recipe(max_concurrency_per_engine=64, engine_attention_dp=groups)
+        seconds = rollout_at_least_s(given, shape_of("Qwen3-8B"), ENGINE, Hardware(), flops=1e12, length=8000)
+        assert seconds == pytest.approx(2 * 6000 * (8e9 + 64 // groups * 5000 * 25_000) / 3350e9)
 
 
 def test_a_rollout_of_little_memory_traffic_is_as_long_as_its_operations():
-    shape, parameters = model("Qwen3-8B")
-    seconds = rollout_at_least_s(recipe(), shape, parameters, ENGINE, Hardware(), flops=1e21, length=8000)
+    seconds = rollout_at_least_s(recipe(), shape_of("Qwen3-8B"), ENGINE, Hardware(), flops=1e21, length=8000)
     assert seconds == pytest.approx(1e21 / (8 * 989e12))
 
 

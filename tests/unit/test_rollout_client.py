@@ -4,6 +4,7 @@ import ast
 import asyncio
 import base64
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -284,6 +285,7 @@ def test_the_command_line_of_an_engine():
         "--dtype": "bfloat16",
         "--tp-size": "4",
         "--ep-size": "2",
+        "--attn-dp-size": "1",
         "--random-seed": "5",
         "--skip-server-warmup": "",
         "--weight-version": "0",
@@ -296,6 +298,8 @@ def test_the_command_line_of_an_engine():
     assert flags_of(rollout) == {**common, **cpu, "--max-total-tokens": "40000"}
     small = RolloutConfig(max_trajectory_tokens=100, max_concurrency_per_engine=1, routed_experts=False)
     assert flags_of(small)["--max-total-tokens"] == "16384"
+    grouped = flags_of(replace(rollout, engine_attention_dp=2))
+    assert (grouped["--attn-dp-size"], grouped["--max-total-tokens"]) == ("2", "20000")
     assert "--enable-return-routed-experts" not in flags_of(small)
     for colocated in (True, False):
         rollout.colocated = colocated

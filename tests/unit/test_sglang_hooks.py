@@ -1,5 +1,6 @@
 """The hooks in SGLang's engine process, called with stand-ins for what SGLang gives them."""
 
+import asyncio
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from slimrl import device
 from slimrl.sglang_plugin import bucket_loader, dequantized_loading, hooks, norm_dtype, version_loader
 from slimrl.sglang_plugin.cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
 from slimrl.sglang_plugin.cpu import install as install_stand_ins
+from slimrl.sglang_plugin.cpu.attention_data_parallel import reduce_scatterv
 from slimrl.sglang_plugin.cpu.decode_cache import DecodeCache
 from slimrl.sglang_plugin.cpu.seeded_sampling import (
     after_from_schedule_batch,
@@ -21,7 +23,13 @@ from slimrl.sglang_plugin.cpu.seeded_sampling import (
     sampling_from_probs,
 )
 from slimrl.sglang_plugin.hooks import after_wait_until_ready
-from slimrl.sglang_plugin.scheduler import after_get_internal_state, after_paused_round
+from slimrl.sglang_plugin.scheduler import (
+    after_get_internal_state,
+    after_init_idle_sleeper,
+    after_paused_round,
+    event_loop,
+    flush_cache,
+)
 
 
 class Request:
@@ -395,6 +403,7 @@ def test_a_decode_step_of_more_than_two_is_planned_and_all_else_is_forgotten(is_
     backend = SimpleNamespace(slimrl_decode_cache=Cache(True), req_to_token_pool=SimpleNamespace(req_to_token=None))
     mode = SimpleNamespace(is_decode=lambda: is_decode)
     batch = SimpleNamespace(forward_mode=mode, seq_lens=torch.ones(rows), req_pool_indices=torch.arange(rows) + 4)
+    batch._original_batch_size = None
     batched_attention.after_init_forward_metadata(None, backend, batch)
     assert backend.slimrl_decode_cache.calls == (["begin"] if planned else [[4 + i for i in range(rows)]])
 
@@ -448,11 +457,109 @@ def test_a_prefill_that_is_causal_is_batched(monkeypatch, encoder, causal, is_or
         assert named == {"scaling": 0.5, "causal": causal, "sliding_window_size": None, "more": 1}
         return "original"
 
+    output_T = torch.ones(4)
     found = batched_attention.around_extend(
-        original, None, None, None, None, None, None, None, torch.tensor([5]), torch.tensor([3]), torch.tensor([2]),
+        original, None, None, output_T, None, None, None, None, torch.tensor([5]), torch.tensor([3]), torch.tensor([2]),
         encoder, scaling=0.5, causal=causal, sliding_window_size=None, more=1,
     )  # fmt: skip
     assert found == ("original" if is_original else (([3], [2]), 0.5, None))
+    # Two tokens of padding follow those of the request.
+    assert output_T.tolist() == [1, 1, *([1, 1] if is_original else [0, 0])]
+
+
+@pytest.mark.parametrize(("real", "planned"), [(4, True), (2, False)])
+def test_rows_that_pad_a_decode_batch_are_nobodys(real: int, planned: bool):
+    """Two of them, both of request 0, as SGLang appends them where another rank has more requests."""
+    backend = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(200).view(10, 20)))
+    batched_attention.after_init(None, backend, SimpleNamespace(max_total_num_tokens=4096))
+    assert backend.get_cpu_graph_seq_len_fill_value() == 1
+    requests = torch.tensor([*range(3, 3 + real), 0, 0])
+    lengths = torch.tensor([*range(5, 5 + real), 1, 1])
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_decode=lambda: True),
+        seq_lens=lengths,
+        req_pool_indices=requests,
+        _original_batch_size=real,
+    )
+    batched_attention.after_init_forward_metadata(None, backend, batch)
+    assert backend.slimrl_decode_cache.ready == planned
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(real + 2, 2, 4), torch.randn(200, 1, 4), torch.randn(200, 1, 4)
+    output = torch.full_like(query, torch.nan)
+    found = batched_attention.around_decode(
+        None, backend, query, output, keys, values, backend.req_to_token_pool.req_to_token, requests, lengths,
+        scaling=0.5, sliding_window_size=None, is_cross_attn=False,
+    )  # fmt: skip
+    assert found is output
+    for row in range(real):
+        slots = backend.req_to_token_pool.req_to_token[requests[row], : lengths[row]]
+        scores = (query[row].double() @ keys[slots, 0].double().T * 0.5).softmax(-1)
+        assert torch.allclose(output[row].double(), scores @ values[slots, 0].double(), atol=1e-6)
+    assert output.isfinite().all()
+
+
+def of_ranks(monkeypatch: pytest.MonkeyPatch, **parallel) -> None:
+    context = SimpleNamespace(get_parallel=lambda: SimpleNamespace(**parallel))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+
+
+def test_of_several_schedulers_only_the_first_sleeps_and_not_for_long(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    poller = SimpleNamespace(poll=lambda timeout_ms: asked.append(timeout_ms) or ["a message"])
+
+    def sleeper_of(rank: int, *, grouped: bool, sleeps: bool = True):
+        of_ranks(monkeypatch, tp_rank=rank, attn_dp_enabled=grouped)
+        scheduler = SimpleNamespace(idle_sleeper=SimpleNamespace(poller=poller) if sleeps else None)
+        after_init_idle_sleeper(None, scheduler)
+        return scheduler.idle_sleeper
+
+    for rank in (0, 1):
+        assert sleeper_of(rank, grouped=False).poller is poller
+        assert sleeper_of(rank, grouped=True, sleeps=False) is None
+    assert sleeper_of(1, grouped=True) is None
+    first = sleeper_of(0, grouped=True)
+    assert first.poller.poll(1000) == first.poller.poll(7) == ["a message"]
+    assert asked == [20, 7]
+
+
+def test_requests_are_handed_to_the_schedulers_as_they_come_and_no_core_waits_for_them(monkeypatch: pytest.MonkeyPatch):
+    class Ended(Exception):
+        pass
+
+    socket = SimpleNamespace(polls=[0, 1, 1], poll=lambda timeout_ms: timeout_ms >= 100 and socket.polls.pop(0))
+    messages, handed, fed = ["a", "b"], [], []
+    structs = SimpleNamespace(sock_recv=lambda of: messages.pop(0) if of is socket else None)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", structs)
+
+    def dispatch(message: str) -> None:
+        handed.append(message)
+        if message == "b":
+            raise Ended
+
+    watchdog = SimpleNamespace(feed=lambda: fed.append(True))
+    with pytest.raises(Ended):
+        event_loop(SimpleNamespace(recv_from_tokenizer=socket, _request_dispatcher=dispatch, soft_watchdog=watchdog))
+    assert (handed, len(fed)) == (["a", "b"], 3)
+
+
+@pytest.mark.parametrize(("good", "told"), [([True, True], "0"), ([True, False], "1"), ([False, False], "0")])
+def test_caches_count_as_flushed_if_every_scheduler_has_flushed_its_own(monkeypatch, good: list[bool], told: str):
+    structs = SimpleNamespace(FlushCacheReqInput=lambda timeout_s: timeout_s)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", structs)
+
+    async def ask(timeout_s):
+        assert timeout_s == 3.0
+        return [SimpleNamespace(success=success, name=str(index)) for index, success in enumerate(good)]
+
+    manager = SimpleNamespace(auto_create_handle_loop=lambda: None, flush_cache_communicator=ask)
+    answer = asyncio.run(flush_cache(manager, 3.0))
+    assert (answer.name, answer.success) == (told, all(good))
+
+
+def test_sums_are_scattered_as_in_sglangs_deterministic_runs():
+    group = SimpleNamespace(_deterministic_reduce_scatterv=lambda *given: given)
+    given = (torch.ones(3), torch.ones(1), [1, 2])
+    assert all(found is value for found, value in zip(reduce_scatterv(group, *given), given, strict=True))
 
 
 def test_the_dense_copy_may_be_twice_as_large_as_the_pool():

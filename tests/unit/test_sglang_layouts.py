@@ -121,9 +121,9 @@ def problems_of(tmp_path, overrides: list[str]) -> list[str]:
 def test_layouts_that_a_resync_does_not_know_are_refused_with_what_to_do_instead(tmp_path):
     ranks, replicas = "Use rollout.engine_tp and engine_ep.", "Use rollout.num_engines for replicas."
     given = {
-        "attn_dp_size=2": replicas,
         "moe_dp_size=2": replicas,
         "dp_size=0": replicas,
+        "enable_dp_attention=true": "Use rollout.engine_attention_dp.",
         "attn_cp_size=2": ranks,
         "dcp_size=2": ranks,
         "moe_dense_tp_size=1": ranks,

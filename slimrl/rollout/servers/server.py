@@ -86,6 +86,7 @@ def engine_arguments(
         "dtype": precision.dtype,
         "tp_size": rollout.engine_tp,
         "ep_size": rollout.engine_ep,
+        "attn_dp_size": rollout.engine_attention_dp,
         "random_seed": seed,
         "skip_server_warmup": True,
         # Versions are numbers from the first token on.
@@ -109,13 +110,14 @@ def engine_arguments(
         values["enable_memory_saver"] = rollout.colocated
         values["enable_deterministic_inference"] = deterministic
     else:
+        requests = -(-rollout.max_concurrency_per_engine // rollout.engine_attention_dp)
         values |= {
             "device": "cpu",
             "attention_backend": "torch_native",
             # Room for what other processes take while the engine loads, which SGLang counts as the engine's. The size
             # of the KV cache is max_total_tokens.
             "mem_fraction_static": 0.5,
-            "max_total_tokens": max(16384, rollout.max_concurrency_per_engine * rollout.max_trajectory_tokens),
+            "max_total_tokens": max(16384, requests * rollout.max_trajectory_tokens),
         }
         if linear_attention:
             values |= {
@@ -156,6 +158,8 @@ def engine_environment(rollout: RolloutConfig, *, precision: Precision, cuda: bo
         # SGLang counts the ranks of a node from 0.
         ranks = rollout.engine_tp // rollout.engine_nodes
         bounds = [(rank * per_rank, (rank + 1) * per_rank - 1) for rank in range(ranks)]
+        # Ranks of one machine have the same memory; other processes change it between two looks.
+        cpu["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
         cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(a) if a == b else f"{a}-{b}" for a, b in bounds)
     return {**common, **cpu}
 

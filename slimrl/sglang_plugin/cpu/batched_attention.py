@@ -4,6 +4,8 @@ Decode goes through the dense copy of decode_cache.py. Prefill, and decode batch
 grouped by size, gathered from the pages and answered by one call per group (`paged_attention`).
 The hooks have the signatures of the methods of TorchNativeAttnBackend that they wrap; attention over an encoder
 (cross attention) and decode batches of one or two go to the original.
+With attention data parallelism a batch may end in padding: in decode rows of request 0, which is nobody's, in prefill
+tokens of no request. Their output is 0.
 """
 
 from collections import defaultdict
@@ -27,13 +29,18 @@ _MAX_SCORES = 1 << 24
 
 def after_init(result: None, backend: Any, model_runner: Any) -> None:
     backend.slimrl_decode_cache = DecodeCache(_COPY_OVER_POOL * model_runner.max_total_num_tokens)
+    # Tokens to which a row of padding attends; SGLang asks every backend of a CPU for it, and this one has no answer.
+    backend.get_cpu_graph_seq_len_fill_value = lambda: 1
 
 
 def after_init_forward_metadata(result: None, backend: Any, batch: Any) -> None:
     """Once per forward pass: plan a decode step, or drop from the copy what a prefill is about to write."""
     cache: DecodeCache = backend.slimrl_decode_cache
-    if batch.forward_mode.is_decode() and len(batch.seq_lens) > _FEW:
-        cache.begin_step(backend.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
+    # None in a batch that was not padded.
+    count = len(batch.seq_lens) if batch._original_batch_size is None else batch._original_batch_size
+    if batch.forward_mode.is_decode() and count > _FEW:
+        table = backend.req_to_token_pool.req_to_token
+        cache.begin_step(table, batch.req_pool_indices[:count], batch.seq_lens[:count])
     else:
         cache.forget(batch.req_pool_indices.tolist())
 
@@ -60,7 +67,10 @@ def around_decode(
         return original(backend, query, output, *cache_args, **kwargs)
     cache: DecodeCache = backend.slimrl_decode_cache
     if cache.ready and k_cache.dtype == query.dtype:
-        return output.copy_(cache.attend(query, k_cache, v_cache, scaling, sliding_window_size))
+        attended = cache.attend(query, k_cache, v_cache, scaling, sliding_window_size)
+        output[: len(attended)] = attended
+        output[len(attended) :] = 0
+        return output
     prefix_lens = (seq_lens - 1).tolist()
     return paged_attention(
         query, output, k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens, [1] * len(prefix_lens),
@@ -91,9 +101,11 @@ def around_extend(
         kwargs = {**rest, "scaling": scaling, "causal": causal, "sliding_window_size": sliding_window_size}
         lens = (seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
         return original(backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, *lens, **kwargs)
+    new_lens = extend_seq_lens.tolist()
+    output[sum(new_lens) :] = 0
     return paged_attention(
         query, output, k_cache, v_cache, req_to_token, req_pool_indices,
-        extend_prefix_lens.tolist(), extend_seq_lens.tolist(), scale=scaling, window=sliding_window_size,
+        extend_prefix_lens.tolist(), new_lens, scale=scaling, window=sliding_window_size,
     )  # fmt: skip
 
 
