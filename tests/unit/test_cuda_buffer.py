@@ -137,5 +137,6 @@ def test_actors_remove_them_from_their_environment_and_the_recipe_s_at_the_start
     }
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     object.__new__(made).__init__(*arguments[actor])
-    server = engine_environment(recipe.rollout, cuda=True) if actor is EngineActor else {}
+    precision = recipe.trainer.precision
+    server = engine_environment(recipe.rollout, precision=precision, cuda=True) if actor is EngineActor else {}
     assert "expandable_segments" not in "".join({**os.environ, **server}.values())

@@ -189,11 +189,14 @@ async def test_routing_is_asked_for_where_the_client_knows_its_shape(engines):
 async def test_without_a_router_a_session_stays_on_one_engine_and_all_engines_have_sessions():
     class Noting:
         def __init__(self) -> None:
-            self.sessions, self.closed = [], False
+            self.sessions, self.ended, self.closed = [], [], False
 
         async def generate(self, request):
             self.sessions.append(request.session_id)
             return self
+
+        def close(self, session_id):
+            self.ended.append(session_id)
 
         async def aclose(self):
             self.closed = True
@@ -208,6 +211,7 @@ async def test_without_a_router_a_session_stays_on_one_engine_and_all_engines_ha
             pinned.close(name)
     for engine in engines:
         assert len(engine.sessions) == 2 * len(set(engine.sessions))
+        assert engine.ended == engine.sessions
         assert 8 <= len(set(engine.sessions)) <= 32
     await pinned.aclose()
     assert all(engine.closed for engine in engines)

@@ -336,7 +336,8 @@ def test_an_engine_that_cannot_compute_with_block_fp8_serves_the_plain_model(
     monkeypatch.setattr(server.device, "computes_block_fp8", lambda: computes_fp8)
     rollout = RolloutConfig(max_trajectory_tokens=100, startup_timeout_s=77.0, threads_per_engine=3)
     given = {"precision": Precision.fp32, "host": "127.0.0.2", "port": 7001, "seed": 9}
-    made = EngineServer(3, rollout, tmp_path / "model", tmp_path / "log", **given)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    made = EngineServer(3, rollout, tmp_path, tmp_path / "log", **given)
     assert made.process.name == "engine 3"
     command = made.process.command
     assert command[:3] == [sys.executable, "-m", "slimrl.sglang_plugin.launch"]

@@ -185,5 +185,6 @@ def test_an_engine_asks_its_machine_for_the_kernels(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(server.device, "packs_engine_weights", lambda: packs)
     monkeypatch.setattr(server, "is_block_fp8", lambda path: False)
     rollout = RolloutConfig(max_trajectory_tokens=100)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     server.EngineServer(0, rollout, tmp_path, tmp_path / "log", precision=Precision.bf16, cuda=True, port=7)
     assert ("--moe-runner-backend" in started[0]) == packs
