@@ -21,6 +21,7 @@ TRAINER_OWNED = {
     "MKL_NUM_THREADS": "trainer.threads_per_rank",
     "CUDA_VISIBLE_DEVICES": _GPUS,
     "TMPDIR": _TEMPORARY,
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "slimrl, for each rank"),
 }
 """Variables of trainer processes -> what sets them."""
 

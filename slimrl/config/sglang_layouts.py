@@ -86,6 +86,11 @@ def layout_violations(given: Mapping[str, Any]) -> Iterator[Violation]:
         if value is not None and value is not False and value != default:
             instead = INSTEAD.get(name, "Leave it out.")
             yield f"rollout.sglang.{name}", f"{value}: a resync cannot place weights in such an engine. {instead}"
+    if (mode := given.get("disaggregation_mode")) not in (None, "null"):
+        yield (
+            "rollout.sglang.disaggregation_mode",
+            f"{mode}: engines of a rollout prefill and decode. Leave it out.",
+        )
     for name, choices in SGLANG_CHOICES.items():
         value = given.get(name)
         if value is not None and value not in choices:

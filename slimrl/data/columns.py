@@ -50,7 +50,12 @@ def _column(row: dict[str, Any], column: str, name: str) -> Any:
     value: Any = row
     for part in column.split("."):
         if not isinstance(value, dict) or part not in value:
-            known = f" It has {', '.join(map(str, row))}."
-            raise ValueError(f"no column {column} for `{name}`.{suggestion(column, row) or known}")
+            known = [*map(str, row), *(f"{outer}.{key}" for outer in row for key in _keys(row[outer]))]
+            has = f" It has {', '.join(known)}."
+            raise ValueError(f"no column {column} for `{name}`.{suggestion(column, known) or has}")
         value = value[part]
     return value
+
+
+def _keys(value: Any) -> list[str]:
+    return list(map(str, value)) if isinstance(value, dict) else []

@@ -178,7 +178,8 @@ def _has_answer(value: dict[str, Any]) -> bool:
 def _refuse_unknown(value: dict[str, Any], known: Sequence[str]) -> None:
     unknown = sorted(value.keys() - set(known))
     if unknown:
-        raise ValueError(f"unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        said = f"unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        raise ValueError(f"{said}. data.keys and data.eval_keys name the columns of other files.")
 
 
 def _line_id(value: dict[str, Any], path: Path, number: int, seen: dict[str, int]) -> str:

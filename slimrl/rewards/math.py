@@ -27,7 +27,7 @@ def boxed_exact(trajectory: Trajectory, prompt: Prompt) -> float:
     `\\boxed{2+3}` is wrong for the label 5: a task about computing must not accept the problem as its answer.
     """
     answer = _final_answer(trajectory)
-    return float(answer is not None and _same(_normalise(answer), _normalise(str(prompt.label))) is True)
+    return float(answer is not None and _same(_normalise(answer), _normalise(_label(prompt))) is True)
 
 
 def boxed_equivalent(trajectory: Trajectory, prompt: Prompt) -> float:
@@ -42,17 +42,25 @@ def boxed_equivalent(trajectory: Trajectory, prompt: Prompt) -> float:
     answer = _final_answer(trajectory)
     if answer is None:
         return 0.0
-    same = _same(_normalise(answer), _normalise(str(prompt.label)))
+    label = _label(prompt)
+    same = _same(_normalise(answer), _normalise(label))
     if same is not None:
         return float(same)
     if len(answer) > MAX_SYMBOLIC_CHARACTERS:
         return 0.0
     try:
-        return float(shared_comparers().equivalent(answer, str(prompt.label)))
+        return float(shared_comparers().equivalent(answer, label))
     except OutOfCpuTime as error:
         log.warning("%s counts as wrong: %s: %r", trajectory.trajectory_id, error, answer)
         trajectory.metadata["reward_timed_out"] = True
         return 0.0
+
+
+def _label(prompt: Prompt) -> str:
+    """Raises ValueError if the label is no final answer; no answer would ever be right."""
+    if isinstance(prompt.label, dict | list):
+        raise ValueError(f"the label of {prompt.prompt_id} is no number or text, but {str(prompt.label)[:80]}")
+    return str(prompt.label)
 
 
 def _same(answer: str, label: str) -> bool | None:

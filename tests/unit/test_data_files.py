@@ -110,6 +110,14 @@ def test_a_column_that_is_not_there_is_named_with_what_the_file_has(tmp_path, ke
             read_prompts(path, keys)
 
 
+def test_a_key_within_a_column_is_meant_as_a_whole(tmp_path):
+    keys = {"prompt": "question", "label": "reward_model.groundtruth"}
+    for path in both(tmp_path, [{"question": "q", "reward_model": {"style": "rule", "ground_truth": "4"}}]):
+        meant = "no column reward_model.groundtruth for `label`. Did you mean reward_model.ground_truth?"
+        with pytest.raises(ValueError, match=re.escape(f"{path}:1: {meant}")):
+            read_prompts(path, keys)
+
+
 def test_rows_of_parquet_lack_what_is_null_in_them(tmp_path):
     """A table has every column in every row, and every key in every structure."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}

@@ -61,6 +61,7 @@ def test_what_slimrl_sets_is_refused_with_what_sets_it(recipe_file: Path):
     assert problems_of(recipe_file, "trainer.env.CUDA_VISIBLE_DEVICES=4", command="sft") == {
         "trainer.env.CUDA_VISIBLE_DEVICES": gpus
     }
+    assert problems_of(recipe_file, "trainer.env.RANK=1") == {"trainer.env.RANK": "is set by slimrl, for each rank."}
     refused = problems_of(recipe_file, "trainer.env.LD_PRELOAD=a.so", "trainer.env.A-B=1", "rollout.env.LD_PRELOAD=a")
     assert set(refused) == {"trainer.env.LD_PRELOAD", "trainer.env.A-B"}
     assert "Set it where Ray starts" in refused["trainer.env.LD_PRELOAD"]

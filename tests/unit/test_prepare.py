@@ -173,6 +173,14 @@ def test_what_cannot_be_prepared_is_refused(tmp_path):
     result = prepare("gsm8k", file, out)
     assert (result.exit_code, "exists; it is not overwritten" in result.stderr) == (2, True)
     assert out.read_text() == "mine"
+    result = prepare("gsm8k", file, tmp_path / "o.parquet")
+    assert (result.exit_code, "o.parquet: must end in .jsonl" in result.stderr) == (2, True)
+
+
+def test_a_new_folder_is_made(tmp_path):
+    out = tmp_path / "data" / "math" / "o.jsonl"
+    assert prepare("gsm8k", write(tmp_path / "rows.jsonl", GSM8K_ROWS), out).exit_code == 0
+    assert len(read_prompts(out)) == len(GSM8K_ROWS)
     for name, content in (("a.txt", b""), ("a.json", b"[1]"), ("a.json", b"[{"), ("a.csv", b"Answer\n\xff\n")):
         (tmp_path / name).write_bytes(content)
         result = prepare("aime", tmp_path / name, tmp_path / "new.jsonl")

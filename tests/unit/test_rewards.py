@@ -74,6 +74,13 @@ def test_boxed_exact_gives_one_for_the_number_itself(text, label, reward):
 
 
 @pytest.mark.parametrize("function", [boxed_exact, boxed_equivalent])
+def test_a_label_that_no_answer_can_equal_is_refused(function):
+    """As of a column that holds the answer in an object."""
+    with pytest.raises(ValueError, match=r"is no number or text, but \{'ground_truth': '42'\}"):
+        function(trajectory("\\boxed{42}"), prompt({"ground_truth": "42"}))
+
+
+@pytest.mark.parametrize("function", [boxed_exact, boxed_equivalent])
 def test_a_box_in_a_tool_result_or_in_an_earlier_turn_is_no_answer(function):
     assert function(trajectory("\\boxed{42}", role="tool"), prompt(42)) == 0.0
     assert function(trajectory("I do not know"), prompt(42)) == 0.0

@@ -140,6 +140,11 @@ def test_layouts_that_a_resync_does_not_know_are_refused_with_what_to_do_instead
     assert {problem.removeprefix("command line: ") for problem in problems} == expected
 
 
+def test_an_engine_that_only_prefills_is_refused(tmp_path):
+    (problem,) = problems_of(tmp_path, ["rollout.sglang.disaggregation_mode=prefill"])
+    assert "disaggregation_mode: prefill: engines of a rollout prefill and decode. Leave it out." in problem
+
+
 def test_defaults_of_sglangs_are_no_problem(tmp_path):
     fields = ["dp_size=1", "moe_dense_tp_size=null", "enable_eplb=false", "moe_a2a_backend=none", "cpu_offload_gb=0"]
     assert problems_of(tmp_path, [f"rollout.sglang.{field}" for field in fields]) == []

@@ -28,10 +28,13 @@ def prepare(name: str, file: Path, out: Path) -> Prepared:
     """Write each problem of a data set once, in the order of the file.
 
     Raises:
-        ValueError: there is no such data set, `out` exists, or the file is refused; names its broken rows.
+        ValueError: there is no such data set, `out` exists or does not end in .jsonl, or the file is refused; names its
+            broken rows.
     """
     if name not in DATA_SETS:
         raise ValueError(f"{name}: no such data set; known are {', '.join(DATA_SETS)}.{suggestion(name, DATA_SETS)}")
+    if out.suffix != ".jsonl":
+        raise ValueError(f"{out}: must end in .jsonl, as it is written as JSONL")
     if out.exists():
         raise ValueError(f"{out} exists; it is not overwritten")
     problem_of = DATA_SETS[name]
@@ -44,6 +47,7 @@ def prepare(name: str, file: Path, out: Path) -> Prepared:
     if not lines:
         raise ValueError(f"{file}: every problem comes with different answers")
     contradicting = sum(len(answers[problem.text]) > 1 for _, problem in rows)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(out) as stream:
         stream.writelines(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
     repeated = len(rows) - contradicting - len(lines)

@@ -1,6 +1,5 @@
 """How the policy of a recipe talks: chat format, tools, and the parser of its calls, from the files of its model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from slimrl.chat.tokenizer import load_tokenizer
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
 from slimrl.models.family import family_of
+from slimrl.models.hf_config import read_hf_config
 from slimrl.runtime.checks.attempts import Attempts
 
 _PROBE: dict[str, Any] = {
@@ -102,9 +102,8 @@ def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> 
 
 def _family_parsers(folder: Path) -> tuple[str, ...]:
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        return family_of(config).call_parsers
-    except (OSError, ValueError) as error:
+        return family_of(read_hf_config(folder)).call_parsers
+    except ValueError as error:
         raise ValueError(f"no parser can be chosen for this model; name one: {error}") from error
 
 
