@@ -65,6 +65,24 @@ def test_deepseek_v3_in_bf16_fits_with_engines_of_sixteen_gpus_on_two_nodes():
     assert "each engine is on one node" in refusal(recipe, *given, *memory)
 
 
+OFFLOADED = (
+    "qwen3_moe/qwen3_30b_a3b_gspo", "qwen3_moe/qwen3_30b_a3b_sft", "qwen3_moe/qwen3_235b_a22b_gspo",
+    "qwen3_next/qwen3_next_80b_a3b_gspo", "glm4_moe/glm_4_5_air_gspo", "deepseek_v3/moonlight_16b_a3b_gspo",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [OFFLOADED[0], *(pytest.param(name, marks=pytest.mark.full) for name in OFFLOADED[1:])]
+)
+def test_gpus_of_140_gib_hold_the_optimizer_that_others_leave_to_the_host(name):
+    path, here = str(RECIPES / f"{name}.yaml"), "trainer.megatron.optimizer_cpu_offload=false"
+    on_gpu = plan(path, here, "--gpu-memory-gib", "140")
+    assert on_gpu["fits"], on_gpu["problems"]
+    on_host = plan(path, "--gpu-memory-gib", "140")
+    assert on_gpu["memory_gib"]["optimizer"] > on_host["memory_gib"]["optimizer"]
+    assert on_gpu["step_seconds"] < on_host["step_seconds"]
+
+
 @pytest.mark.parametrize(
     "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SHIPPED]
 )

@@ -1,11 +1,17 @@
 """What follows from the hardware that is there."""
 
 import importlib.util
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slimrl import device
+
+
+def place(bus: int) -> SimpleNamespace:
+    return SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
 
 
 @pytest.fixture
@@ -19,6 +25,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus - 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "set_device", bound.append)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: place(0x17 + index))
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if engine else None)
         return bound
 
@@ -44,6 +51,35 @@ def test_ranks_are_dealt_to_the_gpus_that_they_see(machine):
     assert (device.device_type(), device.compute_device(), device.collective_backend()) == (
         "cuda", torch.device("cuda", 3), "nccl",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "allowed", "bound"),
+    [
+        ("0-2,8-9\n", range(16), {0, 1, 2, 8, 9}),
+        ("5\n", range(16), {5}),
+        # A container has some of the machine's CPUs.
+        ("0-7\n", range(6, 12), {6, 7}),
+        ("0-7\n", range(8, 12), None),
+        ("\n", range(4), None),
+        (None, range(4), None),
+    ],
+)
+def test_a_rank_runs_on_the_cpus_near_its_gpu(machine, monkeypatch, tmp_path, said, allowed, bound):
+    machine(4)
+    monkeypatch.setattr(device, "_PCI_DEVICES", tmp_path)
+    if said is not None:
+        (tmp_path / "0000:1a:00.0").mkdir()
+        (tmp_path / "0000:1a:00.0" / "local_cpulist").write_text(said)
+    threads = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(allowed))
+    monkeypatch.setattr(os, "sched_setaffinity", threads.__setitem__)
+    device.select_device(7)
+    if bound is None:
+        assert threads == {}
+    else:
+        assert os.getpid() in threads
+        assert all(cpus == bound for cpus in threads.values())
 
 
 @pytest.mark.parametrize(("capability", "packs"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
