@@ -23,10 +23,10 @@ def toy(request, tmp_path_factory):
 
 
 def problems(
-    toy, command: str, *, devices: bool = True, deterministic: bool = False, sglang=None, engine_tp: int = 1, **megatron
+    toy, command: str, *, devices: bool = True, deterministic: bool = False, sglang=None, **megatron
 ) -> list[str]:
     recipe = SimpleNamespace(
-        rollout=SimpleNamespace(sglang=sglang or {}, engine_tp=engine_tp),
+        rollout=SimpleNamespace(sglang=sglang or {}),
         deterministic=deterministic,
         model=SimpleNamespace(path=str(toy), megatron=None),
         trainer=SimpleNamespace(megatron=megatron, precision=SimpleNamespace(dtype="float32")),
@@ -47,23 +47,6 @@ EVERY_COMMAND = ("train", "eval", "rollout", "resync bench", "sft", "train --tra
 def test_a_cpu_will_do(toy, command, monkeypatch):
     monkeypatch.setattr(device, "device_type", lambda: "cpu")
     assert problems(toy, command) == []
-
-
-def test_heads_that_sglang_would_pad_on_a_cpu_are_refused_there(toy, monkeypatch):
-    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
-    for engine_tp, serves in ((2, "rollout"), (4, "rollout"), (4, "sft")):
-        monkeypatch.setattr(device, "device_type", lambda: "cuda")
-        assert problems(toy, "rollout", engine_tp=engine_tp) == []
-        monkeypatch.setattr(device, "device_type", lambda: "cpu")
-        found = problems(toy, serves, engine_tp=engine_tp)
-        if (engine_tp, serves) == (4, "rollout"):
-            (problem,) = found
-            assert problem.startswith("rollout.engine_tp: 4: without a GPU SGLang adds heads of zeros where")
-            assert problem.endswith(
-                "the model's 2 key-value heads, and a resync cannot place weights beside them. Use 2."
-            )
-        else:
-            assert found == []
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from typing import Any
 
 from slimrl import device
 from slimrl.checkpoints.hf_check import check_checkpoint
-from slimrl.config.hf_config import num_kv_heads
 from slimrl.config.load import LoadedRecipe, trains
-from slimrl.config.problems import Problem, fitting_text
+from slimrl.config.problems import Problem
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.families import qwen3_next
 from slimrl.models.family import family_of
@@ -45,8 +44,6 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
     if family_of(hf_config).linear_attention:
         problems += _delta_net_problems(loaded, hf_config)
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
-    if devices and loaded.command in SERVING and device.device_type() == "cpu":
-        problems += _padded_head_problems(loaded, hf_config)
     if loaded.command in ("train", "resync bench"):
         problems += _resync_problems(loaded, hf_config, devices)
     if trains(loaded.command):
@@ -60,19 +57,6 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
         if devices and not device.has_transformer_engine():
             problems += [loaded.problem(key, NEEDS_TRANSFORMER_ENGINE) for key in transformer_engine_keys(loaded)]
     return problems
-
-
-def _padded_head_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
-    """SGLang's way of dealing few heads to many ranks on a CPU, in groups or not; on a GPU ranks share a head."""
-    ranks = loaded.recipe.rollout.engine_tp
-    heads = num_kv_heads(hf_config) or int(hf_config["num_attention_heads"])
-    if heads % ranks == 0:
-        return []
-    said = (
-        f"{ranks}: without a GPU SGLang adds heads of zeros where the ranks of an engine do not divide the model's "
-        f"{heads} key-value heads, and a resync cannot place weights beside them."
-    )
-    return [loaded.problem("rollout.engine_tp", said + fitting_text(ranks, lambda size: heads % size == 0, heads))]
 
 
 def _delta_net_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
