@@ -33,6 +33,7 @@ _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
@@ -100,6 +101,7 @@ def hooks() -> list[Hook]:
         batched_attention,
         batched_experts,
         gates,
+        head_padding,
         latent_attention,
         seeded_sampling,
     )
@@ -107,6 +109,7 @@ def hooks() -> list[Hook]:
     return [
         *common,
         (f"{_HOST_POOL}._cuda_host_register", "replace", _no_pinning),
+        (_UNALIGNED, "around", head_padding.around_adjust_config),
         (f"{_BACKEND}.__init__", "after", batched_attention.after_init),
         (f"{_RANKS}.reduce_scatterv", "replace", attention_data_parallel.reduce_scatterv),
         (f"{_BACKEND}.init_forward_metadata", "after", batched_attention.after_init_forward_metadata),

@@ -315,6 +315,9 @@ def test_the_command_line_of_an_engine():
         "--max-total-tokens": "40000",
     }
     assert flags_of(rollout, linear_attention=True) == {**common, **cpu, **states}
+    # Each group of ranks has those of a whole number of requests, and so of one at least.
+    few = replace(rollout, engine_attention_dp=4, max_concurrency_per_engine=1)
+    assert flags_of(few, linear_attention=True)["--max-mamba-cache-size"] == "16"
     nothing = RolloutConfig(max_trajectory_tokens=100, sglang={"random_seed": None, "page_size": (1, 2)})
     assert "--random-seed" not in flags_of(nothing)
     words = engine_arguments(nothing, "m", host="h", port=7, precision=Precision.fp32, cuda=True, seed=5)

@@ -17,6 +17,7 @@ from slimrl.sglang_plugin.cpu import batched_attention, mock, sgl_kernel_stub, t
 from slimrl.sglang_plugin.cpu import install as install_stand_ins
 from slimrl.sglang_plugin.cpu.attention_data_parallel import reduce_scatterv
 from slimrl.sglang_plugin.cpu.decode_cache import DecodeCache
+from slimrl.sglang_plugin.cpu.head_padding import around_adjust_config
 from slimrl.sglang_plugin.cpu.seeded_sampling import (
     after_from_schedule_batch,
     multinomial_with_seed,
@@ -560,6 +561,24 @@ def test_sums_are_scattered_as_in_sglangs_deterministic_runs():
     group = SimpleNamespace(_deterministic_reduce_scatterv=lambda *given: given)
     given = (torch.ones(3), torch.ones(1), [1, 2])
     assert all(found is value for found, value in zip(reduce_scatterv(group, *given), given, strict=True))
+
+
+def test_sglang_pads_the_columns_of_an_engine_on_a_cpu_but_not_its_heads():
+    def pad(model_config, load_config, num_ranks):
+        for config in (model_config, model_config.hf_config):
+            config.num_attention_heads, config.num_key_value_heads = 2 * num_ranks, num_ranks
+        model_config.hf_config.linear_num_key_heads_cpu = num_ranks
+        model_config.hf_config.moe_intermediate_size = 32 * num_ranks
+        return model_config, load_config
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+    hf_config = SimpleNamespace(**heads, **linear, moe_intermediate_size=24)
+    model_config = SimpleNamespace(**heads, hf_config=hf_config, hf_text_config=hf_config)
+    assert around_adjust_config(pad, model_config, "load", 4) == (model_config, "load")
+    assert (model_config.num_attention_heads, model_config.num_key_value_heads) == (4, 2)
+    padded = {"linear_num_key_heads_cpu": 2, "linear_num_value_heads_cpu": 6, "moe_intermediate_size": 128}
+    assert vars(hf_config) == heads | linear | padded
 
 
 def test_the_dense_copy_may_be_twice_as_large_as_the_pool():

@@ -124,7 +124,8 @@ def engine_arguments(
                 # The other way to cache states needs a GPU.
                 "mamba_radix_cache_strategy": "no_buffer",
                 "disable_overlap_schedule": True,
-                "max_mamba_cache_size": _STATES_PER_TRAJECTORY * rollout.max_concurrency_per_engine,
+                # SGLang shares them out among the groups, and a group with fewer than a request takes starts no engine.
+                "max_mamba_cache_size": _STATES_PER_TRAJECTORY * requests * rollout.engine_attention_dp,
             }
     flags: list[str] = []
     for name, value in {**values, **rollout.sglang}.items():
