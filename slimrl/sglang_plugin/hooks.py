@@ -5,7 +5,7 @@ fingerprints of the loaded weights (weight_fingerprints.py), the number of reque
 one answer of several schedulers (scheduler.py), norms of gated delta nets in the engine's precision (norm_dtype.py),
 and no files of SGLang left in /dev/shm: they are unlinked early, or named so that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, gates, seeded sampling without a compiler,
-no pinning of host memory, and sums that NCCL would scatter. No file of SGLang is changed.
+no pinning of host memory, no padding of heads, and sums that NCCL would scatter. No file of SGLang is changed.
 SGLang imports this module in every engine process. A hook that does not fit is only logged there; `require_applied`
 turns it into a failure to start.
 """
