@@ -200,6 +200,9 @@ class TrainerConfig:
     """Precision of weights and activations; log-probs, gradients and optimizer state are always float32."""
     max_tokens_per_rank: int = MISSING
     """Token budget of a packed micro-batch on one rank (a context-parallel group holds `context` times as many)."""
+    token_multiple: int = 1
+    """A rank's tokens of a micro-batch are padded to a multiple of this, within the budget. With 128 a GPU's kernels
+    and its allocator see few sizes."""
     updates_per_rollout: int = 1
     """Optimizer updates per rollout batch, each on an equal part of its groups."""
     logprob_chunk_tokens: int = 4096

@@ -12,6 +12,7 @@ Everything is deterministic: equal input gives equal micro-batches in equal orde
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -123,6 +124,7 @@ def pack(
     alignment: int,
     data_parallel: int,
     micro_batch_multiple: int = 1,
+    token_multiple: int = 1,
 ) -> PackedBatch:
     """Micro-batches for each data-parallel rank, equally many on all.
 
@@ -132,6 +134,7 @@ def pack(
         alignment: each sequence is padded to a multiple of this (slimrl.config.alignment).
         micro_batch_multiple: the number of micro-batches of a rank is a multiple of this (the interleaved pipeline
             schedule needs its pipeline size).
+        token_multiple: a micro-batch is padded to a multiple of this many tokens, as far as the budget allows.
 
     Raises:
         ValueError: a sequence is longer than the budget.
@@ -144,13 +147,16 @@ def pack(
     bin_costs = [sum(costs[i] for i in indices) for indices in bins]
     num_sampled_N = np.array([sum(int(s.loss_mask[1:].sum()) for s in own) for own in segments_N], np.int64)
     experts_shape = next((s.routed_experts.shape[1:] for _, s in sequences if s.routed_experts is not None), None)
-    return [
-        [
-            _micro_batch([sequences[i] for i in sorted(bins[b])], advantages_N, num_sampled_N, alignment, experts_shape)
-            for b in part
-        ]
-        for part in balanced_partition(bin_costs, data_parallel)
-    ]
+    most, whole = budget_tokens // alignment * alignment, math.lcm(alignment, token_multiple)
+
+    def made(indices: list[int]) -> MicroBatch:
+        chosen = sorted(indices)
+        padded = [lengths[i] for i in chosen] or [alignment]
+        # The last sequence has the padding of all.
+        padded[-1] += max(0, min(round_up(sum(padded), whole), most) - sum(padded))
+        return _micro_batch([sequences[i] for i in chosen], padded, advantages_N, num_sampled_N, experts_shape)
+
+    return [[made(bins[b]) for b in part] for part in balanced_partition(bin_costs, data_parallel)]
 
 
 def pack_for(
@@ -164,6 +170,7 @@ def pack_for(
         alignment=layout.alignment,
         data_parallel=layout.data,
         micro_batch_multiple=layout.micro_batch_multiple,
+        token_multiple=trainer.token_multiple * trainer.parallel.context,
     )
 
 
@@ -207,14 +214,13 @@ def _spread_over(count: int, lengths: list[int], costs: list[float], budget: int
 
 def _micro_batch(
     sequences: list[tuple[int, Segment]],
+    padded: list[int],
     advantages_N: np.ndarray,
     num_sampled_N: np.ndarray,
-    alignment: int,
     experts_shape: tuple[int, ...] | None,
 ) -> MicroBatch:
-    """Of (index of the trajectory, segment) pairs; of padding alone if there are none."""
+    """Of (index of the trajectory, segment) pairs and their padded lengths; of padding alone if there are no pairs."""
     trajectories = np.unique(np.array([index for index, _ in sequences], np.int64))
-    padded = [round_up(len(segment) - 1, alignment) for _, segment in sequences] or [alignment]
     bounds = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
     total = int(bounds[-1])
     batch = MicroBatch(

@@ -1,6 +1,7 @@
 """Packing: every token exactly once, budgets kept, ranks balanced."""
 
 from dataclasses import replace
+from math import lcm
 
 import numpy as np
 import pytest
@@ -24,8 +25,11 @@ def batch(seed: int, count: int) -> list[list[Segment]]:
     return [[sequence(int(rng.integers(2, 60)), rng)] for _ in range(count)]
 
 
-@pytest.mark.parametrize(("alignment", "ranks", "multiple"), [(1, 1, 1), (8, 2, 1), (4, 3, 2), (16, 4, 2)])
-def test_every_token_is_packed_once_and_in_order(alignment, ranks, multiple):
+@pytest.mark.parametrize(
+    ("alignment", "ranks", "multiple", "tokens"),
+    [(1, 1, 1, 1), (8, 2, 1, 1), (4, 3, 2, 1), (16, 4, 2, 1), (1, 2, 1, 32), (8, 2, 1, 12), (4, 2, 1, 1000)],
+)
+def test_every_token_is_packed_once_and_in_order(alignment, ranks, multiple, tokens):
     sequences = batch(0, 50)
     parts = pack(
         sequences,
@@ -34,12 +38,14 @@ def test_every_token_is_packed_once_and_in_order(alignment, ranks, multiple):
         alignment=alignment,
         data_parallel=ranks,
         micro_batch_multiple=multiple,
+        token_multiple=tokens,
     )
     assert len({len(part) for part in parts}) == 1
     assert len(parts[0]) % multiple == 0
     found = {}
     for micro_batch in (m for part in parts for m in part):
         assert len(micro_batch.tokens) <= 128
+        assert len(micro_batch.tokens) % lcm(alignment, tokens) == 0 or len(micro_batch.tokens) == 128
         for start, end in zip(micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False):
             assert (end - start) % alignment == 0
             real = ~micro_batch.padding[start:end]
