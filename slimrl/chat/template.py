@@ -52,8 +52,11 @@ class ChatTemplate:
             raise ValueError("the chat template does not write what the user says")
 
     def require_read(self) -> None:
-        """Raises ValueError if a further variable is none that the template reads."""
-        read = _get_template_variables(self._source)
+        """Raises ValueError if a further variable is none that the template reads; `require_words` finds broken ones."""
+        try:
+            read = _get_template_variables(self._source)
+        except TemplateSyntaxError:
+            return
         for name in self._kwargs:
             if name in _GIVEN:
                 raise ValueError(f"{name}: slimrl sets it")

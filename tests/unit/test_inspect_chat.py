@@ -140,6 +140,12 @@ def test_a_template_that_cannot_be_used_is_refused(folder_of, tmp_path, template
     assert problem.replace("TEMPLATE", str(path)) in result.output
 
 
+def test_a_template_may_need_a_variable_of_the_recipe(folder_of, tmp_path):
+    (tmp_path / "given.jinja").write_text("{% if not mood %}{{ raise_exception('which mood') }}{% endif %}" + EACH)
+    arguments = (TINY, f"model.path={folder_of('qwen3')}", f"model.chat_template={tmp_path}/given.jinja")
+    assert "(the answer)" in inspected(*arguments, "agent.tools=[]", "agent.chat_template_kwargs={mood: good}")
+
+
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [

@@ -60,13 +60,12 @@ def load_chat_format(loaded: LoadedRecipe) -> ChatFormat:
     key = "model.path"
     try:
         tokenizer = load_tokenizer(folder, trust_remote_code=recipe.model.trust_remote_code)
-        if recipe.model.chat_template:
-            key = "model.chat_template"
+        key = source = "model.chat_template" if recipe.model.chat_template else "model.path"
         text = Path(recipe.model.chat_template).read_text() if recipe.model.chat_template else None
-        ChatTemplate(tokenizer, text).require_words()
-        key = "agent.chat_template_kwargs"
         template = ChatTemplate(tokenizer, text, recipe.agent.chat_template_kwargs)
+        key = "agent.chat_template_kwargs"
         template.require_read()
+        key = source
         template.require_words()
         given = recipe.agent.stop_token_ids
         key = "model.path" if given is None else "agent.stop_token_ids"
