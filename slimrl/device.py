@@ -5,6 +5,7 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,8 @@ def select_device(rank: int) -> None:
 
 def _near_cpus(index: int) -> set[int]:
     """CPUs of the NUMA node of a GPU, as Linux says; none if it does not say."""
-    gpu = torch.cuda.get_device_properties(index)
+    # torch does not declare the fields of a place on the bus, which it reads in torch.numa itself.
+    gpu: Any = torch.cuda.get_device_properties(index)
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
         ranges = (_PCI_DEVICES / place / "local_cpulist").read_text().strip()

@@ -52,7 +52,7 @@ class ChatTemplate:
             raise ValueError("the chat template does not write what the user says")
 
     def require_read(self) -> None:
-        """Raises ValueError if a further variable is none that the template reads; `require_words` finds broken ones."""
+        """Raises ValueError if the template does not read a further variable; `require_words` finds broken ones."""
         try:
             read = _get_template_variables(self._source)
         except TemplateSyntaxError:
