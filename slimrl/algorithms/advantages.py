@@ -1,42 +1,114 @@
-"""Advantages of trajectories within their groups: GRPO, Dr. GRPO, RLOO. Groups follow the group id, never position."""
+"""Advantages of the trajectories of a group. Groups follow the group id, never position."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+
+from slimrl.config.schema import AdvantageName
+from slimrl.data.import_path import resolve
+from slimrl.data.trajectory import Trajectory
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group."""
 
+WITHOUT_BASELINE = (AdvantageName.reward,)
+"""Advantages that compare no trajectories, so that a group may have one."""
 
-def group_advantages(rewards_N: Sequence[float], group_ids_N: Sequence[str], kind: str) -> np.ndarray:
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """The scored trajectories of one prompt."""
+
+    rewards_N: np.ndarray
+    """float64"""
+    num_sampled_N: np.ndarray
+    """int64, sampled tokens of each"""
+    trajectories: Sequence[Trajectory]
+
+
+GroupAdvantage = Callable[[Group], np.ndarray]
+"""Advantages [N] of a group."""
+
+
+def grpo(group: Group) -> np.ndarray:
+    """(r - mean) / (std + 1e-6) with the unbiased std (arXiv:2402.03300); 0 where all rewards are equal."""
+    rewards = group.rewards_N
+    return np.zeros_like(rewards) if np.ptp(rewards) == 0 else dr_grpo(group) / (rewards.std(ddof=1) + STD_EPSILON)
+
+
+def dr_grpo(group: Group) -> np.ndarray:
+    """r - mean (arXiv:2503.20783)."""
+    return group.rewards_N - group.rewards_N.mean()
+
+
+def rloo(group: Group) -> np.ndarray:
+    """r minus the mean of the others (arXiv:2402.14740)."""
+    size = len(group.rewards_N)
+    return dr_grpo(group) * size / (size - 1)
+
+
+def opo(group: Group) -> np.ndarray:
+    """r minus the mean weighted by the number of sampled tokens (arXiv:2505.23585, eq. 7)."""
+    lengths = group.num_sampled_N
+    return group.rewards_N - np.average(group.rewards_N, weights=lengths if lengths.any() else None)
+
+
+def reward(group: Group) -> np.ndarray:
+    return group.rewards_N
+
+
+ADVANTAGES: dict[AdvantageName, GroupAdvantage] = {
+    AdvantageName.grpo: grpo,
+    AdvantageName.dr_grpo: dr_grpo,
+    AdvantageName.rloo: rloo,
+    AdvantageName.opo: opo,
+    AdvantageName.reward: reward,
+}
+
+
+def load_advantage(name: str) -> GroupAdvantage:
+    """The advantage of a recipe, by its name or import path.
+
+    Raises:
+        ValueError: the import path leads to no function.
+    """
+    return ADVANTAGES[AdvantageName(name)] if name in AdvantageName.__members__ else resolve(name)
+
+
+def needs_others(name: str) -> bool:
+    """Whether a group of one has no advantage; a user's own function may take one."""
+    return name in AdvantageName.__members__ and AdvantageName(name) not in WITHOUT_BASELINE
+
+
+def group_advantages(trajectories: Sequence[Trajectory], name: str) -> np.ndarray:
     """Advantage of each trajectory within its group, float32 [N].
 
     Args:
-        rewards_N: finite rewards.
-        group_ids_N: the group of each.
-        kind: `grpo` (r - mean) / (std + 1e-6) with the unbiased std (arXiv:2402.03300); `dr_grpo` r - mean
-            (arXiv:2503.20783); `rloo` r minus the mean of the others (arXiv:2402.14740).
+        name: of the advantage, or its import path.
 
     Raises:
-        ValueError: an unknown kind, a reward that is not finite, or a group of one.
+        ValueError: a reward that is not finite, a group of one where others are needed, or a function that returned
+            something else than one finite number for each trajectory.
     """
-    if kind not in ("grpo", "dr_grpo", "rloo"):
-        raise ValueError(f"unknown advantage {kind!r}")
-    rewards = np.asarray(rewards_N, np.float64)
+    advantage, rewards = load_advantage(name), np.array([t.reward for t in trajectories], np.float64)
     if not np.isfinite(rewards).all():
         raise ValueError(f"rewards that are not finite at {np.flatnonzero(~np.isfinite(rewards)).tolist()[:8]}")
-    advantages = np.zeros(len(rewards), np.float64)
-    for group_id, members in groups_of(group_ids_N).items():
-        if len(members) == 1:
+    num_sampled = np.array([t.num_sampled_tokens for t in trajectories], np.int64)
+    advantages = np.zeros(len(trajectories), np.float64)
+    for group_id, members in groups_of([t.group_id for t in trajectories]).items():
+        if len(members) == 1 and needs_others(name):
             raise ValueError(f"group {group_id!r} has one trajectory, so there is no baseline")
-        own = rewards[members]
-        centred = own - own.mean()
-        if kind == "grpo":
-            centred = np.zeros_like(own) if np.ptp(own) == 0 else centred / (own.std(ddof=1) + STD_EPSILON)
-        elif kind == "rloo":
-            centred = centred * len(own) / (len(own) - 1)
-        advantages[members] = centred
+        group = Group(
+            rewards_N=rewards[members],
+            num_sampled_N=num_sampled[members],
+            trajectories=[trajectories[i] for i in members],
+        )
+        found = np.asarray(advantage(group), np.float64)
+        if found.shape != (len(members),) or not np.isfinite(found).all():
+            raise ValueError(f"{name} gave group {group_id!r} of {len(members)} the advantages {found.tolist()}")
+        advantages[members] = found
     return advantages.astype(np.float32)
 
 

@@ -1,6 +1,7 @@
 """Selects the trajectories of a rollout to train on, with their advantages.
 
-1. Failed trajectories, groups of one and groups that a filter of the task rejects are left out.
+1. Failed trajectories, groups of one whose advantage compares, and groups that a filter of the task rejects are left
+   out.
 2. Every other trajectory gets its advantage within its group.
 3. Then trajectories without sampled tokens are left out, and as configured groups of equal rewards and trajectories
    that were not completed.
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slimrl.algorithms.advantages import group_advantages, groups_of
+from slimrl.algorithms.advantages import group_advantages, groups_of, needs_others
 from slimrl.config.schema import AlgorithmConfig, TruncationMode
 from slimrl.data.trajectory import Status, Trajectory
 
@@ -26,7 +27,7 @@ class Selection:
     advantages: np.ndarray
     """float32, one per trajectory."""
     zero_variance_fraction: float
-    """Fraction of the groups of two or more scored trajectories that the filters keep."""
+    """Fraction of the groups that are large enough and that the filters keep."""
 
 
 def deal(trajectories: Sequence[Trajectory], num_updates: int) -> list[list[int]]:
@@ -55,15 +56,16 @@ def select(
     """Trajectories to train on with their advantages, in order.
 
     Args:
-        keeps: the task's filters, called with each group of two or more scored trajectories.
+        keeps: the task's filters, called with each group that is large enough.
     """
     scored = [t for t in trajectories if t.status is not Status.failed]
     members = groups_of([t.group_id for t in scored])
-    usable = {g for g, own in members.items() if len(own) > 1 and keeps([scored[i] for i in own])}
+    least = 2 if needs_others(algorithm.advantage) else 1
+    usable = {g for g, own in members.items() if len(own) >= least and keeps([scored[i] for i in own])}
     scored = [t for t in scored if t.group_id in usable]
     ids, rewards = [t.group_id for t in scored], [t.reward for t in scored]
     equal = zero_variance_groups(rewards, ids)
-    advantages = group_advantages(rewards, ids, algorithm.advantage.value)
+    advantages = group_advantages(scored, algorithm.advantage)
     chosen = [
         index
         for index, trajectory in enumerate(scored)
@@ -83,5 +85,5 @@ def zero_variance_groups(rewards_N: Sequence[float], group_ids_N: Sequence[str])
     return {
         group_id
         for group_id, members in groups_of(group_ids_N).items()
-        if len({float(rewards_N[i]) for i in members}) == 1
+        if len(members) > 1 and len({float(rewards_N[i]) for i in members}) == 1
     }

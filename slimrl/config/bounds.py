@@ -17,6 +17,12 @@ _TOP_K = (lambda value: value == -1 or value >= 1, "must be at least 1, or -1 fo
 _DECAY = (lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 _NOT_NEGATIVE = (
     "seed",
+    "algorithm.dual_clip",
+    "algorithm.kl_coef",
+    "algorithm.entropy_coef",
+    "algorithm.correction.low",
+    "algorithm.correction.veto",
+    "algorithm.correction.max_gap",
     "trainer.optimizer.warmup_updates",
     "trainer.optimizer.min_lr",
     "trainer.optimizer.weight_decay",
@@ -40,6 +46,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rollout.sampling.top_k": _TOP_K,
     "rollout.eval_sampling.top_k": _TOP_K,
     "rollout.max_failed_fraction": _FRACTION,
+    "algorithm.entropy_target": (lambda value: value > 0, "must be greater than 0"),
     "data.max_prompt_tokens": _AT_LEAST_1,
     "agent.max_result_chars": (lambda value: value >= 16, "must be at least 16"),
     "trainer.megatron.num_layers_in_first_pipeline_stage": _AT_LEAST_1,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slimrl.config.algorithm_rules import algorithm_violations, algorithm_warnings
 from slimrl.config.bounds import DIVISORS, bound_violations
 from slimrl.config.data_rules import data_violations
 from slimrl.config.environment import environment_violations
@@ -24,7 +25,7 @@ from slimrl.config.rollout_rules import (
     rollout_violations,
     transport_warnings,
 )
-from slimrl.config.schema import AlgorithmName, Recipe
+from slimrl.config.schema import Recipe
 from slimrl.config.trainer_rules import (
     batch_violations,
     batch_warnings,
@@ -63,17 +64,6 @@ def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
         yield "eval.every_steps", f"{recipe.eval.every_steps}, but data.eval names no evaluation set. Use 0."
 
 
-def recipe_warnings(recipe: Recipe) -> Iterator[Violation]:
-    """Settings that are legal but probably not meant."""
-    for name in ("clip_low", "clip_high"):
-        value = getattr(recipe.algorithm, name)
-        if recipe.algorithm.name is AlgorithmName.gspo and value > 1e-2:
-            yield (
-                f"algorithm.{name}",
-                f"{value} is a range for per-token ratios; GSPO's sequence ratios move by about 1e-4 to 1e-3.",
-            )
-
-
 def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str) -> list[Problem]:
     """Every violation and warning of a recipe, from its values alone.
 
@@ -96,8 +86,8 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     if command == "train":
         warnings += kept_memory_warnings(recipe)
     if command in ("train", "train --trajectories"):
-        violations += batch_violations(recipe)
-        warnings += [*recipe_warnings(recipe), *batch_warnings(recipe)]
+        violations += [*algorithm_violations(recipe), *batch_violations(recipe)]
+        warnings += [*algorithm_warnings(recipe), *batch_warnings(recipe)]
     if command == "sft":
         violations += sft_violations(recipe)
     elif command != "export":

@@ -17,6 +17,8 @@ NO_CLASS = {
     "agent.tools": "A tool is a function.",
     "reward.function": "A reward is a function, or an object that can be called.",
     "reward.group_filters": "A filter is a function, or an object that can be called.",
+    "algorithm.loss": "A loss is a function, or an object that can be called.",
+    "algorithm.advantage": "An advantage is a function, or an object that can be called.",
 }
 
 
@@ -47,6 +49,8 @@ def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str,
         "agent.tools": recipe.agent.tools,
         "agent.parser": [recipe.agent.parser],
         "reward.function": [recipe.reward.function],
+        "algorithm.loss": [recipe.algorithm.loss],
+        "algorithm.advantage": [recipe.algorithm.advantage],
         "reward.group_filters": recipe.reward.group_filters,
     }
     for key, given in paths.items():

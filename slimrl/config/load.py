@@ -17,6 +17,7 @@ from typing import Any, Literal, cast, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from slimrl.config.algorithms import SETTINGS
 from slimrl.config.interpolation import FromEnvironment, is_interpolated, resolve_entries, without_openings
 from slimrl.config.keys import (
     ENVIRONMENTS,
@@ -34,7 +35,7 @@ from slimrl.config.keys import (
 )
 from slimrl.config.passthrough import field_problem, passthrough_fields
 from slimrl.config.problems import Problem, RecipeError, suggestion
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import AlgorithmName, Recipe
 from slimrl.config.sources import read_file, read_overrides
 from slimrl.config.yaml_source import Entry, display_path
 
@@ -110,6 +111,7 @@ def read_recipe(
     readable = all(p.key not in ("", EXTENDS) and (is_known(p.key) or meant_key(p.key) != EXTENDS) for p in problems)
     _drop_nulls(known, entries, problems)
     values, environment = resolve_entries(known, problems)
+    values = {**_algorithm_settings(known, values), **values}
     for key in _check_passthrough(known, values, problems):
         del values[key]
     config = default_config()
@@ -167,6 +169,19 @@ def _check_key(entry: Entry, problems: list[Problem]) -> bool:
         problems.append(entry.problem(f"is a section; expected keys below it, got {entry.value!r}."))
         return False
     return not is_section(entry.key)
+
+
+def _algorithm_settings(known: dict[str, Entry], values: dict[str, Any]) -> dict[str, Any]:
+    """Settings that the algorithm's name stands for, which are added to `known`; the recipe's own replace them."""
+    key = "algorithm.name"
+    name = values.get(key)
+    if not isinstance(name, str) or name not in AlgorithmName.__members__:
+        return {}
+    found = {f"algorithm.{setting}": value for setting, value in SETTINGS[AlgorithmName(name)].items()}
+    given = {setting: value for setting, value in found.items() if setting not in known}
+    where = f"{known[key].where} (algorithm {name})"
+    known |= {setting: Entry(key=setting, value=value, where=where) for setting, value in given.items()}
+    return given
 
 
 def _drop_nulls(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:
@@ -233,7 +248,7 @@ def _is_other_scalar(annotation: Any, value: Any) -> bool:
     OmegaConf would take `yes` for true, "1_000" for 1000, true for 1 and true for "True". It may convert the result of
     `${...}`, because environment variables are text.
     """
-    numbers = annotation in (int, float, int | None)
+    numbers = annotation in (int, float, int | None, float | None)
     return (isinstance(value, str) and (numbers or annotation is bool)) or (
         isinstance(value, bool) and (numbers or annotation is str)
     )

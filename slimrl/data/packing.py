@@ -30,7 +30,10 @@ ATTENTION_WEIGHT = 1 / 4096
 """Cost of a sequence in tokens is T + T^2 * this: attention equals the rest of a layer at about 4096 tokens."""
 
 OLD_LOGPROBS = "old_logprobs"
-"""Name of the log-probs under the policy that is being improved, among a micro-batch's added arrays."""
+REFERENCE_LOGPROBS = "reference_logprobs"
+ADVANTAGES = "advantages"
+"""Names among a micro-batch's added arrays: log-probs of the targets under the trainer's policy before the rollout's
+first update and under the reference, and advantages that differ by token."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,6 +55,8 @@ class MicroBatch:
     """int64 [T], from 0 in every sequence"""
     cu_seqlens: np.ndarray
     """int32 [S + 1], boundaries of the padded sequences"""
+    sequences: np.ndarray
+    """int64, the place of each sequence among all segments of the batch that was packed"""
     trajectory_ids: np.ndarray
     """int64 [T], 0..n-1 among this micro-batch's trajectories; 0 on padding, where mask is false"""
     rollout_logprobs: np.ndarray
@@ -62,8 +67,8 @@ class MicroBatch:
     """int64 [n], sampled tokens of the whole trajectory, in other micro-batches too"""
     advantages: np.ndarray
     """float32 [n]"""
-    remote_log_ratio: np.ndarray
-    """float32 [n], sum of log pi - log pi_old over the trajectory's tokens in other micro-batches"""
+    remote: dict[str, np.ndarray] = field(default_factory=dict)
+    """float32 [n] by name, sums over the trajectory's tokens in other micro-batches; a name that is missing means 0"""
     added: dict[str, np.ndarray] = field(default_factory=dict)
     """float32 [T] by name, results of earlier passes for each target"""
     routed_experts: np.ndarray | None = None
@@ -154,7 +159,8 @@ def pack(
         padded = [lengths[i] for i in chosen] or [alignment]
         # The last sequence has the padding of all.
         padded[-1] += max(0, min(round_up(sum(padded), whole), most) - sum(padded))
-        return _micro_batch([sequences[i] for i in chosen], padded, advantages_N, num_sampled_N, experts_shape)
+        of_each = [sequences[i] for i in chosen]
+        return _micro_batch(np.array(chosen, np.int64), of_each, padded, advantages_N, num_sampled_N, experts_shape)
 
     return [[made(bins[b]) for b in part] for part in balanced_partition(bin_costs, data_parallel)]
 
@@ -176,6 +182,11 @@ def pack_for(
 
 def num_trajectories(batch: PackedBatch) -> int:
     return len({index for part in batch for m in part for index in m.trajectories.tolist()})
+
+
+def num_sampled(batch: PackedBatch) -> int:
+    """Sampled tokens of an update."""
+    return sum(int(m.mask.sum()) for part in batch for m in part)
 
 
 def is_split(batch: PackedBatch) -> bool:
@@ -213,6 +224,7 @@ def _spread_over(count: int, lengths: list[int], costs: list[float], budget: int
 
 
 def _micro_batch(
+    numbers: np.ndarray,
     sequences: list[tuple[int, Segment]],
     padded: list[int],
     advantages_N: np.ndarray,
@@ -230,12 +242,12 @@ def _micro_batch(
         padding=np.ones(total, np.bool_),
         position_ids=np.concatenate([np.arange(n, dtype=np.int64) for n in padded]),
         cu_seqlens=bounds,
+        sequences=numbers,
         trajectory_ids=np.zeros(total, np.int64),
         rollout_logprobs=np.zeros(total, np.float32),
         trajectories=trajectories,
         num_sampled=num_sampled_N[trajectories],
         advantages=advantages_N[trajectories].astype(np.float32),
-        remote_log_ratio=np.zeros(len(trajectories), np.float32),
         routed_experts=None if experts_shape is None else np.full((total, *experts_shape), -1, np.int16),
     )
     for (index, segment), start in zip(sequences, bounds, strict=False):

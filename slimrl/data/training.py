@@ -85,6 +85,8 @@ class UpdateResult:
 
     sums: dict[str, float]
     """The values that the loss function reported, summed over the whole update batch"""
+    denominator: float
+    """What the summed loss was divided by"""
     grad_norm: float
     """Before clipping; NaN or infinite if the update was skipped"""
     skipped: bool

@@ -1,11 +1,22 @@
-"""From scored trajectories to optimizer updates: selection, old log-probs, training."""
+"""From scored trajectories to optimizer updates: selection, what the updates need of the old policy, training."""
 
 from collections.abc import Sequence
 
-from slimrl.algorithms.mismatch import entropy_mean, mismatch_metrics
+from slimrl.algorithms.mismatch import LogProbReport, entropy_mean, mismatch_metrics
+from slimrl.algorithms.objective import denominator
+from slimrl.algorithms.passes import needs_old, needs_reference, needs_sums
 from slimrl.algorithms.selection import Selection, deal, select
+from slimrl.algorithms.token_advantages import has_token_advantages
 from slimrl.config.schema import Recipe
-from slimrl.data.packing import OLD_LOGPROBS, PackedBatch, is_split, num_trajectories, pack_for
+from slimrl.data.packing import (
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    PackedBatch,
+    is_split,
+    num_sampled,
+    num_trajectories,
+    pack_for,
+)
 from slimrl.data.training import Layout, UpdateResult
 from slimrl.data.trajectory import Trajectory
 from slimrl.runtime.checks.task import GroupFilter
@@ -23,6 +34,8 @@ class Learner:
     ) -> None:
         self._recipe, self._trainers, self._state = recipe, trainers, state
         self._group_filters = group_filters
+        self._reports: dict[int, list[LogProbReport]] = {}
+        """By update, on the log-probs of the policy before the first one"""
 
     def prepare(self, step: Step, trajectories: Sequence[Trajectory]) -> list[PackedBatch]:
         """Select trajectories, pack them into updates and put these on the ranks; empty if nothing is selected.
@@ -38,22 +51,61 @@ class Learner:
                 self._trainers.put_batches(updates)
         return updates
 
-    def compute_old_logprobs(self, step: Step, updates: Sequence[PackedBatch], *, enforce_limit: bool = True) -> None:
-        """Have the ranks store the log-probs of the current policy, and measure how far the engines' are from them.
+    def compute_inputs(self, step: Step, updates: Sequence[PackedBatch]) -> None:
+        """Have the ranks store what the updates need of the policy before the first of them, and of the reference."""
+        self._reports = {}
+        for number in range(len(updates)):
+            if needs_old(self._recipe, number):
+                routing = self._recipe.rollout.routed_experts
+                self._reports[number] = self._trainers.add_logprobs(
+                    number, OLD_LOGPROBS, self._temperature, routing=routing
+                )
+            if needs_reference(self._recipe):
+                self._trainers.add_logprobs(number, REFERENCE_LOGPROBS, self._temperature)
+        if updates and has_token_advantages(self._recipe.algorithm):
+            self._trainers.add_advantages(self._recipe.algorithm)
+
+    def train(self, step: Step, updates: Sequence[PackedBatch], *, enforce_limit: bool = True) -> None:
+        """One optimizer update per batch; afterwards the ranks drop the batches.
 
         Args:
             enforce_limit: False if the trajectories are of an older policy.
 
         Raises:
-            RunError: the mean difference is above `algorithm.max_logprob_mismatch`.
+            RunError: the mean difference between the trainer's and the engines' log-probs is above
+                `algorithm.max_logprob_mismatch`, or too many updates in a row had a gradient that was not finite.
         """
-        if not updates:
-            return
-        routing = self._recipe.rollout.routed_experts
-        reports = [
-            self._trainers.add_logprobs(number, OLD_LOGPROBS, self._temperature, routing=routing)
-            for number in range(len(updates))
-        ]
+        algorithm, results = self._recipe.algorithm, []
+        for number, batch in enumerate(updates):
+            if needs_sums(self._recipe, number, split=is_split(batch)):
+                self._trainers.set_remote(number, algorithm, self._temperature)
+            found = self._trainers.accumulate(
+                number,
+                "policy",
+                denominator=self._denominator(batch),
+                temperature=self._temperature,
+                entropy_coef=self._state.entropy_coef(algorithm),
+                logprobs=number == 0 and 0 not in self._reports,
+            )
+            if number == 0:
+                self._reports.setdefault(0, found)
+                self._measure(step, enforce_limit)
+            result = self._trainers.step()
+            count_skipped(self._state, result, self._recipe.trainer.max_skipped_updates)
+            results.append(result)
+        if results:
+            self._trainers.put_batches([])
+            step.record({**update_metrics(results), **policy_metrics(results)})
+            self._state.adapt_entropy_coef(algorithm, step.metrics["policy/entropy"])
+        step.record({"train/skipped_steps": self._state.skipped_steps})
+
+    def _measure(self, step: Step, enforce_limit: bool) -> None:
+        """How far the engines' log-probs are from the trainer's, of all updates for which they are known.
+
+        Raises:
+            RunError: too far.
+        """
+        reports = [self._reports[number] for number in sorted(self._reports)]
         metrics = mismatch_metrics([report for of_update in reports for report in of_update])
         step.record({**metrics, "policy/entropy": entropy_mean(reports)})
         limit, found = self._recipe.algorithm.max_logprob_mismatch, metrics["mismatch/logprob_abs_mean"]
@@ -63,26 +115,13 @@ class Learner:
                 f"algorithm.max_logprob_mismatch is {limit:.2e}"
             )
 
-    def train(self, step: Step, updates: Sequence[PackedBatch]) -> None:
-        """One optimizer update per batch; afterwards the ranks drop the batches.
-
-        Raises:
-            RunError: too many updates in a row had a gradient that was not finite.
-        """
-        results = []
-        for number, batch in enumerate(updates):
-            # Before the first update the policy is the old one, so remote log ratios are 0.
-            if number > 0 and is_split(batch):
-                self._trainers.refresh_remote(number, self._temperature)
-            result = self._trainers.train_update(
-                number, "policy", denominator=num_trajectories(batch), temperature=self._temperature
-            )
-            count_skipped(self._state, result, self._recipe.trainer.max_skipped_updates)
-            results.append(result)
-        if results:
-            self._trainers.put_batches([])
-            step.record({**update_metrics(results), **policy_metrics(results)})
-        step.record({"train/skipped_steps": self._state.skipped_steps})
+    def _denominator(self, batch: PackedBatch) -> float:
+        return denominator(
+            self._recipe.algorithm.aggregation,
+            num_trajectories=num_trajectories(batch),
+            num_tokens=num_sampled(batch),
+            length=self._recipe.rollout.max_trajectory_tokens,
+        )
 
     def _keeps(self, group: list[Trajectory]) -> bool:
         for name, keeps in zip(self._recipe.reward.group_filters, self._group_filters, strict=True):

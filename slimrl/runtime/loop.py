@@ -3,8 +3,9 @@
 Each step of reinforcement learning:
 1. rollout: the engines serve the current weights and generate trajectories, which are scored;
 2. prepare: groups without a signal are dropped, the others get advantages and are packed into updates;
-3. log-probs: the trainer recomputes the engines' log-probs; the difference is measured and limited;
-4. train: the groups are dealt to the optimizer updates, which run one after another;
+3. log-probs: passes of the trainer for what the updates need, if anything (docs/algorithms.md);
+4. train: the groups are dealt to the optimizer updates, which run one after another; before the first one changes the
+   weights, the difference between the trainer's and the engines' log-probs is measured and limited;
 5. resync: the engines load the new weights as the next version, and the loaded tensors are verified.
 
 A step's checkpoint is saved before its evaluation, which may fail. A resumed run makes up for the evaluation.
@@ -30,7 +31,7 @@ def train(run: TrainRun) -> None:
                 trajectories = run.rollout(step)
             updates = learner.prepare(step, trajectories)
             with step.timed("logprobs"):
-                learner.compute_old_logprobs(step, updates)
+                learner.compute_inputs(step, updates)
             with step.timed("train"):
                 learner.train(step, updates)
             with step.timed("resync"):
@@ -48,9 +49,9 @@ def train_on_file(run: Run, learner: Learner, trajectories: Sequence[Trajectory]
         with run.next_step() as step:
             updates = learner.prepare(step, trajectories)
             with step.timed("logprobs"):
-                learner.compute_old_logprobs(step, updates, enforce_limit=step.number == 1)
+                learner.compute_inputs(step, updates)
             with step.timed("train"):
-                learner.train(step, updates)
+                learner.train(step, updates, enforce_limit=step.number == 1)
     run.finish()
 
 

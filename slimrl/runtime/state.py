@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from slimrl.checkpoints.digests import FileDigest
+from slimrl.config.schema import AlgorithmConfig
 from slimrl.observability.run_folder import CHECKPOINT_NAME
 from slimrl.runtime.cluster.errors import RunError, StageError
 
@@ -45,8 +46,20 @@ class RunState:
     skipped_steps: int = 0
     """Optimizer updates skipped so far because their gradient was not finite."""
     skipped_in_a_row: int = 0
+    entropy_weight: float | None = None
+    """Of the entropy bonus, where `algorithm.entropy_target` adapts it; None before the first step."""
     unwritten: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step while they wait for its evaluation; empty once its line is written."""
+
+    def entropy_coef(self, algorithm: AlgorithmConfig) -> float:
+        """Weight of the entropy bonus in the next update."""
+        return algorithm.entropy_coef if self.entropy_weight is None else self.entropy_weight
+
+    def adapt_entropy_coef(self, algorithm: AlgorithmConfig, entropy: float) -> None:
+        """Move the weight toward the target's entropy per token, if there is a target (arXiv:2505.22312, section 4)."""
+        if algorithm.entropy_target is not None:
+            change = algorithm.entropy_step if entropy < algorithm.entropy_target else -algorithm.entropy_step
+            self.entropy_weight = max(0.0, self.entropy_coef(algorithm) + change)
 
 
 class CheckpointFolder:

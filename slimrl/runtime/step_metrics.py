@@ -50,9 +50,16 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def policy_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Means over the trajectories of all updates of one step."""
-    trajectories = sum(r.sums["trajectories"] for r in results)
-    return {
-        "policy/loss": sum(r.sums["loss"] for r in results) / trajectories,
-        "policy/clip_fraction": sum(r.sums["clipped"] for r in results) / trajectories,
+    """Of the sums over all updates of one step that `policy_objective` reports."""
+    sums = {name: sum(r.sums[name] for r in results) for name in results[0].sums}
+    tokens = sums["tokens"]
+    metrics = {
+        "policy/loss": sum(r.sums["loss"] / r.denominator for r in results) / len(results),
+        "policy/clip_fraction": sums["clipped"] / sums["weight"],
+        "policy/kl": sums["kl_old"] / tokens,
+        "policy/effective_sample_size": sums["importance"] ** 2 / (tokens * sums["importance_squared"]),
     }
+    for name, metric in (("kl", "policy/reference_kl"), ("correction", "policy/correction_weight")):
+        if name in sums:
+            metrics[metric] = sums[name] / tokens
+    return metrics

@@ -4,17 +4,27 @@ The driver puts them on the ranks once, numbered by optimizer update. A pass may
 results stay on the ranks; the driver gets a report.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slimrl.algorithms.losses import LossFunction, log_ratio_sums, set_remote_log_ratio
+from slimrl import device
 from slimrl.algorithms.mismatch import LogProbReport, report_logprobs
-from slimrl.data.packing import MicroBatch
-from slimrl.data.training import UpdateResult
+from slimrl.algorithms.objective import LossFunction
+from slimrl.algorithms.remote import remote_sums, set_remote
+from slimrl.algorithms.token_advantages import charges_kl, kl_returns, whitening
+from slimrl.config.schema import AlgorithmConfig
+from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, MicroBatch
+from slimrl.data.pieces import Piece, cut, join, pieces_of, sampled_places
+from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
+from slimrl.trainer.reference import ReferenceWeights
 
 
 class HeldBatches:
@@ -24,6 +34,7 @@ class HeldBatches:
         self.runner = runner
         self.updates: list[list[MicroBatch]] = []
         """This rank's micro-batches of each update"""
+        self.reference: ReferenceWeights | None = None
 
     def put_batches(self, updates: Sequence[list[MicroBatch]]) -> None:
         """Replace the micro-batches held."""
@@ -32,7 +43,7 @@ class HeldBatches:
     def add_logprobs(
         self, update: int, name: str, temperature: float, routing: bool = False
     ) -> list[LogProbReport] | None:
-        """Add the log-probs of the current policy to the micro-batches as array `name`.
+        """Add the log-probs of the current policy, or for `reference_logprobs` of the reference, to the micro-batches.
 
         Args:
             routing: also compare the experts of each token with the engine's.
@@ -41,32 +52,132 @@ class HeldBatches:
             A report on each micro-batch, on the output rank of the data-parallel rank; None on others.
         """
         batches = self.updates[update]
-        found = self.runner.compute_logprobs(batches, temperature, routing=routing)
+        with self._reference() if name == REFERENCE_LOGPROBS else nullcontext():
+            found = self.runner.compute_logprobs(batches, temperature, routing=routing)
         if found is None:
             return None
         for batch, result in zip(batches, found, strict=True):
             batch.added[name] = result.logprobs
-        if not self.runner.layout.is_output_rank:
-            return None
-        return [report_logprobs(batch, result) for batch, result in zip(batches, found, strict=True)]
+        return self._reports(batches, found)
 
-    def refresh_remote(self, update: int, temperature: float) -> None:
-        """Recompute the remote log ratios of trajectories in several micro-batches, after an update of the policy."""
+    def set_remote(self, update: int, settings: AlgorithmConfig, temperature: float) -> None:
+        """Compute what the micro-batches need of trajectories' tokens in other ones, under the current policy."""
         batches = self.updates[update]
         found = self.runner.compute_logprobs(batches, temperature)
         if found is None:
             return
-        own = [log_ratio_sums(batch, result.logprobs) for batch, result in zip(batches, found, strict=True)]
-        group = mpu.get_data_parallel_group()
-        of_ranks: list[Any] = [None] * group.size()
+        own = [remote_sums(batch, result.logprobs, settings) for batch, result in zip(batches, found, strict=True)]
         with_ids = [(batch.trajectories, sums) for batch, sums in zip(batches, own, strict=True)]
-        dist.all_gather_object(of_ranks, with_ids, group=group)
-        set_remote_log_ratio(batches, own, [one for of_rank in of_ranks for one in of_rank])
+        set_remote(batches, own, [one for of_rank in _over_data(with_ids) for one in of_rank])
+
+    def add_advantages(self, settings: AlgorithmConfig) -> None:
+        """Add the advantages of tokens: those of trajectories and turns, charged with the KL, whitened."""
+        if not self.runner.layout.is_last_stage:
+            return
+        for batches in self.updates:
+            for batch in batches:
+                by_trajectory = batch.advantages[batch.trajectory_ids] if len(batch.advantages) else 0.0
+                batch.added.setdefault(ADVANTAGES, np.where(batch.mask, by_trajectory, 0).astype(np.float32))
+            if charges_kl(settings):
+                self._charge_kl(batches, settings.kl_coef)
+        if settings.whiten:
+            self._whiten()
+
+    def accumulate(
+        self, update: int, loss_function: LossFunction, denominator: float, temperature: float, logprobs: bool = False
+    ) -> list[LogProbReport] | None:
+        """Gradients of an update, for `step`.
+
+        Args:
+            logprobs: report on the log-probs that the loss saw.
+
+        Returns:
+            As `add_logprobs`.
+        """
+        batches = self.updates[update]
+        found = self.runner.accumulate(
+            batches, loss_function, denominator=denominator, temperature=temperature, logprobs=logprobs
+        )
+        return None if found is None else self._reports(batches, found)
+
+    def step(self) -> UpdateResult:
+        """See MicroBatchRunner.step."""
+        return self.runner.step()
 
     def train_update(
         self, update: int, loss_function: LossFunction, denominator: float, temperature: float
     ) -> UpdateResult:
-        """See MicroBatchRunner.train_update."""
-        return self.runner.train_update(
-            self.updates[update], loss_function, denominator=denominator, temperature=temperature
-        )
+        """`accumulate` and `step`."""
+        self.accumulate(update, loss_function, denominator, temperature)
+        return self.step()
+
+    def _reference(self) -> AbstractContextManager[None]:
+        assert self.reference is not None, "the worker keeps the reference's weights when it has loaded them"
+        return self.reference.swapped_in()
+
+    def _reports(self, batches: Sequence[MicroBatch], found: Sequence[LogProbs]) -> list[LogProbReport] | None:
+        if not self.runner.layout.is_output_rank:
+            return None
+        return [report_logprobs(batch, result) for batch, result in zip(batches, found, strict=True)]
+
+    def _charge_kl(self, batches: Sequence[MicroBatch], coefficient: float) -> None:
+        own = [
+            pieces_of(batch, {name: batch.added[name] for name in (OLD_LOGPROBS, REFERENCE_LOGPROBS)})
+            for batch in batches
+        ]
+        whole = _by_trajectory([piece for of_batch in own for piece in of_batch], batches)
+        charged: dict[int, np.ndarray] = {}
+        for pieces in whole.values():
+            values = join(pieces)
+            returns_S = kl_returns(values[OLD_LOGPROBS], values[REFERENCE_LOGPROBS], coefficient)
+            charged |= cut(returns_S, pieces)
+        for batch in batches:
+            for sequence, places in zip(batch.sequences.tolist(), sampled_places(batch), strict=True):
+                if len(places):
+                    batch.added[ADVANTAGES][places] += charged[sequence]
+
+    def _whiten(self) -> None:
+        batches = [batch for of_update in self.updates for batch in of_update]
+        sampled = [batch.added[ADVANTAGES][batch.mask].astype(np.float64) for batch in batches]
+        values_S = np.concatenate(sampled) if sampled else np.zeros(0)
+        count, total = _sums([len(values_S), values_S.sum()])
+        mean = total / count
+        (squares,) = _sums([np.square(values_S - mean).sum()])
+        mean, deviation = whitening(count, total, squares)
+        for batch in batches:
+            values_T = batch.added[ADVANTAGES]
+            batch.added[ADVANTAGES] = np.where(batch.mask, (values_T - mean) / deviation, 0).astype(np.float32)
+
+
+def _by_trajectory(pieces: Iterable[Piece], batches: Sequence[MicroBatch]) -> dict[int, list[Piece]]:
+    """All pieces of each trajectory of this rank; those of trajectories that lie elsewhere too are exchanged."""
+    found: dict[int, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        if piece.trajectory >= 0:
+            found[piece.trajectory].append(piece)
+    sampled = {int(t): int(n) for b in batches for t, n in zip(b.trajectories, b.num_sampled, strict=True)}
+    incomplete = [own for t, own in found.items() if sum(map(_length, own)) < sampled[t]]
+    here = {(piece.trajectory, piece.sequence) for own in found.values() for piece in own}
+    for piece in (piece for of_rank in _over_data([p for own in incomplete for p in own]) for piece in of_rank):
+        if piece.trajectory in found and (piece.trajectory, piece.sequence) not in here:
+            found[piece.trajectory].append(piece)
+    return found
+
+
+def _length(piece: Piece) -> int:
+    return len(next(iter(piece.values.values())))
+
+
+def _over_data(value: Any) -> list[Any]:
+    """The values of all data-parallel ranks."""
+    group = mpu.get_data_parallel_group()
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, value, group=group)
+    return of_ranks
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    """Sums over the data-parallel ranks."""
+    totals = torch.tensor(values, dtype=torch.float64, device=device.compute_device())
+    dist.all_reduce(totals, group=mpu.get_data_parallel_group())
+    return [float(total) for total in totals.tolist()]

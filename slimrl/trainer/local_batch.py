@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_patches.zigzag import zigzag_indices
 from slimrl import device
-from slimrl.algorithms.losses import LossBatch
+from slimrl.algorithms.policy_tokens import LossBatch
 from slimrl.data.packing import MicroBatch
 
 
@@ -24,7 +24,6 @@ class LocalBatch(LossBatch):
     targets_T: Tensor
     padding_T: Tensor
     position_ids_T: Tensor
-    rollout_logprobs_T: Tensor
     index_T: Tensor
     """int64, position of each token in the whole micro-batch"""
     total_tokens: int
@@ -71,7 +70,7 @@ def shard_context(batch: MicroBatch, context_group: Any) -> LocalBatch:
         added_T={name: per_token(values) for name, values in batch.added.items()},
         num_sampled_N=per_trajectory(batch.num_sampled),
         advantages_N=per_trajectory(batch.advantages),
-        remote_log_ratio_N=per_trajectory(batch.remote_log_ratio),
+        remote_N={name: per_trajectory(values) for name, values in batch.remote.items()},
         index_T=index_T.to(target),
         total_tokens=bounds[-1],
         packed_seq_params=_packed_seq_params(batch.cu_seqlens, target),

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
-from slimrl.algorithms.losses import LossFunction
+from slimrl.algorithms.objective import LossFunction
 from slimrl.data.packing import MicroBatch
 from slimrl.data.training import Layout, LogProbs, UpdateResult
 from slimrl.trainer.build import unwrap
@@ -49,6 +49,8 @@ class MicroBatchRunner:
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
         """Called with the number of micro-batches of a pass that are done, and their total."""
         self.done, self.total = 0, 0
+        self.accumulated: tuple[dict[str, float], float, int] | None = None
+        """Reported sums, denominator and number of tokens of the gradients that wait for `step`"""
         config = unwrap(chunks[0]).config
         self.router_stats = RouterStats(chunks, config.num_layers, layout.tensor_rank, config.sequence_parallel)
         self.routing_record: RoutingRecord | None = None
@@ -86,25 +88,23 @@ class MicroBatchRunner:
             routes = list(record.take([len(batch.tokens) // self.layout.context for batch in micro_batches]))
         if not self.layout.is_last_stage:
             return None
-        joined = [
-            [gather_context(values_T, batch) for values_T in (*values, *route)]
-            for (batch, *values), route in zip(outputs, routes, strict=True)
-        ]
-        return [_to_numpy(*(values if self.layout.is_output_rank else values[:2])) for values in joined]
+        return self._whole(outputs, routes)
 
-    def train_update(
+    def accumulate(
         self,
         micro_batches: Sequence[MicroBatch],
         loss_function: LossFunction,
         *,
         denominator: float,
         temperature: float,
-    ) -> UpdateResult:
-        """Gradients of the loss over all micro-batches of all ranks, then one optimizer step; every rank calls it.
+        logprobs: bool = False,
+    ) -> list[LogProbs] | None:
+        """Gradients of the loss over all micro-batches of all ranks, for `step`; every rank calls it.
 
         Args:
             denominator: the summed loss is divided by it.
             temperature: divides the logits, as in the rollout.
+            logprobs: also return the log-probs that the loss saw, as `compute_logprobs` does.
 
         Raises:
             ValueError: the update batch has no tokens.
@@ -118,14 +118,22 @@ class MicroBatchRunner:
         # Megatron divides all gradients by the number of tokens; this factor leaves the denominator alone.
         loss_scale = num_tokens / denominator
         collect = functools.partial(self._compute_loss, loss_function, loss_scale)
-        reported = self._run(micro_batches, temperature, collect, forward_only=False)
+        outputs = self._run(micro_batches, temperature, collect, forward_only=False)
+        self.accumulated = self._reduce([sums for sums, _ in outputs]), denominator, num_tokens
+        return self._whole([found for _, found in outputs]) if logprobs and self.layout.is_last_stage else None
+
+    def step(self) -> UpdateResult:
+        """One optimizer step with the gradients of `accumulate`; every rank calls it."""
+        assert self.accumulated is not None, "accumulate comes first"
+        (sums, denominator, num_tokens), self.accumulated = self.accumulated, None
         grad_norm = self.optimizer.step()
         if self.overlaps_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         expert_load, router_entropy = self.router_stats.summary()
         return UpdateResult(
-            sums=self._reduce(reported),
+            sums=sums,
+            denominator=denominator,
             grad_norm=grad_norm,
             skipped=not math.isfinite(grad_norm),
             lr=self.optimizer.lr,
@@ -191,17 +199,27 @@ class MicroBatchRunner:
 
         return output, finish
 
+    def _whole(
+        self, found: Sequence[tuple[LocalBatch, Tensor, Tensor]], routes: Sequence[tuple[Tensor, ...]] | None = None
+    ) -> list[LogProbs]:
+        """Log-probs, entropies and routing of whole micro-batches, from this context-parallel rank's tokens."""
+        joined = [
+            [gather_context(values_T, batch) for values_T in (*values, *route)]
+            for (batch, *values), route in zip(found, routes or [()] * len(found), strict=True)
+        ]
+        return [_to_numpy(*(values if self.layout.is_output_rank else values[:2])) for values in joined]
+
     def _show_progress(self, done: int, total: int) -> None:
         self.done, self.total = done, total
         self.on_progress(done, total)
 
     def _compute_loss(
         self, loss_function: LossFunction, loss_scale: float, logprobs_T: Tensor, entropy_T: Tensor, batch: LocalBatch
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, tuple[dict[str, Tensor], tuple[LocalBatch, Tensor, Tensor]]]:
         """On the last pipeline stage, on every context-parallel rank for its own tokens."""
         sums = loss_function(logprobs_T, entropy_T, batch)
         num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=sums.loss.device)
-        return sums.loss * loss_scale, num_tokens, {name: value.detach() for name, value in sums.reported.items()}
+        return sums.loss * loss_scale, num_tokens, (sums.reported, (batch, logprobs_T.detach(), entropy_T.detach()))
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
         device = self.router_stats.counts_LE.device

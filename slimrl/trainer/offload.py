@@ -33,9 +33,9 @@ class HostCopies:
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors' storages and free them; the tensors must not be read until `give_back`."""
         assert not self._taken, "taken twice"
-        for storage in _distinct_storages(tensors):
+        for storage in distinct_storages(tensors):
             copy = self._host_memory(storage)
-            copy.copy_(_bytes_of(storage))
+            copy.copy_(bytes_of(storage))
             storage.resize_(0)
             self._taken.append(storage)
 
@@ -43,7 +43,7 @@ class HostCopies:
         for storage in self._taken:
             copy = self._kept[storage._cdata].tensor
             storage.resize_(copy.numel())
-            _bytes_of(storage).copy_(copy)
+            bytes_of(storage).copy_(copy)
         self._taken = []
 
     def _host_memory(self, storage: torch.UntypedStorage) -> Tensor:
@@ -70,7 +70,7 @@ class Offload:
         if MemoryPart.optimizer in parts:
             self._state.take(self._optimizer_tensors())
         if MemoryPart.weights in parts:
-            self._weights.take(self._weight_tensors())
+            self._weights.take(weight_tensors(self._chunks))
         if on_cuda:
             torch.cuda.empty_cache()
 
@@ -84,20 +84,22 @@ class Offload:
             for chunk in self._chunks:
                 chunk.restore_grad_buffers(synchronize=device.device_type() == "cuda")
 
-    def _weight_tensors(self) -> Iterator[Tensor]:
-        for chunk in self._chunks:
-            yield from chunk.parameters()
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                if buffer.param_data is not None:
-                    yield buffer.param_data
-
     def _optimizer_tensors(self) -> list[Tensor]:
         """The optimizer's tensors without views of the weights, which the main weights of float32 training are."""
-        weights = {tensor.untyped_storage()._cdata for tensor in self._weight_tensors()}
+        weights = {tensor.untyped_storage()._cdata for tensor in weight_tensors(self._chunks)}
         return [t for t in self._optimizer.tensors() if t.untyped_storage()._cdata not in weights]
 
 
-def _distinct_storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+def weight_tensors(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
+    """Parameters, and the buffers of which they are views."""
+    for chunk in chunks:
+        yield from chunk.parameters()
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            if buffer.param_data is not None:
+                yield buffer.param_data
+
+
+def distinct_storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """The tensors' non-empty storages on the compute device, without those that Megatron keeps on the host."""
     seen = set()
     for tensor in tensors:
@@ -107,5 +109,5 @@ def _distinct_storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStora
             yield storage
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

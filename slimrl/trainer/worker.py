@@ -19,6 +19,7 @@ from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.offload import Offload
 from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.reference import ReferenceWeights
 from slimrl.trainer.weight_source import MegatronWeightSource
 from slimrl.trainer.weights import load_hf_weights
 
@@ -90,6 +91,10 @@ class TrainerWorker(HeldBatches):
         check_architecture(folder, architecture_of(self.hf_config))
         checkpoint.load_weights(folder, self.chunks)
         self.optimizer.megatron.reload_model_params()
+
+    def keep_reference(self) -> None:
+        """The current weights become the reference's."""
+        self.reference = ReferenceWeights(self.chunks)
 
     def weight_source(self) -> MegatronWeightSource:
         """The current weights as Hugging Face tensors, in the precision of the training."""

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.util import get_node_ip_address
 
+from slimrl.algorithms.passes import needs_reference
 from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema import Recipe
 from slimrl.data.training import Layout
@@ -75,11 +76,13 @@ class TrainerActor:
         return self.worker.layout
 
     def load_weights(self) -> None:
-        """From `model.megatron` if it is set, else from `model.path`."""
+        """From `model.megatron` if it is set, else from `model.path`; a reference keeps these."""
         if self.recipe.model.megatron:
             self.worker.load_megatron(Path(self.recipe.model.megatron))
         else:
             self.worker.load_hf()
+        if needs_reference(self.recipe):
+            self.worker.keep_reference()
 
     def work(self, method: str, *arguments: Any) -> Any:
         return getattr(self.worker, method)(*arguments)

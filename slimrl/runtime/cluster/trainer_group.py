@@ -8,11 +8,11 @@ from typing import Any
 
 import ray
 
-from slimrl.algorithms.losses import ObjectiveName, loss_function
 from slimrl.algorithms.mismatch import LogProbReport
+from slimrl.algorithms.objective import ObjectiveName, loss_function
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.environment import trainer_variables
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import AlgorithmConfig, Recipe
 from slimrl.data.packing import PackedBatch
 from slimrl.data.training import Layout, MemoryPart, UpdateResult
 from slimrl.observability.progress import Phase, Progress
@@ -87,20 +87,40 @@ class TrainerGroup:
         Returns:
             A report for each micro-batch, in the order of `put_batches`.
         """
-        results = self._pass("log-probs", "add_logprobs", update, name, temperature, routing)
-        reported = {self._layouts[name].data_rank: result for name, result in results.items() if result is not None}
-        return [report for rank in sorted(reported) for report in reported[rank]]
+        return self._reports(self._pass("log-probs", "add_logprobs", update, name, temperature, routing))
 
-    def refresh_remote(self, update: int, temperature: float) -> None:
-        """See HeldBatches.refresh_remote."""
-        self._pass("log-probs", "refresh_remote", update, temperature)
+    def add_advantages(self, settings: AlgorithmConfig) -> None:
+        """See HeldBatches.add_advantages."""
+        self._work("add_advantages", self._same(settings))
+
+    def set_remote(self, update: int, settings: AlgorithmConfig, temperature: float) -> None:
+        """See HeldBatches.set_remote."""
+        self._pass("log-probs", "set_remote", update, settings, temperature)
+
+    def accumulate(
+        self,
+        update: int,
+        objective: ObjectiveName,
+        *,
+        denominator: float,
+        temperature: float,
+        entropy_coef: float = 0.0,
+        logprobs: bool = False,
+    ) -> list[LogProbReport]:
+        """Gradients of an update's batch, for `step`; see HeldBatches.accumulate."""
+        loss = loss_function(objective, self._recipe.algorithm, entropy_coef)
+        return self._reports(self._pass("train", "accumulate", update, loss, denominator, temperature, logprobs))
+
+    def step(self) -> UpdateResult:
+        """One optimizer step with the gradients of `accumulate`."""
+        return next(iter(self._work("step", self._same()).values()))
 
     def train_update(
         self, update: int, objective: ObjectiveName, *, denominator: float, temperature: float
     ) -> UpdateResult:
-        """One optimizer update on an update's batch; see MicroBatchRunner.train_update."""
-        loss = loss_function(objective, self._recipe.algorithm)
-        return next(iter(self._pass("train", "train_update", update, loss, denominator, temperature).values()))
+        """One optimizer update on an update's batch: `accumulate` and `step`."""
+        self.accumulate(update, objective, denominator=denominator, temperature=temperature)
+        return self.step()
 
     def connect_engines(self, engines: Sequence[EngineAddress]) -> None:
         """Before the first resync, and again when some of the engines have been restarted."""
@@ -137,6 +157,11 @@ class TrainerGroup:
     def kill(self) -> None:
         """End all processes at once."""
         self._actors.kill()
+
+    def _reports(self, results: Mapping[str, list[LogProbReport] | None]) -> list[LogProbReport]:
+        """In the order of `put_batches`."""
+        reported = {self._layouts[name].data_rank: result for name, result in results.items() if result is not None}
+        return [report for rank in sorted(reported) for report in reported[rank]]
 
     def _same(self, *arguments: Any) -> dict[str, tuple[Any, ...]]:
         return dict.fromkeys(self._actors.names, arguments)

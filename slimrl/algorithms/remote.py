@@ -1,0 +1,77 @@
+"""Sums over the tokens of trajectories in other micro-batches, which losses of whole sequences read as values."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from slimrl.algorithms.correction import has_correction_terms
+from slimrl.algorithms.losses import TOKEN_LOSSES
+from slimrl.algorithms.objective import sequence_terms
+from slimrl.algorithms.policy_tokens import LossBatch, policy_tokens, sum_by_trajectory
+from slimrl.config.schema import AlgorithmConfig
+from slimrl.data.packing import MicroBatch
+
+Sums = dict[str, np.ndarray]
+"""float64 [n] by name."""
+
+
+def needs_remote(settings: AlgorithmConfig, *, first: bool) -> bool:
+    """Whether a trajectory in several micro-batches needs such sums.
+
+    Args:
+        first: before the rollout's first update, when the policy is the old one and its ratios are 1.
+    """
+    if first:
+        return has_correction_terms(settings)
+    return has_correction_terms(settings) or settings.loss not in TOKEN_LOSSES
+
+
+def remote_sums(batch: MicroBatch, logprobs_T: np.ndarray, settings: AlgorithmConfig) -> Sums:
+    """The micro-batch's own sums for each of its trajectories.
+
+    Args:
+        logprobs_T: log-probs of the targets under the current policy.
+    """
+    tokens = policy_tokens(torch.from_numpy(logprobs_T), _whole_batch(batch), settings)
+    terms = sequence_terms(tokens, settings)
+    num = len(batch.trajectories)
+    return {
+        name: sum_by_trajectory(values_T.double(), tokens.trajectory_ids_T, num).numpy()
+        for name, values_T in terms.items()
+    }
+
+
+def set_remote(
+    batches: Sequence[MicroBatch], own: Sequence[Sums], everywhere: Sequence[tuple[np.ndarray, Sums]]
+) -> None:
+    """Set `remote` of this rank's micro-batches.
+
+    Args:
+        own: `remote_sums` of each of `batches`.
+        everywhere: (trajectories, `remote_sums`) of every micro-batch of all data-parallel ranks, in an order that is
+            the same on each rank.
+    """
+    num = 1 + max((int(of.max()) for of, _ in everywhere if len(of)), default=-1)
+    totals: Sums = {name: np.zeros(num, np.float64) for _, sums in everywhere for name in sums}
+    for of, sums in everywhere:
+        for name, values in sums.items():
+            totals[name][of] += values
+    for batch, sums in zip(batches, own, strict=True):
+        batch.remote = {
+            name: (totals[name][batch.trajectories] - values).astype(np.float32) for name, values in sums.items()
+        }
+
+
+def _whole_batch(batch: MicroBatch) -> LossBatch:
+    """A micro-batch before it is sliced, without what is elsewhere."""
+    return LossBatch(
+        mask_T=torch.from_numpy(batch.mask),
+        trajectory_ids_T=torch.from_numpy(batch.trajectory_ids),
+        rollout_logprobs_T=torch.from_numpy(batch.rollout_logprobs),
+        added_T={name: torch.from_numpy(values) for name, values in batch.added.items()},
+        num_sampled_N=torch.from_numpy(batch.num_sampled),
+        advantages_N=torch.from_numpy(batch.advantages),
+        remote_N={},
+        sum_over_ranks=None,
+    )

@@ -1,0 +1,43 @@
+"""Advantages that differ by token: S sampled tokens of one whole trajectory, in order.
+
+Computed after the passes that they need, where the tokens are; the driver knows the advantages of trajectories and
+turns alone.
+"""
+
+import numpy as np
+
+from slimrl.config.schema import AlgorithmConfig, KlPlace
+
+WHITENING_EPSILON = 1e-8
+"""Least variance that whitening divides by."""
+
+
+def has_token_advantages(settings: AlgorithmConfig) -> bool:
+    """Whether the advantages of a trajectory's tokens differ for another reason than their turns."""
+    return settings.whiten or charges_kl(settings)
+
+
+def charges_kl(settings: AlgorithmConfig) -> bool:
+    """Whether the KL to the reference is subtracted from rewards."""
+    return settings.kl_coef > 0 and settings.kl_place is KlPlace.reward
+
+
+def kl_returns(old_S: np.ndarray, reference_S: np.ndarray, coefficient: float) -> np.ndarray:
+    """What each token is charged for itself and for all later ones (arXiv:2501.03262, eq. 7), float64 [S].
+
+    The reward of a token is -coefficient (log pi_old - log pi_ref), and its return the sum from it to the end.
+
+    Args:
+        old_S, reference_S: log-probs of the sampled tokens.
+    """
+    rewards_S = -coefficient * (old_S - reference_S)
+    return np.cumsum(rewards_S[::-1])[::-1]
+
+
+def whitening(count: float, total: float, squares: float) -> tuple[float, float]:
+    """Mean, and the standard deviation to divide by, of all tokens of a rollout.
+
+    Args:
+        squares: sum of the squared differences from the mean.
+    """
+    return total / count, float(np.sqrt(max(squares / count, WHITENING_EPSILON)))

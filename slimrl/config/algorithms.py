@@ -1,0 +1,44 @@
+"""What each algorithm's name stands for: its settings where a recipe says nothing else. Those of GSPO are the schema's.
+
+The values are those of the papers that the schema names with each algorithm. Where a paper leaves a setting open, the
+comment says what was chosen.
+"""
+
+from typing import Any
+
+from slimrl.config.schema import Aggregation, AlgorithmName, KlEstimator, KlPlace
+
+_TOKEN_CLIP = {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2}
+
+SETTINGS: dict[AlgorithmName, dict[str, Any]] = {
+    AlgorithmName.gspo: {},
+    AlgorithmName.gspo_token: {"loss": "gspo_token"},
+    AlgorithmName.grpo: _TOKEN_CLIP,
+    AlgorithmName.dr_grpo: {**_TOKEN_CLIP, "advantage": "dr_grpo", "aggregation": Aggregation.constant},
+    AlgorithmName.dapo: {**_TOKEN_CLIP, "clip_high": 0.28, "aggregation": Aggregation.token},
+    AlgorithmName.rloo: {**_TOKEN_CLIP, "advantage": "rloo"},
+    AlgorithmName.reinforce_pp: {
+        **_TOKEN_CLIP,
+        "advantage": "reward",
+        "aggregation": Aggregation.token,
+        "whiten": True,
+        "kl_coef": 0.01,
+        "kl_estimator": KlEstimator.k1,
+        "kl_place": KlPlace.reward,
+        "skip_zero_variance": False,
+    },
+    AlgorithmName.reinforce_pp_baseline: {
+        **_TOKEN_CLIP,
+        "advantage": "dr_grpo",
+        "aggregation": Aggregation.token,
+        "whiten": True,
+        "kl_estimator": KlEstimator.k2,
+    },
+    AlgorithmName.opo: {"loss": "gpg", "advantage": "opo", "aggregation": Aggregation.token},
+    # The paper gives no upper bound; 4 bounds a weight at 5. No lower bound.
+    AlgorithmName.cispo: {"loss": "cispo", "aggregation": Aggregation.token, "clip_low": 1.0, "clip_high": 4.0},
+    AlgorithmName.gpg: {"loss": "gpg", "advantage": "dr_grpo", "aggregation": Aggregation.token},
+    AlgorithmName.sapo: {"loss": "sapo"},
+    # exp(-0.4) to exp(0.4), the paper's range of a token's log-ratio.
+    AlgorithmName.gmpo: {"loss": "gmpo", "clip_low": 0.3297, "clip_high": 0.4918},
+}
