@@ -20,7 +20,7 @@ import torch
 from figures import make_table, write_figures
 from rich.console import Console
 
-from slimrl.algorithms.losses import cross_entropy
+from slimrl.algorithms.objective import cross_entropy
 from slimrl.config.schema import (
     DeltaEncoding,
     OptimizerConfig,

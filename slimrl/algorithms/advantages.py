@@ -72,9 +72,11 @@ def load_advantage(name: str) -> GroupAdvantage:
     """The advantage of a recipe, by its name or import path.
 
     Raises:
-        ValueError: the import path leads to no function.
+        ValueError: the import path leads to no function, or to one of other arguments.
     """
-    return ADVANTAGES[AdvantageName(name)] if name in AdvantageName.__members__ else resolve(name)
+    if name in AdvantageName.__members__:
+        return ADVANTAGES[AdvantageName(name)]
+    return resolve(name, arguments=("group",))
 
 
 def needs_others(name: str) -> bool:

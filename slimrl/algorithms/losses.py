@@ -66,7 +66,8 @@ def gpg(tokens: PolicyTokens, settings: AlgorithmConfig, _: Tensor) -> TokenLoss
 def sapo(tokens: PolicyTokens, settings: AlgorithmConfig, _: Tensor) -> TokenLosses:
     """-4 / tau sigmoid(tau (r - 1)) A, with tau by the sign of A (arXiv:2511.20347)."""
     positive, negative = SAPO_TEMPERATURES
-    tau_T = torch.where(tokens.advantages_T > 0, positive, negative).to(tokens.log_ratio_T.dtype)
+    like_T = torch.ones_like(tokens.advantages_T)
+    tau_T = torch.where(tokens.advantages_T > 0, positive * like_T, negative * like_T)
     gate_T = torch.sigmoid(tau_T * (tokens.log_ratio_T.exp() - 1)) * 4 / tau_T
     return TokenLosses(loss_T=-gate_T * tokens.advantages_T, clipped_T=torch.zeros_like(tokens.mask_T))
 
@@ -115,9 +116,11 @@ def load_loss(name: str) -> PolicyLoss:
     """The loss of a recipe, by its name or import path.
 
     Raises:
-        ValueError: the import path leads to no function.
+        ValueError: the import path leads to no function, or to one of other arguments.
     """
-    return LOSSES[LossName(name)] if name in LossName.__members__ else resolve(name)
+    if name in LossName.__members__:
+        return LOSSES[LossName(name)]
+    return resolve(name, arguments=("tokens", "settings", "log_ratio_N"))
 
 
 def _clipped(ratio_T: Tensor, advantages_T: Tensor, settings: AlgorithmConfig, dual_clip: float = 0.0) -> TokenLosses:

@@ -1,18 +1,22 @@
 """Resolves import paths of a recipe, `module:function`."""
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimrl.config.problems import suggestion
 
 
-def resolve(path: str, *, classes: bool = False) -> Callable[..., Any]:
+def resolve(path: str, *, classes: bool = False, arguments: Sequence[str] = ()) -> Callable[..., Any]:
     """The function or other callable at `module:function`; a class only if `classes`.
 
+    Args:
+        arguments: names of the arguments with which it will be called, by place; empty to leave its signature alone.
+
     Raises:
-        ValueError: the path is not of this form, or there is no such module or function. Errors of the module itself
-            are raised unchanged.
+        ValueError: the path is not of this form, there is no such module or function, or it takes other arguments.
+            Errors of the module itself are raised unchanged.
     """
     module_name, separator, name = path.partition(":")
     if not separator or not module_name or not name:
@@ -33,4 +37,9 @@ def resolve(path: str, *, classes: bool = False) -> Callable[..., Any]:
         raise ValueError(f"{path}: {name} is not a function but {type(value).__name__}")
     if isinstance(value, type) and not classes:
         raise ValueError(f"{path}: {name} is a class, not a function")
+    if arguments:
+        try:
+            inspect.signature(value).bind(*arguments)
+        except TypeError as error:
+            raise ValueError(f"{path}: cannot be called as {name}({', '.join(arguments)}): {error}") from error
     return value

@@ -104,13 +104,6 @@ class HeldBatches:
         """See MicroBatchRunner.step."""
         return self.runner.step()
 
-    def train_update(
-        self, update: int, loss_function: LossFunction, denominator: float, temperature: float
-    ) -> UpdateResult:
-        """`accumulate` and `step`."""
-        self.accumulate(update, loss_function, denominator, temperature)
-        return self.step()
-
     def _reference(self) -> AbstractContextManager[None]:
         assert self.reference is not None, "the worker keeps the reference's weights when it has loaded them"
         return self.reference.swapped_in()

@@ -122,6 +122,18 @@ class MicroBatchRunner:
         self.accumulated = self._reduce([sums for sums, _ in outputs]), denominator, num_tokens
         return self._whole([found for _, found in outputs]) if logprobs and self.layout.is_last_stage else None
 
+    def train_update(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction,
+        *,
+        denominator: float,
+        temperature: float,
+    ) -> UpdateResult:
+        """`accumulate`, then `step`."""
+        self.accumulate(micro_batches, loss_function, denominator=denominator, temperature=temperature)
+        return self.step()
+
     def step(self) -> UpdateResult:
         """One optimizer step with the gradients of `accumulate`; every rank calls it."""
         assert self.accumulated is not None, "accumulate comes first"

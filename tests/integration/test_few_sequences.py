@@ -8,7 +8,7 @@ import pytest
 from ranks import run_ranks
 from trainer_cases import in_layouts, packed_batches, save_initial_weights
 
-from slimrl.algorithms.losses import loss_function
+from slimrl.algorithms.objective import loss_function
 from slimrl.config.schema import AlgorithmConfig
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

@@ -59,7 +59,7 @@ def assert_equal_to_one_rank(weights, reference, num_ranks, layouts):
             for expected, actual in zip(reference[loss], updates, strict=True):
                 where = f"{layout} {loss}"
                 assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5), where
-                count = expected.sums["tokens" if loss == "cross_entropy" else "trajectories"]
+                count = expected.sums["tokens" if loss == "cross_entropy" else "weight"]
                 assert actual.sums.keys() == expected.sums.keys()
                 for name, value in expected.sums.items():
                     assert actual.sums[name] / count == pytest.approx(value / count, abs=1e-5), f"{where} {name}"

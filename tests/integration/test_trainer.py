@@ -19,7 +19,7 @@ from trainer_cases import (
     trainer_config,
 )
 
-from slimrl.algorithms.losses import loss_function
+from slimrl.algorithms.objective import loss_function
 from slimrl.config.schema import AlgorithmConfig, OptimizerConfig, Precision
 from slimrl.data.packing import OLD_LOGPROBS, is_split, pack
 from slimrl.trainer.checkpointing import checkpoint
@@ -115,7 +115,8 @@ def test_logprobs_and_routing_come_back_once_and_in_order_under_every_layout(wei
 
 def split_updates(rank, num_ranks, port, weights, layouts):
     """Of each layout: two updates on four trajectories of three sequences each, held by the ranks throughout."""
-    loss = loss_function("policy", AlgorithmConfig(clip_low=0.9, clip_high=5.0))
+    settings = AlgorithmConfig(clip_low=0.9, clip_high=5.0)
+    loss = loss_function("policy", settings)
     results = []
     for run in in_layouts(rank, num_ranks, port, layouts, weights):
         packed, advantages_N = sequences(0)
@@ -127,10 +128,13 @@ def split_updates(rank, num_ranks, port, weights, layouts):
         held = HeldBatches(run.runner)
         held.put_batches([parts[run.layout.data_rank]])
         held.add_logprobs(0, OLD_LOGPROBS, 0.7)
-        updates = [held.train_update(0, loss, 4.0, 0.7)]
-        held.refresh_remote(0, 0.7)
-        elsewhere = max((float(abs(b.remote_log_ratio).max(initial=0)) for b in held.updates[0]), default=0.0)
-        updates.append(held.train_update(0, loss, 4.0, 0.7))
+        held.accumulate(0, loss, 4.0, 0.7)
+        updates = [held.step()]
+        held.set_remote(0, settings, 0.7)
+        remote = [batch.remote["policy"] for batch in held.updates[0] if batch.remote]
+        elsewhere = max((float(abs(values).max(initial=0)) for values in remote), default=0.0)
+        held.accumulate(0, loss, 4.0, 0.7)
+        updates.append(held.step())
         results.append((is_split(parts), elsewhere, updates))
     return results
 

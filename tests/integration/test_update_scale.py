@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from slimrl.algorithms.losses import loss_function
+from slimrl.algorithms.objective import loss_function
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.config.schema import AlgorithmConfig, OptimizerConfig, Precision, TrainerConfig
 from slimrl.data.packing import MicroBatch, pack

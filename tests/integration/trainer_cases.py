@@ -10,8 +10,8 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 
-from slimrl.algorithms.losses import LossSums, cross_entropy, gspo_loss
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.algorithms.objective import LossSums, cross_entropy, loss_function
+from slimrl.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.trajectory import Segment
 from slimrl.models.megatron_config import MegatronModelConfig
@@ -98,7 +98,7 @@ def packed_batches(step: int, layout: Layout, budget_tokens: int, count: int = 1
 def gspo(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, batch: LocalBatch) -> LossSums:
     """Old log-probs are the rollout's, so that ratios leave 1."""
     batch = replace(batch, added_T={"old_logprobs": batch.rollout_logprobs_T})
-    return gspo_loss(logprobs_T, entropy_T, batch, clip_low=0.9, clip_high=5.0)
+    return loss_function("policy", AlgorithmConfig(clip_low=0.9, clip_high=5.0))(logprobs_T, entropy_T, batch)
 
 
 def token_cross_entropy(logprobs_T: torch.Tensor, entropy_T: torch.Tensor, batch: LocalBatch) -> LossSums:

@@ -224,11 +224,11 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
             learned.append(("prepare", step.number, batch))
             return "updates"
 
-        def compute_old_logprobs(self, step, updates, *, enforce_limit):
-            learned.append(("logprobs", updates, enforce_limit))
+        def compute_inputs(self, step, updates):
+            learned.append(("inputs", updates))
 
-        def train(self, step, updates):
-            learned.append(("train", updates))
+        def train(self, step, updates, *, enforce_limit):
+            learned.append(("train", updates, enforce_limit))
 
     batch = ["t"]
     ruled = []
@@ -242,8 +242,8 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
         Path("r.yaml"), ["a=1"], trajectories=Path("t.jsonl"), steps=2, overwrite=True, ray_address="head:1"
     )
     assert learned == [
-        ("prepare", 1, batch), ("logprobs", "updates", True), ("train", "updates"),
-        ("prepare", 2, batch), ("logprobs", "updates", False), ("train", "updates"),
+        ("prepare", 1, batch), ("inputs", "updates"), ("train", "updates", True),
+        ("prepare", 2, batch), ("inputs", "updates"), ("train", "updates", False),
     ]  # fmt: skip
     assert ruled == [(batch, TruncationMode.zero)]
     assert parts.prepared[:3] == (["a=1", "steps=2"], "train --trajectories", {"train": False, "evaluate": False})

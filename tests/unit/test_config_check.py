@@ -11,6 +11,7 @@ from slimrl.config.check import check_loaded, check_recipe
 from slimrl.config.keys import KEY_TYPES
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
+from slimrl.config.schema import AlgorithmName
 from slimrl.config.trainer_rules import padded_tokens
 
 MODEL = {
@@ -616,6 +617,57 @@ def test_a_clip_range_made_for_token_ratios_is_a_warning(folder):
     assert problems_of(["algorithm.clip_high=0.01", "algorithm.clip_low=0.01"]) == []
     both = problems_of(["algorithm.clip_high=0.011", "algorithm.clip_low=0.011"])
     assert [problem.key for problem in both] == ["algorithm.clip_low", "algorithm.clip_high"]
+
+
+def test_a_clip_range_made_for_sequence_ratios_is_a_warning_with_token_ratios(folder):
+    both = problems_of(["algorithm.name=grpo", "algorithm.clip_high=4e-4", "algorithm.clip_low=3e-4"])
+    assert [(problem.key, problem.warning) for problem in both] == [
+        ("algorithm.clip_low", True), ("algorithm.clip_high", True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name.value for name in AlgorithmName])
+def test_every_algorithm_by_its_name_has_no_problems(folder, name):
+    assert problems_of([f"algorithm.name={name}"]) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ("loss=gsop", "loss", "'gsop' is neither one of ours nor an import path module:function. Did you mean gspo?"),
+        ("advantage=grop", "advantage", "Did you mean grpo?"),
+        ("loss=ppo clip_low=1.5 clip_high=0.2", "clip_low", "Use at most 1, which is no lower bound."),
+        ("loss=gmpo clip_low=1 clip_high=0.2", "clip_low", "Use less than 1."),
+        ("name=grpo dual_clip=0.9", "dual_clip", "0.9: it bounds ratios above 1."),
+        ("dual_clip=3", "dual_clip", "the loss gspo has none."),
+        ("kl_coef=0.1 kl_estimator=k1", "kl_estimator", "Use k2 or k3, or algorithm.kl_place: reward."),
+        ("name=grpo kl_coef=0.1 kl_place=reward", "kl_estimator", "Use k1."),
+        ("kl_coef=0.1 kl_place=reward kl_estimator=k1", "kl_place", "Use loss: gspo_token."),
+        ("old_policy=rollout correction.level=token", "old_policy", "Use trainer, or no correction."),
+        ("old_policy=rollout correction.veto=1e-4", "old_policy", "Use trainer, or no correction."),
+        ("correction.level=token correction.mode=mask correction.low=3", "correction.low", "is not below"),
+        ("correction.veto=1", "correction.veto", "use one such as 1e-4."),
+    ],
+)
+def test_settings_of_an_algorithm_that_exclude_each_other_are_refused(folder, overrides, key, message):
+    (problem,) = problems_of([f"algorithm.{one}" for one in overrides.split()])
+    assert (problem.key, problem.warning) == (f"algorithm.{key}", False)
+    assert message in problem.message
+
+
+def test_what_excludes_each_other_may_be_off(folder):
+    for fine in (
+        "kl_estimator=k1", "kl_place=reward", "old_policy=rollout", "correction.low=3",
+        "name=gspo_token kl_coef=0.1 kl_place=reward kl_estimator=k1", "name=grpo dual_clip=3",
+        "correction.level=token correction.low=3", "loss=tasks.mine:loss clip_low=0.2 clip_high=0.2",
+    ):  # fmt: skip
+        assert problems_of([f"algorithm.{one}" for one in fine.split()]) == [], fine
+
+
+def test_one_sample_of_a_prompt_is_enough_without_a_baseline(folder):
+    (problem,) = problems_of(["rollout.samples_per_prompt=1"])
+    assert problem.key == "rollout.samples_per_prompt"
+    assert problems_of(["rollout.samples_per_prompt=1", "algorithm.name=reinforce_pp"]) == []
 
 
 def test_sft_is_measured_by_its_own_conversation_length(folder):

@@ -16,7 +16,7 @@ from slimrl.config.keys import meant_key
 from slimrl.config.load import LoadedRecipe, intended_command, load_recipe, read_recipe
 from slimrl.config.package_fields import megatron_fields, package_folder, sglang_fields
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe, VerifyMode
+from slimrl.config.schema import Aggregation, Recipe, VerifyMode
 from slimrl.config.show import dump_resolved, show
 
 MINIMAL = """\
@@ -209,7 +209,7 @@ def test_escaped_openings_within_lists_and_mappings_are_kept_by_the_resolved_yam
         ("rolout.num_engine", "rollout.num_engines"),
         ("extend", "extends"),
         ("zebra", None),
-        ("algorithm.loss", None),
+        ("algorithm.formula", None),
     ],
 )
 def test_the_key_that_was_meant_is_one_of_that_name_or_a_sibling_before_others(key, meant):
@@ -282,8 +282,10 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
         ("seed=1_000", "seed: expected int, got '1_000'."),
         ("seed=true", "seed: expected int, got True."),
         ("trainer.optimizer.lr='1'", "trainer.optimizer.lr: expected float, got '1'."),
-        ("algorithm.name=grpo",
-         "algorithm.name: 'grpo' is not one of gspo. Did you mean algorithm.advantage: grpo?"),
+        ("algorithm.aggregation=tokens",
+         "algorithm.aggregation: 'tokens' is not one of trajectory, token, constant. Did you mean token?"),
+        ("algorithm.kl_place=k3",
+         "algorithm.kl_place: 'k3' is not one of loss, reward. Did you mean algorithm.kl_estimator: k3?"),
         ("rollout.sglang.schedule_policy=fcfss",
          "rollout.sglang.schedule_policy: 'fcfss' is not one of lpm, random, fcfs, dfs-weight, lof, priority, "
          "routing-key, hrrn, shortest-prefill-first. Did you mean fcfs?"),
@@ -464,3 +466,18 @@ def test_the_configuration_imports_without_torch_in_an_eighth_of_the_time_that_i
     )
     # One pair in an even moment is enough: on a machine at work either may be slowed down alone.
     assert any(cpu_seconds(code) < cpu_seconds("import torch\n") / 8 for _ in range(3))
+
+
+def test_the_name_of_an_algorithm_brings_its_settings_and_the_recipe_changes_them(folder):
+    loaded = load(MINIMAL, "algorithm.name=dapo", "algorithm.clip_low=0.1")
+    algorithm = loaded.recipe.algorithm
+    assert (algorithm.loss, algorithm.clip_low, algorithm.clip_high) == ("ppo", 0.1, 0.28)
+    assert algorithm.aggregation is Aggregation.token
+    origin = {key: loaded.provenance[f"algorithm.{key}"] for key in ("clip_low", "clip_high", "dual_clip")}
+    assert origin == {"clip_low": "command line", "clip_high": "command line (algorithm dapo)", "dual_clip": "default"}
+
+
+def test_an_inherited_setting_stays_when_the_name_changes(folder):
+    """What a file says is never replaced by what a name stands for."""
+    loaded = load(MINIMAL + "algorithm:\n  clip_high: 0.5\n", "algorithm.name=grpo")
+    assert (loaded.recipe.algorithm.clip_low, loaded.recipe.algorithm.clip_high) == (0.2, 0.5)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.algorithms.losses import log_ratio_sums, set_remote_log_ratio
 from slimrl.algorithms.mismatch import report_logprobs
-from slimrl.config.schema import Recipe
+from slimrl.algorithms.remote import remote_sums, set_remote
+from slimrl.config.schema import Aggregation, CorrectionLevel, KlEstimator, KlPlace, OldPolicy, Recipe
 from slimrl.data.packing import num_trajectories
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.data.trajectory import Segment, Status, Trajectory
@@ -33,46 +33,66 @@ class AnsweringTrainers:
     def __init__(self, *, mismatch: float = 0.0, skips=(), drift_of_update: float = 0.0) -> None:
         self.mismatch, self.drift = mismatch, drift_of_update
         self.skips = list(skips)
-        self.updates, self.logprob_temperatures, self.routing, self.puts = [], [], [], []
+        self.asked: list[str] = []
+        """Passes in their order"""
+        self.updates, self.temperatures, self.routing, self.puts = [], [], [], []
+        self.num_steps = 0
 
     def put_batches(self, updates):
         self.held = [[batch for part in parts for batch in part] for parts in updates]
         self.puts.append(len(updates))
 
     def _answer(self, batch) -> LogProbs:
-        drift = len(self.updates) * self.drift * batch.position_ids
+        drift = self.num_steps * self.drift * batch.position_ids
         logprobs = np.where(batch.mask, batch.rollout_logprobs + self.mismatch + drift, np.nan)
         entropy = np.where(batch.mask, ENTROPY, np.nan)
         return LogProbs(logprobs=logprobs.astype(np.float32), entropy=entropy.astype(np.float32))
 
+    def _ask(self, what: str, temperature: float) -> None:
+        self.asked.append(what)
+        self.temperatures.append(temperature)
+
     def add_logprobs(self, update, name, temperature, *, routing=False):
-        self.logprob_temperatures.append(temperature)
+        self._ask(f"{name} of {update}", temperature)
         self.routing.append(routing)
         for batch in self.held[update]:
             batch.added[name] = self._answer(batch).logprobs
         return [report_logprobs(batch, self._answer(batch)) for batch in self.held[update]]
 
-    def refresh_remote(self, update, temperature):
-        self.logprob_temperatures.append(temperature)
-        own = [log_ratio_sums(batch, self._answer(batch).logprobs) for batch in self.held[update]]
-        everywhere = [(batch.trajectories, sums) for batch, sums in zip(self.held[update], own, strict=True)]
-        set_remote_log_ratio(self.held[update], own, everywhere)
+    def add_advantages(self, settings):
+        self.asked.append("advantages")
 
-    def train_update(self, update, objective, *, denominator, temperature):
-        assert all("old_logprobs" in batch.added for batch in self.held[update])
-        remote = [batch.remote_log_ratio.copy() for batch in self.held[update]]
+    def set_remote(self, update, settings, temperature):
+        self._ask(f"sums of {update}", temperature)
+        own = [remote_sums(batch, self._answer(batch).logprobs, settings) for batch in self.held[update]]
+        everywhere = [(batch.trajectories, sums) for batch, sums in zip(self.held[update], own, strict=True)]
+        set_remote(self.held[update], own, everywhere)
+
+    def accumulate(self, update, objective, *, denominator, temperature, entropy_coef, logprobs):
+        self._ask(f"gradients of {update}" + (" with log-probs" if logprobs else ""), temperature)
+        remote = [batch.remote.get("policy", np.zeros(1)) for batch in self.held[update]]
         self.updates.append(
             SimpleNamespace(
                 batches=self.held[update],
                 objective=objective,
                 denominator=denominator,
                 temperature=temperature,
+                entropy_coef=entropy_coef,
                 remote=remote,
             )
         )
+        return [report_logprobs(batch, self._answer(batch)) for batch in self.held[update]] if logprobs else []
+
+    def step(self):
+        self.num_steps += 1
         skipped = self.skips.pop(0) if self.skips else False
+        denominator = self.updates[-1].denominator
+        sums = {
+            "loss": 0.5 * denominator, "weight": 8.0, "clipped": 2.0, "tokens": 50.0, "kl_old": 5.0,
+            "importance": 60.0, "importance_squared": 90.0, "kl": 10.0,
+        }  # fmt: skip
         return UpdateResult(
-            sums={"loss": 0.5 * denominator, "clipped": 0.25 * denominator, "trajectories": float(denominator)},
+            sums=sums, denominator=denominator,
             grad_norm=math.nan if skipped else 2.0, skipped=skipped, lr=0.125, num_tokens=100,
             expert_load_max_over_mean=math.nan, router_entropy=math.nan,
         )  # fmt: skip
@@ -115,8 +135,8 @@ def learn(trainers, settings, trajectories, state=None, **options) -> tuple[Step
     """One step of the learner; the step with its metrics, and the updates that were made."""
     learner, step = Learner(settings, trainers, state or RunState(), []), Step(4)
     updates = learner.prepare(step, trajectories)
-    learner.compute_old_logprobs(step, updates, **options)
-    learner.train(step, updates)
+    learner.compute_inputs(step, updates)
+    learner.train(step, updates, **options)
     return step, updates
 
 
@@ -154,8 +174,7 @@ def test_an_update_is_divided_by_its_trajectories_and_works_at_the_temperature_o
     ]
     # All batches go to the ranks at once, and none is left there.
     assert trainers.puts == [2, 0]
-    # Of each update's old log-probs, and of the second one's segments that lie apart.
-    assert trainers.logprob_temperatures == [0.7] * 3
+    assert set(trainers.temperatures) == {0.7}
 
 
 def test_the_metrics_are_means_over_tokens_and_over_trajectories():
@@ -166,19 +185,23 @@ def test_the_metrics_are_means_over_tokens_and_over_trajectories():
     assert step.metrics["mismatch/logprob_abs_mean"] == pytest.approx(0.002, rel=1e-3)
     assert step.metrics["policy/loss"] == 0.5
     assert step.metrics["policy/clip_fraction"] == 0.25
+    assert step.metrics["policy/kl"] == 0.1
+    assert step.metrics["policy/reference_kl"] == 0.2
+    # 60^2 / (50 * 90)
+    assert step.metrics["policy/effective_sample_size"] == pytest.approx(0.8)
     assert step.metrics["policy/grad_norm"] == 2.0
     assert step.metrics["train/lr"] == 0.125
     assert step.metrics["train/skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("mismatch", [0.011, -0.011, math.nan])
-def test_a_mismatch_above_the_limit_or_unknown_stops_the_run_before_it_trains(mismatch):
+def test_a_mismatch_above_the_limit_or_unknown_stops_the_run_before_the_weights_change(mismatch):
     trainers = AnsweringTrainers(mismatch=mismatch)
     with pytest.raises(RunError, match=r"step 4: trainer and engines disagree by (1\.10e-02|nan) .* is 1\.00e-02"):
         learn(trainers, recipe(), pairs("a"))
-    assert trainers.updates == []
+    assert trainers.num_steps == 0
     learn(trainers, recipe(), pairs("a"), enforce_limit=False)
-    assert len(trainers.updates) == 1
+    assert trainers.num_steps == 1
 
 
 def test_a_mismatch_below_the_limit_does_not_stop_the_run():
@@ -187,12 +210,88 @@ def test_a_mismatch_below_the_limit_does_not_stop_the_run():
     assert len(trainers.updates) == 1
 
 
-def test_the_engines_experts_are_asked_for_where_the_recipe_compares_them():
-    for routed_experts in (True, False):
-        settings, trainers = recipe(), AnsweringTrainers()
-        settings.rollout.routed_experts = routed_experts
-        learn(trainers, settings, pairs("a"))
-        assert trainers.routing == [routed_experts]
+def test_the_engines_experts_are_compared_in_a_pass_where_the_recipe_asks_for_them():
+    settings, trainers = recipe(), AnsweringTrainers()
+    settings.rollout.routed_experts = True
+    learn(trainers, settings, pairs("a"))
+    assert trainers.routing == [True]
+
+
+def passes(settings: Recipe, **options) -> list[str]:
+    """What a step of these settings asks of the ranks."""
+    trainers = AnsweringTrainers()
+    learn(trainers, settings, pairs("ab", **options))
+    return trainers.asked
+
+
+def test_one_update_of_a_rollout_needs_no_pass_before_it():
+    assert passes(recipe()) == ["gradients of 0 with log-probs"]
+
+
+def test_later_updates_need_the_old_policys_log_probs_before_the_first_one():
+    assert passes(recipe(updates=2)) == [
+        "old_logprobs of 1", "gradients of 0 with log-probs", "gradients of 1",
+    ]  # fmt: skip
+
+
+def test_a_ratio_against_the_engines_log_probs_needs_no_pass():
+    settings = recipe(updates=2)
+    settings.algorithm.old_policy = OldPolicy.rollout
+    assert passes(settings) == ["gradients of 0 with log-probs", "gradients of 1"]
+
+
+def test_a_reference_costs_a_pass_and_in_the_reward_one_more():
+    settings = recipe()
+    settings.algorithm.kl_coef = 0.1
+    assert passes(settings) == ["reference_logprobs of 0", "gradients of 0 with log-probs"]
+    settings.algorithm.kl_place, settings.algorithm.kl_estimator = KlPlace.reward, KlEstimator.k1
+    assert passes(settings) == ["old_logprobs of 0", "reference_logprobs of 0", "advantages", "gradients of 0"]
+
+
+def test_whitened_advantages_need_no_pass():
+    settings = recipe()
+    settings.algorithm.whiten = True
+    assert passes(settings) == ["advantages", "gradients of 0 with log-probs"]
+
+
+def test_trajectories_in_several_micro_batches_cost_a_pass_where_a_sum_over_them_matters():
+    """Segments of 60 and 50 tokens do not fit one micro-batch of 64."""
+    split = {"lengths": (60, 50)}
+    settings = recipe(updates=2)
+    first, second = "gradients of 0 with log-probs", "gradients of 1"
+    assert passes(settings, **split) == ["old_logprobs of 1", first, "sums of 1", second]
+    settings.algorithm.loss = "ppo"
+    assert passes(settings, **split) == ["old_logprobs of 1", first, second]
+    settings.algorithm.correction.level = CorrectionLevel.token
+    assert passes(settings, **split) == ["old_logprobs of 1", first, second]
+    settings.algorithm.correction.level = CorrectionLevel.sequence
+    assert passes(settings, **split) == ["old_logprobs of 1", "sums of 0", first, "sums of 1", second]
+    assert passes(settings) == ["old_logprobs of 1", first, second]
+
+
+@pytest.mark.parametrize(("aggregation", "expected"), [("trajectory", 4), ("token", 36), ("constant", 4 * 320)])
+def test_the_denominator_is_that_of_the_aggregation(aggregation, expected):
+    settings, trainers = recipe(), AnsweringTrainers()
+    settings.algorithm.aggregation = Aggregation(aggregation)
+    settings.rollout.max_trajectory_tokens = 320
+    learn(trainers, settings, pairs("ab"))
+    assert trainers.updates[0].denominator == expected
+
+
+def test_the_weight_of_the_entropy_bonus_follows_the_target():
+    settings, trainers, state = recipe(), AnsweringTrainers(), RunState()
+    settings.algorithm.entropy_coef, settings.algorithm.entropy_step = 0.01, 0.002
+    learn(trainers, settings, pairs("a"), state)
+    assert state.entropy_weight is None
+    settings.algorithm.entropy_target = ENTROPY + 0.1
+    for _ in range(2):
+        learn(trainers, settings, pairs("a"), state)
+    settings.algorithm.entropy_target = ENTROPY - 0.1
+    for _ in range(8):
+        learn(trainers, settings, pairs("a"), state)
+    given = [update.entropy_coef for update in trainers.updates]
+    assert given == pytest.approx([0.01, 0.01, 0.012, *(0.014 - 0.002 * n for n in range(8))], abs=1e-12)
+    assert state.entropy_weight == 0.0
 
 
 def test_the_second_update_knows_what_lies_elsewhere_and_the_first_has_nothing_there():
@@ -214,7 +313,7 @@ def test_the_second_update_knows_what_lies_elsewhere_and_the_first_has_nothing_t
 def test_whole_trajectories_of_the_second_update_need_no_log_probs_anew():
     trainers = AnsweringTrainers(drift_of_update=1e-3)
     learn(trainers, recipe(updates=2), pairs("ab"))
-    assert len(trainers.logprob_temperatures) == len(trainers.updates) == 2
+    assert trainers.asked == ["old_logprobs of 1", "gradients of 0 with log-probs", "gradients of 1"]
 
 
 def test_the_run_stops_at_the_limit_of_updates_skipped_in_a_row():
@@ -239,5 +338,5 @@ def test_an_update_that_is_made_ends_the_streak_of_skipped_ones():
 def test_a_rollout_without_anything_to_teach_makes_no_update():
     trainers = AnsweringTrainers()
     step, updates = learn(trainers, recipe(), [trajectory("a", 1), trajectory("a", 1)])
-    assert updates == trainers.puts == trainers.updates == trainers.logprob_temperatures == []
+    assert updates == trainers.puts == trainers.updates == trainers.asked == []
     assert step.metrics == {"rollout/zero_variance_fraction": 1.0, "train/skipped_steps": 0}

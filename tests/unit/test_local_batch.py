@@ -26,7 +26,8 @@ def micro_batch() -> MicroBatch:
         tokens=tokens + 100, targets=tokens + 101, mask=tokens % 3 == 0, padding=tokens >= 20, position_ids=tokens % 8,
         cu_seqlens=np.array([0, 8, 24], np.int32), trajectory_ids=tokens // 12,
         rollout_logprobs=-tokens.astype(np.float32), trajectories=np.array([5, 3]), num_sampled=np.array([4, 2]),
-        advantages=np.array([0.5, -0.5], np.float32), remote_log_ratio=np.array([0.25, 0.75], np.float32),
+        advantages=np.array([0.5, -0.5], np.float32), remote={"policy": np.array([0.25, 0.75], np.float32)},
+        sequences=np.array([0, 2]),
         added={"old_logprobs": -2 * tokens.astype(np.float32)},
     )  # fmt: skip
 
@@ -46,7 +47,8 @@ def test_a_rank_has_its_tokens_of_every_field_and_all_trajectories(ranks, rank):
     assert found.added_T["old_logprobs"].tolist() == [-2.0 * token for token in place]
     for name in per_token:
         assert getattr(found, name).tolist() == getattr(batch, name.removesuffix("_T"))[place].tolist(), name
-    for name in ("num_sampled", "advantages", "remote_log_ratio"):
+    assert {name: values_N.tolist() for name, values_N in found.remote_N.items()} == {"policy": [0.25, 0.75]}
+    for name in ("num_sampled", "advantages"):
         assert getattr(found, f"{name}_N").tolist() == getattr(batch, name).tolist()
     assert found.total_tokens == TOKENS
     assert found.num_tokens == sum(token < 20 for token in place)

@@ -58,7 +58,7 @@ class Stages:
         self._note("prepare")
         return ["an update"]
 
-    def compute_old_logprobs(self, step, updates):
+    def compute_inputs(self, step, updates):
         assert updates == ["an update"]
         self._note("logprobs")
 

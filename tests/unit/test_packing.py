@@ -171,7 +171,7 @@ def test_without_sequences_every_rank_has_one_piece_of_padding():
     for m in (m for part in parts for m in part):
         assert m.padding.all()
         assert not m.mask.any()
-        assert (len(m.trajectories), len(m.advantages), len(m.num_sampled), len(m.remote_log_ratio)) == (0,) * 4
+        assert (len(m.trajectories), len(m.advantages), len(m.num_sampled), len(m.sequences)) == (0,) * 4
     assert first_fit_decreasing([], 4) == 0
     assert balanced_partition([], 2) == [[], []]
     with pytest.raises(ValueError, match="3 items cannot be dealt into 2 equal parts"):
@@ -183,10 +183,10 @@ def test_arrays_of_a_micro_batch_have_the_dtypes_that_they_say():
     dtypes = {
         "tokens": np.int64, "targets": np.int64, "mask": np.bool_, "padding": np.bool_, "position_ids": np.int64,
         "cu_seqlens": np.int32, "trajectory_ids": np.int64, "rollout_logprobs": np.float32, "trajectories": np.int64,
-        "num_sampled": np.int64, "advantages": np.float32, "remote_log_ratio": np.float32,
+        "num_sampled": np.int64, "advantages": np.float32, "sequences": np.int64,
     }  # fmt: skip
     assert {name: getattr(m, name).dtype for name in dtypes} == dtypes
-    assert not m.remote_log_ratio.any()
+    assert (m.remote, m.added) == ({}, {})
     assert not m.rollout_logprobs[~m.mask].any()
 
 

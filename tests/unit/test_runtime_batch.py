@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.algorithms.losses import log_ratio_sums, set_remote_log_ratio
 from slimrl.algorithms.mismatch import entropy_mean, mismatch_metrics, report_logprobs
+from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.algorithms.selection import Selection, apply_truncation_rule
 from slimrl.algorithms.selection import select as select_with
-from slimrl.config.schema import AdvantageName, Recipe, TruncationMode
+from slimrl.config.schema import Recipe, TruncationMode
 from slimrl.data.packing import num_trajectories
 from slimrl.data.prompts import Sampler
 from slimrl.data.training import LogProbs
@@ -71,7 +71,7 @@ def test_a_prompt_that_comes_twice_in_a_step_makes_one_group_of_other_samples():
         trajectory(prompt.prompt_id, sample, reward)
         for sample, (prompt, reward) in enumerate(zip(planned.values(), rewards, strict=True))
     ]
-    settings = recipe(advantage=AdvantageName.dr_grpo)
+    settings = recipe(advantage="dr_grpo")
     chosen = select(batch, settings)
     # The second pair of prompt a is 1, 1: alone it would teach nothing.
     assert [t.group_id for t in chosen.trajectories] == ["a", "a", "b", "b", "a", "a"]
@@ -97,7 +97,7 @@ def test_failed_trajectories_filters_and_equal_groups_are_left_out():
 
 def test_a_trajectory_without_a_sampled_token_counts_in_the_baseline_alone():
     batch = [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0), trajectory("a", 2, 0.0, Status.aborted, lengths=())]
-    chosen = select(batch, recipe(advantage=AdvantageName.dr_grpo))
+    chosen = select(batch, recipe(advantage="dr_grpo"))
     assert [t.trajectory_id for t in chosen.trajectories] == ["a/0", "a/1"]
     assert chosen.advantages == pytest.approx([2 / 3, -1 / 3])
 
@@ -164,14 +164,15 @@ def moved(update, offset: float) -> None:
     """As the ranks do it, each on its own: old log-probs are the rollout's, and the policy has moved by `offset`."""
     for batch in batches_of(update):
         batch.added["old_logprobs"] = found(batch, 0.0).logprobs
-    sums = [[log_ratio_sums(batch, found(batch, offset).logprobs) for batch in part] for part in update]
+    settings = recipe().algorithm
+    sums = [[remote_sums(batch, found(batch, offset).logprobs, settings) for batch in part] for part in update]
     everywhere = [
         (batch.trajectories, of)
         for part, own in zip(update, sums, strict=True)
         for batch, of in zip(part, own, strict=True)
     ]
     for part, own in zip(update, sums, strict=True):
-        set_remote_log_ratio(part, own, everywhere)
+        set_remote(part, own, everywhere)
 
 
 def test_mismatch_is_measured_on_sampled_tokens_alone():
@@ -203,7 +204,7 @@ def test_what_lies_elsewhere_is_the_rest_of_the_trajectory():
         for local, index in enumerate(m.trajectories):
             here = m.mask & (m.trajectory_ids == local)
             own = float((r.logprobs - m.rollout_logprobs)[here].sum())
-            assert m.remote_log_ratio[local] == pytest.approx(totals[index] - own, rel=1e-4)
+            assert m.remote["policy"][local] == pytest.approx(totals[index] - own, rel=1e-4)
 
 
 def test_micro_batches_of_padding_alone_change_no_figure():
@@ -222,7 +223,7 @@ def test_micro_batches_of_padding_alone_change_no_figure():
             answer = replace(found(m, 1e-3), routed_experts=experts, routing_margin=margin)
             reports.append(report_logprobs(m, answer))
         moved(update, 2e-3)
-        log_ratios = sorted(float(x) for m in batches_of(update) for x in m.remote_log_ratio)
+        log_ratios = sorted(float(x) for m in batches_of(update) for x in m.remote["policy"])
         figures.append((mismatch_metrics(reports), entropy_mean([reports]), log_ratios))
         assert sum(m.padding.all() for m in batches_of(update)) == (0 if ranks == 1 else 4)
     assert figures[1][0] == pytest.approx(figures[0][0])

@@ -41,7 +41,8 @@ class Trainers:
         self.budgets += [len(batch.tokens) for part in parts for batch in part]
         num_targets = sum(int(batch.mask.sum()) for part in parts for batch in part)
         return UpdateResult(
-            sums={"loss": 0.5 * num_targets}, grad_norm=1.0, skipped=self.skips, lr=0.1, num_tokens=100,
+            sums={"loss": 0.5 * num_targets}, denominator=denominator,
+            grad_norm=1.0, skipped=self.skips, lr=0.1, num_tokens=100,
             expert_load_max_over_mean=float("nan"), router_entropy=float("nan"),
         )  # fmt: skip
 

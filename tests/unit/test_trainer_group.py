@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 
-from slimrl.algorithms.losses import cross_entropy
+from slimrl.algorithms.objective import cross_entropy
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema import Recipe, TransportName
 from slimrl.data.packing import pack
@@ -157,19 +157,28 @@ def test_reports_of_log_probs_come_back_in_the_order_of_the_data_parallel_ranks(
     assert group.add_logprobs(3, "old_logprobs", 0.7, routing=True) == ["0: 0", "0: 1", "1: 0", "1: 1"]
     given, timeout_s = group._actors.last("add_logprobs")
     assert (set(given.values()), timeout_s) == ({(3, "old_logprobs", 0.7, True)}, 22.0)
-    group.refresh_remote(1, 0.7)
-    given, timeout_s = group._actors.last("refresh_remote")
-    assert (set(given.values()), len(given), timeout_s) == ({(1, 0.7)}, 4, 22.0)
+    settings = group._recipe.algorithm
+    group.set_remote(1, settings, 0.7)
+    given, timeout_s = group._actors.last("set_remote")
+    assert (list(given.values()), timeout_s) == ([(1, settings, 0.7)] * 4, 22.0)
+    group.add_advantages(settings)
+    given, timeout_s = group._actors.last("add_advantages")
+    assert (list(given.values()), timeout_s) == ([(settings,)] * 4, 22.0)
 
 
 def test_every_rank_makes_the_update_with_the_loss_of_the_recipe_and_the_same_denominator(group):
     group._recipe.algorithm.clip_high = 0.25
-    group._actors.answers["train_update"] = lambda rank, *given: given
-    update, loss, *rest = group.train_update(1, "policy", denominator=4, temperature=0.7)
-    assert (update, loss.keywords["clip_high"], rest) == (1, 0.25, [4, 0.7])
-    assert group.train_update(0, "sft", denominator=4, temperature=1.0)[1] is cross_entropy
-    given, timeout_s = group._actors.last("train_update")
+    group._actors.answers["accumulate"] = lambda rank, *given: [DATA_RANKS[rank]] if rank % 2 else None
+    group._actors.answers["step"] = lambda rank: "the result"
+    found = group.accumulate(1, "policy", denominator=4, temperature=0.7, entropy_coef=0.5, logprobs=True)
+    assert found == [0, 1]
+    given, timeout_s = group._actors.last("accumulate")
     assert (len(given), timeout_s) == (4, 22.0)
+    update, loss, *rest = given["trainer 2"]
+    assert (update, rest) == (1, [4, 0.7, True])
+    assert (loss.keywords["settings"].clip_high, loss.keywords["entropy_coef"]) == (0.25, 0.5)
+    assert group.train_update(0, "sft", denominator=4, temperature=1.0) == "the result"
+    assert group._actors.last("accumulate")[0]["trainer 0"] == (0, cross_entropy, 4, 1.0, False)
 
 
 def test_the_report_of_a_resync_is_that_of_the_rank_that_makes_one(group):

@@ -8,7 +8,9 @@ from typing import Any
 
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.episode import EpisodeRunner, first_messages
-from slimrl.config.load import LoadedRecipe
+from slimrl.algorithms.advantages import load_advantage
+from slimrl.algorithms.losses import load_loss
+from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.data.engine import Engine
@@ -63,6 +65,9 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
             for name, path in (data.eval.items() if evaluate else ())
         },
     }
+    if is_needed("algorithm", loaded.command):
+        attempts.get("algorithm.loss", lambda: load_loss(recipe.algorithm.loss))
+        attempts.get("algorithm.advantage", lambda: load_advantage(recipe.algorithm.advantage))
     if attempts.problems:
         raise RecipeError(attempts.problems)
     task = _without_long_prompts(Task(**values), recipe, attempts)
