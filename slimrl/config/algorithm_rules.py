@@ -16,7 +16,7 @@ from slimrl.config.schema import (
 )
 
 SEQUENCE_LOSSES = (LossName.gspo.value, LossName.gspo_token.value)
-UNCLIPPED_LOSSES = (LossName.gpg.value, LossName.sapo.value)
+TOKEN_CLIPPED_LOSSES = (LossName.ppo.value, LossName.cispo.value, LossName.gmpo.value)
 
 
 def algorithm_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -54,7 +54,7 @@ def algorithm_warnings(recipe: Recipe) -> Iterator[Violation]:
         if algorithm.loss in SEQUENCE_LOSSES and value > 1e-2:
             message = f"{value} is a range for per-token ratios; GSPO's sequence ratios move by about 1e-4 to 1e-3."
             yield f"algorithm.{name}", message
-        elif algorithm.loss not in (*SEQUENCE_LOSSES, *UNCLIPPED_LOSSES) and value < 1e-2:
+        elif algorithm.loss in TOKEN_CLIPPED_LOSSES and value < 1e-2:
             message = f"{value} is a range for GSPO's sequence ratios; those of tokens move by about 0.2."
             yield f"algorithm.{name}", message
 
@@ -85,7 +85,5 @@ def _correction_violations(recipe: Recipe) -> Iterator[Violation]:
     if bounded and correction.low >= correction.high:
         yield "algorithm.correction.low", f"{correction.low} is not below algorithm.correction.high {correction.high}."
     if correction.veto >= 1:
-        message = (
-            f"{correction.veto}: a fraction of the engine's probability, such as 1e-4. At 1 nothing would be left."
-        )
+        message = f"{correction.veto}: a fraction of the engine's probability; use one such as 1e-4."
         yield "algorithm.correction.veto", message

@@ -50,7 +50,7 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def policy_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Of the sums over all updates of one step that `policy_objective` reports."""
+    """From the sums over all updates of one step that `policy_objective` reports."""
     sums = {name: sum(r.sums[name] for r in results) for name in results[0].sums}
     tokens = sums["tokens"]
     metrics = {

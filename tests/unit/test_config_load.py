@@ -479,5 +479,5 @@ def test_the_name_of_an_algorithm_brings_its_settings_and_the_recipe_changes_the
 
 def test_an_inherited_setting_stays_when_the_name_changes(folder):
     """What a file says is never replaced by what a name stands for."""
-    loaded = load(MINIMAL + "algorithm:\n  clip_high: 0.5\n", "algorithm.name=grpo")
+    loaded = load(MINIMAL.replace("algorithm:\n", "algorithm:\n  clip_high: 0.5\n"), "algorithm.name=grpo")
     assert (loaded.recipe.algorithm.clip_low, loaded.recipe.algorithm.clip_high) == (0.2, 0.5)
