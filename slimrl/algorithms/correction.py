@@ -26,13 +26,6 @@ def correction_terms(tokens: PolicyTokens, settings: AlgorithmConfig) -> dict[st
     return terms
 
 
-def has_correction_terms(settings: AlgorithmConfig) -> bool:
-    """Whether `correction_terms` has any."""
-    correction = settings.correction
-    by_sequence = correction.level in (CorrectionLevel.sequence, CorrectionLevel.geometric)
-    return by_sequence or correction.veto > 0 or correction.max_gap > 0
-
-
 def correction_weights(tokens: PolicyTokens, settings: AlgorithmConfig, sums_N: dict[str, Tensor]) -> Tensor:
     """The weight of each token, float [T] without gradient.
 

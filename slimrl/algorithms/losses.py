@@ -105,9 +105,6 @@ LOSSES: dict[LossName, PolicyLoss] = {
     LossName.gmpo: gmpo,
 }
 
-TOKEN_LOSSES = frozenset(name.value for name in (LossName.ppo, LossName.cispo, LossName.gpg, LossName.sapo))
-"""Losses that read no sum over a trajectory."""
-
 SEQUENCE_TERMS: dict[str, Callable[[PolicyTokens, AlgorithmConfig], Tensor]] = {LossName.gmpo.value: clipped_log_ratio}
 """What a loss sums over each whole trajectory, by its name, where it is not the log-ratio."""
 

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from slimrl.algorithms.correction import correction_terms, correction_weights
 from slimrl.algorithms.kl import kl
-from slimrl.algorithms.losses import SEQUENCE_TERMS, TOKEN_LOSSES, load_loss, log_ratio
+from slimrl.algorithms.losses import SEQUENCE_TERMS, load_loss, log_ratio
 from slimrl.algorithms.policy_tokens import (
     LossBatch,
     PolicyTokens,
     by_token,
-    is_corrected,
     policy_tokens,
     whole_sums,
 )
+from slimrl.config.algorithms import TOKEN_LOSSES
 from slimrl.config.schema import Aggregation, AlgorithmConfig, KlEstimator, KlPlace
 
 ObjectiveName = Literal["policy", "sft"]
@@ -68,7 +68,7 @@ def policy_objective(
     sums_N = whole_sums(sequence_terms(tokens, settings), batch)
     losses = load_loss(settings.loss)(tokens, settings, sums_N.get("policy", torch.zeros_like(tokens.num_sampled_N)))
     loss_T, added = losses.loss_T, {}
-    if is_corrected(settings):
+    if settings.correction.is_active:
         correction_T = correction_weights(tokens, settings, sums_N)
         loss_T = loss_T * correction_T
         added["correction"] = correction_T

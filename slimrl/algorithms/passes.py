@@ -5,9 +5,9 @@ old ones, and the mismatch with the engines is measured there, before the optimi
 settings that cost a pass.
 """
 
-from slimrl.algorithms.remote import needs_remote
 from slimrl.algorithms.token_advantages import charges_kl
-from slimrl.config.schema import OldPolicy, Recipe
+from slimrl.config.algorithms import TOKEN_LOSSES
+from slimrl.config.schema import AlgorithmConfig, OldPolicy, Recipe
 
 
 def needs_old(recipe: Recipe, number: int) -> bool:
@@ -28,13 +28,18 @@ def needs_reference(recipe: Recipe) -> bool:
     return recipe.algorithm.kl_coef > 0
 
 
-def needs_sums(recipe: Recipe, number: int, *, split: bool) -> bool:
-    """Whether an update needs sums over trajectories' tokens in other micro-batches, just before its gradients.
+def needs_sums(algorithm: AlgorithmConfig, number: int) -> bool:
+    """Whether trajectories in several micro-batches need sums over their tokens elsewhere, just before the gradients.
 
-    Args:
-        split: some trajectory has sampled tokens in several micro-batches.
+    Before the rollout's first update the policy is the old one, so the log-ratios of losses are 0.
     """
-    return split and needs_remote(recipe.algorithm, first=number == 0)
+    return algorithm.correction.by_trajectory or (number > 0 and algorithm.loss not in TOKEN_LOSSES)
+
+
+def num_passes(recipe: Recipe) -> int:
+    """Passes over the tokens of an update, added over the updates of a rollout whose trajectories are not split."""
+    updates = range(recipe.trainer.updates_per_rollout)
+    return sum(needs_old(recipe, number) + needs_reference(recipe) for number in updates)
 
 
 def _has_dropout(recipe: Recipe) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimrl.config.schema import AlgorithmConfig, CorrectionLevel, OldPolicy
+from slimrl.config.schema import AlgorithmConfig, OldPolicy
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS
 
 MAX_LOG_RATIO = 20.0
@@ -114,9 +114,3 @@ def _whole_sum(name: str, values_T: Tensor, batch: LossBatch) -> Tensor:
     if batch.sum_over_ranks is not None:
         sums_N = batch.sum_over_ranks(sums_N)
     return sums_N + batch.remote_N[name].to(sums_N.dtype) if name in batch.remote_N else sums_N
-
-
-def is_corrected(settings: AlgorithmConfig) -> bool:
-    """Whether tokens or trajectories get weights, or are left out, for the engines' difference."""
-    correction = settings.correction
-    return correction.level is not CorrectionLevel.off or correction.veto > 0 or correction.max_gap > 0

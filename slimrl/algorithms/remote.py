@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from slimrl.algorithms.correction import has_correction_terms
-from slimrl.algorithms.losses import TOKEN_LOSSES
 from slimrl.algorithms.objective import sequence_terms
 from slimrl.algorithms.policy_tokens import LossBatch, policy_tokens, sum_by_trajectory
 from slimrl.config.schema import AlgorithmConfig
@@ -14,17 +12,6 @@ from slimrl.data.packing import MicroBatch
 
 Sums = dict[str, np.ndarray]
 """float64 [n] by name."""
-
-
-def needs_remote(settings: AlgorithmConfig, *, first: bool) -> bool:
-    """Whether a trajectory in several micro-batches needs such sums.
-
-    Args:
-        first: before the rollout's first update, when the policy is the old one and its ratios are 1.
-    """
-    if first:
-        return has_correction_terms(settings)
-    return has_correction_terms(settings) or settings.loss not in TOKEN_LOSSES
 
 
 def remote_sums(batch: MicroBatch, logprobs_T: np.ndarray, settings: AlgorithmConfig) -> Sums:

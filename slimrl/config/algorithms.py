@@ -6,7 +6,7 @@ comment says what was chosen.
 
 from typing import Any
 
-from slimrl.config.schema import Aggregation, AlgorithmName, KlEstimator, KlPlace
+from slimrl.config.schema import Aggregation, AlgorithmName, KlEstimator, KlPlace, LossName
 
 _TOKEN_CLIP = {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2}
 
@@ -42,3 +42,6 @@ SETTINGS: dict[AlgorithmName, dict[str, Any]] = {
     # exp(-0.4) to exp(0.4), the paper's range of a token's log-ratio.
     AlgorithmName.gmpo: {"loss": "gmpo", "clip_low": 0.3297, "clip_high": 0.4918},
 }
+
+TOKEN_LOSSES = frozenset(loss.value for loss in (LossName.ppo, LossName.cispo, LossName.gpg, LossName.sapo))
+"""Losses in which a token's term depends on no other token of its trajectory."""

@@ -355,6 +355,16 @@ class CorrectionConfig:
     """A trajectory of negative advantage is left out if its mean log pi_engine - log pi is above this
     (arXiv:2512.02556); 0 is off."""
 
+    @property
+    def is_active(self) -> bool:
+        return self.level is not CorrectionLevel.off or self.by_trajectory
+
+    @property
+    def by_trajectory(self) -> bool:
+        """Whether a token's weight depends on the other tokens of its trajectory."""
+        of_trajectories = self.level in (CorrectionLevel.sequence, CorrectionLevel.geometric)
+        return of_trajectories or self.veto > 0 or self.max_gap > 0
+
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slimrl.algorithms.passes import num_passes
 from slimrl.config.rollout_rules import LARGER_ENGINES
 from slimrl.config.schema import Recipe, RolloutConfig
 from slimrl.planner.communication import Communication, logprob_communication, update_communication
@@ -55,8 +56,9 @@ class LayoutPlan:
 
     @property
     def communication_s(self) -> float:
-        """Of all updates and log-probs of a step."""
-        return self.updates * (self.communication.total_s + (self.logprobs.total_s if self.logprobs else 0.0))
+        """Of all updates of a step, and of the passes before them."""
+        logprobs_s = num_passes(self.recipe) * self.logprobs.total_s if self.logprobs else 0.0
+        return self.updates * self.communication.total_s + logprobs_s
 
     @property
     def training_s(self) -> float:

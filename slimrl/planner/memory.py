@@ -7,6 +7,7 @@ Otherwise each keeps everything, on GPUs of its own, or with `ipc` on the same o
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slimrl.algorithms.passes import needs_reference
 from slimrl.config.schema import Recipe
 from slimrl.planner.activations import logits_bytes, stage_activations
 from slimrl.planner.engine import GIB
@@ -40,7 +41,7 @@ class StageMemory:
     parts: dict[str, int]
     """Bytes: weights, gradients, optimizer, activations, logits, resync, engine_weights, kv_cache, reserve"""
     host: int
-    """Bytes of host memory: an offloaded optimizer, and memory that a colocated trainer releases"""
+    """Bytes of host memory: an offloaded optimizer, what a colocated trainer releases, the reference's weights"""
     phases: dict[str, int]
     """Phase -> bytes"""
 
@@ -91,6 +92,8 @@ def stage_memory(
     phases = COLOCATED if colocated else TOGETHER if shared else ALONE
     return StageMemory(
         parts=parts,
-        host=state.host + (state.weights + state.optimizer if colocated else 0),
+        host=state.host
+        + (state.weights + state.optimizer if colocated else 0)
+        + (state.weights if needs_reference(recipe) else 0),
         phases={phase: max(sum(parts[part] for part in held) for held in sets) for phase, sets in phases.items()},
     )

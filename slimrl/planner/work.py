@@ -10,6 +10,7 @@ writes it once, 6 d v, and multiplies triangular matrices within a chunk of 64 t
 
 from dataclasses import dataclass
 
+from slimrl.algorithms.passes import num_passes
 from slimrl.config.schema import Recipe, TrainerConfig
 from slimrl.planner.engine import EnginePlan
 from slimrl.planner.generation import rollout_at_least_s
@@ -32,6 +33,7 @@ class Work:
     training_s: float
     """Updates, pipeline bubble included"""
     logprob_s: float
+    """Passes before the updates"""
     rollout_at_least_s: float
     bubble: float
     """Fraction of an update that a stage waits"""
@@ -58,17 +60,19 @@ def step_work(
     """`engine` is None with `slimrl sft`."""
     trainer = recipe.trainer
     updates = trainer.updates_per_rollout if engine else 1
-    forward = forward_flops_per_token(shape, parameters, batch.trajectory_tokens) * batch.tokens * updates
+    of_update = forward_flops_per_token(shape, parameters, batch.trajectory_tokens) * batch.tokens
+    forward = of_update * updates
     training = forward * (4 if trainer.megatron.get("recompute_granularity") == "full" else 3)
     bubble = bubble_fraction(trainer.parallel, batch.micro_batches)
     speed = trainer.num_ranks * hardware.peak_tflops * TERA * hardware.mfu * (1 - bubble) * _fill(trainer, batch)
     generated = forward if engine else 0.0
+    logprobs = of_update * num_passes(recipe) if engine else 0.0
     return Work(
         training_flops=training,
-        logprob_flops=generated,
+        logprob_flops=logprobs,
         generation_flops=generated,
         training_s=training / speed,
-        logprob_s=generated / speed,
+        logprob_s=logprobs / speed,
         rollout_at_least_s=rollout_at_least_s(
             recipe, shape, engine, hardware, flops=generated, length=batch.trajectory_tokens
         )

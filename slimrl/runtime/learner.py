@@ -77,7 +77,7 @@ class Learner:
         """
         algorithm, results = self._recipe.algorithm, []
         for number, batch in enumerate(updates):
-            if needs_sums(self._recipe, number, split=is_split(batch)):
+            if needs_sums(algorithm, number) and is_split(batch):
                 self._trainers.set_remote(number, algorithm, self._temperature)
             found = self._trainers.accumulate(
                 number,

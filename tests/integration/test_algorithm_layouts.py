@@ -12,7 +12,7 @@ from ranks import run_ranks
 from trainer_cases import in_layouts, save_initial_weights, sequences
 
 from slimrl.algorithms.objective import denominator, loss_function
-from slimrl.algorithms.remote import needs_remote
+from slimrl.algorithms.passes import needs_sums
 from slimrl.algorithms.token_advantages import has_token_advantages
 from slimrl.config.schema import OptimizerConfig
 from slimrl.data.packing import OLD_LOGPROBS, REFERENCE_LOGPROBS, is_split, num_sampled, num_trajectories, pack
@@ -63,7 +63,7 @@ def updates_by_algorithm(rank, num_ranks, port, weights, layouts):
                 batch.remote = {}
             if has_token_advantages(settings):
                 held.add_advantages(settings)
-            if needs_remote(settings, first=False):
+            if needs_sums(settings, 1):
                 held.set_remote(0, settings, TEMPERATURE)
             loss = loss_function("policy", settings, 0.01)
             held.accumulate(0, loss, denominator(settings.aggregation, **counts), TEMPERATURE)

@@ -14,8 +14,9 @@ from algorithm_cases import CASES, PPO, config
 
 from slimrl.algorithms.losses import LOSSES
 from slimrl.algorithms.objective import denominator, loss_function, policy_objective
+from slimrl.algorithms.passes import needs_sums
 from slimrl.algorithms.policy_tokens import LossBatch
-from slimrl.algorithms.remote import needs_remote, remote_sums, set_remote
+from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.config.algorithms import SETTINGS
 from slimrl.config.schema import (
     Aggregation,
@@ -290,20 +291,9 @@ def test_the_denominator_is_that_of_the_whole_update():
 
 
 def test_a_sum_elsewhere_is_needed_where_a_sequence_matters_and_is_not_0():
-    token, sequence = config(**PPO), config()
-    icepop, geometric = CASES["icepop"], CASES["sequences masked"]
-    assert [needs_remote(one, first=True) for one in (token, sequence, icepop, geometric)] == [
-        False,
-        False,
-        False,
-        True,
-    ]
-    assert [needs_remote(one, first=False) for one in (token, sequence, icepop, geometric)] == [
-        False,
-        True,
-        False,
-        True,
-    ]
+    algorithms = [config(**PPO), config(), CASES["icepop"], CASES["sequences masked"], CASES["vetoed"]]
+    assert [needs_sums(one, 0) for one in algorithms] == [False, False, False, True, True]
+    assert [needs_sums(one, 1) for one in algorithms] == [False, True, False, True, True]
 
 
 def test_every_loss_has_a_name_and_every_name_a_loss():
