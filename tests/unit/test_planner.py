@@ -7,7 +7,15 @@ import pytest
 from published_sizes import PUBLISHED_SIZES
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, Recipe, RolloutConfig, TrainerConfig
+from slimrl.config.schema import (
+    Fp8Scaling,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    Recipe,
+    RolloutConfig,
+    TrainerConfig,
+)
 from slimrl.config.trainer_rules import RECOMPUTABLE
 from slimrl.data.weights import TensorPart, num_rows
 from slimrl.models.family import family_of
@@ -554,7 +562,10 @@ def test_modules_of_every_stage_have_as_many_parameters_as_the_table_says():
     for layers, settings in (
         ([[0, 1], [2, 3]], {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}),
         ([[0, 2], [1, 3]], {"pipeline": 2, "virtual_pipeline": 2}),
-        ([[0, 1, 2], [3]], {"pipeline": 2, "megatron": {"num_layers_in_last_pipeline_stage": 1, "fp8": "hybrid"}}),
+        (
+            [[0, 1, 2], [3]],
+            {"pipeline": 2, "megatron": {"num_layers_in_last_pipeline_stage": 1}, "fp8": Fp8Scaling.mxfp8},
+        ),
     ):
         given = trainer(4, **settings)
         built = built_stages(given, model)
