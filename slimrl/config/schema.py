@@ -227,7 +227,7 @@ class TrainerConfig:
     and its allocator see few sizes."""
     updates_per_rollout: int = 1
     """Optimizer updates per rollout batch, each on an equal part of its groups."""
-    logprob_chunk_tokens: int = 4096
+    logprob_chunk_tokens: int = 1024
     """Tokens whose log-probs are computed at a time; bounds the memory of float32 [tokens, vocabulary] logits."""
     max_skipped_updates: int = 3
     """The run stops after this many consecutive updates with a NaN or infinite gradient."""

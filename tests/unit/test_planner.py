@@ -312,7 +312,7 @@ def test_selective_recompute_keeps_less_by_as_much_as_its_module(module):
 def test_logits_and_their_gradient_are_those_of_a_micro_batch_in_bf16():
     shape = shape_of("Qwen3-30B-A3B")
     rows = 151936 // 4
-    assert logits_bytes(shape, trainer(4, tensor=4, sequence=True)) == rows * (1000 * 4 + 100 * 16)
+    assert logits_bytes(shape, trainer(4, tensor=4, sequence=True)) == rows * (1000 * 4 + 100 * 8)
 
 
 def test_a_token_costs_two_operations_a_parameter_and_attention_over_half_of_its_context():
@@ -484,7 +484,7 @@ def test_a_recomputed_module_gives_up_its_own_parts_and_no_others(module, parts)
 def test_logits_of_float32_stay_so_and_a_chunk_is_no_larger_than_its_micro_batch():
     given = trainer(3, tensor=3, sequence=True, precision=Precision.fp32, logprob_chunk_tokens=5000)
     rows = 50646  # a third of 151936, rounded up
-    assert logits_bytes(shape_of("Qwen3-30B-A3B"), given) == rows * (1000 * 8 + 1000 * 16)
+    assert logits_bytes(shape_of("Qwen3-30B-A3B"), given) == rows * (1000 * 8 + 1000 * 8)
 
 
 def test_states_follow_the_fields_that_make_them_wider_or_narrower():
