@@ -7,8 +7,8 @@
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+
+from slimrl.config.schema import Fp8Scaling, TrainerConfig
 
 FP8_TOKENS, MXFP8_TOKENS, FP4_TOKENS = 16, 32, 32
 """Tokens of a tile: megatron-core, fp8_utils.get_fp8_align_size and fp4_utils.get_fp4_align_size."""
@@ -18,11 +18,11 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def tile_tokens(megatron: Mapping[str, Any]) -> int:
-    """Tokens of a tile at the precision of `trainer.megatron`; each rank holds whole tiles of a sequence."""
-    if megatron.get("fp8"):
-        return MXFP8_TOKENS if megatron.get("fp8_recipe") == "mxfp8" else FP8_TOKENS
-    return FP4_TOKENS if megatron.get("fp4") else 1
+def tile_tokens(trainer: TrainerConfig) -> int:
+    """Tokens of a tile at the trainer's precision; each rank holds whole tiles of a sequence, emulated or not."""
+    if trainer.fp8 is not Fp8Scaling.off:
+        return MXFP8_TOKENS if trainer.fp8 is Fp8Scaling.mxfp8 else FP8_TOKENS
+    return FP4_TOKENS if trainer.megatron.get("fp4") else 1
 
 
 def sequence_alignment(*, tensor: int, context: int, sequence: bool, tile: int) -> int:

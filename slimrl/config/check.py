@@ -13,6 +13,7 @@ from slimrl.config.bounds import DIVISORS, bound_violations
 from slimrl.config.data_rules import data_violations
 from slimrl.config.environment import environment_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations
+from slimrl.config.fp8_training import fp8_violations
 from slimrl.config.hf_config import num_experts, read_hf_config
 from slimrl.config.hub import cached, hub_model
 from slimrl.config.load import LoadedRecipe, is_needed, trains
@@ -80,7 +81,7 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     violations += environment_violations(recipe, trainer=trains(command), engines=command not in ("sft", "export"))
     if trains(command):
         violations += layout_violations(recipe, experts)
-        violations += megatron_violations(recipe)
+        violations += [*megatron_violations(recipe), *fp8_violations(recipe)]
     if command in ("train", "sft"):
         warnings += warmup_warnings(recipe, command)
     if command == "train":

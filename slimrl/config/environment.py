@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema import Fp8Scaling, Recipe, TransportName
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -79,7 +79,7 @@ def trainer_variables(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str,
         # One queue: a GPU begins kernels in the order of their launches, so that a collective of the tensor-parallel
         # group, launched first, overlaps with the matrix product that Megatron launches after it.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if trainer.megatron.get("fp8"):
+    if trainer.fp8 is Fp8Scaling.blockwise:
         variables[FP8_SCALES] = inherited.get(FP8_SCALES, "1")
     if recipe.deterministic:
         variables |= DETERMINISTIC

@@ -30,6 +30,8 @@ OWNED = {
         "fp16": "trainer.precision",
         "params_dtype": "trainer.precision",
         "pipeline_dtype": "trainer.precision",
+        "fp8": "trainer.fp8",
+        "fp8_recipe": "trainer.fp8",
         "main_grads_dtype": "trainer.megatron.grad_reduce_in_fp32",
     },
     "rollout.sglang": {

@@ -29,6 +29,22 @@ class Precision(str, Enum):
         return 2 if self is Precision.bf16 else 4
 
 
+class Fp8Scaling(str, Enum):
+    """Who shares a scale when linear layers of the trainer compute in FP8; docs/fp8.md has the rules."""
+
+    off = "off"
+    """Linear layers compute in `precision`."""
+    blockwise = "blockwise"
+    """128 x 128 elements of a weight, 128 elements in a row of activations and gradients, all in e4m3: the format of
+    engines in block FP8."""
+    tensorwise = "tensorwise"
+    """Each tensor, by its present largest value; gradients in e5m2."""
+    delayed = "delayed"
+    """Each tensor, by its largest value in earlier micro-batches; gradients in e5m2."""
+    mxfp8 = "mxfp8"
+    """32 elements in a row, a power of two, all in e4m3; Blackwell GPUs."""
+
+
 class LrSchedule(str, Enum):
     constant = "constant"
     """`lr` throughout."""
@@ -316,6 +332,12 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: Precision = Precision.bf16
     """Precision of weights and activations; log-probs, gradients and optimizer state are always float32."""
+    fp8: Fp8Scaling = Fp8Scaling.off
+    """Linear layers of the transformer compute in FP8, through Transformer Engine; weights and optimizer keep
+    `precision`."""
+    fp8_emulation: bool = False
+    """Round to `fp8` and back around Megatron's own linear layers instead: the numbers of FP8 on any machine without
+    Transformer Engine, without its speed."""
     max_tokens_per_rank: int = MISSING
     """Token budget of a packed micro-batch on one rank (a context-parallel group holds `context` times as many)."""
     token_multiple: int = 1
@@ -323,7 +345,7 @@ class TrainerConfig:
     and its allocator see few sizes."""
     updates_per_rollout: int = 1
     """Optimizer updates per rollout batch, each on an equal part of its groups."""
-    logprob_chunk_tokens: int = 4096
+    logprob_chunk_tokens: int = 1024
     """Tokens whose log-probs are computed at a time; bounds the memory of float32 [tokens, vocabulary] logits."""
     max_skipped_updates: int = 3
     """The run stops after this many consecutive updates with a NaN or infinite gradient."""

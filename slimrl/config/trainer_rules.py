@@ -11,9 +11,6 @@ from slimrl.config.schema import AdvantageName, LrSchedule, Precision, Recipe
 RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Modules that megatron-core's `recompute_modules` may name."""
 
-FP8_WEIGHTS = ("fp8_param", "fp8_param_gather")
-"""Fields that have Transformer Engine hold weights as FP8 tensors of its own."""
-
 STATE_DTYPES = {
     "main_params_dtype": ("float32", "float16"),
     "exp_avg_dtype": DTYPES,
@@ -66,7 +63,7 @@ def _expert_text(recipe: Recipe, experts: int) -> str:
 
 def megatron_violations(recipe: Recipe) -> Iterator[Violation]:
     """Fields of `trainer.megatron` that megatron-core refuses or ignores, or that give wrong results."""
-    rules = (_p2p, _fp8, _recompute, _optimizer, _state_dtypes, _deterministic)
+    rules = (_p2p, _recompute, _optimizer, _state_dtypes, _deterministic)
     for name, message in (violation for rule in rules for violation in rule(recipe)):
         yield f"trainer.megatron.{name}", message
 
@@ -79,21 +76,6 @@ def _p2p(recipe: Recipe) -> Iterator[Violation]:
     for name, wrong in (("overlap_p2p_comm", False), ("batch_p2p_comm", True)):
         if given.get(name) is wrong:
             yield name, "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; slimrl sets it."
-
-
-def _fp8(recipe: Recipe) -> Iterator[Violation]:
-    given = recipe.trainer.megatron
-    for name in FP8_WEIGHTS:
-        if given.get(name):
-            yield name, "keeps weights in FP8, which a resync and memory that is released cannot read. Leave it out."
-    if given.get("fp8"):
-        if recipe.trainer.precision is not Precision.bf16:
-            precision = recipe.trainer.precision.value
-            yield "fp8", f"FP8 needs bf16 for the other layers, not {precision}. Set trainer.precision to bf16."
-        return
-    for name, value in given.items():
-        if name.startswith("fp8_") and name not in FP8_WEIGHTS and value:
-            yield name, "has no effect without trainer.megatron.fp8. Set that to e4m3 or hybrid."
 
 
 def _deterministic(recipe: Recipe) -> Iterator[Violation]:
@@ -160,7 +142,7 @@ def padded_tokens(tokens: int, recipe: Recipe) -> int:
         tensor=parallel.tensor,
         context=parallel.context,
         sequence=parallel.sequence,
-        tile=tile_tokens(recipe.trainer.megatron),
+        tile=tile_tokens(recipe.trainer),
     )
     return round_up(tokens, alignment)
 

@@ -13,17 +13,19 @@ from slimrl.config.check import check_recipe, file_violations
 from slimrl.config.functions import absent_modules, function_violations
 from slimrl.config.load import Command, LoadedRecipe, read_recipe, trains
 from slimrl.config.problems import Problem, RecipeError, Violation
-from slimrl.config.schema import Recipe, ResyncConfig
+from slimrl.config.schema import Fp8Scaling, Recipe, ResyncConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import config_for_planning, nearest_published
 
 TRAINING_FIELDS = ("hidden_dropout", "attention_dropout", "moe_router_load_balancing_type")
 """Fields of `trainer.megatron` that a family sets and a recipe may override; the others define the model."""
 
-TRANSFORMER_ENGINE_FIELDS = ("fp8", "fp4", "moe_grouped_gemm", "tp_comm_overlap")
+TRANSFORMER_ENGINE_FIELDS = ("fp4", "moe_grouped_gemm", "tp_comm_overlap")
 """Fields of `trainer.megatron` that only Transformer Engine's layers have."""
 
 NEEDS_TRANSFORMER_ENGINE = "needs a GPU and Transformer Engine."
+
+EMULATION_HINT = "trainer.fp8_emulation: true computes the numbers of FP8 without them."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +86,11 @@ def read_offline(
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         problems += [loaded.problem(*violation) for violation in _bucket_violations(loaded, hf_config)]
     if importlib.util.find_spec("transformer_engine") is None:
-        lacks = f"{NEEDS_TRANSFORMER_ENGINE} This machine lacks it and would refuse the run."
-        problems += [loaded.problem(key, lacks, warning=True) for key in transformer_engine_keys(loaded)]
+        lacks = "This machine lacks it and would refuse the run."
+        problems += [
+            loaded.problem(key, f"{message} {lacks}", warning=True)
+            for key, message in transformer_engine_violations(loaded)
+        ]
     if refused := [problem for problem in problems if not problem.warning]:
         raise RecipeError(refused)
     return OfflineRecipe(loaded=loaded, hf_config=hf_config or {}, model=model, notes=tuple(problems))
@@ -118,11 +123,15 @@ def _bucket_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Itera
         )
 
 
-def transformer_engine_keys(loaded: LoadedRecipe) -> list[str]:
-    """Keys of the recipe that need Transformer Engine."""
-    given = loaded.recipe.trainer.megatron if trains(loaded.command) else {}
-    names = [name for name in TRANSFORMER_ENGINE_FIELDS if given.get(name)]
+def transformer_engine_violations(loaded: LoadedRecipe) -> Iterator[Violation]:
+    """Settings that need Transformer Engine, for a machine without it."""
+    if not trains(loaded.command):
+        return
+    trainer = loaded.recipe.trainer
+    names = [name for name in TRANSFORMER_ENGINE_FIELDS if trainer.megatron.get(name)]
     # Its Adam keeps states in other precisions; the CPU-offloaded optimizer has its own.
-    if given.get("use_precision_aware_optimizer") and not given.get("optimizer_cpu_offload"):
+    if trainer.megatron.get("use_precision_aware_optimizer") and not trainer.megatron.get("optimizer_cpu_offload"):
         names.append("use_precision_aware_optimizer")
-    return [f"trainer.megatron.{name}" for name in names]
+    yield from ((f"trainer.megatron.{name}", NEEDS_TRANSFORMER_ENGINE) for name in names)
+    if trainer.fp8 is not Fp8Scaling.off and not trainer.fp8_emulation:
+        yield "trainer.fp8", f"{trainer.fp8.value} {NEEDS_TRANSFORMER_ENGINE} {EMULATION_HINT}"

@@ -10,7 +10,7 @@ import gc
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema import Fp8Scaling, Recipe, TransportName
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts, model_facts, with_engines
@@ -160,7 +160,7 @@ def _notes(planned: OfflineRecipe, mean_tokens: int | None) -> list[str]:
     if mean_tokens is None:
         longest = longest_tokens(recipe, sft=planned.sft)
         notes.append(f"all sequences have the longest length, {longest:,} tokens; --mean-tokens sets another")
-    if recipe.trainer.megatron.get("fp8"):
+    if recipe.trainer.fp8 is not Fp8Scaling.off:
         notes.append("FP8 training is planned with memory and peak of bf16, so memory and time are upper bounds")
     if not planned.sft and recipe.shares_devices and not recipe.rollout.colocated:
         notes.append(

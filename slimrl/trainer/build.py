@@ -15,8 +15,10 @@ from torch import nn
 
 from slimrl import device
 from slimrl.config.alignment import round_up
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.fp8_training import megatron_fp8
+from slimrl.config.schema import Fp8Scaling, OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
+from slimrl.trainer.fp8_emulation import emulate_fp8
 from slimrl.trainer.fusions import fusions
 from slimrl.trainer.passthrough import converted, fields_for
 
@@ -41,6 +43,8 @@ def build_model(
     chunks = []
     for index in range(trainer.parallel.virtual_pipeline or 1):
         chunk: Any = _gpt(trainer.parallel, model, config, index)
+        if trainer.fp8_emulation:
+            emulate_fp8(chunk, config, trainer.fp8)
         chunk.to(device.compute_device())
         if trainer.precision == Precision.bf16:
             chunk = Float16Module(config, chunk)
@@ -104,19 +108,23 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
     """
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     user = fields_for(TransformerConfig, trainer.megatron)
-    if user.get("fp8") and not device.has_transformer_engine():
-        raise ValueError("trainer.megatron.fp8: FP8 training needs a GPU and Transformer Engine")
+    if trainer.fp8_emulation and device.has_transformer_engine():
+        raise ValueError("trainer.fp8_emulation: rounds around Megatron's own layers, not Transformer Engine's")
+    if trainer.fp8 is not Fp8Scaling.off and not (trainer.fp8_emulation or device.has_transformer_engine()):
+        raise ValueError("trainer.fp8: FP8 training needs a GPU and Transformer Engine, or trainer.fp8_emulation: true")
     if user.get("mtp_num_layers"):
         raise ValueError("trainer.megatron.mtp_num_layers: layers for multi-token prediction are not trained")
     family = converted(kind, model.transformer)
     if mtp and model.mtp_layers:
         family["mtp_num_layers"] = model.mtp_layers
     family.setdefault("activation_func", torch.nn.functional.silu)
+    # Emulated, Megatron's layers stay as they are without FP8: with it they look for Transformer Engine.
+    fp8 = {} if trainer.fp8_emulation else megatron_fp8(trainer.fp8)
     dtype = getattr(torch, trainer.precision.dtype)
     precision = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
     try:
         defaults = _defaults(latent_attention=model.multi_latent_attention)
-        return kind(**{**defaults, **family, **_layout(trainer.parallel), **precision, **user})
+        return kind(**{**defaults, **family, **_layout(trainer.parallel), **precision, **fp8, **user})
     except AssertionError as error:
         raise ValueError(f"trainer.parallel, trainer.megatron: megatron-core refuses them: {error}") from error
 

@@ -60,7 +60,7 @@ class TrainerWorker(HeldBatches):
             master_port=master_port,
             timeout_s=trainer.timeout_s,
             seed=seed,
-            tile=tile_tokens(trainer.megatron),
+            tile=tile_tokens(trainer),
         )
         model = self.family.megatron_config(self.hf_config)
         self.chunks = build_model(trainer, model)

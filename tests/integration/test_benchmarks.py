@@ -75,6 +75,16 @@ def test_block_fp8_is_timed_against_plain_torch(tmp_path: Path):
         assert case[way]["ratio"] == pytest.approx(case[way]["gb_per_s"] / case[way]["plain_gb_per_s"])
 
 
+def test_logprobs_in_chunks_are_measured_against_plain_torch(tmp_path: Path):
+    sizes = ("--tokens", "96", "--vocab", "20011", "--chunk-tokens", "4", "--repeats", "1")
+    figures = figures_of("logprobs", tmp_path / "logprobs.json", *sizes)
+    chunked, plain, ratio = (figures["ways"][name] for name in ("chunked", "plain", "ratio"))
+    for key, value in ratio.items():
+        assert value == pytest.approx(chunked[key] / plain[key])
+    assert_positive(plain["extra_bytes"], *(way[key] for way in (chunked, plain) for key in ("seconds", "cpu_seconds")))
+    assert ratio["extra_bytes"] < figures["limits"]["memory"]
+
+
 @pytest.mark.full
 def test_resyncs_are_timed_against_copies_and_as_deltas(tmp_path: Path):
     figures = figures_of("resync", tmp_path / "resync.json", "--repeats", "1", "--gigabytes", "0.03")

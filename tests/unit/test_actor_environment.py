@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.environment import FP8_SCALES, engine_variables, nccl_variables, thread_variables, trainer_variables
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema import Fp8Scaling, Recipe, TransportName
 
 SGLANG = Path(find_spec("sglang").submodule_search_locations[0]) / "srt"
 NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
@@ -126,7 +126,7 @@ def test_other_transports_leave_nccl_as_it_is(transport):
 
 def test_fp8_training_rounds_with_scales_that_are_no_powers_of_two_as_the_engines_do():
     recipe = recipe_of(TransportName.ipc)
-    recipe.trainer.megatron = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+    recipe.trainer.fp8 = Fp8Scaling.blockwise
     assert trainer_variables(recipe, {})[FP8_SCALES] == "1"
     assert trainer_variables(recipe, {FP8_SCALES: "0"})[FP8_SCALES] == "0"
     assert FP8_SCALES not in engine_variables(recipe, {})

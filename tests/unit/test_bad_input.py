@@ -107,9 +107,20 @@ def test_typos_layouts_tasks_and_files_are_listed_together(cli: Cli):
     assert result.stderr.count("/nowhere.jsonl") == 1
 
 
-@pytest.mark.parametrize("field", ["fp8=hybrid", "moe_grouped_gemm=true", "use_precision_aware_optimizer=true"])
+@pytest.mark.parametrize("field", ["fp4=e2m1", "moe_grouped_gemm=true", "use_precision_aware_optimizer=true"])
 def test_what_needs_transformer_engine_is_refused_without_it(cli: Cli, field: str):
     refused(cli("sft", f"trainer.megatron.{field}"), f"trainer.megatron.{field.split('=')[0]}: needs a GPU")
+
+
+def test_fp8_without_transformer_engine_is_refused_and_emulation_named(cli: Cli):
+    refused(
+        cli("sft", "trainer.fp8=tensorwise", "trainer.precision=bf16"),
+        "trainer.fp8: tensorwise needs a GPU",
+        "fp8_emulation: true",
+    )
+    for field in ("fp8=hybrid", "fp8_recipe=mxfp8"):
+        name = f"trainer.megatron.{field.split('=')[0]}"
+        refused(cli("sft", f"trainer.megatron.{field}"), f"{name}: is set by trainer.fp8.")
 
 
 def test_the_all_gather_dispatcher_is_refused_with_expert_parallelism(cli: Cli):

@@ -183,7 +183,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("trainer.optimizer.schedule=cosine trainer.optimizer.warmup_updates=9 trainer.updates_per_rollout=3 "
          "rollout.prompts_per_step=3", "trainer.optimizer.warmup_updates",
          "9 updates of warm-up leave none of the 9 updates of the run for the cosine schedule."),
-        ("trainer.megatron.fp8=e4m3 trainer.precision=fp32", "trainer.megatron.fp8",
+        ("trainer.fp8=tensorwise trainer.precision=fp32", "trainer.fp8",
          "FP8 needs bf16 for the other layers, not fp32. Set trainer.precision to bf16."),
         ("trainer.num_ranks=10 trainer.parallel.tensor=4 trainer.parallel.sequence=true trainer.parallel.expert=8",
          "trainer.num_ranks", "10 is not a multiple of tensor 4 x pipeline 1 x context 1 = 4. Use 8 or 16."),
@@ -201,13 +201,26 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "'$HOME/runs' is not expanded. Write ${oc.env:HOME} instead."),
         ("data.eval.a=~/a.jsonl", "data.eval.a",
          "'~/a.jsonl' is not expanded. Write ${oc.env:HOME} instead."),
-        ("trainer.megatron.fp8=e4m3 trainer.megatron.fp8_param=true trainer.precision=bf16",
+        ("trainer.fp8=blockwise trainer.megatron.fp8_param=true trainer.precision=bf16",
          "trainer.megatron.fp8_param",
          "keeps weights in FP8, which a resync and memory that is released cannot read. Leave it out."),
         ("trainer.megatron.fp8_param_gather=true", "trainer.megatron.fp8_param_gather",
          "keeps weights in FP8, which a resync and memory that is released cannot read. Leave it out."),
-        ("trainer.megatron.fp8_recipe=blockwise", "trainer.megatron.fp8_recipe",
-         "has no effect without trainer.megatron.fp8. Set that to e4m3 or hybrid."),
+        ("trainer.fp8_emulation=true", "trainer.fp8_emulation",
+         "has no effect with trainer.fp8 off. Choose blockwise, as engines have it."),
+        ("trainer.megatron.fp8_margin=1", "trainer.megatron.fp8_margin", "has no effect with trainer.fp8 off."),
+        ("trainer.fp8=mxfp8 trainer.precision=bf16 trainer.megatron.fp8_wgrad=true", "trainer.megatron.fp8_wgrad",
+         "has an effect with trainer.fp8 delayed, not mxfp8."),
+        ("trainer.megatron.fp8_quantizer_factory=a.b", "trainer.megatron.fp8_quantizer_factory",
+         "belongs to no value of trainer.fp8. Leave it out."),
+        ("trainer.fp8=delayed trainer.precision=bf16 trainer.megatron.first_last_layers_bf16=true",
+         "trainer.megatron.first_last_layers_bf16", "megatron-core refuses it with delayed scaling. Leave it out."),
+        ("trainer.fp8=delayed trainer.fp8_emulation=true trainer.megatron.fp8_wgrad=false",
+         "trainer.megatron.fp8_wgrad", "false is not emulated. Leave it out."),
+        ("trainer.fp8=delayed trainer.fp8_emulation=true trainer.megatron.recompute_granularity=selective",
+         "trainer.fp8_emulation",
+         "with delayed scaling a recomputed layer would round with later scales. Leave out "
+         "trainer.megatron.recompute_granularity."),
         ("trainer.megatron.recompute_granularity=full", "trainer.megatron.recompute_granularity",
          "full needs a method. Set recompute_method: uniform and recompute_num_layers: 1."),
         ("trainer.megatron.recompute_method=block", "trainer.megatron.recompute_method",
@@ -687,7 +700,7 @@ def test_sequences_are_padded_for_tensor_and_context_parallelism(folder, tensor,
 def test_sequences_of_fp8_training_are_padded_to_whole_tiles_which_the_budget_must_hold(folder):
     overrides = [
         "trainer.num_ranks=4", "trainer.parallel.tensor=2", "trainer.parallel.sequence=true",
-        "trainer.parallel.context=2", "trainer.megatron.fp8=e4m3", "rollout.max_trajectory_tokens=500",
+        "trainer.parallel.context=2", "trainer.fp8=blockwise", "rollout.max_trajectory_tokens=500",
     ]  # fmt: skip
     assert padded_tokens(101, load_recipe("recipe.yaml", GIVEN + overrides).recipe) == 128
     problems = problems_of([*overrides, "trainer.max_tokens_per_rank=252"])

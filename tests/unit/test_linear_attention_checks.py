@@ -7,6 +7,7 @@ import pytest
 
 from slimrl import device
 from slimrl.config.problems import Problem
+from slimrl.config.schema import Precision, TrainerConfig
 from slimrl.runtime.checks.model_check import model_problems
 from slimrl.toys.toy_configs import ToySize
 
@@ -29,7 +30,7 @@ def problems(
         rollout=SimpleNamespace(sglang=sglang or {}),
         deterministic=deterministic,
         model=SimpleNamespace(path=str(toy), megatron=None),
-        trainer=SimpleNamespace(megatron=megatron, precision=SimpleNamespace(dtype="float32")),
+        trainer=TrainerConfig(megatron=megatron, precision=Precision.fp32),
         resync=SimpleNamespace(bucket_bytes=10**9),
     )
     loaded = SimpleNamespace(

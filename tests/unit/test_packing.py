@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from slimrl.config.alignment import sequence_alignment, tile_tokens
+from slimrl.config.schema import Fp8Scaling, TrainerConfig
 from slimrl.data.packing import balanced_partition, first_fit_decreasing, is_split, pack
 from slimrl.data.training import Layout
 from slimrl.data.trajectory import Segment
@@ -67,20 +68,19 @@ def test_every_token_is_packed_once_and_in_order(alignment, ranks, multiple, tok
 
 
 @pytest.mark.parametrize(
-    ("megatron", "tile"),
+    ("settings", "tile"),
     [
         ({}, 1),
-        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
-        ({"fp8": "hybrid"}, 16),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
-        ({"fp4": "e2m1"}, 32),
-        ({"fp8": None, "fp8_recipe": "mxfp8"}, 1),
+        ({"fp8": Fp8Scaling.blockwise}, 16),
+        ({"fp8": Fp8Scaling.delayed, "fp8_emulation": True}, 16),
+        ({"fp8": Fp8Scaling.mxfp8}, 32),
+        ({"megatron": {"fp4": "e2m1"}}, 32),
     ],
 )
 @pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True), (3, True)])
 @pytest.mark.parametrize("context", [1, 2, 4])
-def test_every_rank_has_equal_pieces_and_whole_tiles_of_each_micro_batch(megatron, tile, tensor, sequence, context):
-    assert tile_tokens(megatron) == tile
+def test_every_rank_has_equal_pieces_and_whole_tiles_of_each_micro_batch(settings, tile, tensor, sequence, context):
+    assert tile_tokens(TrainerConfig(**settings)) == tile
     alignment = sequence_alignment(tensor=tensor, context=context, sequence=sequence, tile=tile)
     budget = 2 * max(alignment, 64)
     parts = pack(batch(3, 20), np.zeros(20, np.float32), budget_tokens=budget, alignment=alignment, data_parallel=2)

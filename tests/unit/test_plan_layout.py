@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import ParallelConfig, Precision, Recipe, SftConfig, TransportName
+from slimrl.config.schema import Fp8Scaling, ParallelConfig, Precision, Recipe, SftConfig, TransportName
 from slimrl.planner.communication import Communication, logprob_communication, update_communication
 from slimrl.planner.engine import GIB, EnginePlan
 from slimrl.planner.generation import rollout_at_least_s
@@ -291,7 +291,7 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
         ({}, False, None, ["longest length, 1,500 tokens"]),
         ({}, True, None, ["longest length, 700 tokens"]),
         ({}, False, 10, []),
-        ({"fp8": "hybrid"}, False, 10, ["FP8 training"]),
+        ({"fp8": Fp8Scaling.tensorwise}, False, 10, ["FP8 training"]),
         ({"transport": TransportName.ipc}, False, 10, ["both keep all of their memory"]),
         ({"transport": TransportName.ipc}, True, 10, []),
         ({"transport": TransportName.ipc, "colocated": True}, False, 10, []),
@@ -300,7 +300,8 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
     ],
 )
 def test_a_plan_notes_what_it_takes_for_granted(settings, sft, mean_tokens, says):
-    given = recipe(4, megatron={"fp8": settings.get("fp8")})
+    given = recipe(4)
+    given.trainer.fp8 = settings.get("fp8", Fp8Scaling.off)
     given.resync.transport = settings.get("transport", TransportName.collective)
     given.rollout.colocated = settings.get("colocated", False)
     found = _notes(SimpleNamespace(recipe=given, sft=sft), mean_tokens)

@@ -58,8 +58,8 @@ LAYER = TOKENS * (2 * (NORMS + ATTENTION + MLP) + 4 * HEADS)
 """Bytes that one layer keeps of a micro-batch: bf16, and a float32 per head."""
 BACKWARD = TOKENS * 2 * max(ATTENTION, MLP)
 FINAL_NORM = TOKENS * 2 * 2 * HIDDEN
-LOGITS = TOKENS * VOCAB * (2 + 2 + 4 * 4)
-"""bf16 logits and their gradient, and four float32 tensors of a chunk, here of all tokens."""
+LOGITS = TOKENS * VOCAB * (2 + 2 + 2 * 4)
+"""bf16 logits and their gradient, and two float32 tensors of a chunk, here of all tokens."""
 WORK = LAYER + BACKWARD + FINAL_NORM + LOGITS
 
 

@@ -257,7 +257,7 @@ def test_the_command_plans_what_it_is_given_and_says_whether_it_fits(stub, capsy
         "plan": (stub.given, HARDWARE, 100),
     }
     stub.layout.fits = True
-    keys = ("data.train", "rollout.num_engines", "trainer.parallel.tensor", "trainer.megatron.fp8")
+    keys = ("data.train", "rollout.num_engines", "trainer.parallel.tensor", "trainer.fp8")
     notes = tuple(Problem(key=key, message="of a kind.", where="a.yaml", warning=True) for key in keys)
     monkeypatch.setattr(command, "read_offline", lambda *read: replace(stub.given, notes=notes))
     assert stub.run()

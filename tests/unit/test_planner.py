@@ -7,7 +7,15 @@ import pytest
 from published_sizes import PUBLISHED_SIZES
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, Recipe, RolloutConfig, TrainerConfig
+from slimrl.config.schema import (
+    Fp8Scaling,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    Recipe,
+    RolloutConfig,
+    TrainerConfig,
+)
 from slimrl.config.trainer_rules import RECOMPUTABLE
 from slimrl.data.weights import TensorPart, num_rows
 from slimrl.models.family import family_of
@@ -304,7 +312,7 @@ def test_selective_recompute_keeps_less_by_as_much_as_its_module(module):
 def test_logits_and_their_gradient_are_those_of_a_micro_batch_in_bf16():
     shape = shape_of("Qwen3-30B-A3B")
     rows = 151936 // 4
-    assert logits_bytes(shape, trainer(4, tensor=4, sequence=True)) == rows * (1000 * 4 + 100 * 16)
+    assert logits_bytes(shape, trainer(4, tensor=4, sequence=True)) == rows * (1000 * 4 + 100 * 8)
 
 
 def test_a_token_costs_two_operations_a_parameter_and_attention_over_half_of_its_context():
@@ -476,7 +484,7 @@ def test_a_recomputed_module_gives_up_its_own_parts_and_no_others(module, parts)
 def test_logits_of_float32_stay_so_and_a_chunk_is_no_larger_than_its_micro_batch():
     given = trainer(3, tensor=3, sequence=True, precision=Precision.fp32, logprob_chunk_tokens=5000)
     rows = 50646  # a third of 151936, rounded up
-    assert logits_bytes(shape_of("Qwen3-30B-A3B"), given) == rows * (1000 * 8 + 1000 * 16)
+    assert logits_bytes(shape_of("Qwen3-30B-A3B"), given) == rows * (1000 * 8 + 1000 * 8)
 
 
 def test_states_follow_the_fields_that_make_them_wider_or_narrower():
@@ -554,7 +562,10 @@ def test_modules_of_every_stage_have_as_many_parameters_as_the_table_says():
     for layers, settings in (
         ([[0, 1], [2, 3]], {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}),
         ([[0, 2], [1, 3]], {"pipeline": 2, "virtual_pipeline": 2}),
-        ([[0, 1, 2], [3]], {"pipeline": 2, "megatron": {"num_layers_in_last_pipeline_stage": 1, "fp8": "hybrid"}}),
+        (
+            [[0, 1, 2], [3]],
+            {"pipeline": 2, "megatron": {"num_layers_in_last_pipeline_stage": 1}, "fp8": Fp8Scaling.mxfp8},
+        ),
     ):
         given = trainer(4, **settings)
         built = built_stages(given, model)

@@ -42,9 +42,9 @@ def test_a_recipe_is_refused_by_no_rule(name):
     planned = read_offline(path, [], intended_command(path), model_needed=name not in TINY)
     # What is noted is what is not on this machine, and nothing that is probably not meant.
     evaluated = {f"data.eval.{name}" for name in ("heldout", "aime_2024", "aime_2025", "gsm8k_test")}
-    known = {"data.train", "data.more.deepscaler", *evaluated, "trainer.megatron.fp8"}
+    known = {"data.train", "data.more.deepscaler", *evaluated, "trainer.fp8"}
     assert {note.key for note in planned.notes} <= known
-    assert ("trainer.megatron.fp8" in {note.key for note in planned.notes}) == ("fp8_training" in name)
+    assert ("trainer.fp8" in {note.key for note in planned.notes}) == ("fp8_training" in name)
 
 
 @pytest.mark.parametrize("name", sorted(name for name in FILES if "_gspo" in name))

@@ -22,7 +22,7 @@ from slimrl_tools.toy.toy_configs import ToySize, toy_config
 from slimrl import device
 from slimrl.config.alignment import tile_tokens
 from slimrl.config.passthrough import DELTA_NETS, LATENT_ATTENTION
-from slimrl.config.schema import LrSchedule, OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema import Fp8Scaling, LrSchedule, OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.config.trainer_rules import RECOMPUTABLE, STATE_DTYPES
 from slimrl.models.architecture import FACTS_FILE, architecture_of, check_architecture
 from slimrl.models.family import family_of
@@ -125,9 +125,17 @@ def test_no_field_that_qwen3_next_alone_sets_is_left_to_recipes_of_other_models(
     assert own - set().union(*fields.values()) == set(DELTA_NETS)
 
 
-def test_fp8_without_a_gpu_is_refused():
+def test_fp8_without_a_gpu_is_refused_unless_it_is_emulated():
     with pytest.raises(ValueError, match="FP8 training needs a GPU"):
-        transformer_config(trainer(fp8="hybrid"), MODEL)
+        transformer_config(dataclasses.replace(trainer(), fp8=Fp8Scaling.tensorwise), MODEL)
+    emulated = dataclasses.replace(trainer(), fp8=Fp8Scaling.tensorwise, fp8_emulation=True)
+    assert transformer_config(emulated, MODEL).fp8 is None
+
+
+def test_emulation_is_refused_where_layers_are_those_of_transformer_engine(monkeypatch):
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    with pytest.raises(ValueError, match="Megatron's own layers"):
+        transformer_config(dataclasses.replace(trainer(), fp8=Fp8Scaling.tensorwise, fp8_emulation=True), MODEL)
 
 
 def test_megatron_takes_the_recipe_of_fp8_training_where_transformer_engine_is(monkeypatch):
@@ -138,9 +146,13 @@ def test_megatron_takes_the_recipe_of_fp8_training_where_transformer_engine_is(m
     config = transformer_config(planned.loaded.recipe.trainer, family.megatron_config(planned.hf_config))
     assert (config.fp8, config.fp8_recipe, config.moe_grouped_gemm) == ("e4m3", "blockwise", True)
     # Tokens of an expert are padded in front of its layers, those of the rest by packing to as many.
-    assert get_align_size_for_quantization(config) == tile_tokens(planned.loaded.recipe.trainer.megatron) == 16
+    assert get_align_size_for_quantization(config) == tile_tokens(planned.loaded.recipe.trainer) == 16
     config.fp8_recipe = "mxfp8"
-    assert get_align_size_for_quantization(config) == tile_tokens({"fp8": "e4m3", "fp8_recipe": "mxfp8"}) == 32
+    assert (
+        get_align_size_for_quantization(config)
+        == tile_tokens(dataclasses.replace(trainer(), fp8=Fp8Scaling.mxfp8))
+        == 32
+    )
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(tmp_path):

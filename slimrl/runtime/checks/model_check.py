@@ -11,7 +11,7 @@ from slimrl.models.architecture import architecture_of, check_architecture, weig
 from slimrl.models.families import qwen3_next
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
-from slimrl.models.offline_recipe import NEEDS_TRANSFORMER_ENGINE, model_violations, transformer_engine_keys
+from slimrl.models.offline_recipe import model_violations, transformer_engine_violations
 from slimrl.resync.buckets import too_small
 from slimrl.runtime.checks.engine_format import engine_transform
 
@@ -24,6 +24,11 @@ STATE_CACHE: dict[str, tuple[Any, ...]] = {
     "page_size": (1,),
 }
 """Fields of `rollout.sglang` -> the values with which SGLang caches states of gated delta nets on a CPU."""
+
+NOT_EMULATED_HERE = (
+    "rounds around Megatron's own layers, and this machine computes with Transformer Engine's. Leave it out to compute "
+    "in FP8."
+)
 
 NOT_DETERMINISTIC = "megatron-core's deterministic mode has no packed sequences in gated delta nets."
 
@@ -55,7 +60,9 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
                 problems.append(loaded.problem("model.megatron", str(error)))
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         if devices and not device.has_transformer_engine():
-            problems += [loaded.problem(key, NEEDS_TRANSFORMER_ENGINE) for key in transformer_engine_keys(loaded)]
+            problems += [loaded.problem(*violation) for violation in transformer_engine_violations(loaded)]
+        elif devices and loaded.recipe.trainer.fp8_emulation:
+            problems.append(loaded.problem("trainer.fp8_emulation", NOT_EMULATED_HERE))
     return problems
 
 

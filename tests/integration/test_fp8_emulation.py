@@ -1,0 +1,109 @@
+"""Emulated FP8 training: which layers round, under which layouts the numbers stay, and what an FP8 engine says."""
+
+import os
+
+import numpy as np
+import pytest
+from megatron.core.parallel_state import destroy_model_parallel
+from ranks import run_ranks
+from trainer_cases import Run, model_config, packed_batches, trainer_config
+
+from slimrl.config.environment import FP8_SCALES
+from slimrl.config.schema import Fp8Scaling
+from slimrl.trainer.layout.parallel import destroy_parallel, init_model_parallel, init_parallel
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+SIZES = {
+    "num_layers": 2, "hidden_size": 128, "kv_channels": 64, "moe_ffn_hidden_size": 256, "num_moe_experts": 4,
+}  # fmt: skip
+"""On two tensor-parallel ranks each shard still has whole tiles of 128."""
+ALIGNMENT = 16
+"""Tokens to which sequences are padded under every layout, so that tiles of tokens are the same."""
+TP2 = {"tensor": 2, "sequence": True, "expert_tensor": 2}
+SAME_BATCHES = [TP2, {"tensor": 2, "sequence": True, "expert": 2}, {"pipeline": 2}]
+"""Layouts of two ranks that both see every micro-batch, so that weight gradients add over the same tiles of tokens."""
+OTHER_BATCHES = [{"expert": 2}, {"context": 2}]
+
+
+def emulated(scaling: str, **layout):
+    return {**layout, "fp8": Fp8Scaling(scaling), "fp8_emulation": scaling != "off"}
+
+
+def model():
+    return model_config(**SIZES)
+
+
+def save_weights(rank, num_ranks, port, path):
+    layout = start(trainer_config(), rank, num_ranks, port, first=True)
+    Run(trainer_config(), layout, None, model()).save_weights(path)
+    destroy_parallel()
+
+
+def start(trainer, rank, num_ranks, port, *, first):
+    parallel = trainer.parallel
+    # Half of the chunks that context parallelism needs.
+    tile = ALIGNMENT // (parallel.context * (parallel.tensor if parallel.sequence else 1))
+    if not first:
+        return init_model_parallel(parallel, timeout_s=60, seed=7, tile=tile)
+    return init_parallel(
+        parallel, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port, timeout_s=60, seed=7,
+        tile=tile,
+    )  # fmt: skip
+
+
+def update_and_logprobs(rank, num_ranks, port, weights, cases):
+    """For each case the log-probs of an update's sequences by trajectory, then what the update reports."""
+    os.environ[FP8_SCALES] = "1"
+    results = []
+    for number, settings in enumerate(cases):
+        trainer = trainer_config(num_ranks, **settings)
+        if number:
+            destroy_model_parallel()
+        layout = start(trainer, rank, num_ranks, port, first=number == 0)
+        run = Run(trainer, layout, weights, model())
+        batches = packed_batches(0, layout, trainer.max_tokens_per_rank)
+        outputs = run.runner.compute_logprobs(batches, 1.0)
+        logprobs = {
+            int(trajectory): output.logprobs[(batch.trajectory_ids == index) & ~batch.padding]
+            for batch, output in zip(batches, outputs or [], strict=outputs is not None)
+            for index, trajectory in enumerate(batch.trajectories)
+        }
+        results.append((logprobs, run.update(0)))
+    destroy_parallel()
+    return results
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("weights") / "initial")
+    run_ranks(save_weights, 1, path)
+    return path
+
+
+def of_one_rank(weights, *scalings):
+    cases = [emulated(scaling) for scaling in scalings]
+    return dict(zip(scalings, run_ranks(update_and_logprobs, 1, weights, cases)[0], strict=True))
+
+
+def differences(weights, scaling, layouts, reference):
+    """By layout: the largest difference of a log-prob, and the relative one of the gradient norm."""
+    cases = [emulated(scaling, **layout) for layout in layouts]
+    ranks = run_ranks(update_and_logprobs, 2, weights, cases, timeout_s=200)
+    expected, update = reference
+    found = []
+    for results in zip(*ranks, strict=True):
+        logprobs = {key: value for of_rank, _ in results for key, value in of_rank.items()}
+        assert logprobs.keys() == expected.keys()
+        largest = max(np.abs(logprobs[key] - value).max() for key, value in expected.items())
+        found.append((largest, abs(results[0][1].grad_norm / update.grad_norm - 1)))
+    return found
+
+
+def test_blockwise_on_two_ranks_rounds_as_on_one(weights):
+    reference = of_one_rank(weights, "blockwise", "off")
+    for logprob, grad_norm in differences(weights, "blockwise", SAME_BATCHES[:1], reference["blockwise"]):
+        assert logprob < 1e-5
+        assert grad_norm < 1e-5
+    plain, block = reference["off"][1], reference["blockwise"][1]
+    assert 1e-4 < abs(block.grad_norm / plain.grad_norm - 1) < 0.1
