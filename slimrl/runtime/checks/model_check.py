@@ -25,6 +25,8 @@ STATE_CACHE: dict[str, tuple[Any, ...]] = {
 }
 """Fields of `rollout.sglang` -> the values with which SGLang caches states of gated delta nets on a CPU."""
 
+LOCAL_LAYERS_ONLY = "Transformer Engine's layers, which this machine has, take no adapters. Use 0."
+
 NOT_DETERMINISTIC = "megatron-core's deterministic mode has no packed sequences in gated delta nets."
 
 
@@ -56,6 +58,8 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         if devices and not device.has_transformer_engine():
             problems += [loaded.problem(key, NEEDS_TRANSFORMER_ENGINE) for key in transformer_engine_keys(loaded)]
+        if devices and device.has_transformer_engine() and loaded.recipe.trainer.lora.rank:
+            problems.append(loaded.problem("trainer.lora.rank", LOCAL_LAYERS_ONLY))
     return problems
 
 
