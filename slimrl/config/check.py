@@ -17,6 +17,7 @@ from slimrl.config.fp8_training import fp8_violations
 from slimrl.config.hf_config import num_experts, read_hf_config
 from slimrl.config.hub import cached, hub_model
 from slimrl.config.load import LoadedRecipe, is_needed, trains
+from slimrl.config.lora_rules import lora_model_violations, lora_violations
 from slimrl.config.model_rules import model_violations, model_warnings
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.rollout_rules import (
@@ -81,7 +82,7 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     violations += environment_violations(recipe, trainer=trains(command), engines=command not in ("sft", "export"))
     if trains(command):
         violations += layout_violations(recipe, experts)
-        violations += [*megatron_violations(recipe), *fp8_violations(recipe)]
+        violations += [*megatron_violations(recipe), *fp8_violations(recipe), *lora_violations(recipe)]
     if command in ("train", "sft"):
         warnings += warmup_warnings(recipe, command)
     if command == "train":
@@ -98,6 +99,7 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
             warnings += [*colocation_warnings(recipe), *transport_warnings(recipe)]
     if hf_config is not None:
         violations += model_violations(recipe, hf_config, command)
+        violations += lora_model_violations(recipe, hf_config) if trains(command) else ()
         if command not in ("sft", "export"):
             violations += fp8_tile_violations(recipe, hf_config)
         warnings += model_warnings(recipe, hf_config, command)

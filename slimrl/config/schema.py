@@ -323,6 +323,19 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    rank: int = 0
+    """Rank of the adapters; 0 trains the model's own weights."""
+    alpha: float = 32.0
+    """An adapter's output is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers that get an adapter, by the last part of their name in Hugging Face's model (`q_proj`,
+    `kv_b_proj`, `down_proj`), in attention, MLPs and experts; or `all-linear`."""
+    dropout: float = 0.0
+    """Probability with which a value of an adapter's input is dropped in training."""
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     num_ranks: int = 1
     """World size of the trainer: tensor * pipeline * context * data."""
@@ -330,6 +343,7 @@ class TrainerConfig:
     """CPU threads of each trainer process (OMP_NUM_THREADS)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     precision: Precision = Precision.bf16
     """Precision of weights and activations; log-probs, gradients and optimizer state are always float32."""
     fp8: Fp8Scaling = Fp8Scaling.off

@@ -5,6 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slimrl.config.lora_rules import adapter_targets
+from slimrl.config.schema import LoraConfig
 from slimrl.models.family import family_of
 
 FACTS_FILE = "checkpoint.json"
@@ -28,6 +30,13 @@ def architecture_of(hf_config: dict[str, Any]) -> dict[str, Any]:
     family = family_of(hf_config)
     model = asdict(family.megatron_config(hf_config))
     return json.loads(json.dumps({"family": family.name, **model.pop("transformer"), **model}))
+
+
+def trained_architecture(hf_config: dict[str, Any], lora: LoraConfig) -> dict[str, Any]:
+    """What a training checkpoint says of the model: its architecture, and its adapters if it has any."""
+    targets = adapter_targets(lora, hf_config)
+    adapters = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": list(targets)} if lora.rank else {}
+    return architecture_of(hf_config) | adapters
 
 
 def read_facts(directory: Path) -> dict[str, Any]:

@@ -175,6 +175,7 @@ class WeightMap:
     """All entries of a model, in export order."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = tuple(rules)
         self.entries = tuple(_expand(rules))
 
     @cached_property

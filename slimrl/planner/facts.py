@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema import Recipe
+from slimrl.models.adapters import adapter_map
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.offline_recipe import OfflineRecipe
@@ -31,6 +33,8 @@ class Facts:
     """The transform for engines of a quantised checkpoint"""
     replicated: frozenset[str]
     """Names of tensors that every rank of an engine holds whole"""
+    adapters: ParameterTable | None = None
+    """None if the model's own weights are trained"""
     slot_bytes: int = 0
     """Resync buffers of a sending rank; 0 with `slimrl sft`"""
     engine: EnginePlan | None = None
@@ -42,7 +46,8 @@ def model_facts(planned: OfflineRecipe) -> Facts:
     hf_config = planned.hf_config
     family = family_of(hf_config)
     model, weight_map = family.megatron_config(hf_config), family.weight_map(hf_config)
-    shape = Shape.of(model)
+    shape, lora = Shape.of(model), planned.recipe.trainer.lora
+    adapters = adapter_map(weight_map, adapter_targets(lora, hf_config), lora.rank)
     return Facts(
         hf_config=hf_config,
         model=model,
@@ -50,6 +55,7 @@ def model_facts(planned: OfflineRecipe) -> Facts:
         shape=shape,
         parameters=model_parameters(weight_map, model),
         table=ParameterTable(weight_map),
+        adapters=ParameterTable(adapters) if lora.rank else None,
         transform=None if planned.sft else quantize_transform(hf_config, weight_map, fp8_engines=True),
         replicated=replicated_names(weight_map),
     )

@@ -39,6 +39,8 @@ class LayoutPlan:
     """Per step"""
     problems: list[str]
     """Why it does not fit"""
+    adapters: list[Stage] | None = None
+    """By pipeline stage; None if the model's own weights are trained"""
 
     @property
     def fits(self) -> bool:
@@ -87,20 +89,26 @@ def plan_layout(
         mean_tokens: as for update_batch.
     """
     batch = update_batch(recipe, sft=sft, mean_tokens=mean_tokens)
+    adapters = None if facts.adapters is None else facts.adapters.stages(recipe.trainer.parallel, layers)
+    of_stage = [None] * len(stages) if adapters is None else adapters
     memory = [
-        stage_memory(facts, recipe, stage, layers[index], index, batch, hardware) for index, stage in enumerate(stages)
+        stage_memory(facts, recipe, stage, layers[index], index, batch, hardware, of_stage[index])
+        for index, stage in enumerate(stages)
     ]
     engine_gpu = engine_gpu_bytes(facts, recipe, hardware)
     return LayoutPlan(
         recipe=recipe,
         stages=stages,
+        adapters=adapters,
         layers=layers,
         memory=memory,
         batch=batch,
         work=step_work(recipe, facts.shape, facts.parameters, batch, hardware, engine=facts.engine),
-        communication=update_communication(facts.shape, recipe.trainer, stages, layers, batch, hardware),
+        communication=update_communication(facts.shape, recipe.trainer, adapters or stages, layers, batch, hardware),
         logprobs=None if sft else logprob_communication(facts.shape, recipe.trainer, layers, batch, hardware),
-        host_update_s=max(host_update_s(stage, recipe.trainer, hardware) for stage in stages),
+        host_update_s=max(
+            host_update_s(stage, recipe.trainer, hardware, own) for stage, own in zip(stages, of_stage, strict=True)
+        ),
         updates=1 if sft else recipe.trainer.updates_per_rollout,
         engine_gpu=engine_gpu,
         problems=_problems(facts, recipe, memory, engine_gpu, hardware),

@@ -63,11 +63,18 @@ def host_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware:
 
 
 def stage_memory(
-    facts: Facts, recipe: Recipe, stage: Stage, layers: list[int], index: int, batch: Batch, hardware: Hardware
+    facts: Facts,
+    recipe: Recipe,
+    stage: Stage,
+    layers: list[int],
+    index: int,
+    batch: Batch,
+    hardware: Hardware,
+    adapters: Stage | None = None,
 ) -> StageMemory:
     """Of a rank of pipeline stage `index` that is also a sender of the resync, as the busiest rank is."""
     trainer = recipe.trainer
-    state = state_bytes(stage, trainer)
+    state = state_bytes(stage, trainer, adapters)
     shared = facts.engine if recipe.shares_devices else None
     last = index == trainer.parallel.pipeline - 1
     parts = {

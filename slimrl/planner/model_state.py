@@ -4,6 +4,7 @@ They follow megatron-core: DistributedDataParallel keeps gradients, and with the
 one padded buffer for dense parameters and one for experts (distributed/param_and_grad_buffer.py). The distributed
 optimizer (ZeRO stage 1, arXiv:1910.02054) holds main weights and Adam's two moments of a rank's shard of each buffer.
 Shards are over data- and context-parallel ranks, for experts over expert-data-parallel ranks.
+With adapters only these have gradients and optimizer states; all other weights are in no buffer.
 Ignored: the padding between the buckets of `overlap_grad_reduce`.
 """
 
@@ -15,7 +16,7 @@ from slimrl.config.alignment import round_up
 from slimrl.config.schema import ParallelConfig, Precision, TrainerConfig
 from slimrl.config.trainer_rules import STATE_DTYPES
 from slimrl.planner.hardware import GB, Hardware
-from slimrl.planner.parameters import Stage
+from slimrl.planner.parameters import Stage, stage_total
 from slimrl.trainer.build import ddp_config
 
 PARAMETER_ALIGNMENT = 64
@@ -46,14 +47,18 @@ def data_parallel_sizes(parallel: ParallelConfig, num_ranks: int) -> tuple[int, 
     return dense, num_ranks // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
 
 
-def state_bytes(stage: Stage, trainer: TrainerConfig) -> StateBytes:
-    """Of a rank of the stage; for the optimizer the largest shard."""
+def state_bytes(stage: Stage, trainer: TrainerConfig, adapters: Stage | None = None) -> StateBytes:
+    """Of a rank of the stage; for the optimizer the largest shard.
+
+    Args:
+        adapters: of the stage; None if its own weights are trained.
+    """
     distributed = trainer.optimizer.distributed
     ddp, gradient = ddp_config(trainer), gradient_bytes(trainer)
     main, moments, scratch = _optimizer_bytes(trainer, gradient)
     sharding = data_parallel_sizes(trainer.parallel, trainer.num_ranks)
     elements = owned = 0
-    for chunk in stage:
+    for chunk in stage if adapters is None else adapters:
         for sizes, ranks in zip((chunk.dense, chunk.experts), sharding, strict=True):
             if distributed:
                 alignment = BUSBW_ALIGNMENT if ddp.pad_buckets_for_high_nccl_busbw else BUCKET_ALIGNMENT
@@ -66,16 +71,16 @@ def state_bytes(stage: Stage, trainer: TrainerConfig) -> StateBytes:
     on_host = float(fields.get("optimizer_offload_fraction") or 0.0) if fields.get("optimizer_cpu_offload") else 0.0
     held = owned * (main + moments)
     return StateBytes(
-        weights=elements * trainer.precision.element_bytes,
+        weights=(elements + (0 if adapters is None else stage_total(stage))) * trainer.precision.element_bytes,
         gradients=elements * gradient,
         optimizer=round(held * (1 - on_host)) + owned * scratch,
         host=round((held + owned * OFFLOADED_GRADIENT_BYTES) * on_host),
     )
 
 
-def host_update_s(stage: Stage, trainer: TrainerConfig, hardware: Hardware) -> float:
+def host_update_s(stage: Stage, trainer: TrainerConfig, hardware: Hardware, adapters: Stage | None = None) -> float:
     """Seconds of the Adam update of a rank's host memory, without the copies to and from the GPU."""
-    held = state_bytes(stage, trainer).host
+    held = state_bytes(stage, trainer, adapters).host
     main, moments, _ = _optimizer_bytes(trainer, gradient_bytes(trainer))
     parameters = held / (main + moments + OFFLOADED_GRADIENT_BYTES)
     return parameters / (trainer.threads_per_rank * hardware.host_adam_gparams_per_s * GB)

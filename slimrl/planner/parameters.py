@@ -87,8 +87,9 @@ class ParameterTable:
 
     def __init__(self, weight_map: WeightMap) -> None:
         """`weight_map` without padding of the vocabulary."""
-        # Of each layer: replicated, over tensor-parallel ranks, over expert- and expert-tensor-parallel ranks.
-        self._layers: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
+        # Of each layer: replicated, over tensor-parallel ranks; of experts the same, the second over expert-tensor-
+        # parallel ranks.
+        self._layers: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         self._outside: list[tuple[tuple[str, ...], int, int, bool]] = []
         for entry in weight_map.entries:
             shard = entry.rule.shard
@@ -100,7 +101,7 @@ class ParameterTable:
                 rows = entry.rule.hf[0].shape[0]
                 self._outside.append((entry.megatron, rows, size // rows, shard is not None))
             else:
-                self._layers[entry.layer][0 if shard is None else 2 if entry.expert is not None else 1] += size
+                self._layers[entry.layer][2 * (entry.expert is not None) + (shard is not None)] += size
 
     def stages(self, parallel: ParallelConfig, layers_of_stages: Sequence[Sequence[int]]) -> list[Stage]:
         """Each stage as one chunk of one dense and one expert tensor."""
@@ -108,9 +109,9 @@ class ParameterTable:
         experts = [0] * len(layers_of_stages)
         for stage, layers in enumerate(layers_of_stages):
             for layer in layers:
-                replicated, tensor, routed = self._layers[layer]
+                replicated, tensor, whole, routed = self._layers[layer]
                 dense[stage] += replicated + tensor // parallel.tensor
-                experts[stage] += routed // (parallel.expert * parallel.expert_tensor)
+                experts[stage] += (whole + routed // parallel.expert_tensor) // parallel.expert
         for names, rows, columns, sharded in self._outside:
             # A tied embedding is on the first and on the last stage.
             for stage in {0 if name.startswith("embedding.") else len(dense) - 1 for name in names}:

@@ -114,6 +114,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "per_rank_min": min(totals),
             "per_rank_max": max(totals),
             "per_stage": totals,
+            **({"adapters_per_stage": list(map(stage_total, layout.adapters))} if layout.adapters else {}),
         },
         "memory_gib": {
             **{name: nbytes / GIB for name, nbytes in worst.parts.items()},
@@ -162,6 +163,8 @@ def _notes(planned: OfflineRecipe, mean_tokens: int | None) -> list[str]:
         notes.append(f"all sequences have the longest length, {longest:,} tokens; --mean-tokens sets another")
     if recipe.trainer.fp8 is not Fp8Scaling.off:
         notes.append("FP8 training is planned with memory and peak of bf16, so memory and time are upper bounds")
+    if recipe.trainer.lora.rank:
+        notes.append("time and activations are planned as if all weights were trained, so both are upper bounds")
     if not planned.sft and recipe.shares_devices and not recipe.rollout.colocated:
         notes.append(
             "resync.transport ipc puts engines on the trainer's GPUs; with rollout.colocated: false both keep all of "

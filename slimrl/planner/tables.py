@@ -94,17 +94,20 @@ def _print_world(console: Console, plan: Plan) -> None:
 
 def _stages(plan: Plan) -> Table:
     layout = plan.layout
+    adapters = layout.adapters
     rows = [
         (
             str(index),
             str(len(layout.layers[index])),
             f"{stage_total(stage):,}",
+            *([] if adapters is None else [f"{stage_total(adapters[index]):,}"]),
             *(f"{nbytes / GIB:.1f}" for nbytes in layout.memory[index].phases.values()),
         )
         for index, stage in enumerate(layout.stages)
     ]
     phases = (f"GiB, {phase}" for phase in layout.memory[0].phases)
-    return _table("a rank of each stage", ("stage", "layers", "parameters", *phases), rows)
+    sizes = ("parameters",) if adapters is None else ("parameters", "in adapters")
+    return _table("a rank of each stage", ("stage", "layers", *sizes, *phases), rows)
 
 
 def _memory(plan: Plan) -> Table:

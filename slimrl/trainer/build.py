@@ -1,6 +1,6 @@
 """Builds Megatron modules from a recipe and a model config, wrapped for mixed precision and data parallelism."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,12 +29,17 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
 
 
 def build_model(
-    trainer: TrainerConfig, model: MegatronModelConfig, *, mtp: bool = False
+    trainer: TrainerConfig,
+    model: MegatronModelConfig,
+    *,
+    mtp: bool = False,
+    adapt: Callable[[GPTModel], None] = lambda chunk: None,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `virtual_pipeline` of them), randomly initialised and ready to train.
 
     Args:
         mtp: with the model's layers for multi-token prediction, on the last pipeline stage; they are not trained.
+        adapt: changes each chunk before it is wrapped, for example by adapters.
 
     Raises:
         ValueError: see `transformer_config`.
@@ -46,6 +51,7 @@ def build_model(
         if trainer.fp8_emulation:
             emulate_fp8(chunk, config, trainer.fp8)
         chunk.to(device.compute_device())
+        adapt(chunk)
         if trainer.precision == Precision.bf16:
             chunk = Float16Module(config, chunk)
             _keep_router_buffers_float32(chunk)

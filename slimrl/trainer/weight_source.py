@@ -1,5 +1,6 @@
 """The trainer's live weights as Hugging Face tensors: their layout, this rank's pieces, and whole tensors on rank 0.
 
+Weights of layers with adapters have these merged in: W + alpha / rank * B A, added in float32 and rounded to W's dtype.
 A shard of a Megatron weight gives one piece of each Hugging Face tensor in the weight. At construction the ranks
 exchange which shards they hold.
 
@@ -23,10 +24,13 @@ from torch import Tensor, nn
 from slimrl.checkpoints.file_groups import group_by_bytes
 from slimrl.checkpoints.safetensors_file import element_bytes, spec_bytes
 from slimrl.data.weights import Region, SourceLayout, SourcePiece, TensorSpec, piece_of
+from slimrl.models.adapters import layer_name
 from slimrl.models.family import Family
 from slimrl.models.hf_config import dtype_name
+from slimrl.models.weight_map import WeightMap
 from slimrl.trainer.layout.source_layout import layout_of
-from slimrl.trainer.weights import local_weights, model_weight_map, shard_place
+from slimrl.trainer.lora.attach import adapters_of
+from slimrl.trainer.weights import local_adapters, local_weights, model_weight_map, shard_place
 
 WINDOW_BYTES = 64 * 1024**2
 """Most bytes gathered at a time; a single larger tensor is gathered whole."""
@@ -41,6 +45,7 @@ class MegatronWeightSource:
     Args:
         chunks: this rank's modules, wrapped or not; each call reads their current weights.
         dtype: of the tensors, as in torch without the prefix; None for the checkpoint's.
+        adapters: the map of the model's adapters, to give these in place of its weights.
 
     Raises:
         ValueError: no rank holds some weights of the model, or the modules have weights that no rule covers.
@@ -53,11 +58,16 @@ class MegatronWeightSource:
         hf_config: dict[str, Any],
         dtype: str | None = None,
         window_bytes: int = WINDOW_BYTES,
+        *,
+        adapters: WeightMap | None = None,
     ) -> None:
         self._rank = dist.get_rank()
-        self._map = model_weight_map(chunks, family, hf_config)
+        self._map = adapters or model_weight_map(chunks, family, hf_config)
         self._dtype = dtype or dtype_name(hf_config)
-        self._local = {index: tensor.detach() for index, tensor in local_weights(chunks, self._map)}
+        held = local_adapters(chunks, adapters) if adapters else local_weights(chunks, self._map)
+        self._local = {index: tensor.detach() for index, tensor in held}
+        by_weight = {id(weight): of_layer for weight, of_layer in adapters_of(chunks)}
+        self._adapters = {index: by_weight[id(weight)] for index, weight in held if id(weight) in by_weight}
         self._device = next(iter(self._local.values())).device if self._local else torch.device("cpu")
         self._places = {
             name: (index, position)
@@ -75,7 +85,12 @@ class MegatronWeightSource:
     def groups(self, name: str) -> Tensor:
         """See WeightSource."""
         index, position = self._places[name]
-        return self._map.entries[index].rule.op.groups(self._local[index])[position]
+        rule, adapters = self._map.entries[index].rule, self._adapters.get(index)
+        groups = rule.op.groups(self._local[index])[position]
+        layer = layer_name(rule.hf[position])
+        if adapters is None or layer not in adapters.names:
+            return groups
+        return (groups.float() + adapters.delta(layer).view(groups.shape)).to(groups.dtype)
 
     def tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """(name, tensor) on rank 0, (name, None) on the others, which must iterate to the end too.

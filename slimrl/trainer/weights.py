@@ -5,7 +5,7 @@ over expert-parallel ranks) and then looked up in the family's weight map.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slimrl.checkpoints.hf_check import check_tensors
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.models.adapters import is_adapter
 from slimrl.models.family import Family
 from slimrl.models.weight_map import Entry, WeightMap
 from slimrl.trainer.build import unwrap
@@ -34,24 +35,37 @@ def model_weight_map(chunks: Sequence[nn.Module], family: Family, hf_config: dic
 def local_weights(chunks: Sequence[nn.Module], weight_map: WeightMap) -> list[tuple[int, Tensor]]:
     """(index in the map's entries, live tensor) of every weight that this rank holds.
 
-    Buffers without an entry, such as counters, are skipped.
+    Buffers without an entry, such as counters, are skipped, and so are adapters.
 
     Raises:
         ValueError: the map has no entry for some parameters of the model.
     """
     found: list[tuple[int, Tensor]] = []
     unknown: list[str] = []
-    for chunk in map(unwrap, chunks):
-        layers = {name: m.layer_number - 1 for name, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
-        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-            index = weight_map.index_of(_global_name(name, layers, chunk.config.num_moe_experts))
-            if index is not None:
-                found.append((index, tensor))
-            elif isinstance(tensor, nn.Parameter):
-                unknown.append(name)
+    for name, tensor in _global_tensors(chunks):
+        index = weight_map.index_of(name)
+        if index is not None:
+            found.append((index, tensor))
+        elif isinstance(tensor, nn.Parameter) and not is_adapter(name):
+            unknown.append(name)
     if unknown:
         raise ValueError(f"no rule of the weight map covers {', '.join(unknown)}")
     return found
+
+
+def local_adapters(chunks: Sequence[nn.Module], adapters: WeightMap) -> list[tuple[int, Tensor]]:
+    """(index in the map's entries, live tensor) of every adapter that this rank holds."""
+    held = [(adapters.index_of(name), tensor) for name, tensor in _global_tensors(chunks) if is_adapter(name)]
+    assert all(index is not None for index, _ in held), "the modules have other adapters than the map"
+    return [(index, tensor) for index, tensor in held if index is not None]
+
+
+def _global_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers with the names that they have in the whole model."""
+    for chunk in map(unwrap, chunks):
+        layers = {name: m.layer_number - 1 for name, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            yield _global_name(name, layers, chunk.config.num_moe_experts), tensor
 
 
 def shard_place(entry: Entry) -> tuple[int, int]:

@@ -1,27 +1,32 @@
 """One trainer rank: the model, its optimizer, and the calls that the driver makes on all ranks together."""
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.alignment import tile_tokens
+from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema import TrainerConfig
 from slimrl.data.training import MemoryPart
-from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
+from slimrl.models.adapters import adapter_map
+from slimrl.models.architecture import architecture_of, check_architecture, trained_architecture, weights_folder
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
+from slimrl.models.peft_config import peft_config
 from slimrl.trainer.build import build_model
 from slimrl.trainer.checkpointing import checkpoint
-from slimrl.trainer.checkpointing.export import export_hf
+from slimrl.trainer.checkpointing.export import ExportedAdapters, export_hf
 from slimrl.trainer.determinism import make_deterministic
 from slimrl.trainer.held_batches import HeldBatches
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
+from slimrl.trainer.lora.attach import attach_adapters
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.offload import Offload
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.reference import ReferenceWeights
 from slimrl.trainer.weight_source import MegatronWeightSource
-from slimrl.trainer.weights import load_hf_weights
+from slimrl.trainer.weights import load_hf_weights, model_weight_map
 
 
 class TrainerWorker(HeldBatches):
@@ -63,7 +68,12 @@ class TrainerWorker(HeldBatches):
             tile=tile_tokens(trainer),
         )
         model = self.family.megatron_config(self.hf_config)
-        self.chunks = build_model(trainer, model)
+        self.lora = trainer.lora
+        self.chunks = build_model(
+            trainer,
+            model,
+            adapt=partial(attach_adapters, family=self.family, hf_config=self.hf_config, lora=trainer.lora, seed=seed),
+        )
         self.optimizer = Optimizer(trainer, self.chunks, total_updates)
         self.offload = Offload(self.chunks, self.optimizer)
         super().__init__(
@@ -85,7 +95,7 @@ class TrainerWorker(HeldBatches):
         """Load the weights of a Megatron checkpoint, converted or from a run, saved under any layout.
 
         Raises:
-            ValueError: it is a checkpoint of another model.
+            ValueError: it is a checkpoint of another model, or one with adapters.
         """
         folder = weights_folder(path)
         check_architecture(folder, architecture_of(self.hf_config))
@@ -110,16 +120,29 @@ class TrainerWorker(HeldBatches):
 
     def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
         """See checkpoint.save."""
-        architecture = architecture_of(self.hf_config)
+        architecture = trained_architecture(self.hf_config, self.lora)
         return checkpoint.save(directory, self.chunks, self.optimizer, self.layout, architecture, self.model_path)
 
     def load_checkpoint(self, directory: Path) -> None:
-        architecture = architecture_of(self.hf_config)
+        architecture = trained_architecture(self.hf_config, self.lora)
         checkpoint.load(directory, self.chunks, self.optimizer, self.layout, architecture, seed=self.seed)
 
     def export_hf(self, directory: Path) -> None:
-        """Write the weights in `model_path`'s dtype, with its config and tokenizer."""
-        export_hf(MegatronWeightSource(self.chunks, self.family, self.hf_config), self.model_path, directory)
+        """Write the weights in `model_path`'s dtype, with its config and tokenizer.
+
+        Adapters are merged into them, and written in the subfolder `adapter` too, in PEFT's format.
+        """
+        source = MegatronWeightSource(self.chunks, self.family, self.hf_config)
+        export_hf(source, self.model_path, directory, adapters=self._exported_adapters())
+
+    def _exported_adapters(self) -> ExportedAdapters | None:
+        targets = adapter_targets(self.lora, self.hf_config)
+        if not targets:
+            return None
+        adapters = adapter_map(model_weight_map(self.chunks, self.family, self.hf_config), targets, self.lora.rank)
+        source = MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype, adapters=adapters)
+        config = peft_config(self.lora, adapters.hf_tensors, self.hf_config, str(self.model_path))
+        return ExportedAdapters(source=source, config=config)
 
     def close(self) -> None:
         """Leave the process groups; every rank calls it."""

@@ -83,6 +83,20 @@ def test_gpus_of_140_gib_hold_the_optimizer_that_others_leave_to_the_host(name):
     assert on_gpu["step_seconds"] < on_host["step_seconds"]
 
 
+def test_only_adapters_have_gradients_and_optimizer_states():
+    on_gpu = ["trainer.megatron.optimizer_cpu_offload=false", "--gpu-memory-gib", "140"]
+    whole, found = plan(QWEN, *on_gpu), plan(QWEN, "trainer.lora.rank=16", *on_gpu)
+    sizes, before, after = found["parameters"]["adapters_per_stage"], whole["memory_gib"], found["memory_gib"]
+    assert found["parameters"]["per_stage"] == whole["parameters"]["per_stage"]
+    stage = sizes[after["stage"]]
+    assert stage < 0.05 * whole["parameters"]["per_stage"][after["stage"]]
+    assert after["gradients"] == pytest.approx(4 * stage / 2**30, rel=0.02)
+    assert after["weights"] - before["weights"] == pytest.approx(2 * stage / 2**30, rel=0.05, abs=2**-10)
+    assert after["optimizer"] < 0.05 * before["optimizer"]
+    assert any("upper bounds" in note for note in found["notes"])
+    assert "adapters_per_stage" not in whole["parameters"]
+
+
 @pytest.mark.parametrize(
     "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SHIPPED]
 )

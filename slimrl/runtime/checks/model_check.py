@@ -30,6 +30,8 @@ NOT_EMULATED_HERE = (
     "in FP8."
 )
 
+LOCAL_LAYERS_ONLY = "Transformer Engine's layers, which this machine has, take no adapters. Use 0."
+
 NOT_DETERMINISTIC = "megatron-core's deterministic mode has no packed sequences in gated delta nets."
 
 
@@ -63,6 +65,8 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
             problems += [loaded.problem(*violation) for violation in transformer_engine_violations(loaded)]
         elif devices and loaded.recipe.trainer.fp8_emulation:
             problems.append(loaded.problem("trainer.fp8_emulation", NOT_EMULATED_HERE))
+        if devices and device.has_transformer_engine() and loaded.recipe.trainer.lora.rank:
+            problems.append(loaded.problem("trainer.lora.rank", LOCAL_LAYERS_ONLY))
     return problems
 
 

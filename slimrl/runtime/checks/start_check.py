@@ -12,7 +12,7 @@ from typing import Any
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import Recipe
-from slimrl.models.architecture import architecture_of, check_architecture
+from slimrl.models.architecture import check_architecture, trained_architecture
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.run_folder import RunFolder, check_run_folder
 from slimrl.runtime.checks.checkpoint_check import WholeCheckpoint, newest_checkpoint
@@ -108,5 +108,6 @@ def resume_point(folder: RunFolder, recipe: Recipe, *, contents: bool) -> WholeC
 
 
 def check_checkpoint_model(checkpoint: Path, recipe: Recipe) -> None:
-    """Raises ValueError if a run's checkpoint is of another model than the recipe's."""
-    check_architecture(checkpoint / "trainer", architecture_of(read_hf_config(Path(recipe.model.path))))
+    """Raises ValueError if a run's checkpoint is of another model than the recipe's, or has other adapters."""
+    hf_config = read_hf_config(Path(recipe.model.path))
+    check_architecture(checkpoint / "trainer", trained_architecture(hf_config, recipe.trainer.lora))

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slimrl.checkpoints.digests import FileDigest, file_digests
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.torch_dist.chunks import SHARDING
+from slimrl.models.adapters import is_adapter
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.trainer.build import unwrap
@@ -132,7 +133,8 @@ def load(
 def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
     """Load only the weights of a checkpoint, converted or from a run, under any layout; every rank calls it.
 
-    The optimizer copies the weights: call this before it is built, or have it copy them again.
+    Adapters of the modules stay as they are. The optimizer copies the weights: call this before it is built, or have it
+    copy them again.
 
     Raises:
         ValueError: not a checkpoint of megatron-core, or one of another model.
@@ -140,11 +142,17 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
     content = content_metadata(directory)
     try:
         metadata = {**_metadata(), "singleton_local_shards": content.get("singleton_local_shards", False)}
-        loaded = dist_checkpointing.load(_model_state(chunks, metadata), str(directory))
+        state = {
+            model: {name: item for name, item in part.items() if not is_adapter(name)}
+            for model, part in _model_state(chunks, metadata).items()
+        }
+        loaded = dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, KeyError) as error:
         raise ValueError(f"{directory}: not a checkpoint of this model: {error}") from error
     for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+        missing, unknown = unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
+        assert not unknown, unknown
+        assert all(map(is_adapter, missing)), missing
 
 
 def _written_by(directory: Path, rank: int) -> list[str]:

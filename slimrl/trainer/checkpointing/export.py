@@ -1,20 +1,35 @@
-"""Exports the trained model as a Hugging Face checkpoint folder."""
+"""Exports the trained model as a Hugging Face checkpoint folder, and its adapters as PEFT's in a subfolder."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.other_files import copy_other_files
+from slimrl.checkpoints.safetensors_file import write_safetensors_file
 from slimrl.checkpoints.safetensors_folder import write_safetensors
 from slimrl.data.atomic import atomic_folder
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
 from slimrl.trainer.weight_source import MegatronWeightSource
 
+ADAPTER_SUBFOLDER = "adapter"
+"""Not the folder itself: transformers would load the adapters on top of the model, which has them merged in."""
 
-def export_hf(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedAdapters:
+    source: MegatronWeightSource
+    config: dict[str, Any]
+    """PEFT's adapter_config.json"""
+
+
+def export_hf(
+    source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, adapters: ExportedAdapters | None = None
+) -> None:
     """Write the source's weights with the configuration, tokenizer and code of `src_model_dir`; all ranks call it.
 
     The weights have the trainer's dtype; those of a block FP8 model are not quantized again. Layers for multi-token
@@ -31,17 +46,28 @@ def export_hf(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path) 
     if exists[0]:
         raise ValueError(f"{out_dir}: exists; an export never overwrites")
     if rank == 0:
-        _write(source, src_model_dir, out_dir)
+        _write(source, src_model_dir, out_dir, adapters)
     else:
-        for _ in source.tensors():
-            pass
+        for each in (source, *([adapters.source] if adapters else [])):
+            for _ in each.tensors():
+                pass
     dist.barrier()
 
 
-def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path) -> None:
+def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, adapters: ExportedAdapters | None) -> None:
     specs, config = list(source.layout()), read_hf_config(src_model_dir)
     with atomic_folder(out_dir) as partial, open_hf_checkpoint(src_model_dir) as reader:
         carried = UntrainedMtpTensors(reader, config, specs, specs[0].dtype)
         write_safetensors(partial, carried.specs(), carried.tensors(source.tensors()))
         (partial / "config.json").write_text(json.dumps(plain_config(config, specs[0].dtype), indent=2) + "\n")
         copy_other_files(src_model_dir, partial)
+        if adapters is not None:
+            _write_adapters(adapters, partial / ADAPTER_SUBFOLDER)
+
+
+def _write_adapters(adapters: ExportedAdapters, folder: Path) -> None:
+    folder.mkdir()
+    write_safetensors_file(
+        folder / "adapter_model.safetensors", list(adapters.source.layout()), adapters.source.tensors()
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(adapters.config, indent=2) + "\n")

@@ -1,0 +1,74 @@
+"""Rules of `trainer.lora`: which linear layers of a model its adapters belong to."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from slimrl.config.hf_config import num_experts
+from slimrl.config.problems import Violation, suggestion
+from slimrl.config.schema import LoraConfig, Recipe
+
+ALL_LINEAR = "all-linear"
+"""Word for every linear layer below that the model has."""
+
+GROUPED_QUERY = ("q_proj", "k_proj", "v_proj")
+LATENT_KEYS = ("kv_a_proj_with_mqa", "kv_b_proj")
+LATENT_QUERY = ("q_a_proj", "q_b_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+LINEAR_LAYERS = (*GROUPED_QUERY, *LATENT_QUERY, *LATENT_KEYS, "o_proj", *MLP)
+"""Linear layers of attention, MLPs and experts, by the last part of their name in transformers. Not: embeddings, output
+layer, routers, gates of shared experts, gated delta nets."""
+
+NOT_WITH_ADAPTERS = {
+    "moe_shared_expert_overlap": "calls the linear layers of shared experts apart from their communication",
+    "fp8": "is not tested with adapters",
+}
+"""Fields of `trainer.megatron` that are refused with adapters -> why."""
+
+
+def linear_layers(hf_config: dict[str, Any]) -> tuple[str, ...]:
+    """Those of LINEAR_LAYERS that a model has."""
+    if not hf_config.get("kv_lora_rank"):
+        attention = GROUPED_QUERY
+    else:
+        attention = (*(LATENT_QUERY if hf_config.get("q_lora_rank") else GROUPED_QUERY[:1]), *LATENT_KEYS)
+    return (*attention, "o_proj", *MLP)
+
+
+def adapter_targets(lora: LoraConfig, hf_config: dict[str, Any]) -> tuple[str, ...]:
+    """The linear layers of a model that get adapters, in the order of LINEAR_LAYERS; none with rank 0."""
+    if not lora.rank:
+        return ()
+    return tuple(name for name in linear_layers(hf_config) if name in lora.targets or ALL_LINEAR in lora.targets)
+
+
+def lora_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Targets that no model has, and settings that do not go with adapters."""
+    lora, key = recipe.trainer.lora, "trainer.lora.targets"
+    if not lora.rank:
+        return
+    known = (ALL_LINEAR, *LINEAR_LAYERS)
+    for name in lora.targets:
+        if name not in known:
+            meant = suggestion(name, known) or f" Known are {', '.join(known)}."
+            yield key, f"{name!r} is no linear layer that gets adapters.{meant}"
+    if not lora.targets:
+        yield key, f"names no layer. Use [{ALL_LINEAR}], or trainer.lora.rank 0 to train the whole model."
+    if ALL_LINEAR in lora.targets and len(lora.targets) > 1:
+        yield key, f"{ALL_LINEAR} is all of them. Leave the others out."
+    for name, why in NOT_WITH_ADAPTERS.items():
+        if recipe.trainer.megatron.get(name):
+            yield f"trainer.megatron.{name}", f"{why}. Leave it out, or use trainer.lora.rank 0."
+
+
+def lora_model_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Targets that this model has not, or has fused."""
+    lora, key = recipe.trainer.lora, "trainer.lora.targets"
+    if not lora.rank:
+        return
+    for name in lora.targets:
+        if name in LINEAR_LAYERS and name not in linear_layers(hf_config):
+            yield key, f"the model has no {name}. It has {', '.join(linear_layers(hf_config))}."
+    targets = adapter_targets(lora, hf_config)
+    if num_experts(hf_config) and ("gate_proj" in targets) != ("up_proj" in targets):
+        missing = "up_proj" if "gate_proj" in targets else "gate_proj"
+        yield key, f"transformers fuses gate_proj and up_proj of experts, so they go together. Add {missing}."

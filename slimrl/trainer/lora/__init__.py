@@ -1,0 +1,1 @@
+"""LoRA adapters inside Megatron's linear layers."""
