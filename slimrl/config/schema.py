@@ -189,6 +189,16 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True)
+class MtpConfig:
+    train: bool = False
+    """Train the model's layers for multi-token prediction, with which an engine may draft tokens. The rest of the model
+    learns the same with and without them (docs/mtp.md)."""
+    loss_weight: float = 0.1
+    """Factor of their loss. As it reaches no other weights, it matters little with Adam: the size of their gradient
+    before clipping, which they have for themselves."""
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     num_ranks: int = 1
     """World size of the trainer: tensor * pipeline * context * data."""
@@ -196,6 +206,7 @@ class TrainerConfig:
     """CPU threads of each trainer process (OMP_NUM_THREADS)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     precision: Precision = Precision.bf16
     """Precision of weights and activations; log-probs, gradients and optimizer state are always float32."""
     max_tokens_per_rank: int = MISSING

@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -18,6 +18,7 @@ from slimrl.config.alignment import round_up
 from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.trainer.fusions import fusions
+from slimrl.trainer.mtp import GptWithMtp, mtp_block_spec
 from slimrl.trainer.passthrough import converted, fields_for
 
 
@@ -32,7 +33,7 @@ def build_model(
     """This rank's model chunks (one, or `virtual_pipeline` of them), randomly initialised and ready to train.
 
     Args:
-        mtp: with the model's layers for multi-token prediction, on the last pipeline stage; they are not trained.
+        mtp: with the model's layers for multi-token prediction, on the last pipeline stage (trainer/mtp.py).
 
     Raises:
         ValueError: see `transformer_config`.
@@ -106,11 +107,10 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
     user = fields_for(TransformerConfig, trainer.megatron)
     if user.get("fp8") and not device.has_transformer_engine():
         raise ValueError("trainer.megatron.fp8: FP8 training needs a GPU and Transformer Engine")
-    if user.get("mtp_num_layers"):
-        raise ValueError("trainer.megatron.mtp_num_layers: layers for multi-token prediction are not trained")
     family = converted(kind, model.transformer)
     if mtp and model.mtp_layers:
-        family["mtp_num_layers"] = model.mtp_layers
+        # Detached, they have a gradient norm of their own.
+        family |= {"mtp_num_layers": model.mtp_layers, "mtp_detach_heads": True}
     family.setdefault("activation_func", torch.nn.functional.silu)
     dtype = getattr(torch, trainer.precision.dtype)
     precision = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
@@ -181,8 +181,8 @@ def _gpt(
     place: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
     fused = device.has_transformer_engine() if fused is None else fused
     spec = get_gpt_decoder_block_spec(config, fused, normalization=config.normalization, vp_stage=stage)
-    mtp = get_gpt_mtp_block_spec(config, spec, fused, vp_stage=stage) if config.mtp_num_layers else None
-    return GPTModel(
+    mtp = mtp_block_spec(config, spec, fused, stage) if config.mtp_num_layers else None
+    return (GptWithMtp if config.mtp_num_layers else GPTModel)(
         config,
         spec,
         vocab_size=padded_vocab(model.vocab_size, parallel.tensor),

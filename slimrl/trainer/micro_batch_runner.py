@@ -22,6 +22,7 @@ from slimrl.data.packing import MicroBatch
 from slimrl.data.training import Layout, LogProbs, UpdateResult
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
+from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.routers import RouterStats, RoutingRecord
 from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
@@ -38,12 +39,15 @@ class MicroBatchRunner:
         *,
         vocab_size: int,
         chunk_tokens: int,
+        mtp: MtpLoss | None = None,
     ) -> None:
         """
         Args:
             vocab_size: real tokens, without the padding of the embedding.
             chunk_tokens: tokens whose logits become log-probs at a time.
+            mtp: trains the chunks' layers for multi-token prediction.
         """
+        self.mtp = mtp
         self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
         self.vocab_size, self.chunk_tokens = vocab_size, chunk_tokens
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
@@ -118,6 +122,8 @@ class MicroBatchRunner:
         # Megatron divides all gradients by the number of tokens; this factor leaves the denominator alone.
         loss_scale = num_tokens / denominator
         collect = functools.partial(self._compute_loss, loss_function, loss_scale)
+        if self.mtp is not None:
+            self.mtp.start_update(micro_batches, num_tokens)
         reported = self._run(micro_batches, temperature, collect, forward_only=False)
         grad_norm = self.optimizer.step()
         if self.overlaps_param_gather:
@@ -149,7 +155,9 @@ class MicroBatchRunner:
         self._show_progress(0, len(micro_batches))
         group = mpu.get_context_parallel_group()
         # Every model chunk gets the same micro-batches, which are sharded once.
-        copies = itertools.tee((shard_context(batch, group) for batch in micro_batches), len(self.chunks))
+        mtp_layers = self.mtp.num_layers if self.mtp is not None and not forward_only else 0
+        shards = (shard_context(batch, group, mtp_layers=mtp_layers) for batch in micro_batches)
+        copies = itertools.tee(shards, len(self.chunks))
         several = len(self.chunks) > 1
         return get_forward_backward_func()(
             forward_step_func=functools.partial(self._forward, temperature, collect),
@@ -167,6 +175,7 @@ class MicroBatchRunner:
     ) -> tuple[Tensor, Callable[..., Any]]:
         """Megatron's forward step: the model's output, and the function that the last stage applies to it."""
         batch = next(batches)
+        mtp_options = {} if batch.mtp is None else {"output_processor_context": batch.mtp.tokens_DT}
         with self.router_stats.observe(batch.padding_T):
             output = model(
                 batch.tokens_T[None],
@@ -174,20 +183,27 @@ class MicroBatchRunner:
                 None,
                 packed_seq_params=batch.packed_seq_params,
                 **self.output_options,
+                **mtp_options,
             )
         if model is self.chunks[-1]:
             self._show_progress(self.done + 1, self.total)
 
-        def finish(logits_1TV: Tensor, non_loss_data: bool = False) -> Any:
-            logprobs_T, entropy_T = vocab_parallel_logprobs(
-                logits_1TV[0],
-                batch.targets_T,
-                temperature=temperature,
-                vocab_size=self.vocab_size,
-                chunk_tokens=self.chunk_tokens,
-                group=mpu.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None,
-            )
-            return collect(logprobs_T, entropy_T, batch)
+        logprobs_of = functools.partial(
+            vocab_parallel_logprobs,
+            temperature=temperature,
+            vocab_size=self.vocab_size,
+            chunk_tokens=self.chunk_tokens,
+            group=mpu.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None,
+        )
+
+        def finish(output: Any, non_loss_data: bool = False) -> Any:
+            if batch.mtp is None:
+                return collect(*logprobs_of(output[0], batch.targets_T), batch)
+            assert self.mtp is not None
+            logits_1TV, of_layers = output
+            outcome = collect(*logprobs_of(logits_1TV[0], batch.targets_T), batch)
+            pairs = zip(of_layers, batch.mtp.targets_DT, strict=True)
+            return self.mtp.add(outcome, [logprobs_of(ahead_1TV[0], ahead_T)[0] for ahead_1TV, ahead_T in pairs], batch)
 
         return output, finish
 

@@ -41,6 +41,7 @@ class MegatronWeightSource:
     Args:
         chunks: this rank's modules, wrapped or not; each call reads their current weights.
         dtype: of the tensors, as in torch without the prefix; None for the checkpoint's.
+        mtp: with layers for multi-token prediction, if the modules have any.
 
     Raises:
         ValueError: no rank holds some weights of the model, or the modules have weights that no rule covers.
@@ -53,9 +54,11 @@ class MegatronWeightSource:
         hf_config: dict[str, Any],
         dtype: str | None = None,
         window_bytes: int = WINDOW_BYTES,
+        *,
+        mtp: bool = True,
     ) -> None:
         self._rank = dist.get_rank()
-        self._map = model_weight_map(chunks, family, hf_config)
+        self._map = model_weight_map(chunks, family, hf_config, mtp=mtp)
         self._dtype = dtype or dtype_name(hf_config)
         self._local = {index: tensor.detach() for index, tensor in local_weights(chunks, self._map)}
         self._device = next(iter(self._local.values())).device if self._local else torch.device("cpu")

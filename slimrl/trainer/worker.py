@@ -17,6 +17,7 @@ from slimrl.trainer.determinism import make_deterministic
 from slimrl.trainer.held_batches import HeldBatches
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
+from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.offload import Offload
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.weight_source import MegatronWeightSource
@@ -62,7 +63,7 @@ class TrainerWorker(HeldBatches):
             tile=tile_tokens(trainer.megatron),
         )
         model = self.family.megatron_config(self.hf_config)
-        self.chunks = build_model(trainer, model)
+        self.chunks = build_model(trainer, model, mtp=trainer.mtp.train)
         self.optimizer = Optimizer(trainer, self.chunks, total_updates)
         self.offload = Offload(self.chunks, self.optimizer)
         super().__init__(
@@ -72,6 +73,7 @@ class TrainerWorker(HeldBatches):
                 self.layout,
                 vocab_size=model.vocab_size,
                 chunk_tokens=trainer.logprob_chunk_tokens,
+                mtp=MtpLoss(model.mtp_layers, trainer.mtp.loss_weight) if trainer.mtp.train else None,
             )
         )
 
@@ -92,8 +94,9 @@ class TrainerWorker(HeldBatches):
         self.optimizer.megatron.reload_model_params()
 
     def weight_source(self) -> MegatronWeightSource:
-        """The current weights as Hugging Face tensors, in the precision of the training."""
-        return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype)
+        """The weights that engines serve as Hugging Face tensors, in the precision of the training: without layers for
+        multi-token prediction."""
+        return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype, mtp=False)
 
     def release_memory(self, parts: Collection[MemoryPart]) -> None:
         """Free device memory; the parts must be restored before they are used."""
