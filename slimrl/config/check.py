@@ -20,6 +20,7 @@ from slimrl.config.problems import Problem, Violation
 from slimrl.config.rollout_rules import (
     colocation_violations,
     colocation_warnings,
+    draft_violations,
     kept_memory_warnings,
     rollout_violations,
     transport_warnings,
@@ -94,6 +95,7 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     if command in ("train", "sft"):
         warnings += warmup_warnings(recipe, command)
     if command == "train":
+        violations += draft_violations(recipe)
         warnings += kept_memory_warnings(recipe)
     if command in ("train", "train --trajectories"):
         violations += batch_violations(recipe)

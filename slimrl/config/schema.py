@@ -192,7 +192,7 @@ class OptimizerConfig:
 class MtpConfig:
     train: bool = False
     """Train the model's layers for multi-token prediction, with which an engine may draft tokens. The rest of the model
-    learns the same with and without them (docs/mtp.md)."""
+    learns the same with and without them (docs/models.md)."""
     loss_weight: float = 0.1
     """Factor of their loss. As it reaches no other weights, it matters little with Adam: the size of their gradient
     before clipping, which they have for themselves."""

@@ -43,13 +43,14 @@ def model_facts(planned: OfflineRecipe) -> Facts:
     family = family_of(hf_config)
     model, weight_map = family.megatron_config(hf_config), family.weight_map(hf_config)
     shape = Shape.of(model)
+    trained = family.weight_map(hf_config, mtp=planned.recipe.trainer.mtp.train)
     return Facts(
         hf_config=hf_config,
         model=model,
         weight_map=weight_map,
         shape=shape,
         parameters=model_parameters(weight_map, model),
-        table=ParameterTable(weight_map),
+        table=ParameterTable(trained),
         transform=None if planned.sft else quantize_transform(hf_config, weight_map, fp8_engines=True),
         replicated=replicated_names(weight_map),
     )

@@ -25,8 +25,8 @@ from weight_cases import (
 from slimrl.algorithms.losses import cross_entropy
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision
-from slimrl.data.packing import pack
+from slimrl.config.schema import MtpConfig, OptimizerConfig, ParallelConfig, Precision
+from slimrl.data.packing import pack, pack_for
 from slimrl.data.trajectory import Segment
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.checkpointing.export import export_hf
@@ -34,6 +34,7 @@ from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.weight_source import MegatronWeightSource
+from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -180,6 +181,53 @@ def test_an_export_has_every_tensor_of_the_model_and_the_mtp_layers_as_they_were
     for index in (4, 5):
         assert torch.equal(after[f"model.layers.{index}.embed_tokens.weight"], after["model.embed_tokens.weight"])
         assert torch.equal(after[f"model.layers.{index}.shared_head.head.weight"], after["lm_head.weight"])
+
+
+def trained_and_resumed(rank, world_size, port, path, folder):
+    """Losses of two updates and of the second one again after a checkpoint, and the names that a resync sends."""
+    trainer = replace(
+        trainer_config(ParallelConfig(pipeline=2)), mtp=MtpConfig(train=True), num_ranks=2, precision=Precision.bf16
+    )
+    worker = TrainerWorker(
+        trainer, path, seed=1, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        total_updates=4,
+    )  # fmt: skip
+    worker.load_hf()
+    segments, advantages_N = [[one] for one in sequences()], np.ones(4, np.float32)
+    worker.put_batches([pack_for(trainer, worker.layout, segments, advantages_N)[0]])
+
+    def update():
+        return worker.runner.train_update(worker.updates[0], cross_entropy, denominator=20.0, temperature=1.0).sums
+
+    losses = [update()]
+    worker.save_checkpoint(folder / "checkpoint")
+    losses.append(update())
+    worker.export_hf(folder / "export")
+    worker.load_checkpoint(folder / "checkpoint")
+    losses.append(update())
+    worker.export_hf(folder / "resumed")
+    sent = [spec.name for spec in worker.weight_source().layout()]
+    worker.close()
+    return losses, sent
+
+
+def test_trained_mtp_layers_are_exported_and_resumed_and_not_sent_to_engines(tmp_path):
+    path = model_with_mtp("glm4_moe", tmp_path)
+    losses, sent = run_ranks(trained_and_resumed, 2, path, tmp_path, timeout_s=120)[0]
+    before = load_file(path / "model.safetensors")
+    after, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "resumed"))
+    check_checkpoint(tmp_path / "export")
+    assert losses[1] == losses[2]
+    assert losses[1]["mtp_loss"] < losses[0]["mtp_loss"]
+    assert after.keys() == resumed.keys() == before.keys()
+    assert all(torch.equal(after[name], resumed[name]) for name in after)
+    mtp = [name for name in before if name.startswith(("model.layers.4.", "model.layers.5."))]
+    unchanged = [name for name in mtp if torch.equal(after[name].float(), before[name].bfloat16().float())]
+    assert all(name.endswith("e_score_correction_bias") for name in unchanged), unchanged
+    for index in (4, 5):
+        assert torch.equal(after[f"model.layers.{index}.embed_tokens.weight"], after["model.embed_tokens.weight"])
+        assert torch.equal(after[f"model.layers.{index}.shared_head.head.weight"], after["lm_head.weight"])
+    assert set(sent) == set(before) - set(mtp)
 
 
 def test_a_checkpoint_may_lack_its_mtp_layers_but_not_some_of_their_tensors(tmp_path):
