@@ -26,6 +26,7 @@ from slimrl.config.rollout_rules import (
     transport_warnings,
 )
 from slimrl.config.schema import AlgorithmName, Recipe
+from slimrl.config.stop_rules import stop_violations
 from slimrl.config.trainer_rules import (
     batch_violations,
     batch_warnings,
@@ -94,6 +95,8 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
         violations += megatron_violations(recipe)
     if command in ("train", "sft"):
         warnings += warmup_warnings(recipe, command)
+    if command in ("train", "train --trajectories", "sft"):
+        violations += stop_violations(recipe, command)
     if command == "train":
         violations += draft_violations(recipe)
         warnings += kept_memory_warnings(recipe)

@@ -45,6 +45,8 @@ class RunState:
     skipped_steps: int = 0
     """Optimizer updates skipped so far because their gradient was not finite."""
     skipped_in_a_row: int = 0
+    crossed: dict[str, list[float]] = field(default_factory=dict)
+    """Limits of the section `stop` -> the values beyond them in the last steps in a row (stop_rule.py)."""
     unwritten: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step while they wait for its evaluation; empty once its line is written."""
 

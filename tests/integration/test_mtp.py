@@ -213,7 +213,7 @@ def trained_and_resumed(rank, world_size, port, path, folder):
 
 def test_trained_mtp_layers_are_exported_and_resumed_and_not_sent_to_engines(tmp_path):
     path = model_with_mtp("glm4_moe", tmp_path)
-    losses, sent = run_ranks(trained_and_resumed, 2, path, tmp_path, timeout_s=120)[0]
+    losses, sent = run_ranks(trained_and_resumed, 2, path, tmp_path, timeout_s=280)[0]
     before = load_file(path / "model.safetensors")
     after, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "resumed"))
     check_checkpoint(tmp_path / "export")

@@ -7,9 +7,18 @@ import pytest
 from published_sizes import PUBLISHED_SIZES
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, Recipe, RolloutConfig, TrainerConfig
+from slimrl.config.schema import (
+    MtpConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    Recipe,
+    RolloutConfig,
+    TrainerConfig,
+)
 from slimrl.config.trainer_rules import RECOMPUTABLE
 from slimrl.data.weights import TensorPart, num_rows
+from slimrl.models.draft import draft_specs
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config, published_names
 from slimrl.planner.activations import kept, layer_bytes, logits_bytes, stage_activations
@@ -579,7 +588,7 @@ def test_the_last_stage_has_the_layers_for_multi_token_prediction_that_are_train
                 assert sum(sum(getattr(chunk, kind)) for chunk in stage) == sum(getattr(counts[0], kind))
     plain = built_stages(trainer(1), model)[0]
     shapes = [spec.shape for spec in draft_specs(config, "bfloat16") if "e_score_correction_bias" not in spec.name]
-    assert stage_total(built[0]) - stage_total(plain) == sum(map(math.prod, shapes))
+    assert stage_total(built[0]) - stage_total(plain) == sum(map(prod, shapes))
 
 
 def test_each_layer_for_multi_token_prediction_has_logits_of_its_own():
