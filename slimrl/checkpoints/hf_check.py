@@ -44,8 +44,12 @@ def find_mismatches(weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]
     )
 
 
-def check_checkpoint(path: Path) -> None:
-    """Raises ValueError if the folder is of no supported family, or its tensors are not those of its config."""
+def check_checkpoint(path: Path) -> bool:
+    """Whether a checkpoint has the layers for multi-token prediction.
+
+    Raises:
+        ValueError: the folder is of no supported family, or its tensors are not those of its config.
+    """
     config = read_hf_config(path)
     try:
         family = family_of(config)
@@ -53,7 +57,7 @@ def check_checkpoint(path: Path) -> None:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     with open_hf_checkpoint(path) as folder:
-        check_tensors(folder, family, config)
+        return check_tensors(folder, family, config)
 
 
 def check_tensors(folder: CheckpointReader, family: Family, hf_config: dict[str, Any]) -> bool:

@@ -23,11 +23,13 @@ from slimrl.config.problems import Problem, Violation
 from slimrl.config.rollout_rules import (
     colocation_violations,
     colocation_warnings,
+    draft_violations,
     kept_memory_warnings,
     rollout_violations,
     transport_warnings,
 )
 from slimrl.config.schema import Recipe
+from slimrl.config.stop_rules import stop_violations
 from slimrl.config.trainer_rules import (
     batch_violations,
     batch_warnings,
@@ -85,7 +87,10 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
         violations += [*megatron_violations(recipe), *fp8_violations(recipe), *lora_violations(recipe)]
     if command in ("train", "sft"):
         warnings += warmup_warnings(recipe, command)
+    if command in ("train", "train --trajectories", "sft"):
+        violations += stop_violations(recipe, command)
     if command == "train":
+        violations += draft_violations(recipe)
         warnings += kept_memory_warnings(recipe)
     if command in ("train", "train --trajectories"):
         violations += [*algorithm_violations(recipe), *batch_violations(recipe)]

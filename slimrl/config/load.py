@@ -49,11 +49,11 @@ NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("sft",),
     "train --trajectories": ("sft", "data", "eval"),
     "sft": ("algorithm", "rollout", "reward"),
-    "eval": ("steps", "algorithm", "trainer", "sft", "data.train", "data.more", "data.weights"),
-    "rollout": ("steps", "algorithm", "trainer", "sft", "data.eval"),
-    "export": ("algorithm", "rollout", "agent", "reward", "resync", "data", "eval", "sft"),
-    "resync estimate": ("steps", "algorithm", "agent", "reward", "data", "eval", "sft"),
-    "resync bench": ("steps", "algorithm", "agent", "reward", "data", "eval", "sft"),
+    "eval": ("steps", "algorithm", "stop", "trainer", "sft", "data.train", "data.more", "data.weights"),
+    "rollout": ("steps", "algorithm", "stop", "trainer", "sft", "data.eval"),
+    "export": ("algorithm", "stop", "rollout", "agent", "reward", "resync", "data", "eval", "sft"),
+    "resync estimate": ("steps", "algorithm", "stop", "agent", "reward", "data", "eval", "sft"),
+    "resync bench": ("steps", "algorithm", "stop", "agent", "reward", "data", "eval", "sft"),
 }
 """Sections and keys that a command does not read. Mandatory values may be missing there, and are then "???"."""
 

@@ -33,6 +33,10 @@ OWNED = {
         "fp8": "trainer.fp8",
         "fp8_recipe": "trainer.fp8",
         "main_grads_dtype": "trainer.megatron.grad_reduce_in_fp32",
+        "mtp_num_layers": "trainer.mtp.train and the config.json of model.path",
+        "mtp_loss_scaling_factor": "trainer.mtp.loss_weight",
+        "mtp_detach_heads": "slimrl: the loss of these layers reaches no other weights",
+        "mtp_use_repeated_layer": "the config.json of model.path",
     },
     "rollout.sglang": {
         "model_path": "model.path",

@@ -16,6 +16,10 @@ LARGER_ENGINES = (
 """Advice for a model or an engine that is too large for a node."""
 
 
+WITHOUT_DRAFT_MODEL = ("NGRAM",)
+"""Kinds of speculative decoding of SGLang that need no layers for it."""
+
+
 def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
     """Engine sizes, deadlines, lengths and the transport.
 
@@ -124,6 +128,17 @@ def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
     if recipe.deterministic and given.get("enable_deterministic_inference") is False:
         yield "rollout.sglang.enable_deterministic_inference", "false contradicts deterministic: true. Leave it out."
     yield from layout_violations(given)
+
+
+def draft_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Engines that draft tokens with layers that the trainer changes."""
+    algorithm = recipe.rollout.sglang.get("speculative_algorithm")
+    if recipe.trainer.mtp.train and algorithm not in (None, *WITHOUT_DRAFT_MODEL):
+        yield (
+            "rollout.sglang.speculative_algorithm",
+            f"{algorithm}: trainer.mtp.train changes the layers that engines draft with, and a resync does not send "
+            "them. Leave it out during the training; engines that serve an export may set it.",
+        )
 
 
 def colocation_violations(recipe: Recipe) -> Iterator[Violation]:

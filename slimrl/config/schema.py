@@ -336,6 +336,16 @@ class LoraConfig:
 
 
 @dataclass(kw_only=True)
+class MtpConfig:
+    train: bool = False
+    """Train the model's layers for multi-token prediction, with which an engine may draft tokens. The rest of the model
+    learns the same with and without them (docs/models.md)."""
+    loss_weight: float = 0.1
+    """Factor of their loss. As it reaches no other weights, it matters little with Adam: the size of their gradient
+    before clipping, which they have for themselves."""
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     num_ranks: int = 1
     """World size of the trainer: tensor * pipeline * context * data."""
@@ -344,6 +354,7 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     precision: Precision = Precision.bf16
     """Precision of weights and activations; log-probs, gradients and optimizer state are always float32."""
     fp8: Fp8Scaling = Fp8Scaling.off
@@ -442,6 +453,26 @@ class AlgorithmConfig:
     """Treatment of a trajectory that reached its maximum length or number of turns."""
     max_logprob_mismatch: float = MISSING
     """The run stops above this mismatch/logprob_abs_mean; 1e-4 suits fp32, 0.05 bf16."""
+
+
+@dataclass(kw_only=True)
+class StopConfig:
+    """Limits of a step's metrics: the run stops when a metric is beyond its limit in several steps in a row."""
+
+    patience_steps: int = 3
+    """Steps in a row beyond a limit that stop the run; steps without an optimizer update do not count."""
+    mismatch: float | None = None
+    """Largest `mismatch/logprob_abs_mean`; `algorithm.max_logprob_mismatch` stops at the first step."""
+    kl: float | None = None
+    """Largest `policy/kl`."""
+    entropy_min: float | None = None
+    """Smallest `policy/entropy`."""
+    entropy_max: float | None = None
+    """Largest `policy/entropy`."""
+    grad_norm: float | None = None
+    """Largest `policy/grad_norm`."""
+    effective_sample_size_min: float | None = None
+    """Smallest `policy/effective_sample_size`."""
 
 
 @dataclass(kw_only=True)
@@ -675,6 +706,7 @@ class Recipe:
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

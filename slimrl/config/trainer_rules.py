@@ -95,6 +95,9 @@ def _recompute(recipe: Recipe) -> Iterator[Violation]:
         yield "recompute_method", f"{method} needs recompute_num_layers. Set it to 1."
     elif granularity != "full" and method is not None:
         yield "recompute_method", f"{method} needs recompute_granularity: full."
+    number = int(given.get("recompute_num_layers") or 1)
+    if recipe.trainer.mtp.train and method == "uniform" and number > 1:
+        yield "recompute_num_layers", f"{number}: layers for multi-token prediction (trainer.mtp.train) need 1."
     for module in given.get("recompute_modules") or ():
         if module not in RECOMPUTABLE:
             known = ", ".join(RECOMPUTABLE)

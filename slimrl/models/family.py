@@ -47,7 +47,7 @@ class Family:
 
         Args:
             padded_vocab_size: rows of the vocabulary in Megatron; None for as many as in the Hugging Face checkpoint.
-            mtp: with the layers for multi-token prediction, if the model has any; training leaves them out.
+            mtp: with the layers for multi-token prediction, if the model has any.
         """
         options = {"mtp": mtp} if self.has_mtp else {}
         return self.module.weight_map(hf_config, padded_vocab_size, **options)

@@ -16,6 +16,7 @@ from slimrl.config.problems import Problem, RecipeError, Violation
 from slimrl.config.schema import Fp8Scaling, Recipe, ResyncConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import config_for_planning, nearest_published
+from slimrl.models.megatron_config import MegatronModelConfig
 
 TRAINING_FIELDS = ("hidden_dropout", "attention_dropout", "moe_router_load_balancing_type")
 """Fields of `trainer.megatron` that a family sets and a recipe may override; the others define the model."""
@@ -97,7 +98,7 @@ def read_offline(
 
 
 def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    """A model that no family builds, and fields of `trainer.megatron` that would change the model."""
+    """A model that no family builds or without the layers to train, and fields of `trainer.megatron` that change it."""
     try:
         architecture = family_of(hf_config).megatron_config(hf_config)
     except ValueError as error:
@@ -107,6 +108,20 @@ def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterato
         for name in loaded.recipe.trainer.megatron:
             if name in architecture.transformer and name not in TRAINING_FIELDS:
                 yield f"trainer.megatron.{name}", "is set by the model, in the config.json of model.path."
+        yield from _mtp_violations(loaded.recipe, architecture)
+
+
+def _mtp_violations(recipe: Recipe, architecture: MegatronModelConfig) -> Iterator[Violation]:
+    if not recipe.trainer.mtp.train:
+        return
+    if not architecture.mtp_layers:
+        yield "trainer.mtp.train", "true, but the model has no layers for multi-token prediction. Use false."
+    elif architecture.tie_embeddings and recipe.trainer.parallel.pipeline > 1:
+        # Megatron would give the last stage an embedding and an output layer, of which it trains one.
+        yield (
+            "trainer.mtp.train",
+            "true: an output layer tied to the embedding needs trainer.parallel.pipeline 1.",
+        )
 
 
 def _bucket_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:

@@ -137,13 +137,17 @@ def stage_activations(
     return round(held * flights / chunks + again + gradients + head)
 
 
-def logits_bytes(shape: Shape, trainer: TrainerConfig) -> int:
+def logits_bytes(shape: Shape, trainer: TrainerConfig, *, mtp_layers: int = 0) -> int:
     """On the last stage: logits of a micro-batch and their gradient in the dtype of the training, and one chunk's
-    float32 softmax, which has two tensors at a time (slimrl/trainer/vocab_parallel.py)."""
+    float32 softmax, which has two tensors at a time (slimrl/trainer/vocab_parallel.py).
+
+    Args:
+        mtp_layers: that are trained; each has logits of its own, whose gradients come one after the other.
+    """
     rows = -(-shape.vocab // trainer.parallel.tensor)
     tokens = trainer.max_tokens_per_rank
     chunk = min(tokens, trainer.logprob_chunk_tokens)
-    return rows * (tokens * 2 * trainer.precision.element_bytes + chunk * 4 * 2)
+    return rows * (tokens * (2 + mtp_layers) * trainer.precision.element_bytes + chunk * 4 * 2)
 
 
 def _by_recompute(layers: Sequence[LayerBytes], num_chunks: int, megatron: dict[str, Any]) -> tuple[float, float]:

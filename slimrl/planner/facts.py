@@ -48,13 +48,14 @@ def model_facts(planned: OfflineRecipe) -> Facts:
     model, weight_map = family.megatron_config(hf_config), family.weight_map(hf_config)
     shape, lora = Shape.of(model), planned.recipe.trainer.lora
     adapters = adapter_map(weight_map, adapter_targets(lora, hf_config), lora.rank)
+    trained = family.weight_map(hf_config, mtp=planned.recipe.trainer.mtp.train)
     return Facts(
         hf_config=hf_config,
         model=model,
         weight_map=weight_map,
         shape=shape,
         parameters=model_parameters(weight_map, model),
-        table=ParameterTable(weight_map),
+        table=ParameterTable(trained),
         adapters=ParameterTable(adapters) if lora.rank else None,
         transform=None if planned.sft else quantize_transform(hf_config, weight_map, fp8_engines=True),
         replicated=replicated_names(weight_map),

@@ -103,7 +103,15 @@ def plan_layout(
         layers=layers,
         memory=memory,
         batch=batch,
-        work=step_work(recipe, facts.shape, facts.parameters, batch, hardware, engine=facts.engine),
+        work=step_work(
+            recipe,
+            facts.shape,
+            facts.parameters,
+            batch,
+            hardware,
+            engine=facts.engine,
+            mtp=facts.model.mtp_layers if recipe.trainer.mtp.train else 0,
+        ),
         communication=update_communication(facts.shape, recipe.trainer, adapters or stages, layers, batch, hardware),
         logprobs=None if sft else logprob_communication(facts.shape, recipe.trainer, layers, batch, hardware),
         host_update_s=max(

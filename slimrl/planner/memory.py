@@ -77,6 +77,7 @@ def stage_memory(
     state = state_bytes(stage, trainer, adapters)
     shared = facts.engine if recipe.shares_devices else None
     last = index == trainer.parallel.pipeline - 1
+    mtp_layers = facts.model.mtp_layers if trainer.mtp.train and last else 0
     parts = {
         "weights": state.weights,
         "gradients": state.gradients,
@@ -84,12 +85,13 @@ def stage_memory(
         "activations": stage_activations(
             facts.shape,
             trainer,
-            layers,
+            # An MTP layer is of the kind of the model's last one.
+            [*layers, *[facts.shape.layers - 1] * mtp_layers],
             index,
             micro_batches=batch.micro_batches,
             expert_load=hardware.expert_load,
         ),
-        "logits": logits_bytes(facts.shape, trainer) if last else 0,
+        "logits": logits_bytes(facts.shape, trainer, mtp_layers=mtp_layers) if last else 0,
         "resync": facts.slot_bytes,
         "engine_weights": shared.weights if shared else 0,
         "kv_cache": shared.kv_cache if shared else 0,

@@ -73,7 +73,13 @@ def built_stages(trainer: TrainerConfig, model: MegatronModelConfig) -> list[Sta
         with fake_world(parallel, rank=stage * (ranks // parallel.pipeline), world_size=ranks):
             try:
                 chunks = [
-                    build_local_chunk(parallel, model, mtp=False, index=index, megatron=layout_fields(trainer.megatron))
+                    build_local_chunk(
+                        parallel,
+                        model,
+                        mtp=trainer.mtp.train,
+                        index=index,
+                        megatron=layout_fields(trainer.megatron),
+                    )
                     for index in range(parallel.virtual_pipeline or 1)
                 ]
             except AssertionError as error:
@@ -86,10 +92,11 @@ class ParameterTable:
     """The same counts for any layout, in microseconds, from the weight map alone; for comparing layouts."""
 
     def __init__(self, weight_map: WeightMap) -> None:
-        """`weight_map` without padding of the vocabulary."""
+        """`weight_map` without padding of the vocabulary; with MTP layers if they are trained."""
         # Of each layer: replicated, over tensor-parallel ranks; of experts the same, the second over expert-tensor-
-        # parallel ranks.
+        # parallel ranks. Of all MTP layers: the same.
         self._layers: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+        self._mtp = [0, 0, 0]
         self._outside: list[tuple[tuple[str, ...], int, int, bool]] = []
         for entry in weight_map.entries:
             shard = entry.rule.shard
@@ -97,7 +104,9 @@ class ParameterTable:
             # The expert bias of a router is a buffer, without gradient.
             if any(name.endswith("expert_bias") for name in entry.rule.megatron):
                 continue
-            if entry.layer is None:
+            if entry.rule.mtp:
+                self._mtp[0 if shard is None else 2 if entry.expert is not None else 1] += size
+            elif entry.layer is None:
                 rows = entry.rule.hf[0].shape[0]
                 self._outside.append((entry.megatron, rows, size // rows, shard is not None))
             else:
@@ -117,7 +126,16 @@ class ParameterTable:
             for stage in {0 if name.startswith("embedding.") else len(dense) - 1 for name in names}:
                 own_rows = padded_vocab(rows, parallel.tensor) // parallel.tensor if sharded else rows
                 dense[stage] += own_rows * columns
+        replicated, tensor, routed = self._mtp
+        if replicated:
+            dense[-1] += replicated + tensor // parallel.tensor + self._embedding(parallel) * (len(dense) > 1)
+            experts[-1] += routed // (parallel.expert * parallel.expert_tensor)
         return [(ChunkParameters(dense=(n,), experts=(m,)),) for n, m in zip(dense, experts, strict=True)]
+
+    def _embedding(self, parallel: ParallelConfig) -> int:
+        """Of the copy that the last stage has for its MTP layers."""
+        rows, columns = next((rows, columns) for names, rows, columns, _ in self._outside if "embedding." in names[0])
+        return padded_vocab(rows, parallel.tensor) // parallel.tensor * columns
 
 
 def _count(chunk: nn.Module) -> ChunkParameters:

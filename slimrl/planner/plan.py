@@ -10,11 +10,13 @@ import gc
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.schema import Fp8Scaling, Recipe, TransportName
+from slimrl.models.draft import draft_specs
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts, model_facts, with_engines
-from slimrl.planner.hardware import Hardware
+from slimrl.planner.hardware import GB, Hardware
 from slimrl.planner.layout_plan import LayoutPlan, plan_layout
 from slimrl.planner.memory import host_bytes_per_node
 from slimrl.planner.parameters import built_stages, stage_total
@@ -83,7 +85,7 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
         cluster=cluster,
         layout=layout,
         resync=resync,
-        notes=_notes(planned, mean_tokens),
+        notes=[*_notes(planned, mean_tokens), *_draft_notes(planned)],
     )
 
 
@@ -153,6 +155,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "hardware": asdict(plan.hardware),
         "notes": plan.notes,
     }
+
+
+def _draft_notes(planned: OfflineRecipe) -> list[str]:
+    """What a resync to draft models would send; see docs/models.md."""
+    recipe = planned.recipe
+    if planned.sft or not recipe.trainer.mtp.train:
+        return []
+    specs = draft_specs(planned.hf_config, recipe.trainer.precision.dtype)
+    nbytes = sum(map(spec_bytes, specs))
+    return [
+        f"the resync leaves out the {len(specs)} tensors of layers for multi-token prediction, {nbytes / GB:.2f} GB, "
+        "which engines hold only for speculative decoding"
+    ]
 
 
 def _notes(planned: OfflineRecipe, mean_tokens: int | None) -> list[str]:

@@ -48,6 +48,15 @@ def forward_flops_per_token(shape: Shape, parameters: ModelParameters, length: i
     return 2.0 * parameters.active_without_embedding + attention + linear
 
 
+def mtp_flops_per_token(shape: Shape, forward: float, layers: int) -> float:
+    """Of a forward pass of MTP layers, each taken for a mean layer of the model, and the output layer again.
+
+    Args:
+        forward: of the model, per token.
+    """
+    return layers * (forward / shape.layers + 2.0 * shape.hidden * shape.vocab)
+
+
 def step_work(
     recipe: Recipe,
     shape: Shape,
@@ -56,13 +65,20 @@ def step_work(
     hardware: Hardware,
     *,
     engine: EnginePlan | None,
+    mtp: int = 0,
 ) -> Work:
-    """`engine` is None with `slimrl sft`."""
+    """
+    Args:
+        engine: None with `slimrl sft`.
+        mtp: layers for multi-token prediction that are trained.
+    """
     trainer = recipe.trainer
     updates = trainer.updates_per_rollout if engine else 1
-    of_update = forward_flops_per_token(shape, parameters, batch.trajectory_tokens) * batch.tokens
+    per_token = forward_flops_per_token(shape, parameters, batch.trajectory_tokens)
+    of_update = per_token * batch.tokens
     forward = of_update * updates
-    training = forward * (4 if trainer.megatron.get("recompute_granularity") == "full" else 3)
+    forward_passes = 4 if trainer.megatron.get("recompute_granularity") == "full" else 3
+    training = (forward + batch.tokens * updates * mtp_flops_per_token(shape, per_token, mtp)) * forward_passes
     bubble = bubble_fraction(trainer.parallel, batch.micro_batches)
     speed = trainer.num_ranks * hardware.peak_tflops * TERA * hardware.mfu * (1 - bubble) * _fill(trainer, batch)
     generated = forward if engine else 0.0

@@ -10,11 +10,12 @@ from slimrl.data.mixture import DataOrder
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
-from slimrl.runtime.cluster.errors import StepDropped
+from slimrl.runtime.cluster.errors import RunError, StepDropped
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.step_metrics import Step
+from slimrl.runtime.stop_rule import count_crossed, limits_of, stop_report
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,7 +43,11 @@ class Run:
 
     @contextmanager
     def next_step(self) -> Iterator[Step]:
-        """The next step, which counts when the block ends; a dropped step does not count."""
+        """The next step, which counts when the block ends; a dropped step does not count.
+
+        Raises:
+            RunError: the stop rule ends the run here; the step is complete and its checkpoint saved.
+        """
         step = Step(self.state.step + 1)
         try:
             yield step
@@ -53,7 +58,10 @@ class Run:
         self.state.step = step.number
         if self.data is not None:
             self.state.cursor = self.data.state()
+        report = self._stop_report(step)
         self._end(step)
+        if report is not None:
+            raise RunError(self._saved_before_stop(report))
 
     def checkpoint_is_due(self) -> bool:
         """At the last step, every `checkpoint.every_steps` and on preemption, unless this step is saved already."""
@@ -74,6 +82,22 @@ class Run:
             self.save_checkpoint()
         if self.state.step >= self.recipe.steps:
             self._export()
+
+    def _stop_report(self, step: Step) -> str | None:
+        """What the stop rule says after a step; None to continue."""
+        try:
+            self.state.crossed = count_crossed(self.state.crossed, step.metrics, limits_of(self.recipe.stop))
+        except ValueError as error:
+            raise RunError(f"step {step.number}: {error}") from error
+        return stop_report(self.state.crossed, step.metrics, step.number, self.recipe)
+
+    def _saved_before_stop(self, report: str) -> str:
+        """Save the checkpoint of the last step, if the run keeps any, and add to the report how to continue."""
+        if self.data is None:
+            return report
+        if not self._checkpoints.holds(self.state.step):
+            self.save_checkpoint()
+        return f"{report}\nIts checkpoint is saved: --resume continues after this step."
 
     def _end(self, step: Step) -> None:
         """Handle the metrics of a complete step."""

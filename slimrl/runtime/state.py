@@ -48,6 +48,8 @@ class RunState:
     skipped_in_a_row: int = 0
     entropy_weight: float | None = None
     """Of the entropy bonus, where `algorithm.entropy_target` adapts it; None before the first step."""
+    crossed: dict[str, list[float]] = field(default_factory=dict)
+    """Limits of the section `stop` -> the values beyond them in the last steps in a row (stop_rule.py)."""
     unwritten: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step while they wait for its evaluation; empty once its line is written."""
 

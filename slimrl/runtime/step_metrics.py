@@ -46,6 +46,8 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     if routed:
         metrics["moe/expert_load_max_over_mean"] = float(np.mean([r.expert_load_max_over_mean for r in routed]))
         metrics["moe/router_entropy"] = float(np.mean([r.router_entropy for r in routed]))
+    if all("mtp_loss" in r.sums for r in results):
+        metrics["mtp/loss"] = float(np.mean([r.sums["mtp_loss"] for r in results]))
     return metrics
 
 

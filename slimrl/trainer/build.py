@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -20,6 +20,7 @@ from slimrl.config.schema import Fp8Scaling, OptimizerConfig, ParallelConfig, Pr
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.trainer.fp8_emulation import emulate_fp8
 from slimrl.trainer.fusions import fusions
+from slimrl.trainer.mtp import GptWithMtp, mtp_block_spec
 from slimrl.trainer.passthrough import converted, fields_for
 
 
@@ -38,7 +39,7 @@ def build_model(
     """This rank's model chunks (one, or `virtual_pipeline` of them), randomly initialised and ready to train.
 
     Args:
-        mtp: with the model's layers for multi-token prediction, on the last pipeline stage; they are not trained.
+        mtp: with the model's layers for multi-token prediction, on the last pipeline stage (trainer/mtp.py).
         adapt: changes each chunk before it is wrapped, for example by adapters.
 
     Raises:
@@ -118,11 +119,10 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
         raise ValueError("trainer.fp8_emulation: rounds around Megatron's own layers, not Transformer Engine's")
     if trainer.fp8 is not Fp8Scaling.off and not (trainer.fp8_emulation or device.has_transformer_engine()):
         raise ValueError("trainer.fp8: FP8 training needs a GPU and Transformer Engine, or trainer.fp8_emulation: true")
-    if user.get("mtp_num_layers"):
-        raise ValueError("trainer.megatron.mtp_num_layers: layers for multi-token prediction are not trained")
     family = converted(kind, model.transformer)
     if mtp and model.mtp_layers:
-        family["mtp_num_layers"] = model.mtp_layers
+        # Detached, they have a gradient norm of their own.
+        family |= {"mtp_num_layers": model.mtp_layers, "mtp_detach_heads": True}
     family.setdefault("activation_func", torch.nn.functional.silu)
     # Emulated, Megatron's layers stay as they are without FP8: with it they look for Transformer Engine.
     fp8 = {} if trainer.fp8_emulation else megatron_fp8(trainer.fp8)
@@ -195,8 +195,8 @@ def _gpt(
     place: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
     fused = device.has_transformer_engine() if fused is None else fused
     spec = get_gpt_decoder_block_spec(config, fused, normalization=config.normalization, vp_stage=stage)
-    mtp = get_gpt_mtp_block_spec(config, spec, fused, vp_stage=stage) if config.mtp_num_layers else None
-    return GPTModel(
+    mtp = mtp_block_spec(config, spec, fused, stage) if config.mtp_num_layers else None
+    return (GptWithMtp if config.mtp_num_layers else GPTModel)(
         config,
         spec,
         vocab_size=padded_vocab(model.vocab_size, parallel.tensor),

@@ -13,7 +13,17 @@ from torch import Tensor
 from megatron_patches.zigzag import zigzag_indices
 from slimrl import device
 from slimrl.algorithms.policy_tokens import LossBatch
+from slimrl.data.mtp_targets import mtp_targets
 from slimrl.data.packing import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MtpTargets:
+    """What D layers for multi-token prediction read and predict; see data/mtp_targets.py."""
+
+    tokens_DT: Tensor
+    targets_DT: Tensor
+    mask_DT: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +42,8 @@ class LocalBatch(LossBatch):
     """Boundaries of the sequences in the whole micro-batch"""
     context_group: Any
     """The context-parallel process group; None if this rank holds all tokens"""
+    mtp: MtpTargets | None = None
+    """None if the pass is without layers for multi-token prediction"""
 
     @property
     def num_tokens(self) -> int:
@@ -39,11 +51,12 @@ class LocalBatch(LossBatch):
         return int((~self.padding_T).sum())
 
 
-def shard_context(batch: MicroBatch, context_group: Any) -> LocalBatch:
+def shard_context(batch: MicroBatch, context_group: Any, *, mtp_layers: int = 0) -> LocalBatch:
     """This rank's slice of a micro-batch on the compute device.
 
     Args:
         context_group: the context-parallel process group, possibly of one rank.
+        mtp_layers: of the pass, for multi-token prediction.
 
     Raises:
         ValueError: a sequence's length is not a multiple of twice the number of context-parallel ranks.
@@ -54,11 +67,15 @@ def shard_context(batch: MicroBatch, context_group: Any) -> LocalBatch:
     target = device.compute_device()
 
     def per_token(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values)[index_T].to(target)
+        return torch.from_numpy(values)[..., index_T].to(target)
 
     def per_trajectory(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(target)
 
+    mtp: MtpTargets | None = None
+    if mtp_layers:
+        tokens_DT, targets_DT, mask_DT = map(per_token, mtp_targets(batch, mtp_layers))
+        mtp = MtpTargets(tokens_DT=tokens_DT, targets_DT=targets_DT, mask_DT=mask_DT)
     return LocalBatch(
         tokens_T=per_token(batch.tokens),
         targets_T=per_token(batch.targets),
@@ -76,6 +93,7 @@ def shard_context(batch: MicroBatch, context_group: Any) -> LocalBatch:
         packed_seq_params=_packed_seq_params(batch.cu_seqlens, target),
         context_group=context_group if ranks > 1 else None,
         sum_over_ranks=partial(_sum, context_group) if ranks > 1 else None,
+        mtp=mtp,
     )
 
 

@@ -22,6 +22,7 @@ from slimrl.data.packing import MicroBatch
 from slimrl.data.training import Layout, LogProbs, UpdateResult
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
+from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.routers import RouterStats, RoutingRecord
 from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
@@ -38,12 +39,15 @@ class MicroBatchRunner:
         *,
         vocab_size: int,
         chunk_tokens: int,
+        mtp: MtpLoss | None = None,
     ) -> None:
         """
         Args:
             vocab_size: real tokens, without the padding of the embedding.
             chunk_tokens: tokens whose logits become log-probs at a time.
+            mtp: trains the chunks' layers for multi-token prediction.
         """
+        self.mtp = mtp
         self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
         self.vocab_size, self.chunk_tokens = vocab_size, chunk_tokens
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
@@ -51,6 +55,8 @@ class MicroBatchRunner:
         self.done, self.total = 0, 0
         self.accumulated: tuple[dict[str, float], float, int] | None = None
         """Reported sums, denominator and number of tokens of the gradients that wait for `step`"""
+        self._found: list[tuple[LocalBatch, Tensor, Tensor]] = []
+        """Log-probs and entropies that the loss saw, by micro-batch"""
         config = unwrap(chunks[0]).config
         self.router_stats = RouterStats(chunks, config.num_layers, layout.tensor_rank, config.sequence_parallel)
         self.routing_record: RoutingRecord | None = None
@@ -118,9 +124,13 @@ class MicroBatchRunner:
         # Megatron divides all gradients by the number of tokens; this factor leaves the denominator alone.
         loss_scale = num_tokens / denominator
         collect = functools.partial(self._compute_loss, loss_function, loss_scale)
-        outputs = self._run(micro_batches, temperature, collect, forward_only=False)
-        self.accumulated = self._reduce([sums for sums, _ in outputs]), denominator, num_tokens
-        return self._whole([found for _, found in outputs]) if logprobs and self.layout.is_last_stage else None
+        self._found = []
+        if self.mtp is not None:
+            self.mtp.start_update(micro_batches, num_tokens)
+        reported = self._run(micro_batches, temperature, collect, forward_only=False)
+        self.accumulated = self._reduce(reported), denominator, num_tokens
+        found, self._found = self._found, []
+        return self._whole(found) if logprobs and self.layout.is_last_stage else None
 
     def train_update(
         self,
@@ -169,7 +179,9 @@ class MicroBatchRunner:
         self._show_progress(0, len(micro_batches))
         group = mpu.get_context_parallel_group()
         # Every model chunk gets the same micro-batches, which are sharded once.
-        copies = itertools.tee((shard_context(batch, group) for batch in micro_batches), len(self.chunks))
+        mtp_layers = self.mtp.num_layers if self.mtp is not None and not forward_only else 0
+        shards = (shard_context(batch, group, mtp_layers=mtp_layers) for batch in micro_batches)
+        copies = itertools.tee(shards, len(self.chunks))
         several = len(self.chunks) > 1
         return get_forward_backward_func()(
             forward_step_func=functools.partial(self._forward, temperature, collect),
@@ -187,6 +199,7 @@ class MicroBatchRunner:
     ) -> tuple[Tensor, Callable[..., Any]]:
         """Megatron's forward step: the model's output, and the function that the last stage applies to it."""
         batch = next(batches)
+        mtp_options = {} if batch.mtp is None else {"output_processor_context": batch.mtp.tokens_DT}
         with self.router_stats.observe(batch.padding_T):
             output = model(
                 batch.tokens_T[None],
@@ -194,20 +207,27 @@ class MicroBatchRunner:
                 None,
                 packed_seq_params=batch.packed_seq_params,
                 **self.output_options,
+                **mtp_options,
             )
         if model is self.chunks[-1]:
             self._show_progress(self.done + 1, self.total)
 
-        def finish(logits_1TV: Tensor, non_loss_data: bool = False) -> Any:
-            logprobs_T, entropy_T = vocab_parallel_logprobs(
-                logits_1TV[0],
-                batch.targets_T,
-                temperature=temperature,
-                vocab_size=self.vocab_size,
-                chunk_tokens=self.chunk_tokens,
-                group=mpu.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None,
-            )
-            return collect(logprobs_T, entropy_T, batch)
+        logprobs_of = functools.partial(
+            vocab_parallel_logprobs,
+            temperature=temperature,
+            vocab_size=self.vocab_size,
+            chunk_tokens=self.chunk_tokens,
+            group=mpu.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None,
+        )
+
+        def finish(output: Any, non_loss_data: bool = False) -> Any:
+            if batch.mtp is None:
+                return collect(*logprobs_of(output[0], batch.targets_T), batch)
+            assert self.mtp is not None
+            logits_1TV, of_layers = output
+            outcome = collect(*logprobs_of(logits_1TV[0], batch.targets_T), batch)
+            pairs = zip(of_layers, batch.mtp.targets_DT, strict=True)
+            return self.mtp.add(outcome, [logprobs_of(ahead_1TV[0], ahead_T)[0] for ahead_1TV, ahead_T in pairs], batch)
 
         return output, finish
 
@@ -227,11 +247,12 @@ class MicroBatchRunner:
 
     def _compute_loss(
         self, loss_function: LossFunction, loss_scale: float, logprobs_T: Tensor, entropy_T: Tensor, batch: LocalBatch
-    ) -> tuple[Tensor, Tensor, tuple[dict[str, Tensor], tuple[LocalBatch, Tensor, Tensor]]]:
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """On the last pipeline stage, on every context-parallel rank for its own tokens."""
         sums = loss_function(logprobs_T, entropy_T, batch)
         num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=sums.loss.device)
-        return sums.loss * loss_scale, num_tokens, (sums.reported, (batch, logprobs_T.detach(), entropy_T.detach()))
+        self._found.append((batch, logprobs_T.detach(), entropy_T.detach()))
+        return sums.loss * loss_scale, num_tokens, {name: value.detach() for name, value in sums.reported.items()}
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
         device = self.router_stats.counts_LE.device

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -34,6 +35,9 @@ class Optimizer:
                 # Its main weights are reachable only through its state, so create that at once.
                 part.optimizer.dummy_step()
         self.scheduler = build_scheduler(trainer, self.megatron, total_updates)
+        self.has_mtp = bool(get_model_config(chunks[0]).mtp_num_layers)
+        self.mtp_grad_norm = 0.0
+        """Of layers for multi-token prediction at the last update, before clipping"""
         get_model_config(chunks[0]).grad_scale_func = self.megatron.scale_loss
 
     @property
@@ -44,18 +48,25 @@ class Optimizer:
     def step(self) -> float:
         """One update with the current gradients; returns their global L2 norm before clipping.
 
+        The gradients of layers for multi-token prediction have a norm of their own, by which they are clipped.
+
         If it is NaN or infinite, the update was skipped: parameters, optimizer state and schedule are unchanged. The
         schedule advances before the update, so the first update of a warm-up has a rate above 0.
         """
         overflow = self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
-        if not _finite_everywhere(math.isfinite(grad_norm) and not overflow):
+        self.mtp_grad_norm = self._mtp_grad_norm()
+        finite = math.isfinite(grad_norm) and math.isfinite(self.mtp_grad_norm)
+        if not _finite_everywhere(finite and not overflow):
             return math.inf if math.isfinite(grad_norm) else grad_norm
         self.scheduler.step(1)
         if self.clip_grad > 0:
             for part in self._parts():
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, grad_norm, decoupled)
+                own, mtp = _split_mtp(part.get_parameters())
+                for parameters, norm in ((own, grad_norm), (mtp, self.mtp_grad_norm)):
+                    if parameters:
+                        clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm, decoupled)
         self.megatron.step_with_ready_grads()
         return grad_norm
 
@@ -92,6 +103,20 @@ class Optimizer:
         self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(schedule)
 
+    def _mtp_grad_norm(self) -> float:
+        """Of layers for multi-token prediction, which Megatron leaves out of its own; 0 without such layers."""
+        if not self.has_mtp:
+            return 0.0
+        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        norms = [
+            get_grad_norm_fp32(
+                part.get_grads_for_grad_norm(MTP_GRAD_NORM_GROUP),
+                grad_stats_parallel_group=part.get_grad_stats_parallel_group(),
+            )
+            for part in parts
+        ]
+        return math.hypot(*map(float, norms))
+
     def _parts(self) -> list[Any]:
         """Megatron's optimizers of dense and of expert parameters, without those that are empty on this rank."""
         parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
@@ -105,6 +130,13 @@ def _saved_groups(saved: dict[Any, Any]) -> Iterator[dict[str, Any]]:
     else:
         parts = [saved["optimizer"]] if "optimizer" in saved else saved.values()
         yield from (group for part in parts for group in _saved_groups(part))
+
+
+def _split_mtp(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """(those of the model's own layers, those of layers for multi-token prediction)"""
+    is_mtp = [getattr(parameter, GRAD_NORM_GROUP_ATTR, None) == MTP_GRAD_NORM_GROUP for parameter in parameters]
+    split = [[p for p, mtp in zip(parameters, is_mtp, strict=True) if mtp is wanted] for wanted in (False, True)]
+    return split[0], split[1]
 
 
 def build_scheduler(

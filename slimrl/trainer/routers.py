@@ -168,8 +168,12 @@ class RoutingRecord:
 
 
 def _hooked(chunks: list[DistributedDataParallel], hook: Callable[[TopKRouter, Any, Any], None]) -> list[TopKRouter]:
-    """The routers of the chunks; each calls `hook` after its forward pass."""
-    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+    """The routers of the model's own layers, which call `hook` after their forward pass.
+
+    Those of layers for multi-token prediction, which repeat the numbers of the first layers, are left out.
+    """
+    modules = (module for chunk in chunks for module in chunk.modules())
+    routers = [module for module in modules if isinstance(module, TopKRouter) and not module.is_mtp_layer]
     for router in routers:
         router.register_forward_hook(hook)
     return routers

@@ -46,6 +46,7 @@ class MegatronWeightSource:
         chunks: this rank's modules, wrapped or not; each call reads their current weights.
         dtype: of the tensors, as in torch without the prefix; None for the checkpoint's.
         adapters: the map of the model's adapters, to give these in place of its weights.
+        mtp: with layers for multi-token prediction, if the modules have any.
 
     Raises:
         ValueError: no rank holds some weights of the model, or the modules have weights that no rule covers.
@@ -60,9 +61,10 @@ class MegatronWeightSource:
         window_bytes: int = WINDOW_BYTES,
         *,
         adapters: WeightMap | None = None,
+        mtp: bool = True,
     ) -> None:
         self._rank = dist.get_rank()
-        self._map = adapters or model_weight_map(chunks, family, hf_config)
+        self._map = adapters or model_weight_map(chunks, family, hf_config, mtp=mtp)
         self._dtype = dtype or dtype_name(hf_config)
         held = local_adapters(chunks, adapters) if adapters else local_weights(chunks, self._map)
         self._local = {index: tensor.detach() for index, tensor in held}

@@ -26,27 +26,34 @@ _LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)")
 _GROUPED_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.weight)(\d+)()")
 
 
-def model_weight_map(chunks: Sequence[nn.Module], family: Family, hf_config: dict[str, Any]) -> WeightMap:
-    """The family's weight map with the padded vocabulary of these modules, and their MTP layers if they have any."""
+def model_weight_map(
+    chunks: Sequence[nn.Module], family: Family, hf_config: dict[str, Any], *, mtp: bool = True
+) -> WeightMap:
+    """The family's weight map with the padded vocabulary of these modules, and their MTP layers if they have any.
+
+    Args:
+        mtp: False for a map without these layers.
+    """
     model = unwrap(chunks[0])
-    return family.weight_map(hf_config, model.vocab_size, mtp=bool(model.config.mtp_num_layers))
+    return family.weight_map(hf_config, model.vocab_size, mtp=mtp and bool(model.config.mtp_num_layers))
 
 
 def local_weights(chunks: Sequence[nn.Module], weight_map: WeightMap) -> list[tuple[int, Tensor]]:
     """(index in the map's entries, live tensor) of every weight that this rank holds.
 
-    Buffers without an entry, such as counters, are skipped, and so are adapters.
+    Buffers without an entry, such as counters, are skipped, and so are adapters, and MTP layers if the map has none.
 
     Raises:
         ValueError: the map has no entry for some parameters of the model.
     """
     found: list[tuple[int, Tensor]] = []
     unknown: list[str] = []
+    with_mtp = any(entry.rule.mtp for entry in weight_map.entries)
     for name, tensor in _global_tensors(chunks):
         index = weight_map.index_of(name)
         if index is not None:
             found.append((index, tensor))
-        elif isinstance(tensor, nn.Parameter) and not is_adapter(name):
+        elif isinstance(tensor, nn.Parameter) and not is_adapter(name) and (with_mtp or not name.startswith("mtp.")):
             unknown.append(name)
     if unknown:
         raise ValueError(f"no rule of the weight map covers {', '.join(unknown)}")

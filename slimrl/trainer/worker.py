@@ -22,6 +22,7 @@ from slimrl.trainer.held_batches import HeldBatches
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
 from slimrl.trainer.lora.attach import attach_adapters
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
+from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.offload import Offload
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.reference import ReferenceWeights
@@ -72,6 +73,7 @@ class TrainerWorker(HeldBatches):
         self.chunks = build_model(
             trainer,
             model,
+            mtp=trainer.mtp.train,
             adapt=partial(attach_adapters, family=self.family, hf_config=self.hf_config, lora=trainer.lora, seed=seed),
         )
         self.optimizer = Optimizer(trainer, self.chunks, total_updates)
@@ -83,6 +85,7 @@ class TrainerWorker(HeldBatches):
                 self.layout,
                 vocab_size=model.vocab_size,
                 chunk_tokens=trainer.logprob_chunk_tokens,
+                mtp=MtpLoss(model.mtp_layers, trainer.mtp.loss_weight) if trainer.mtp.train else None,
             )
         )
 
@@ -107,8 +110,9 @@ class TrainerWorker(HeldBatches):
         self.reference = ReferenceWeights(self.chunks)
 
     def weight_source(self) -> MegatronWeightSource:
-        """The current weights as Hugging Face tensors, in the precision of the training."""
-        return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype)
+        """The weights that engines serve as Hugging Face tensors, in the precision of the training: without layers for
+        multi-token prediction."""
+        return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype, mtp=False)
 
     def release_memory(self, parts: Collection[MemoryPart]) -> None:
         """Free device memory; the parts must be restored before they are used."""

@@ -1,32 +1,47 @@
 """Layers for multi-token prediction: through Megatron and back, computed as transformers does, carried into exports."""
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from small_models import VOCAB, add_mtp_layers, small_model
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
-from weight_cases import MOE_LAYOUTS_OF_2, MOE_LAYOUTS_OF_4, join, loaded_chunks, round_trip
+from weight_cases import (
+    MOE_LAYOUTS_OF_2,
+    MOE_LAYOUTS_OF_4,
+    change_layout,
+    join,
+    loaded_chunks,
+    round_trip,
+    trainer_config,
+)
 
+from slimrl.algorithms.losses import cross_entropy
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.config.schema import ParallelConfig, Precision
+from slimrl.config.schema import MtpConfig, OptimizerConfig, ParallelConfig, Precision
+from slimrl.data.packing import pack, pack_for
+from slimrl.data.trajectory import Segment
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.checkpointing.export import export_hf
+from slimrl.trainer.micro_batch_runner import MicroBatchRunner
+from slimrl.trainer.mtp import MtpLoss
+from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.weight_source import MegatronWeightSource
+from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LAYERS = 2
 FAMILIES = ["deepseek_v3", "glm4_moe"]
 QUICK = {name: MOE_LAYOUTS_OF_2[name] for name in ("tp2_sp_etp2", "pp2", "ep2")}
-LENGTH = 37
+TEMPERATURE, WEIGHT = 0.7, 0.3
 
 
 def model_with_mtp(name: str, folder: Path) -> Path:
@@ -46,51 +61,94 @@ def test_mtp_layers_return_bit_for_bit_under_every_layout(tmp_path, num_ranks, l
     run_ranks(round_trip, num_ranks, cases, True, timeout_s=280)
 
 
-def keep_hidden_states(seen, module, args, output):
-    seen.append(output[0][:, 0].clone())
+def sequences():
+    """Random tokens of several lengths, with loss masks."""
+    rng = np.random.default_rng(5)
+    return [
+        replace(
+            Segment.not_sampled(rng.integers(0, VOCAB, length), rng.random(length) < 0.6),
+            rollout_logprobs=rng.normal(-4, 0.1, length).astype(np.float32),
+        )
+        for length in (37, 2, 23, 3)
+    ]
 
 
-def hidden_states_of_mtp_layers(rank, world_size, port, paths, tokens_T):
-    """float32 [T, H] behind each layer of each checkpoint; the last token's are of no use."""
+def loss_and_gradients(rank, world_size, port, paths, segments):
+    """Of each checkpoint: the loss of its MTP layers on one micro-batch and its gradient by name of the weight."""
     join(rank, world_size, port)
-    bounds = torch.tensor([0, LENGTH], dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH
-    )
+    layout = change_layout(ParallelConfig())
     results = []
     for path in paths:
+        trainer = trainer_config(ParallelConfig())
+        trainer = replace(trainer, optimizer=OptimizerConfig(lr=1e-3, clip_grad=0, distributed=False))
         chunks, _, _ = loaded_chunks(path, ParallelConfig(), mtp=True)
-        chunks[0].eval()
-        seen = []
-        for layer in unwrap(chunks[0]).mtp.layers:
-            layer.register_forward_hook(partial(keep_hidden_states, seen))
-        with torch.no_grad():
-            chunks[0](tokens_T[None], torch.arange(LENGTH)[None], None, labels=tokens_T[None], packed_seq_params=packed)
-        results.append([hidden_TH.numpy() for hidden_TH in seen])
+        mtp = MtpLoss(LAYERS, WEIGHT)
+        runner = MicroBatchRunner(
+            chunks, Optimizer(trainer, chunks, 1), layout, vocab_size=VOCAB, chunk_tokens=16, mtp=mtp
+        )
+        (batches,) = pack(
+            [[one] for one in segments], np.ones(4, np.float32), budget_tokens=80, alignment=4, data_parallel=1
+        )
+        result = runner.train_update(batches, cross_entropy, denominator=1.0, temperature=TEMPERATURE)
+        gradients = {
+            name: parameter.main_grad.numpy().copy() for name, parameter in unwrap(chunks[0]).mtp.named_parameters()
+        }
+        results.append((result.sums["mtp_loss"], gradients))
     dist.destroy_process_group()
     return results
 
 
-def test_mtp_layers_compute_what_transformers_computes(tmp_path):
+def expected_loss(model, mtp, segments):
+    """Mean over layers of the mean of -log p over each layer's targets, differentiable; transformers' layers."""
+    sums, counts = [0.0] * LAYERS, [0] * LAYERS
+    for segment in segments:
+        tokens_T, mask_T = torch.from_numpy(segment.tokens), torch.from_numpy(segment.loss_mask)
+        with torch.no_grad():
+            hidden_1TH = model.model(tokens_T[None]).last_hidden_state
+        for index, layer in enumerate(mtp.layers):
+            ahead = index + 1
+            length = len(tokens_T) - ahead - 1
+            if length <= 0:
+                break
+            embedded_1TH = model.model.embed_tokens(tokens_T[None, ahead:-1]).detach()
+            positions_1T = torch.arange(length)[None]
+            rotary = model.model.rotary_emb(embedded_1TH, positions_1T)
+            hidden_1TH = layer(embedded_1TH, hidden_1TH[:, :length], rotary, None, positions_1T, None)
+            log_p_TV = (model.lm_head(hidden_1TH)[0] / TEMPERATURE).log_softmax(-1)
+            log_p_T = log_p_TV.gather(1, tokens_T[ahead + 1 :, None])[:, 0]
+            sums[index] -= log_p_T[mask_T[ahead + 1 :]].sum()
+            counts[index] += int(mask_T[ahead + 1 :].sum())
+    return sum(total / count for total, count in zip(sums, counts, strict=True)) / LAYERS
+
+
+MEGATRON_NAMES = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "post_norm.weight": "final_layernorm.weight",
+    "mtp_block.self_attn.o_proj.weight": "mtp_model_layer.self_attention.linear_proj.weight",
+    "mtp_block.mlp.gate.weight": "mtp_model_layer.mlp.router.weight",
+}
+"""Weights of a layer that both sides hold in one shape: transformers' name -> Megatron's."""
+
+
+def test_mtp_layers_have_the_loss_and_the_gradient_of_transformers_layers(tmp_path):
     paths = [model_with_mtp(name, tmp_path) for name in FAMILIES]
-    tokens_T = torch.randint(0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(5))
-    (results,) = run_ranks(hidden_states_of_mtp_layers, 1, paths, tokens_T, timeout_s=90)
-    for path, actual in zip(paths, results, strict=True):
+    (results,) = run_ranks(loss_and_gradients, 1, paths, sequences(), timeout_s=90)
+    for path, (loss, gradients) in zip(paths, results, strict=True):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         # By these transformers finds the layers in the checkpoint; its own list has those of the released models.
         model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\.", r"model\.layers\.5\."]
         mtp = MtpModel.from_pretrained(model).float()
-        assert len(mtp.layers) == len(actual) == LAYERS
-        with torch.no_grad():
-            hidden_1TH = model.model(tokens_T[None]).last_hidden_state
-            for index, layer in enumerate(mtp.layers):
-                embedded_1TH = model.model.embed_tokens(tokens_T[None, index + 1 :])
-                hidden_1TH = hidden_1TH[:, : embedded_1TH.shape[1]]
-                positions_1T = torch.arange(embedded_1TH.shape[1])[None]
-                rotary = model.model.rotary_emb(embedded_1TH, positions_1T)
-                hidden_1TH = layer(embedded_1TH, hidden_1TH, rotary, None, positions_1T, None)
-                difference = torch.from_numpy(actual[index])[: hidden_1TH.shape[1]] - hidden_1TH[0]
-                assert difference.abs().max() < 1e-4, (path.name, index, difference.abs().max())
+        assert len(mtp.layers) == LAYERS
+        expected = expected_loss(model, mtp, sequences())
+        assert loss == pytest.approx(float(expected), abs=1e-5), path.name
+        (WEIGHT * expected).backward()
+        for index, layer in enumerate(mtp.layers):
+            for name, megatron in MEGATRON_NAMES.items():
+                wanted = layer.get_parameter(name).grad
+                actual = torch.from_numpy(gradients[f"layers.{index}.{megatron}"])
+                assert (actual - wanted).norm() <= 1e-4 * wanted.norm(), (path.name, index, name)
 
 
 def changed_export(rank, world_size, port, path, out):
@@ -123,6 +181,53 @@ def test_an_export_has_every_tensor_of_the_model_and_the_mtp_layers_as_they_were
     for index in (4, 5):
         assert torch.equal(after[f"model.layers.{index}.embed_tokens.weight"], after["model.embed_tokens.weight"])
         assert torch.equal(after[f"model.layers.{index}.shared_head.head.weight"], after["lm_head.weight"])
+
+
+def trained_and_resumed(rank, world_size, port, path, folder):
+    """Losses of two updates and of the second one again after a checkpoint, and the names that a resync sends."""
+    trainer = replace(
+        trainer_config(ParallelConfig(pipeline=2)), mtp=MtpConfig(train=True), num_ranks=2, precision=Precision.bf16
+    )
+    worker = TrainerWorker(
+        trainer, path, seed=1, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        total_updates=4,
+    )  # fmt: skip
+    worker.load_hf()
+    segments, advantages_N = [[one] for one in sequences()], np.ones(4, np.float32)
+    worker.put_batches([pack_for(trainer, worker.layout, segments, advantages_N)[0]])
+
+    def update():
+        return worker.runner.train_update(worker.updates[0], cross_entropy, denominator=20.0, temperature=1.0).sums
+
+    losses = [update()]
+    worker.save_checkpoint(folder / "checkpoint")
+    losses.append(update())
+    worker.export_hf(folder / "export")
+    worker.load_checkpoint(folder / "checkpoint")
+    losses.append(update())
+    worker.export_hf(folder / "resumed")
+    sent = [spec.name for spec in worker.weight_source().layout()]
+    worker.close()
+    return losses, sent
+
+
+def test_trained_mtp_layers_are_exported_and_resumed_and_not_sent_to_engines(tmp_path):
+    path = model_with_mtp("glm4_moe", tmp_path)
+    losses, sent = run_ranks(trained_and_resumed, 2, path, tmp_path, timeout_s=280)[0]
+    before = load_file(path / "model.safetensors")
+    after, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "resumed"))
+    check_checkpoint(tmp_path / "export")
+    assert losses[1] == losses[2]
+    assert losses[1]["mtp_loss"] < losses[0]["mtp_loss"]
+    assert after.keys() == resumed.keys() == before.keys()
+    assert all(torch.equal(after[name], resumed[name]) for name in after)
+    mtp = [name for name in before if name.startswith(("model.layers.4.", "model.layers.5."))]
+    unchanged = [name for name in mtp if torch.equal(after[name].float(), before[name].bfloat16().float())]
+    assert all(name.endswith("e_score_correction_bias") for name in unchanged), unchanged
+    for index in (4, 5):
+        assert torch.equal(after[f"model.layers.{index}.embed_tokens.weight"], after["model.embed_tokens.weight"])
+        assert torch.equal(after[f"model.layers.{index}.shared_head.head.weight"], after["lm_head.weight"])
+    assert set(sent) == set(before) - set(mtp)
 
 
 def test_a_checkpoint_may_lack_its_mtp_layers_but_not_some_of_their_tensors(tmp_path):

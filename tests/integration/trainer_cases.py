@@ -19,6 +19,7 @@ from slimrl.trainer.build import build_model, unwrap
 from slimrl.trainer.layout.parallel import Layout, destroy_parallel, init_model_parallel, init_parallel
 from slimrl.trainer.local_batch import LocalBatch
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner, UpdateResult
+from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.optimizer import Optimizer
 
 VOCAB, LAYERS = 101, 4
@@ -54,6 +55,7 @@ def model_config(**sizes: Any) -> MegatronModelConfig:
         rotary_percent=1.0,
         tie_embeddings=False,
         max_position=256,
+        mtp_layers=2,
     )
 
 
@@ -121,12 +123,18 @@ class Run:
         model: MegatronModelConfig | None = None,
     ) -> None:
         self.trainer, self.layout = trainer, layout
-        self.chunks = build_model(trainer, model or model_config())
+        model = model or model_config()
+        self.chunks = build_model(trainer, model, mtp=trainer.mtp.train)
         if weights is not None:
             self._load(weights)
         self.optimizer = Optimizer(trainer, self.chunks, total_updates=10)
         self.runner = MicroBatchRunner(
-            self.chunks, self.optimizer, layout, vocab_size=VOCAB, chunk_tokens=trainer.logprob_chunk_tokens
+            self.chunks,
+            self.optimizer,
+            layout,
+            vocab_size=VOCAB,
+            chunk_tokens=trainer.logprob_chunk_tokens,
+            mtp=MtpLoss(model.mtp_layers, trainer.mtp.loss_weight) if trainer.mtp.train else None,
         )
 
     def update(self, step: int, loss: str = "cross_entropy") -> UpdateResult:
@@ -165,9 +173,9 @@ def optimizer_bytes(run: Run) -> int:
     return sum(storage.nbytes() for storage in storages if storage._cdata not in weight_storages(run))
 
 
-def save_initial_weights(rank: int, num_ranks: int, port: int, path: str) -> None:
+def save_initial_weights(rank: int, num_ranks: int, port: int, path: str, **settings: Any) -> None:
     layout = start(trainer_config(), rank, num_ranks, port)
-    Run(trainer_config(), layout, None).save_weights(path)
+    Run(trainer_config(**settings), layout, None).save_weights(path)
     destroy_parallel()
 
 

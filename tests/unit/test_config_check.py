@@ -225,6 +225,14 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "full needs a method. Set recompute_method: uniform and recompute_num_layers: 1."),
         ("trainer.megatron.recompute_method=block", "trainer.megatron.recompute_method",
          "block needs recompute_granularity: full."),
+        ("trainer.mtp.train=true trainer.megatron.recompute_granularity=full "
+         "trainer.megatron.recompute_method=uniform trainer.megatron.recompute_num_layers=2",
+         "trainer.megatron.recompute_num_layers",
+         "2: layers for multi-token prediction (trainer.mtp.train) need 1."),
+        ("trainer.mtp.train=true rollout.sglang.speculative_algorithm=NEXTN", "rollout.sglang.speculative_algorithm",
+         "NEXTN: trainer.mtp.train changes the layers that engines draft with, and a resync does not send them. Leave "
+         "it out during the training; engines that serve an export may set it."),
+        ("trainer.mtp.loss_weight=0.0", "trainer.mtp.loss_weight", "0.0: must be greater than 0."),
         ("trainer.megatron.recompute_granularity=selective trainer.megatron.recompute_modules=[mlp,moe_atc]",
          "trainer.megatron.recompute_modules", "'moe_atc' is not one of core_attn, layernorm, mla_up_proj, mlp, moe, "
          "moe_act, shared_experts. Did you mean moe_act?"),

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from slimrl.config.problems import RecipeError
+from slimrl.config.schema import MtpConfig, ParallelConfig, Recipe, TrainerConfig
+from slimrl.models import offline_recipe
+from slimrl.models.family import family_of
 from slimrl.models.hf_config import nearest_published
 from slimrl.models.offline_recipe import OfflineRecipe, read_offline
+from slimrl.toys.toy_configs import ToySize, toy_config
 
 ROOT = Path(__file__).parents[2]
 A3B = "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml"
@@ -112,3 +116,21 @@ def test_a_bucket_takes_at_least_a_row_of_the_embedding_in_the_precision_of_the_
             "reward.function=slimrl.rewards.math:nope",
         )
         assert any(f"{nbytes} bytes are too few: one row" in line for line in told) is too_few
+
+
+def test_layers_for_multi_token_prediction_are_trained_where_the_model_has_them():
+    found = refused("trainer.mtp.train=true")
+    assert len(found) == 1
+    assert found[0].endswith("true, but the model has no layers for multi-token prediction. Use false.")
+    read_offline("recipes/glm4_moe/glm_4_5_air_gspo.yaml", ["trainer.mtp.train=true"], "train")
+
+
+def test_layers_for_multi_token_prediction_with_a_tied_output_layer_need_one_pipeline_stage(tmp_path):
+    config = toy_config("glm4_moe", ToySize(mtp_layers=1)) | {"vocab_size": 128, "tie_word_embeddings": True}
+    architecture = family_of(config).megatron_config(config)
+    recipe = Recipe(trainer=TrainerConfig(mtp=MtpConfig(train=True), parallel=ParallelConfig(pipeline=2)))
+    ((key, message),) = offline_recipe._mtp_violations(recipe, architecture)
+    assert key == "trainer.mtp.train"
+    assert "needs trainer.parallel.pipeline 1" in message
+    recipe.trainer.parallel.pipeline = 1
+    assert not list(offline_recipe._mtp_violations(recipe, architecture))

@@ -9,6 +9,7 @@ from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
 from slimrl.config.schema import (
     Fp8Scaling,
+    MtpConfig,
     OptimizerConfig,
     ParallelConfig,
     Precision,
@@ -18,6 +19,7 @@ from slimrl.config.schema import (
 )
 from slimrl.config.trainer_rules import RECOMPUTABLE
 from slimrl.data.weights import TensorPart, num_rows
+from slimrl.models.draft import draft_specs
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config, published_names
 from slimrl.planner.activations import kept, layer_bytes, logits_bytes, stage_activations
@@ -573,6 +575,29 @@ def test_modules_of_every_stage_have_as_many_parameters_as_the_table_says():
         for stage, counts in zip(built, table.stages(given.parallel, layers), strict=True):
             for kind in ("dense", "experts"):
                 assert sum(sum(getattr(chunk, kind)) for chunk in stage) == sum(getattr(counts[0], kind))
+
+
+def test_the_last_stage_has_the_layers_for_multi_token_prediction_that_are_trained():
+    config = toy_config("glm4_moe", ToySize(layers=4, experts=2, hidden=32, mtp_layers=2)) | {"vocab_size": 129}
+    family = family_of(config)
+    model, table = family.megatron_config(config), ParameterTable(family.weight_map(config, mtp=True))
+    for layers, settings in (
+        ([[0, 1], [2, 3]], {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}),
+        ([[0, 1, 2, 3]], {}),
+    ):
+        given = trainer(4, mtp=MtpConfig(train=True), **settings)
+        built = built_stages(given, model)
+        for stage, counts in zip(built, table.stages(given.parallel, layers), strict=True):
+            for kind in ("dense", "experts"):
+                assert sum(sum(getattr(chunk, kind)) for chunk in stage) == sum(getattr(counts[0], kind))
+    plain = built_stages(trainer(1), model)[0]
+    shapes = [spec.shape for spec in draft_specs(config, "bfloat16") if "e_score_correction_bias" not in spec.name]
+    assert stage_total(built[0]) - stage_total(plain) == sum(map(prod, shapes))
+
+
+def test_each_layer_for_multi_token_prediction_has_logits_of_its_own():
+    shape = shape_of("Qwen3-30B-A3B")
+    assert logits_bytes(shape, trainer(), mtp_layers=2) - logits_bytes(shape, trainer()) == 151936 * 1000 * 2 * 2
 
 
 def test_layers_that_do_not_divide_over_stages_are_refused_by_setting():

@@ -187,9 +187,7 @@ def test_a_checkpoint_whose_model_differs_outside_of_its_layers_is_refused(tmp_p
         check_architecture(tmp_path, architecture_of(saved | config))
 
 
-def test_layers_for_multi_token_prediction_are_not_asked_for_by_a_recipe():
-    with pytest.raises(ValueError, match=r"trainer\.megatron\.mtp_num_layers: .* are not trained"):
-        transformer_config(trainer(mtp_num_layers=1), MODEL)
+def test_layers_for_multi_token_prediction_are_built_where_the_caller_asks_for_them():
     with_mtp = SimpleNamespace(**vars(MODEL), mtp_layers=2)
     assert transformer_config(trainer(), with_mtp, mtp=True).mtp_num_layers == 2
     assert transformer_config(trainer(), with_mtp).mtp_num_layers is None
@@ -302,16 +300,17 @@ def built(monkeypatch):
         seen.spec = (fused, options)
         return "a spec"
 
-    def mtp(config, spec, fused, **options):
-        seen.mtp = (spec, fused, options)
+    def mtp(config, spec, fused, stage):
+        seen.mtp = (spec, fused, stage)
         return "an mtp spec"
 
     def model(config, spec, **options):
         seen.model = (spec, options)
 
     monkeypatch.setattr(build, "get_gpt_decoder_block_spec", decoder)
-    monkeypatch.setattr(build, "get_gpt_mtp_block_spec", mtp)
+    monkeypatch.setattr(build, "mtp_block_spec", mtp)
     monkeypatch.setattr(build, "GPTModel", model)
+    monkeypatch.setattr(build, "GptWithMtp", model)
     return seen
 
 
@@ -329,7 +328,7 @@ def test_layers_are_transformer_engine_s_where_it_is_and_megatron_s_own_for_look
     config.mtp_num_layers = 1
     build_local_chunk(ParallelConfig(), facts, mtp=True)
     assert built.spec[0] is False
-    assert built.mtp == ("a spec", False, {"vp_stage": None})
+    assert built.mtp == ("a spec", False, None)
     assert built.model[1]["mtp_block_spec"] == "an mtp spec"
 
 

@@ -43,7 +43,7 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
     """
     path = Path(loaded.recipe.model.path)
     try:
-        check_checkpoint(path)
+        has_mtp = check_checkpoint(path)
     except ValueError as error:
         return [loaded.problem("model.path", str(error))]
     hf_config = read_hf_config(path)
@@ -61,6 +61,9 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
             except ValueError as error:
                 problems.append(loaded.problem("model.megatron", str(error)))
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
+        if loaded.recipe.trainer.mtp.train and not has_mtp and family_of(hf_config).has_mtp:
+            lacks = f"true, but {path} has no tensors of the layers for multi-token prediction. Use false."
+            problems.append(loaded.problem("trainer.mtp.train", lacks))
         if devices and not device.has_transformer_engine():
             problems += [loaded.problem(*violation) for violation in transformer_engine_violations(loaded)]
         elif devices and loaded.recipe.trainer.fp8_emulation:

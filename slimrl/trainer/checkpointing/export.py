@@ -33,7 +33,7 @@ def export_hf(
     """Write the source's weights with the configuration, tokenizer and code of `src_model_dir`; all ranks call it.
 
     The weights have the trainer's dtype; those of a block FP8 model are not quantized again. Layers for multi-token
-    prediction, which are not trained, are copied from `src_model_dir` (untrained_mtp.py).
+    prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py).
     The folder is written beside `out_dir` and renamed at the end, so it is complete or absent.
 
     Raises:

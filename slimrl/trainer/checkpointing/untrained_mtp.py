@@ -1,8 +1,8 @@
-"""Layers for multi-token prediction in an export: they are not trained, but copied from the original checkpoint.
+"""Layers for multi-token prediction in an export: copied from the original checkpoint, unless they are trained.
 
 So an export has all tensors of the original, which engines need for speculative decoding. If the layers have copies of
-the embedding and the output layer, these become the trained model's. The layers themselves are unchanged, so they
-predict the trained model less well than the original.
+the embedding and the output layer, these become the trained model's, also where the layers are trained. Layers that are
+not trained predict the trained model less well than the original.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,0 +1,19 @@
+"""What a resync would send to the draft model of an engine with speculative decoding."""
+
+from typing import Any
+
+from slimrl.data.weights import TensorSpec
+from slimrl.models.family import family_of
+
+
+def draft_specs(hf_config: dict[str, Any], dtype: str) -> list[TensorSpec]:
+    """Tensors of the layers for multi-token prediction, without the embedding and the output layer.
+
+    SGLang's draft models share those two with the engine's model, which has received them by then.
+
+    Args:
+        dtype: of tensors without one of their own.
+    """
+    weight_map = family_of(hf_config).weight_map(hf_config, mtp=True)
+    names = {tensor.name for entry in weight_map.entries if entry.rule.mtp for tensor in entry.hf}
+    return [spec for spec in weight_map.specs(dtype) if spec.name in names]
