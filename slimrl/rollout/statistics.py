@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slimrl.data.trajectory import Status, Trajectory
+from slimrl.rollout.teacher import SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,32 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/tool_error_fraction": errors / calls if calls else 0.0,
         "rollout/malformed_call_fraction": malformed / calls if calls else 0.0,
         "rollout/retries": sum(t.metadata["num_retries"] for t in trajectories),
+    }
+
+
+def teacher_metrics(trajectories: Sequence[Trajectory], tail_s: float) -> dict[str, float]:
+    """Metrics of the teacher's scores; empty if no trajectory has any.
+
+    `distill/reverse_kl` is the mean of log pi - log pi_teacher over the sampled tokens, an unbiased estimate of the
+    reverse KL by token (k1; http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        tail_s: seconds from the end of the last episode to the last score.
+    """
+    scored = [t for t in trajectories if SECONDS in t.metadata]
+    tokens = sum(t.num_sampled_tokens for t in scored)
+    if not tokens:
+        return {}
+    gaps = [
+        np.where(segment.loss_mask, segment.rollout_logprobs - segment.teacher_logprobs, 0).sum(dtype=np.float64)
+        for t in scored
+        for segment in t.segments
+        if segment.teacher_logprobs is not None
+    ]
+    return {
+        "distill/reverse_kl": float(sum(gaps)) / tokens,
+        "distill/score_s": _mean(scored, SECONDS),
+        "time/teacher_s": tail_s,
     }
 
 
