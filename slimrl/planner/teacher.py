@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from slimrl.config.schema import ResyncConfig
 from slimrl.config.teacher import teacher_key, teacher_recipe
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.planner.engine import GIB, EnginePlan
@@ -31,8 +30,6 @@ def plan_teacher(planned: OfflineRecipe, hardware: Hardware) -> TeacherPlan | No
     if planned.teacher_config is None:
         return None
     recipe = teacher_recipe(planned.recipe)
-    # Only cuts the weights into pieces that are planned one by one.
-    recipe = replace(recipe, resync=replace(recipe.resync, bucket_bytes=ResyncConfig().bucket_bytes))
     loaded = replace(planned.loaded, recipe=recipe)
     known = model_facts(replace(planned, loaded=loaded, hf_config=planned.teacher_config))
     known = with_engines(known, recipe, buckets_of(known, recipe), hardware)

@@ -46,7 +46,7 @@ def fetch_model(loaded: LoadedRecipe, problems: Sequence[Problem], progress: Pro
                     loaded = _PUT[key](loaded, fetch(model))
             return loaded
     except ValueError as error:
-        raise RecipeError([*problems, loaded.problem(key, str(error))]) from error
+        raise RecipeError([*problems, loaded.problem(key, str(error).replace("model.path", key))]) from error
     raise RecipeError([problem for problem in refused if not problem.warning])
 
 
