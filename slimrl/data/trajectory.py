@@ -23,7 +23,7 @@ class Status(str, Enum):
     aborted = "aborted"
     """Stopped at its deadline or by the engine."""
     failed = "failed"
-    """An engine, a tool or the reward function failed; never trained on."""
+    """An engine, a tool, the reward function or the teacher failed; never trained on."""
 
 
 @dataclass(kw_only=True)
@@ -96,7 +96,7 @@ class Trajectory:
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `num_cached_tokens`, `num_retries`,
-    `error`, `reward_timed_out` and the task's own keys."""
+    `error`, `teacher_s`, `reward_timed_out` and the task's own keys."""
 
     @property
     def num_tokens(self) -> int:

@@ -58,7 +58,7 @@ def test_a_teacher_that_fits_has_no_problems_and_none_is_no_teacher():
             "teacher.engine_nodes",
             "3 does not divide teacher.engine_tp 4. Use 2 or 4.",
         ),
-        (["teacher.path=m", "teacher.engine_tp=3"], "teacher.engine_tp", "3 neither divides the model's 4 key-value heads"),
+        (["teacher.path=m", "teacher.engine_tp=3"], "teacher.engine_tp", "3 neither divides the model's 4"),
         (["teacher.path=m", "teacher.sglang.mem_fraction_static=2"], "teacher.sglang.mem_fraction_static", "2: must"),
         (["teacher.path=m", "teacher.env.OMP_NUM_THREADS=3"], "teacher.env.OMP_NUM_THREADS", "by teacher.threads_per"),
         (["teacher.path=$HOME/m"], "teacher.path", "is not expanded"),
