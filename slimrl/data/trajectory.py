@@ -96,7 +96,7 @@ class Trajectory:
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `num_cached_tokens`, `num_retries`,
-    `error`, `teacher_s`, `reward_timed_out` and the task's own keys."""
+    `error`, `reward_timed_out` and the task's own keys."""
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slimrl.data.trajectory import Status, Trajectory
-from slimrl.rollout.teacher import SECONDS
+from slimrl.rollout.teacher import ScoringTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +53,24 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     }
 
 
-def teacher_metrics(trajectories: Sequence[Trajectory], tail_s: float) -> dict[str, float]:
-    """Metrics of the teacher's scores; empty if no trajectory has any.
+def teacher_metrics(trajectories: Sequence[Trajectory], times: ScoringTimes) -> dict[str, float]:
+    """Metrics of the teacher's scores; empty if no sampled token has one.
 
     `distill/reverse_kl` is the mean of log pi - log pi_teacher over the sampled tokens, an unbiased estimate of the
     reverse KL by token (k1; http://joschu.net/blog/kl-approx.html).
-
-    Args:
-        tail_s: seconds from the end of the last episode to the last score.
     """
-    scored = [t for t in trajectories if SECONDS in t.metadata]
-    tokens = sum(t.num_sampled_tokens for t in scored)
+    total, tokens = 0.0, 0
+    for segment in (segment for trajectory in trajectories for segment in trajectory.segments):
+        if segment.teacher_logprobs is not None:
+            gap_T = np.where(segment.loss_mask, segment.rollout_logprobs - segment.teacher_logprobs, 0)
+            total += float(gap_T.sum(dtype=np.float64))
+            tokens += int(segment.loss_mask.sum())
     if not tokens:
         return {}
-    gaps = [
-        np.where(segment.loss_mask, segment.rollout_logprobs - segment.teacher_logprobs, 0).sum(dtype=np.float64)
-        for t in scored
-        for segment in t.segments
-        if segment.teacher_logprobs is not None
-    ]
     return {
-        "distill/reverse_kl": float(sum(gaps)) / tokens,
-        "distill/score_s": _mean(scored, SECONDS),
-        "time/teacher_s": tail_s,
+        "distill/reverse_kl": total / tokens,
+        "distill/score_s": float(np.mean(times.scores_s)),
+        "time/teacher_s": times.tail_s,
     }
 
 

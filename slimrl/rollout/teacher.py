@@ -5,16 +5,23 @@ a request takes the slot that has been free for longest, so engines that answer 
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from slimrl.data.engine import EngineError, Scorer, ScoreRequest
 from slimrl.data.trajectory import Segment, Trajectory
 
-SECONDS = "teacher_s"
-"""Key of a trajectory's metadata: how long its score took, the wait for free slots included."""
+
+@dataclass(kw_only=True)
+class ScoringTimes:
+    """Of a rollout, in seconds."""
+
+    scores_s: list[float] = field(default_factory=list)
+    """For each score of a trajectory, the wait for free slots included"""
+    tail_s: float = 0.0
+    """From the end of the last episode to the last score"""
 
 
 class Teacher:
@@ -38,7 +45,6 @@ class Teacher:
         Raises:
             EngineError: an engine refused, ended, or missed the deadline.
         """
-        start = time.monotonic()
         names = [f"{trajectory.trajectory_id}, segment {number}" for number in range(len(trajectory.segments))]
         asked = [self._score(name, segment) for name, segment in zip(names, trajectory.segments, strict=True)]
         found = await asyncio.gather(*asked, return_exceptions=True)
@@ -48,7 +54,6 @@ class Teacher:
         for segment, logprobs_T in zip(trajectory.segments, found, strict=True):
             assert isinstance(logprobs_T, np.ndarray)
             segment.teacher_logprobs = logprobs_T
-        trajectory.metadata[SECONDS] = time.monotonic() - start
 
     async def _score(self, name: str, segment: Segment) -> np.ndarray:
         """float32 [T]."""

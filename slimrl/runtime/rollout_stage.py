@@ -20,7 +20,7 @@ from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.rewards.scoring import score
 from slimrl.rollout.statistics import EvalResult, evaluate
-from slimrl.rollout.teacher import Teacher
+from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
 
@@ -57,8 +57,8 @@ class RolloutStage:
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
         self._episodes = task.episode_runner(recipe, engine)
         self._teacher = teacher
-        self.teacher_s = 0.0
-        """Seconds of the last rollout from the end of the last episode to the teacher's last score."""
+        self.scoring = ScoringTimes()
+        """Of the last rollout."""
         self._loop = asyncio.Runner()
 
     def __enter__(self) -> Self:
@@ -148,6 +148,7 @@ class RolloutStage:
         self._engine.open(list(planned), at_once=max_concurrency)
         slots = asyncio.Semaphore(max_concurrency)
         in_turn, last_end = self._recipe.deterministic, 0.0
+        times = ScoringTimes()
 
         async def run(trajectory_id: str, prompt: Prompt) -> Trajectory:
             nonlocal last_end
@@ -155,7 +156,7 @@ class RolloutStage:
                 trajectory = await self._episode(trajectory_id, prompt, sampling)
             last_end = time.monotonic()
             if teacher is not None and not in_turn:
-                await _score_by(teacher, trajectory)
+                await _score_by(teacher, trajectory, times)
             on_done()
             return trajectory
 
@@ -168,8 +169,9 @@ class RolloutStage:
         trajectories = [task.result() for task in tasks]
         if teacher is not None:
             for trajectory in trajectories if in_turn else ():
-                await _score_by(teacher, trajectory)
-            self.teacher_s = time.monotonic() - last_end
+                await _score_by(teacher, trajectory, times)
+            times.tail_s = time.monotonic() - last_end
+            self.scoring = times
         return trajectories
 
     async def _close(self) -> None:
@@ -197,12 +199,14 @@ class RolloutStage:
         return trajectory
 
 
-async def _score_by(teacher: Teacher, trajectory: Trajectory) -> None:
+async def _score_by(teacher: Teacher, trajectory: Trajectory, times: ScoringTimes) -> None:
     """A trajectory that the teacher cannot score fails."""
     if trajectory.status is Status.failed:
         return
+    start = time.monotonic()
     try:
         await teacher.score(trajectory)
+        times.scores_s.append(time.monotonic() - start)
     except EngineError as error:
         cause = f"the teacher failed: {error}"
         log.warning("%s: %s", trajectory.trajectory_id, cause)

@@ -69,7 +69,7 @@ class TrainRun(Run):
         seconds = time.monotonic() - start
         apply_truncation_rule(trajectories, self.recipe.algorithm.truncated)
         step.record(rollout_metrics(trajectories, seconds))
-        step.record(teacher_metrics(trajectories, self.stage.teacher_s))
+        step.record(teacher_metrics(trajectories, self.stage.scoring))
         if self.recipe.data.max_prompt_tokens is not None:
             step.record({"data/left_out_prompts": self.task.num_left_out})
         write_samples(self.folder.sample_file(step.number), trajectories, self.recipe.tracking.trajectories_per_step)

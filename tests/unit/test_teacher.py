@@ -19,7 +19,7 @@ from slimrl.rollout import client
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.servers.ports import free_ports
 from slimrl.rollout.statistics import teacher_metrics
-from slimrl.rollout.teacher import SECONDS, Teacher
+from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.rollout_stage import RolloutStage
 
 
@@ -173,7 +173,6 @@ async def test_a_segment_is_asked_for_from_its_first_to_its_last_sampled_token()
     ]
     assert [s.teacher_logprobs.tolist() for s in made.segments] == [[0, 0, -12, 0, -14, 0], [0, 0], [0, -4]]
     assert {s.teacher_logprobs.dtype for s in made.segments} == {np.dtype(np.float32)}
-    assert made.metadata[SECONDS] >= 0
 
 
 async def test_engines_share_the_requests_each_with_at_most_so_many():
@@ -248,8 +247,14 @@ def test_a_rollout_is_scored_but_for_what_failed_and_an_evaluation_is_not():
     with stage_of(engine, endings={1: Status.failed, 2: Status.truncated, 3: Status.aborted}) as stage:
         batch = stage.rollout(PROMPTS, label="step_000001")
         assert [t.segments[0].teacher_logprobs is None for t in batch] == [False, True, False, False, False]
-        assert [float(t.segments[0].teacher_logprobs[1]) for t in batch if SECONDS in t.metadata] == [-4, -6, -7, -8]
-        assert 0 <= stage.teacher_s < 1
+        scored = [t.segments[0] for t in batch if t.status is not Status.failed]
+        assert [float(s.teacher_logprobs[1]) for s in scored] == [
+            -4,
+            -6,
+            -7,
+            -8,
+        ]
+        assert (len(stage.scoring.scores_s), 0 <= stage.scoring.tail_s < 1) == (4, True)
         _, evaluated = stage.evaluate("heldout", PROMPTS, label="eval_000001")
         assert {t.segments[0].teacher_logprobs for t in evaluated} == {None}
     assert engine.closed
@@ -282,12 +287,11 @@ def test_the_metrics_are_means_over_sampled_tokens_and_over_scored_trajectories(
     first.segments[1].teacher_logprobs = np.array([0, -1.0], np.float32)
     second, failed = trajectory(segment([1, 2], [])), trajectory(segment([1, 2], [1]), status=Status.failed)
     second.segments[0].teacher_logprobs = np.zeros(2, np.float32)
-    first.metadata[SECONDS], second.metadata[SECONDS] = 2.0, 1.0
-    found = teacher_metrics([first, second, failed], 0.25)
+    found = teacher_metrics([first, second, failed], ScoringTimes(scores_s=[2.0, 1.0], tail_s=0.25))
     # (2 + 0.5 - 3) / 3
     assert found == pytest.approx({"distill/reverse_kl": -0.5 / 3, "distill/score_s": 1.5, "time/teacher_s": 0.25})
     assert all(map(is_metric, found))
-    assert teacher_metrics([failed], 0.0) == {}
+    assert teacher_metrics([failed], ScoringTimes()) == {}
 
 
 def test_a_teacher_s_engines_share_nothing_and_cache_nothing_in_a_deterministic_run():

@@ -60,7 +60,8 @@ def _on_hub(loaded: LoadedRecipe) -> dict[str, HubModel]:
 
 
 def with_cached_model(loaded: LoadedRecipe) -> LoadedRecipe:
-    """The recipe with the folder of its model in the cache, if it is on the Hub and there."""
-    model = hub_model(loaded.recipe.model.path)
-    folder = None if model is None else cached(model)
-    return loaded if folder is None else with_model(loaded, folder)
+    """The recipe with the folders of its model and its teacher in the cache, where they are on the Hub and there."""
+    for key, model in _on_hub(loaded).items():
+        if (folder := cached(model)) is not None:
+            loaded = _PUT[key](loaded, folder)
+    return loaded
