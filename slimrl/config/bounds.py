@@ -60,7 +60,13 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Range of each number: whether a value lies in it, and how it reads. An int is at least 1 and a float greater than 0
 where nothing else is said."""
 
-DIVISORS = ("trainer.parallel.", "trainer.num_ranks", "trainer.megatron.num_layers_in_", "rollout.engine_")
+DIVISORS = (
+    "trainer.parallel.",
+    "trainer.num_ranks",
+    "trainer.megatron.num_layers_in_",
+    "rollout.engine_",
+    "teacher.engine_",
+)
 """Sizes that other rules divide by; those rules are left out while one of these is below 1."""
 
 MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -69,6 +75,7 @@ PATHS = (
     "model.path",
     "model.megatron",
     "model.chat_template",
+    "teacher.path",
     "data.train",
     "resync.dir",
     "resync.local_dir",

@@ -15,7 +15,7 @@ from slimrl.config.environment import environment_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations
 from slimrl.config.fp8_training import fp8_violations
 from slimrl.config.hf_config import num_experts, read_hf_config
-from slimrl.config.hub import cached, hub_model
+from slimrl.config.hub import why_no_model
 from slimrl.config.load import LoadedRecipe, is_needed, trains
 from slimrl.config.lora_rules import lora_model_violations, lora_violations
 from slimrl.config.model_rules import model_violations, model_warnings
@@ -30,6 +30,7 @@ from slimrl.config.rollout_rules import (
 )
 from slimrl.config.schema import Recipe
 from slimrl.config.stop_rules import stop_violations
+from slimrl.config.teacher_rules import teacher_model_violations, teacher_violations
 from slimrl.config.trainer_rules import (
     batch_violations,
     batch_warnings,
@@ -50,14 +51,11 @@ def file_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
             yield f"data.eval.{name}", f"{path}: no such file."
     if recipe.model.chat_template and not Path(recipe.model.chat_template).is_file():
         yield "model.chat_template", f"{recipe.model.chat_template}: no such file."
-    hub = hub_model(recipe.model.path)
-    if hub is not None and cached(hub) is None:
-        said = f"no such folder, and {hub.model_id} is not whole in the cache of the Hugging Face Hub."
-        yield "model.path", f"{recipe.model.path}: {said} Run `hf download {hub.model_id}`."
-    elif hub is None and not Path(recipe.model.path).is_dir():
-        yield "model.path", f"{recipe.model.path}: no such folder."
-    elif hub is None and not (Path(recipe.model.path) / "config.json").is_file():
-        yield "model.path", f"{recipe.model.path} has no config.json; a Hugging Face checkpoint is expected."
+    if reason := why_no_model(recipe.model.path):
+        yield "model.path", reason
+    teacher = recipe.teacher.path
+    if teacher and is_needed("teacher", command) and (reason := why_no_model(teacher)):
+        yield "teacher.path", reason
 
 
 def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
@@ -68,12 +66,15 @@ def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
         yield "eval.every_steps", f"{recipe.eval.every_steps}, but data.eval names no evaluation set. Use 0."
 
 
-def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str) -> list[Problem]:
+def check_recipe(
+    recipe: Recipe, hf_config: dict[str, Any] | None, command: str, *, teacher_config: dict[str, Any] | None = None
+) -> list[Problem]:
     """Every violation and warning of a recipe, from its values alone.
 
     Args:
         hf_config: the model's config.json, or None to leave out the rules that need it.
         command: rules for settings that this command does not read are left out.
+        teacher_config: the teacher's config.json, or None to leave out the rules that need it.
     """
     violations = list(bound_violations(recipe))
     if any(key.startswith(DIVISORS) for key, _ in violations):
@@ -81,7 +82,14 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     warnings: list[Violation] = []
     experts = 0 if hf_config is None else num_experts(hf_config) or 1
     violations += [*eval_violations(recipe, command), *data_violations(recipe, command)]
-    violations += environment_violations(recipe, trainer=trains(command), engines=command not in ("sft", "export"))
+    teaches = is_needed("teacher", command)
+    violations += environment_violations(
+        recipe, trainer=trains(command), engines=command not in ("sft", "export"), teacher=teaches
+    )
+    if teaches:
+        violations += teacher_violations(recipe)
+        if teacher_config is not None:
+            violations += teacher_model_violations(recipe, teacher_config, hf_config)
     if trains(command):
         violations += layout_violations(recipe, experts)
         violations += [*megatron_violations(recipe), *fp8_violations(recipe), *lora_violations(recipe)]
@@ -115,12 +123,18 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
 
 def check_loaded(loaded: LoadedRecipe) -> list[Problem]:
     """Problems and warnings of every rule, files and model included, each with the place where its key was set."""
-    recipe, hf_config = loaded.recipe, None
+    recipe, hf_config, teacher_config = loaded.recipe, None, None
     problems = [Problem(key=key, message=message) for key, message in file_violations(recipe, loaded.command)]
     if not any(problem.key == "model.path" for problem in problems):
         try:
             hf_config = read_hf_config(Path(recipe.model.path))
         except (ValueError, OSError) as error:
             problems.append(Problem(key="model.path", message=f"{error}."))
-    problems += check_recipe(recipe, hf_config, loaded.command)
+    served = recipe.teacher.path and is_needed("teacher", loaded.command)
+    if served and not any(problem.key == "teacher.path" for problem in problems):
+        try:
+            teacher_config = read_hf_config(Path(recipe.teacher.path))
+        except (ValueError, OSError) as error:
+            problems.append(Problem(key="teacher.path", message=f"{error}."))
+    problems += check_recipe(recipe, hf_config, loaded.command, teacher_config=teacher_config)
     return [loaded.problem(problem.key, problem.message, warning=problem.warning) for problem in problems]

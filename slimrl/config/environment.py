@@ -1,4 +1,4 @@
-"""Variables that `trainer.env` and `rollout.env` give to processes, and those that they may not give.
+"""Variables that the sections `env` give to processes, and those that they may not give.
 
 slimrl sets some variables itself, from other settings or from the machine; SGLang overwrites others. A recipe's value
 would be lost, or contradict the setting that it comes from.
@@ -116,12 +116,15 @@ def nccl_variables(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, st
     return variables | {name: inherited[name] for name in NCCL_CHANNELS if name in inherited}
 
 
-def environment_violations(recipe: Recipe, *, trainer: bool, engines: bool) -> Iterator[Violation]:
-    """Variables of `trainer.env` and `rollout.env` that are not the recipe's to give.
+def environment_violations(
+    recipe: Recipe, *, trainer: bool, engines: bool, teacher: bool = False
+) -> Iterator[Violation]:
+    """Variables of `trainer.env`, `rollout.env` and `teacher.env` that are not the recipe's to give.
 
     Args:
         trainer: the command starts trainer processes.
         engines: the command starts engines.
+        teacher: the command uses a teacher.
     """
     if trainer:
         yield from _violations("trainer.env", recipe.trainer.env, _trainer_owned(recipe))
@@ -133,6 +136,9 @@ def environment_violations(recipe: Recipe, *, trainer: bool, engines: bool) -> I
                 )
     if engines:
         yield from _violations("rollout.env", recipe.rollout.env, ENGINE_OWNED | _of_both_ends(recipe))
+    if teacher:
+        owned = {name: reason.replace("rollout.threads", "teacher.threads") for name, reason in ENGINE_OWNED.items()}
+        yield from _violations("teacher.env", recipe.teacher.env, owned)
 
 
 def _trainer_owned(recipe: Recipe) -> dict[str, str]:

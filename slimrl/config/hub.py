@@ -122,6 +122,19 @@ def _is_whole(folder: Path, *, weights: bool) -> bool:
     return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
 
 
+def why_no_model(path: str) -> str:
+    """Why there is no checkpoint at `path`, a folder or an id of the Hub; empty if there is. Uses no network."""
+    hub = hub_model(path)
+    if hub is not None and cached(hub) is None:
+        said = f"no such folder, and {hub.model_id} is not whole in the cache of the Hugging Face Hub."
+        return f"{path}: {said} Run `hf download {hub.model_id}`."
+    if hub is None and not Path(path).is_dir():
+        return f"{path}: no such folder."
+    if hub is None and not (Path(path) / "config.json").is_file():
+        return f"{path} has no config.json; a Hugging Face checkpoint is expected."
+    return ""
+
+
 def fetch_to_this_node(path: str) -> None:
     """Make sure that this node has all of `model.path`, if that is in a cache of the Hub.
 
@@ -136,6 +149,12 @@ def with_model(loaded: LoadedRecipe, folder: Path) -> LoadedRecipe:
     """The recipe with this folder as its model."""
     recipe = loaded.recipe
     return replace(loaded, recipe=replace(recipe, model=replace(recipe.model, path=str(folder))))
+
+
+def with_teacher(loaded: LoadedRecipe, folder: Path) -> LoadedRecipe:
+    """The recipe with this folder as its teacher."""
+    recipe = loaded.recipe
+    return replace(loaded, recipe=replace(recipe, teacher=replace(recipe.teacher, path=str(folder))))
 
 
 def _snapshot_at(path: str) -> HubModel | None:

@@ -15,8 +15,8 @@ from slimrl.config.schema import Recipe
 EXTENDS = "extends"
 """Key that names the files from which a file inherits; not a setting."""
 
-PASSTHROUGH = ("trainer.megatron", "rollout.sglang")
-ENVIRONMENTS = ("trainer.env", "rollout.env")
+PASSTHROUGH = ("trainer.megatron", "rollout.sglang", "teacher.sglang")
+ENVIRONMENTS = ("trainer.env", "rollout.env", "teacher.env")
 FREE_SECTIONS = (
     *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),
     "agent.chat_template_kwargs",

@@ -47,13 +47,13 @@ DEFAULT = "default"
 
 NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("sft",),
-    "train --trajectories": ("sft", "data", "eval"),
-    "sft": ("algorithm", "rollout", "reward"),
-    "eval": ("steps", "algorithm", "stop", "trainer", "sft", "data.train", "data.more", "data.weights"),
+    "train --trajectories": ("sft", "data", "eval", "teacher"),
+    "sft": ("algorithm", "rollout", "reward", "teacher"),
+    "eval": ("steps", "algorithm", "stop", "trainer", "sft", "data.train", "data.more", "data.weights", "teacher"),
     "rollout": ("steps", "algorithm", "stop", "trainer", "sft", "data.eval"),
-    "export": ("algorithm", "stop", "rollout", "agent", "reward", "resync", "data", "eval", "sft"),
-    "resync estimate": ("steps", "algorithm", "stop", "agent", "reward", "data", "eval", "sft"),
-    "resync bench": ("steps", "algorithm", "stop", "agent", "reward", "data", "eval", "sft"),
+    "export": ("algorithm", "stop", "rollout", "agent", "reward", "resync", "data", "eval", "sft", "teacher"),
+    "resync estimate": ("steps", "algorithm", "stop", "agent", "reward", "data", "eval", "sft", "teacher"),
+    "resync bench": ("steps", "algorithm", "stop", "agent", "reward", "data", "eval", "sft", "teacher"),
 }
 """Sections and keys that a command does not read. Mandatory values may be missing there, and are then "???"."""
 

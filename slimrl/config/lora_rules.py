@@ -5,7 +5,7 @@ from typing import Any
 
 from slimrl.config.hf_config import num_experts
 from slimrl.config.problems import Violation, suggestion
-from slimrl.config.schema import LoraConfig, Recipe
+from slimrl.config.schema import Fp8Scaling, LoraConfig, Recipe
 
 ALL_LINEAR = "all-linear"
 """Word for every linear layer below that the model has."""
@@ -20,7 +20,6 @@ layer, routers, gates of shared experts, gated delta nets."""
 
 NOT_WITH_ADAPTERS = {
     "moe_shared_expert_overlap": "calls the linear layers of shared experts apart from their communication",
-    "fp8": "is not tested with adapters",
 }
 """Fields of `trainer.megatron` that are refused with adapters -> why."""
 
@@ -58,6 +57,10 @@ def lora_violations(recipe: Recipe) -> Iterator[Violation]:
     for name, why in NOT_WITH_ADAPTERS.items():
         if recipe.trainer.megatron.get(name):
             yield f"trainer.megatron.{name}", f"{why}. Leave it out, or use trainer.lora.rank 0."
+    if recipe.trainer.fp8 is not Fp8Scaling.off:
+        yield "trainer.fp8", "is not tested with adapters. Use off, or trainer.lora.rank 0."
+    if recipe.trainer.mtp.train:
+        yield "trainer.mtp.train", "adapters are trained alone. Use false, or trainer.lora.rank 0."
 
 
 def lora_model_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:

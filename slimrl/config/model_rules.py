@@ -36,7 +36,7 @@ def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) ->
     if command == "sft":
         yield from _positions(hf_config, "sft.max_tokens", recipe.sft.max_tokens)
     elif command != "export":
-        yield from _engine(recipe, hf_config)
+        yield from engine_violations(recipe, hf_config)
         # A context_length in the recipe says that the author knows better.
         if "context_length" not in recipe.rollout.sglang:
             yield from _positions(hf_config, "rollout.max_trajectory_tokens", recipe.rollout.max_trajectory_tokens)
@@ -174,7 +174,8 @@ def _uneven_ends(recipe: Recipe, layers: int) -> Iterator[Violation]:
         )
 
 
-def _engine(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+def engine_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Sizes of engines that do not divide the model."""
     key, tp, ep = "rollout.engine_tp", recipe.rollout.engine_tp, recipe.rollout.engine_ep
     heads, kv_heads = first_of(hf_config, "num_attention_heads"), num_kv_heads(hf_config)
     experts, columns = num_experts(hf_config), expert_columns(hf_config)

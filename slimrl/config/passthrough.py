@@ -1,4 +1,4 @@
-"""Fields that `trainer.megatron` and `rollout.sglang` may set: those of the installed megatron-core and SGLang.
+"""Fields that the passthrough sections may set: those of the installed megatron-core and SGLang.
 
 A field that slimrl sets itself is refused with the key to use instead.
 """
@@ -61,6 +61,22 @@ OWNED = {
 }
 """Fields that a section refuses, and what sets them: a key of the recipe, the model, or slimrl."""
 
+OWNED["teacher.sglang"] = {
+    "model_path": "teacher.path",
+    "tp_size": "teacher.engine_tp",
+    "ep_size": "teacher.engine_ep",
+    **dict.fromkeys(("dp_size", "attn_dp_size"), "teacher.num_engines"),
+    "pp_size": "teacher.engine_tp and teacher.engine_nodes",
+    "nnodes": "teacher.engine_nodes",
+    "dtype": "trainer.precision",
+    "random_seed": "seed",
+    **{name: OWNED["rollout.sglang"][name] for name in ("node_rank", "dist_init_addr", "host", "port", "device")},
+    **dict.fromkeys(
+        ("enable_memory_saver", "enable_return_routed_experts", "disaggregation_mode", "weight_version"),
+        "slimrl: a teacher keeps its memory and its weights, and only scores",
+    ),
+}
+
 LATENT_ATTENTION = (
     "multi_latent_attention",
     "q_lora_rank",
@@ -99,12 +115,12 @@ DELTA_NETS = (
 
 
 def passthrough_fields(section: str) -> dict[str, FieldType]:
-    """Fields that `trainer.megatron` or `rollout.sglang` may set.
+    """Fields that a passthrough section may set.
 
     Raises:
         ValueError: the package is not installed, or its version is not supported.
     """
-    return {"trainer.megatron": megatron_fields, "rollout.sglang": sglang_fields}[section]()
+    return (megatron_fields if section == "trainer.megatron" else sglang_fields)()
 
 
 def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldType]) -> str | None:

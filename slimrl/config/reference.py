@@ -33,9 +33,11 @@ Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/conf
 - `\${` writes `${` itself, as in `'Write \${x} once'`; within double quotes write `"\\${x}"`.
 - Scalars follow YAML 1.2: `1e-6` is a number; `off`, `yes` and `1_000` are words, refused for a number or a boolean.
 - Paths are not expanded: `~` and `$HOME` are refused, `${oc.env:HOME}` is replaced.
-- `trainer.megatron` and `rollout.sglang` take the fields of the installed versions, checked by name and type.
-- `trainer.env` and `rollout.env` take variables by name. A process of the trainer gets them before it uses a GPU, but
-  after its libraries are loaded: those that the loader or a library of threads reads then (`LD_PRELOAD`) are refused.
+- `trainer.megatron`, `rollout.sglang` and `teacher.sglang` take the fields of the installed versions, checked by name
+  and type.
+- `trainer.env`, `rollout.env` and `teacher.env` take variables by name. A process of the trainer gets them before it
+  uses a GPU, but after its libraries are loaded: those that the loader or a library of threads reads then
+  (`LD_PRELOAD`) are refused.
 """
 
 TABLE_HEAD = "\n| key | type | default | |\n|---|---|---|---|\n"

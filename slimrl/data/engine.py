@@ -40,8 +40,37 @@ class GenerateResult:
     """Failed attempts before the one that succeeded."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """A request for the log-probs of given tokens."""
+
+    session_id: str
+    """Names the request in errors."""
+    tokens: list[int]
+    start: int
+    """First token to score, at least 1: nothing comes before token 0 that it could follow."""
+    timeout_s: float
+
+
 class EngineError(Exception):
     """The engine refused a request, ended, or missed the deadline."""
+
+
+class Scorer(Protocol):
+    """An engine that scores tokens instead of sampling them: a teacher."""
+
+    async def score(self, request: ScoreRequest) -> np.ndarray:
+        """float32 [len(tokens) - start]: natural log-prob, at temperature 1, of each token from `start` on, given all
+        tokens before it.
+
+        Raises:
+            EngineError: the engine refused, ended, or did not answer before the deadline.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connections; call it on the event loop that used them."""
+        ...
 
 
 class Engine(Protocol):

@@ -35,6 +35,10 @@ ADVANTAGES = "advantages"
 """Names among a micro-batch's added arrays: log-probs of the targets under the trainer's policy before the rollout's
 first update and under the reference, and advantages that differ by token."""
 
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Name of the teacher's log-probs there, which a batch has from the start if its segments have them; 0 where the mask
+is false."""
+
 
 @dataclass(kw_only=True, eq=False)
 class MicroBatch:
@@ -142,7 +146,7 @@ def pack(
         token_multiple: a micro-batch is padded to a multiple of this many tokens, as far as the budget allows.
 
     Raises:
-        ValueError: a sequence is longer than the budget.
+        ValueError: a sequence is longer than the budget, or only some segments have log-probs of a teacher.
     """
     sequences = [(index, segment) for index, segments in enumerate(segments_N) for segment in segments]
     lengths = [round_up(len(segment) - 1, alignment) for _, segment in sequences]
@@ -152,6 +156,9 @@ def pack(
     bin_costs = [sum(costs[i] for i in indices) for indices in bins]
     num_sampled_N = np.array([sum(int(s.loss_mask[1:].sum()) for s in own) for own in segments_N], np.int64)
     experts_shape = next((s.routed_experts.shape[1:] for _, s in sequences if s.routed_experts is not None), None)
+    taught = {segment.teacher_logprobs is not None for _, segment in sequences}
+    if len(taught) > 1:
+        raise ValueError("some segments have log-probs of a teacher, and others have none")
     most, whole = budget_tokens // alignment * alignment, math.lcm(alignment, token_multiple)
 
     def made(indices: list[int]) -> MicroBatch:
@@ -160,7 +167,11 @@ def pack(
         # The last sequence has the padding of all.
         padded[-1] += max(0, min(round_up(sum(padded), whole), most) - sum(padded))
         of_each = [sequences[i] for i in chosen]
-        return _micro_batch(np.array(chosen, np.int64), of_each, padded, advantages_N, num_sampled_N, experts_shape)
+        numbers = np.array(chosen, np.int64)
+        batch = _micro_batch(numbers, of_each, padded, advantages_N, num_sampled_N, experts_shape)
+        if True in taught:
+            batch.added[TEACHER_LOGPROBS] = _teacher_logprobs(batch, [segment for _, segment in of_each])
+        return batch
 
     return [[made(bins[b]) for b in part] for part in balanced_partition(bin_costs, data_parallel)]
 
@@ -261,3 +272,13 @@ def _micro_batch(
         if batch.routed_experts is not None and segment.routed_experts is not None:
             batch.routed_experts[span] = segment.routed_experts[:-1]
     return batch
+
+
+def _teacher_logprobs(batch: MicroBatch, segments: Sequence[Segment]) -> np.ndarray:
+    """float32 [T], of the targets."""
+    found_T = np.zeros(len(batch.tokens), np.float32)
+    for segment, start in zip(segments, batch.cu_seqlens, strict=False):
+        assert segment.teacher_logprobs is not None
+        span = slice(start, start + len(segment) - 1)
+        found_T[span] = np.where(segment.loss_mask[1:], segment.teacher_logprobs[1:], 0)
+    return found_T

@@ -23,7 +23,7 @@ class Status(str, Enum):
     aborted = "aborted"
     """Stopped at its deadline or by the engine."""
     failed = "failed"
-    """An engine, a tool or the reward function failed; never trained on."""
+    """An engine, a tool, the reward function or the teacher failed; never trained on."""
 
 
 @dataclass(kw_only=True)
@@ -55,10 +55,12 @@ class Segment:
     """int16 [T], 0-based assistant turn of a token; a tool result has the turn that called it, the prompt -1"""
     routed_experts: np.ndarray | None = None
     """int16 [T, layers, topk]; -1 where the engine reports none"""
+    teacher_logprobs: np.ndarray | None = None
+    """float32 [T], the teacher's natural-log probability; 0 where the policy did not sample. None without a teacher"""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        for name in ("loss_mask", "rollout_logprobs", "weight_versions", "turn_ids", "routed_experts"):
+        for name in _DTYPES:
             value = getattr(self, name)
             if value is not None and len(value) != length:
                 raise ValueError(f"segment: {name} has {len(value)} entries, tokens has {length}")
@@ -112,7 +114,10 @@ _DTYPES = {
     "weight_versions": np.int32,
     "turn_ids": np.int16,
     "routed_experts": np.int16,
+    "teacher_logprobs": np.float32,
 }
+_OPTIONAL = ("routed_experts", "teacher_logprobs")
+"""May be null."""
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -137,8 +142,9 @@ def from_json(value: dict[str, Any]) -> Trajectory:
 
 def _segment(value: dict[str, Any], where: str) -> Segment:
     try:
-        _check_keys(value, dict.fromkeys(_DTYPES, True))
-        return Segment(**{name: _array(name, value[name]) for name in _DTYPES})
+        # Files of runs without a teacher may lack its log-probs.
+        _check_keys(value, {name: name != "teacher_logprobs" for name in _DTYPES})
+        return Segment(**{name: _array(name, value.get(name)) for name in _DTYPES})
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -152,7 +158,7 @@ def _check_keys(value: dict[str, Any], known: dict[str, bool]) -> None:
 
 
 def _array(name: str, value: Any) -> Any:
-    if name == "routed_experts" and value is None:
+    if name in _OPTIONAL and value is None:
         return None
     try:
         array: np.ndarray = np.asarray(value, _DTYPES[name])

@@ -121,6 +121,7 @@ def unmounted_paths(recipe: Recipe, log_dir: Path, mounts: str) -> Iterator[Viol
         # A model of the Hub is fetched in the container.
         "model.path": "" if hub_model(recipe.model.path) else recipe.model.path,
         "model.megatron": recipe.model.megatron,
+        "teacher.path": "" if hub_model(recipe.teacher.path) else recipe.teacher.path,
         "resync.dir": recipe.resync.dir,
         "resync.local_dir": recipe.resync.local_dir,
         **{recipe.data.train_key(name): path for name, path in recipe.data.train_files.items()},

@@ -1,7 +1,7 @@
 """`python -m slimrl.launch.recipe_nodes`: checks that a job's nodes fit its recipe.
 
-Runs once, on the head node, before the all-reduce and Ray: it checks the recipe by all rules and places trainer ranks
-and engines as the run will. It prints what is wrong, or which nodes would stay idle.
+Runs once, on the head node, before the all-reduce and Ray: it checks the recipe by all rules and places trainer ranks,
+engines and teacher as the run will. It prints what is wrong, or which nodes would stay idle.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.launch.submit import nodes_needed
+from slimrl.launch.submit import nodes_needed, process_counts
 from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.placement import Node, place
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def idle_nodes(path: Path, overrides: Sequence[str], slots: dict[str, int], *, sft: bool, unit: str) -> list[str]:
-    """Nodes without a trainer rank or an engine; `slots` has each node's GPUs or cores (`unit`), the head first.
+    """Nodes without a process of the run; `slots` has each node's GPUs or cores (`unit`), the head first.
 
     Raises:
         RecipeError: the recipe is refused.
@@ -50,9 +50,8 @@ def idle_nodes(path: Path, overrides: Sequence[str], slots: dict[str, int], *, s
         raise RecipeError(problems)
     recipe = loaded.recipe
     nodes = [Node(node_id=name, name=name, address=name, slots=number) for name, number in slots.items()]
-    num_engines = 0 if sft else recipe.rollout.num_engines
     try:
-        placement = place(recipe, nodes, num_ranks=recipe.trainer.num_ranks, num_engines=num_engines, unit=unit)
+        placement = place(recipe, nodes, **process_counts(recipe, sft=sft), unit=unit)
     except StageError as error:
         size = min(slots.values())
         raise StageError(f"{error}. Nodes of {size} {unit} needed: {nodes_needed(recipe, size, sft=sft)}.") from error

@@ -66,13 +66,21 @@ class SlurmJob:
 
 
 def nodes_needed(recipe: Recipe, gpus_per_node: int, *, sft: bool) -> int:
-    """The fewest nodes that have room for all trainer ranks and engines.
+    """The fewest nodes that have room for all trainer ranks, engines and the teacher.
 
     Raises:
         ValueError: an engine does not fit on a node.
     """
-    num_engines = 0 if sft else recipe.rollout.num_engines
-    return place_on_fewest(recipe, gpus_per_node, num_ranks=recipe.trainer.num_ranks, num_engines=num_engines)[1]
+    return place_on_fewest(recipe, gpus_per_node, **process_counts(recipe, sft=sft))[1]
+
+
+def process_counts(recipe: Recipe, *, sft: bool) -> dict[str, int]:
+    """What a job has to place, by the arguments of `place`."""
+    return {
+        "num_ranks": recipe.trainer.num_ranks,
+        "num_engines": 0 if sft else recipe.rollout.num_engines,
+        "num_teachers": 0 if sft else recipe.teacher.engines_to_start,
+    }
 
 
 def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:

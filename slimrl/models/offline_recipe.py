@@ -11,7 +11,7 @@ from typing import Any
 
 from slimrl.config.check import check_recipe, file_violations
 from slimrl.config.functions import absent_modules, function_violations
-from slimrl.config.load import Command, LoadedRecipe, read_recipe, trains
+from slimrl.config.load import Command, LoadedRecipe, is_needed, read_recipe, trains
 from slimrl.config.problems import Problem, RecipeError, Violation
 from slimrl.config.schema import Fp8Scaling, Recipe, ResyncConfig
 from slimrl.models.family import family_of
@@ -40,6 +40,8 @@ class OfflineRecipe:
     """A few words on where the config is from."""
     notes: tuple[Problem, ...]
     """Warnings: probable mistakes, and what a start needs and this machine lacks."""
+    teacher_config: dict[str, Any] | None = None
+    """config.json of the teacher that the run starts; None without one, or if it is not known."""
 
     @property
     def recipe(self) -> Recipe:
@@ -67,7 +69,7 @@ def read_offline(
     if loaded is None:
         raise RecipeError(problems)
     for key, message in file_violations(loaded.recipe, command):
-        if files or key != "model.path":
+        if files or key not in ("model.path", "teacher.path"):
             problems.append(loaded.problem(key, message, warning=not files))
     problems += [loaded.problem(*violation) for violation in function_violations(loaded.recipe, command)]
     problems += [loaded.problem(*violation, warning=not files) for violation in absent_modules(loaded.recipe, command)]
@@ -81,7 +83,8 @@ def read_offline(
         elif meant := nearest_published(folder):
             message = f"{folder}: no such folder. Did you mean {folder.parent / meant}?"
             problems.append(loaded.problem("model.path", message, warning=True))
-    for problem in check_recipe(loaded.recipe, hf_config, command):
+    teacher_config = _teacher_config(loaded, problems) if is_needed("teacher", command) else None
+    for problem in check_recipe(loaded.recipe, hf_config, command, teacher_config=teacher_config):
         problems.append(loaded.problem(problem.key, problem.message, warning=problem.warning))
     if hf_config is not None:
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
@@ -94,7 +97,22 @@ def read_offline(
         ]
     if refused := [problem for problem in problems if not problem.warning]:
         raise RecipeError(refused)
-    return OfflineRecipe(loaded=loaded, hf_config=hf_config or {}, model=model, notes=tuple(problems))
+    return OfflineRecipe(
+        loaded=loaded, hf_config=hf_config or {}, model=model, notes=tuple(problems), teacher_config=teacher_config
+    )
+
+
+def _teacher_config(loaded: LoadedRecipe, problems: list[Problem]) -> dict[str, Any] | None:
+    """config.json of the teacher that the run starts; None if there is none or it is not known, which is noted."""
+    path = loaded.recipe.teacher.path
+    if not path:
+        return None
+    try:
+        return config_for_planning(Path(path))[0]
+    except ValueError as error:
+        missing = not Path(path).exists()
+        problems.append(loaded.problem("teacher.path", f"{error}.", warning=missing))
+        return None
 
 
 def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:

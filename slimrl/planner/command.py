@@ -57,7 +57,7 @@ def run(
         for note in planned.notes:
             if note.key.startswith(ABOUT_THE_CLUSTER):
                 print(note, file=sys.stderr)
-        return plan.layout.fits
+        return not plan.problems
     suggestions, tried, ranks = suggest(planned, hardware, gpus=gpus, count=top, mean_tokens=mean_tokens)
     fits = any(suggestion.plan.fits for suggestion in suggestions)
     if not to_json:

@@ -21,6 +21,7 @@ from slimrl.planner.layout_plan import LayoutPlan, plan_layout
 from slimrl.planner.memory import host_bytes_per_node
 from slimrl.planner.parameters import built_stages, stage_total
 from slimrl.planner.schedule import longest_tokens
+from slimrl.planner.teacher import TeacherPlan, plan_teacher
 from slimrl.resync.estimate.estimate import ESTIMATED, Estimate, estimate
 from slimrl.resync.plan import plan_resync
 from slimrl.runtime.resync_tools.resync_estimate import Cluster, planned_cluster
@@ -36,8 +37,15 @@ class Plan:
     layout: LayoutPlan
     resync: Estimate | None
     """None with `slimrl sft`"""
+    teacher: TeacherPlan | None
+    """None without a teacher of the run's own, or if its model is not known"""
     notes: list[str]
     """Assumptions beyond the formulas"""
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it does not fit."""
+        return self.layout.problems + (self.teacher.problems if self.teacher else [])
 
     @property
     def step_s(self) -> float:
@@ -75,6 +83,8 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
         )
         known = with_engines(known, recipe, version.buckets, hardware)
         resync = estimate(version, cluster.engines, hardware.links, transport=transport, replicated=known.replicated)
+    notes = [*_notes(planned, mean_tokens), *_draft_notes(planned)]
+    teacher = _teacher(planned, hardware, notes)
     layers = planned_stages(recipe.trainer, known.model)
     stages = built_stages(recipe.trainer, known.model)
     layout = plan_layout(known, recipe, stages, layers, hardware, sft=planned.sft, mean_tokens=mean_tokens)
@@ -85,8 +95,25 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
         cluster=cluster,
         layout=layout,
         resync=resync,
-        notes=[*_notes(planned, mean_tokens), *_draft_notes(planned)],
+        teacher=teacher,
+        notes=notes,
     )
+
+
+def _teacher(planned: OfflineRecipe, hardware: Hardware, notes: list[str]) -> TeacherPlan | None:
+    """Adds a note if the teacher is planned only in part."""
+    given = planned.recipe.teacher
+    if planned.sft or not given.is_given:
+        return None
+    notes.append("the time of the teacher's scores is not planned")
+    try:
+        plan = plan_teacher(planned, hardware)
+    except ValueError as error:
+        notes.append(f"the memory of the teacher is not planned: {error}")
+        return None
+    if plan is None and given.path:
+        notes.append(f"the memory of the teacher is not planned: {given.path} is not known here")
+    return plan
 
 
 def _transport(recipe: Recipe) -> TransportName:
@@ -102,6 +129,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     layout, known = plan.layout, plan.facts
     worst = layout.memory[layout.worst]
     engine = known.engine
+    given = plan.planned.recipe.teacher
     engine_parts = {"engine_weights": engine.weights / GIB, "kv_cache": engine.kv_cache / GIB} if engine else {}
     totals = [stage_total(stage) for stage in layout.stages]
     return {
@@ -129,8 +157,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "phases": {name: nbytes / GIB for name, nbytes in worst.phases.items()},
             "engine_gpu": None if layout.engine_gpu is None else layout.engine_gpu / GIB,
         },
-        "fits": layout.fits,
-        "problems": layout.problems,
+        "fits": not plan.problems,
+        "problems": plan.problems,
+        "teacher": None
+        if plan.teacher is None
+        else {
+            "parameters": plan.teacher.parameters.total,
+            "gpus": given.engines_to_start * given.engine_tp,
+            "gpu_gib": plan.teacher.gpu_bytes / GIB,
+            "weights_gib": plan.teacher.engine.weights / GIB,
+            "kv_cache_tokens": plan.teacher.engine.kv_tokens,
+        },
         "kv_cache_tokens": engine.kv_tokens if engine else None,
         "concurrent_trajectories": engine.trajectories if engine else None,
         "batch": asdict(layout.batch),

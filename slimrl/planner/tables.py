@@ -14,6 +14,7 @@ from slimrl.planner.model_state import data_parallel_sizes
 from slimrl.planner.parameters import stage_total
 from slimrl.planner.plan import Plan
 from slimrl.planner.suggest import Suggestion
+from slimrl.planner.teacher import TeacherPlan
 
 PIPED_COLUMNS = 160
 
@@ -38,13 +39,15 @@ def print_plan(plan: Plan) -> None:
     console.print(_memory(plan))
     if plan.facts.engine is not None:
         console.print(_engines(plan))
+    if plan.teacher is not None:
+        console.print(_teacher(plan, plan.teacher))
     console.print(_time(plan))
     for note in plan.notes:
         console.print(f"note: {note}")
-    if plan.layout.fits:
-        console.print("it fits")
+    if plan.problems:
+        console.print("it does not fit: " + "; ".join(plan.problems))
     else:
-        console.print("it does not fit: " + "; ".join(plan.layout.problems))
+        console.print("it fits")
 
 
 def print_suggestions(suggestions: Sequence[Suggestion], tried: int, gpus: int) -> None:
@@ -87,6 +90,8 @@ def _print_world(console: Console, plan: Plan) -> None:
             f"engines: {rollout.num_engines} of {rollout.engine_tp} GPUs{spread}, expert parallel {rollout.engine_ep}"
             f"{attention}, {where}"
         )
+        if teachers := recipe.teacher.engines_to_start:
+            console.print(f"teacher: {counted(teachers, 'engine')} of {recipe.teacher.engine_tp} GPUs of their own")
     known = plan.facts.parameters
     console.print(f"parameters: {known.total:,}, {known.active:,} active per token")
     console.print()
@@ -143,6 +148,22 @@ def _engines(plan: Plan) -> Table:
         ),
     ]
     return _table("engines", ("", ""), rows)
+
+
+def _teacher(plan: Plan, teacher: TeacherPlan) -> Table:
+    settings = plan.planned.recipe.teacher
+    rows = [
+        ("parameters", f"{teacher.parameters.total:,}, {teacher.parameters.active:,} active per token"),
+        ("total on a GPU", f"{teacher.gpu_bytes / GIB:.2f} GiB"),
+        ("weights on a GPU", f"{teacher.engine.weights / GIB:.2f} GiB"),
+        ("tokens in the KV cache of an engine", f"{teacher.engine.kv_tokens:,}"),
+        (
+            f"trajectories of {plan.planned.recipe.rollout.max_trajectory_tokens:,} tokens at once, all engines",
+            f"{teacher.engine.trajectories:,} (teacher.max_concurrency_per_engine "
+            f"{settings.max_concurrency_per_engine:,} x {settings.num_engines:,})",
+        ),
+    ]
+    return _table("teacher", ("", ""), rows)
 
 
 def _time(plan: Plan) -> Table:

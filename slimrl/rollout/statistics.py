@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slimrl.data.trajectory import Status, Trajectory
+from slimrl.rollout.teacher import ScoringTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,27 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/tool_error_fraction": errors / calls if calls else 0.0,
         "rollout/malformed_call_fraction": malformed / calls if calls else 0.0,
         "rollout/retries": sum(t.metadata["num_retries"] for t in trajectories),
+    }
+
+
+def teacher_metrics(trajectories: Sequence[Trajectory], times: ScoringTimes) -> dict[str, float]:
+    """Metrics of the teacher's scores; empty if no sampled token has one.
+
+    `distill/reverse_kl` is the mean of log pi - log pi_teacher over the sampled tokens, an unbiased estimate of the
+    reverse KL by token (k1; http://joschu.net/blog/kl-approx.html).
+    """
+    total, tokens = 0.0, 0
+    for segment in (segment for trajectory in trajectories for segment in trajectory.segments):
+        if segment.teacher_logprobs is not None:
+            gap_T = np.where(segment.loss_mask, segment.rollout_logprobs - segment.teacher_logprobs, 0)
+            total += float(gap_T.sum(dtype=np.float64))
+            tokens += int(segment.loss_mask.sum())
+    if not tokens:
+        return {}
+    return {
+        "distill/reverse_kl": total / tokens,
+        "distill/score_s": float(np.mean(times.scores_s)),
+        "time/teacher_s": times.tail_s,
     }
 
 

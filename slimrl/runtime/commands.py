@@ -91,6 +91,7 @@ def _train(
                 folder,
                 progress,
                 with_engines=task is not None,
+                with_teacher=task is not None,
                 total_updates=total_updates,
                 checkpoint=checkpoint,
                 ray_address=ray_address,
@@ -112,7 +113,7 @@ def _train(
                 sft_loop(run, data)
             else:
                 assert processes.engines is not None
-                with rollout_stage(recipe, task, processes.engines, progress) as stage:
+                with rollout_stage(recipe, task, processes.engines, progress, processes.teachers) as stage:
                     train_loop(
                         TrainRun(
                             recipe=recipe,
@@ -201,9 +202,11 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str
         _say_all(task.notes, progress)
         prompts = _sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
         folder = logs_of_command(recipe.run.dir, "rollout", loaded)
-        with started(recipe, folder, progress, with_engines=True, ray_address=ray_address) as processes:
+        with started(
+            recipe, folder, progress, with_engines=True, with_teacher=True, ray_address=ray_address
+        ) as processes:
             assert processes.engines is not None
-            with rollout_stage(recipe, task, processes.engines, progress) as stage:
+            with rollout_stage(recipe, task, processes.engines, progress, processes.teachers) as stage:
                 trajectories = stage.rollout(prompts, label="step_000001")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_trajectories(out, trajectories)

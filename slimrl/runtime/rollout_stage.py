@@ -2,21 +2,25 @@
 
 1. Each prompt gives `samples_per_prompt` trajectories, whose ids follow from step, prompt and sample.
 2. Each trajectory is one coroutine; a semaphore limits how many run at once.
-3. A finished trajectory is scored. The result is ordered by prompt and sample, whichever finished first.
+3. A finished trajectory is rewarded, and if there is a teacher, scored by it. In a deterministic run the teacher begins
+   when all episodes have ended, one trajectory after the other, so that its batches repeat.
+4. The result is ordered by prompt and sample, whichever finished first.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
 from slimrl.config.schema import Recipe, SamplingConfig
-from slimrl.data.engine import Engine
+from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.rewards.scoring import score
 from slimrl.rollout.statistics import EvalResult, evaluate
+from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
 
@@ -38,6 +42,7 @@ class RolloutStage:
         *,
         watch: Callable[[], None],
         flush_caches: Callable[[], None],
+        teacher: Teacher | None = None,
     ) -> None:
         """
         Args:
@@ -46,10 +51,14 @@ class RolloutStage:
             flush_caches: empties the engines' prefix caches. A deterministic run calls it before every rollout and
                 every evaluation set: the cache's content decides the shape of a prefill and so its last bits, and the
                 engines of a resumed run have not seen the earlier prompts.
+            teacher: scores the trajectories of a rollout, but not those of an evaluation.
         """
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
         self._episodes = task.episode_runner(recipe, engine)
+        self._teacher = teacher
+        self.scoring = ScoringTimes()
+        """Of the last rollout."""
         self._loop = asyncio.Runner()
 
     def __enter__(self) -> Self:
@@ -73,7 +82,7 @@ class RolloutStage:
         """
         samples = self._recipe.rollout.samples_per_prompt
         planned = planned_trajectories(prompts, samples_per_prompt=samples, label=label)
-        return self._collect("rollout", planned, self._recipe.rollout.sampling, check_cancelled)
+        return self._collect("rollout", planned, self._recipe.rollout.sampling, check_cancelled, teacher=self._teacher)
 
     def evaluate(self, name: str, prompts: Sequence[Prompt], *, label: str) -> tuple[EvalResult, list[Trajectory]]:
         """One trajectory of each prompt under the evaluation sampling settings.
@@ -91,11 +100,13 @@ class RolloutStage:
         planned: Mapping[str, Prompt],
         sampling: SamplingConfig,
         check_cancelled: Callable[[], None] | None = None,
+        *,
+        teacher: Teacher | None = None,
     ) -> list[Trajectory]:
         if self._recipe.deterministic:
             self._flush_caches()
         with self._progress.phase(name, len(planned), "trajectories") as phase:
-            episodes = self._run_episodes(planned, sampling, phase.advance)
+            episodes = self._run_episodes(planned, sampling, phase.advance, teacher)
             trajectories = self._loop.run(self._watched(episodes, check_cancelled))
         failed = [t for t in trajectories if t.status in (Status.failed, Status.aborted)]
         limit = self._recipe.rollout.max_failed_fraction
@@ -122,9 +133,13 @@ class RolloutStage:
         return work.result()
 
     async def _run_episodes(
-        self, planned: Mapping[str, Prompt], sampling: SamplingConfig, on_done: Callable[[], None]
+        self,
+        planned: Mapping[str, Prompt],
+        sampling: SamplingConfig,
+        on_done: Callable[[], None],
+        teacher: Teacher | None,
     ) -> list[Trajectory]:
-        """Run all episodes; their trajectories in the order of `planned`.
+        """Run all episodes, and score them if there is a teacher; their trajectories in the order of `planned`.
 
         An exception of one episode (a fault of ours, since the failure of an engine, a tool or a reward is a status)
         cancels the others and is raised.
@@ -132,10 +147,16 @@ class RolloutStage:
         max_concurrency = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.num_engines
         self._engine.open(list(planned), at_once=max_concurrency)
         slots = asyncio.Semaphore(max_concurrency)
+        in_turn, last_end = self._recipe.deterministic, 0.0
+        times = ScoringTimes()
 
         async def run(trajectory_id: str, prompt: Prompt) -> Trajectory:
+            nonlocal last_end
             async with slots:
                 trajectory = await self._episode(trajectory_id, prompt, sampling)
+            last_end = time.monotonic()
+            if teacher is not None and not in_turn:
+                await _score_by(teacher, trajectory, times)
             on_done()
             return trajectory
 
@@ -145,7 +166,13 @@ class RolloutStage:
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__
-        return [task.result() for task in tasks]
+        trajectories = [task.result() for task in tasks]
+        if teacher is not None:
+            for trajectory in trajectories if in_turn else ():
+                await _score_by(teacher, trajectory, times)
+            times.tail_s = time.monotonic() - last_end
+            self.scoring = times
+        return trajectories
 
     async def _close(self) -> None:
         """End episodes that an interrupted rollout left running, then close the connections."""
@@ -154,6 +181,8 @@ class RolloutStage:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self._engine.aclose()
+        if self._teacher is not None:
+            await self._teacher.aclose()
 
     async def _episode(self, trajectory_id: str, prompt: Prompt, sampling: SamplingConfig) -> Trajectory:
         seed = derive_seed(self._recipe.seed, "trajectory", trajectory_id)
@@ -168,6 +197,21 @@ class RolloutStage:
             trajectory.status = Status.failed
             trajectory.metadata["error"] = cause
         return trajectory
+
+
+async def _score_by(teacher: Teacher, trajectory: Trajectory, times: ScoringTimes) -> None:
+    """A trajectory that the teacher cannot score fails."""
+    if trajectory.status is Status.failed:
+        return
+    start = time.monotonic()
+    try:
+        await teacher.score(trajectory)
+        times.scores_s.append(time.monotonic() - start)
+    except EngineError as error:
+        cause = f"the teacher failed: {error}"
+        log.warning("%s: %s", trajectory.trajectory_id, cause)
+        trajectory.status = Status.failed
+        trajectory.metadata["error"] = cause
 
 
 def planned_trajectories(prompts: Sequence[Prompt], *, samples_per_prompt: int, label: str) -> dict[str, Prompt]:

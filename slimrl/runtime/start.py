@@ -18,7 +18,7 @@ import yaml
 from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import Recipe, TeacherConfig
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
 from slimrl.ipc.stale_files import clean_stale_segments
 from slimrl.models.hf_config import read_hf_config
@@ -28,6 +28,8 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
 from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
 from slimrl.rewards.comparers import close_comparers
+from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.teacher import Teacher
 from slimrl.runtime.checks.fetched_model import fetch_model
 from slimrl.runtime.checks.folder_check import check_nodes
 from slimrl.runtime.checks.start_check import read_files
@@ -144,6 +146,7 @@ def started(
     progress: Progress,
     *,
     with_engines: bool = False,
+    with_teacher: bool = False,
     total_updates: int | None = None,
     checkpoint: Path | None = None,
     ray_address: str | None = None,
@@ -151,6 +154,7 @@ def started(
     """Engines that answer and a trainer that has loaded its weights. `MemorySchedule` decides which of them has memory.
 
     Args:
+        with_teacher: also start the engines of the recipe's teacher, if it has any.
         total_updates: optimizer updates of the run; None for a command without a trainer.
         checkpoint: the run's checkpoint that the trainer loads; None for the weights that the recipe names.
         ray_address: HOST:PORT of the Ray cluster to run on; None for a private one on this machine.
@@ -160,6 +164,7 @@ def started(
     """
     num_ranks = 0 if total_updates is None else recipe.trainer.num_ranks
     num_engines = recipe.rollout.num_engines if with_engines else 0
+    num_teachers = recipe.teacher.engines_to_start if with_teacher else 0
     for name in clean_stale_segments():
         log.info("removed shared memory left by an earlier run: %s", name)
     with (
@@ -176,11 +181,12 @@ def started(
         ends.callback(children.end)
         ends.callback(close_comparers)
         with progress.stage("starting Ray"):
-            slots = most_slots(recipe, num_ranks=num_ranks, num_engines=num_engines)
+            counts = {"num_ranks": num_ranks, "num_engines": num_engines, "num_teachers": num_teachers}
+            slots = most_slots(recipe, **counts)
             ends.enter_context(ray_cluster(ray_address, num_slots=slots))
             take_over_signals()
             nodes, resource = cluster_nodes(private=ray_address is None)
-            placement = place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines, unit=f"{resource}s")
+            placement = place(recipe, nodes, **counts, unit=f"{resource}s")
             places = Reservation(placement, resource)
             if ray_address is not None:
                 check_nodes(recipe, places)
@@ -200,7 +206,8 @@ def started(
             # The user's input has passed its checks, so this is a failure of the run.
             raise RunError(f"{type(error).__name__}: {error}") from error
         except RunError as error:
-            _raise_if_engine_ended(processes.engines, error)
+            for group in (processes.engines, processes.teachers):
+                _raise_if_engine_ended(group, error)
             raise
         finally:
             children.note()
@@ -218,14 +225,47 @@ def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None
         raise cause from error
 
 
-def rollout_stage(recipe: Recipe, task: Task, engines: EngineGroup, progress: Progress) -> RolloutStage:
-    """A rollout stage on these engines, with a client for the model's vocabulary and routing."""
+def rollout_stage(
+    recipe: Recipe, task: Task, engines: EngineGroup, progress: Progress, teachers: EngineGroup | None = None
+) -> RolloutStage:
+    """A rollout stage on these engines, with a client for the model's vocabulary and routing.
+
+    Args:
+        teachers: engines of the recipe's teacher, if the run has started any.
+    """
     config = read_hf_config(Path(recipe.model.path))
     shape = None
     if recipe.rollout.routed_experts:
         shape = (int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]))
-    client = engines.client(vocab_size=int(config["vocab_size"]), routed_experts_shape=shape)
-    return RolloutStage(recipe, task, client, progress, watch=engines.watch, flush_caches=engines.flush_caches)
+    vocab_size = int(config["vocab_size"])
+    client = engines.client(vocab_size=vocab_size, routed_experts_shape=shape)
+
+    def watch() -> None:
+        engines.watch()
+        if teachers is not None:
+            teachers.watch()
+
+    return RolloutStage(
+        recipe,
+        task,
+        client,
+        progress,
+        watch=watch,
+        flush_caches=engines.flush_caches,
+        teacher=_teacher(recipe.teacher, teachers, vocab_size),
+    )
+
+
+def _teacher(settings: TeacherConfig, teachers: EngineGroup | None, vocab_size: int) -> Teacher | None:
+    """The teacher on the run's own engines or on servers of others; None without either."""
+    urls = settings.urls if teachers is None else [address.url for address in teachers.addresses]
+    if not urls:
+        return None
+    return Teacher(
+        [SglangEngine(url.rstrip("/"), vocab_size=vocab_size) for url in urls],
+        slots_per_engine=settings.max_concurrency_per_engine,
+        timeout_s=settings.request_timeout_s,
+    )
 
 
 def logs_of_command(directory: str, command: str, loaded: LoadedRecipe) -> RunFolder:

@@ -9,7 +9,7 @@ from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.samples import write_samples
-from slimrl.rollout.statistics import rollout_metrics
+from slimrl.rollout.statistics import rollout_metrics, teacher_metrics
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
@@ -69,6 +69,7 @@ class TrainRun(Run):
         seconds = time.monotonic() - start
         apply_truncation_rule(trajectories, self.recipe.algorithm.truncated)
         step.record(rollout_metrics(trajectories, seconds))
+        step.record(teacher_metrics(trajectories, self.stage.scoring))
         if self.recipe.data.max_prompt_tokens is not None:
             step.record({"data/left_out_prompts": self.task.num_left_out})
         write_samples(self.folder.sample_file(step.number), trajectories, self.recipe.tracking.trajectories_per_step)

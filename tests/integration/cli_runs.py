@@ -24,7 +24,7 @@ ENGINE = "slimrl.sglang_plugin.launch"
 SIZE = ToySize(layers=2, hidden=64, moe_intermediate=64)
 """0.3 million parameters."""
 
-TIME_KEYS = ("time/", "resync/seconds", "rollout/tokens_per_s")
+TIME_KEYS = ("time/", "resync/seconds", "rollout/tokens_per_s", "distill/score_s")
 """Metrics that follow the clock."""
 
 

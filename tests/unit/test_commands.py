@@ -96,14 +96,16 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     @contextmanager
     def started(recipe, folder, progress, **how):
         made.started = how
-        yield Processes(engines=made if how.get("with_engines") else None, trainers=made)
+        teachers = "teachers" if how.get("with_teacher") else None
+        yield Processes(engines=made if how.get("with_engines") else None, trainers=made, teachers=teachers)
 
     def logs_of_command(directory, command, loaded):
         made.noted.append(("logs", directory, command))
         return made.folder
 
     @contextmanager
-    def rollout_stage(recipe, task, engines, progress):
+    def rollout_stage(recipe, task, engines, progress, teachers=None):
+        made.teachers = teachers
         yield made
 
     @contextmanager
@@ -153,8 +155,9 @@ def test_a_fresh_run_trains_from_the_first_prompt_for_all_its_updates(parts: Par
     assert parts.prepared == (["a=1"], "train", {"train": True, "evaluate": True}, {"ray_address": "head:1"})
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": True, "total_updates": 12, "checkpoint": None, "ray_address": "head:1"
+        "with_engines": True, "with_teacher": True, "total_updates": 12, "checkpoint": None, "ray_address": "head:1"
     }  # fmt: skip
+    assert parts.teachers == "teachers"
     assert (parts.keep, parts.total_steps) == (-1, 4)
     assert not parts.folder.requeue.exists()
 
@@ -206,7 +209,7 @@ def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts:
     assert given == [(2, ["3"], True)]
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": False, "total_updates": 4, "checkpoint": path, "ray_address": "head:1"
+        "with_engines": False, "with_teacher": False, "total_updates": 4, "checkpoint": path, "ray_address": "head:1"
     }  # fmt: skip
     assert (parts.keep, parts.total_steps) == (2, 4)
 
@@ -290,7 +293,8 @@ def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(
     assert written == [(out, ["a", "b"])]
     assert out.parent.is_dir()
     assert parts.prepared[1:3] == ("rollout", {"train": True, "evaluate": False})
-    assert parts.started == {"with_engines": True, "ray_address": "head:1"}
+    assert parts.started == {"with_engines": True, "with_teacher": True, "ray_address": "head:1"}
+    assert parts.teachers == "teachers"
     assert parts.noted[-1] == ("rollout", ["0", "1"], "step_000001")
     out.touch()
     with pytest.raises(ValueError, match="exists; remove it or give another --out"):
@@ -320,13 +324,40 @@ def test_the_client_of_a_rollout_knows_the_models_sizes(monkeypatch, routed: boo
     made = []
     monkeypatch.setattr(start, "read_hf_config", lambda path: config)
     monkeypatch.setattr(start, "RolloutStage", lambda *given, **named: made.append((given, named)))
-    engines = SimpleNamespace(client=lambda **sizes: sizes, watch="watch", flush_caches="flush")
+    watched = []
+    engines = SimpleNamespace(
+        client=lambda **sizes: sizes, watch=lambda: watched.append("engines"), flush_caches="flush"
+    )
     recipe = Recipe()
     recipe.rollout.routed_experts = routed
     start.rollout_stage(recipe, "task", engines, "progress")
     ((_, task, client, progress), named) = made[0]
     assert client == {"vocab_size": 50, "routed_experts_shape": (3, 2) if routed else None}
-    assert (task, progress, named) == ("task", "progress", {"watch": "watch", "flush_caches": "flush"})
+    assert (task, progress, named["flush_caches"], named["teacher"]) == ("task", "progress", "flush", None)
+    named["watch"]()
+    assert watched == ["engines"]
+
+
+def test_a_teacher_is_on_the_engines_that_the_run_started_or_on_servers_of_others(monkeypatch):
+    made, connected, watched = [], [], []
+    monkeypatch.setattr(start, "read_hf_config", lambda path: {"vocab_size": 50})
+    monkeypatch.setattr(start, "RolloutStage", lambda *given, **named: made.append(named))
+    monkeypatch.setattr(start, "SglangEngine", lambda url, **how: connected.append((url, how)))
+    engines = SimpleNamespace(client=lambda **_: None, watch=lambda: watched.append("engines"), flush_caches=None)
+    teachers = SimpleNamespace(
+        addresses=[SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")],
+        watch=lambda: watched.append("teachers"),
+    )
+    recipe = Recipe()
+    recipe.teacher.path = "teacher"
+    start.rollout_stage(recipe, "task", engines, "progress", teachers)
+    assert connected == [("http://a", {"vocab_size": 50}), ("http://b", {"vocab_size": 50})]
+    made[0]["watch"]()
+    assert watched == ["engines", "teachers"]
+    recipe.teacher.path, recipe.teacher.urls = "", ["http://c/"]
+    start.rollout_stage(recipe, "task", engines, "progress")
+    assert connected[2:] == [("http://c", {"vocab_size": 50})]
+    assert made[1]["teacher"] is not None
 
 
 def test_an_engine_that_ended_is_the_cause_of_what_failed_after_it():

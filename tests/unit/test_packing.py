@@ -8,7 +8,7 @@ import pytest
 
 from slimrl.config.alignment import sequence_alignment, tile_tokens
 from slimrl.config.schema import Fp8Scaling, TrainerConfig
-from slimrl.data.packing import balanced_partition, first_fit_decreasing, is_split, pack
+from slimrl.data.packing import TEACHER_LOGPROBS, balanced_partition, first_fit_decreasing, is_split, pack
 from slimrl.data.training import Layout
 from slimrl.data.trajectory import Segment
 
@@ -247,3 +247,30 @@ def test_routed_experts_stay_with_their_tokens_and_are_unknown_elsewhere():
         s.routed_experts = None
     (only,) = pack([sequences], np.zeros(1, np.float32), budget_tokens=64, alignment=4, data_parallel=1)[0]
     assert only.routed_experts is None
+
+
+def test_the_teacher_s_log_probs_are_those_of_the_targets_that_were_sampled():
+    rng = np.random.default_rng(5)
+    segments = [[sequence(int(length), rng)] for length in (9, 3, 17)]
+    scored = [
+        [replace(s, teacher_logprobs=np.where(s.loss_mask, -rng.random(len(s)), np.nan).astype(np.float32))]
+        for (s,) in segments
+    ]
+    parts = pack(scored, np.zeros(3, np.float32), budget_tokens=32, alignment=8, data_parallel=4)
+    seen = 0
+    for batch in (m for part in parts for m in part):
+        found_T = batch.added[TEACHER_LOGPROBS]
+        assert (found_T.dtype, found_T.shape) == (np.float32, batch.tokens.shape)
+        assert (found_T[~batch.mask] == 0).all()
+        for n, trajectory in enumerate(batch.trajectories):
+            (own,) = scored[trajectory]
+            here = batch.mask & (batch.trajectory_ids == n)
+            assert found_T[here].tolist() == own.teacher_logprobs[1:][own.loss_mask[1:]].tolist()
+            seen += int(here.sum())
+    assert seen == sum(int(s.loss_mask[1:].sum()) for (s,) in scored)
+    assert (
+        TEACHER_LOGPROBS
+        not in pack(segments, np.zeros(3, np.float32), budget_tokens=32, alignment=8, data_parallel=1)[0][0].added
+    )
+    with pytest.raises(ValueError, match="some segments have log-probs of a teacher, and others have none"):
+        pack([*scored, segments[0]], np.zeros(4, np.float32), budget_tokens=32, alignment=8, data_parallel=1)

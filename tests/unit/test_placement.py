@@ -179,3 +179,48 @@ def test_a_colocated_engine_over_two_nodes_is_on_the_trainer_s_ranks_of_both():
     # Nodes that are enough, but too small.
     with pytest.raises(StageError, match="the cluster is too small"):
         place(made, cluster(1, 1), num_ranks=2, num_engines=1)
+
+
+def with_teacher(*, tp: int = 1, nodes: int = 1, **changes) -> Recipe:
+    made = recipe(**changes)
+    made.teacher.path, made.teacher.engine_tp, made.teacher.engine_nodes = "teacher", tp, nodes
+    return made
+
+
+def of_teachers(placement: Placement) -> list[str]:
+    return ["".join(f"{slot.node.name}{slot.number}" for slot in slots) for slots in placement.teachers]
+
+
+def test_a_teacher_takes_slots_that_nobody_else_has():
+    placement = place(with_teacher(tp=2, engine_tp=4), cluster(8, 4), num_ranks=8, num_engines=2, num_teachers=2)
+    assert shown(placement) == ("a" * 8, ["a0a1a2a3", "a4a5a6a7"])
+    assert of_teachers(placement) == ["b0b1", "b2b3"]
+    assert len(placement.slots) == 12
+    # Beside engines with slots of their own, and over two nodes.
+    made = with_teacher(tp=4, nodes=2, colocated=False)
+    placement = place(made, cluster(5, 4), num_ranks=2, num_engines=1, num_teachers=1)
+    assert (shown(placement)[1], of_teachers(placement)) == (["a2"], ["a3a4b0b1"])
+    assert {placement.num_processes[slot] for slot in placement.slots} == {1}
+
+
+def test_a_cluster_without_room_for_the_teacher_is_refused_with_what_is_free():
+    with pytest.raises(StageError) as raised:
+        place(with_teacher(tp=4), cluster(4, 3), num_ranks=4, num_engines=4, num_teachers=1, unit="GPUs")
+    assert str(raised.value) == (
+        "the cluster is too small: the teacher needs 1 x 4 GPUs of its own, each engine on 1 node; free beside trainer "
+        "and engines are GPUs on: a 0, b 3"
+    )
+
+
+def test_a_planned_cluster_has_room_for_the_teacher():
+    made = with_teacher(tp=8)
+    placement, count = place_on_fewest(made, 8, num_ranks=8, num_engines=8, num_teachers=2)
+    assert ([slots[0].node.name for slots in placement.teachers], count) == (["node1", "node2"], 3)
+    assert most_slots(made, num_ranks=8, num_engines=8, num_teachers=2) == 32
+    # The most that a plan tries is enough.
+    over = with_teacher(tp=8, nodes=8)
+    assert place_on_fewest(over, 1, num_ranks=1, num_engines=1, num_teachers=1)[1] == 9
+    with pytest.raises(
+        ValueError, match=r"teacher.engine_tp = 16, and each engine is on 1 node. Raise teacher.engine_n"
+    ):
+        place_on_fewest(with_teacher(tp=16), 8, num_ranks=8, num_engines=8, num_teachers=1)

@@ -30,15 +30,17 @@ class Noted:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noted: list[str] = []
-    monkeypatch.setattr(processes, "EngineGroup", lambda *_: Noted("engines", noted))
+    monkeypatch.setattr(
+        processes, "EngineGroup", lambda *given: Noted("teachers" if given[3:] == ("teacher",) else "engines", noted)
+    )
     monkeypatch.setattr(processes, "TrainerGroup", lambda *_, total_updates: Noted("trainer", noted))
     return noted
 
 
-def start(*, colocated: bool, total_updates: int | None, num_engines: int = 1) -> None:
+def start(*, colocated: bool, total_updates: int | None, num_engines: int = 1, num_teachers: int = 0) -> None:
     recipe = Recipe()
     recipe.rollout.colocated = colocated
-    places = SimpleNamespace(placement=SimpleNamespace(engines=[()] * num_engines))
+    places = SimpleNamespace(placement=SimpleNamespace(engines=[()] * num_engines, teachers=[()] * num_teachers))
     with ExitStack() as ends:
         started = processes.start_processes(
             recipe, None, None, ends, places, total_updates=total_updates, checkpoint=CHECKPOINT
@@ -74,3 +76,19 @@ def test_a_trainer_or_engines_alone_have_the_devices_to_themselves(calls: list[s
     calls.clear()
     start(colocated=True, total_updates=None)
     assert calls == ["make engines", "engines: wait_ready", "engines: stop"]
+
+
+def test_a_teacher_has_devices_of_its_own_and_is_waited_for_last(calls: list[str]):
+    start(colocated=True, total_updates=4, num_teachers=2)
+    assert calls == [
+        "make teachers",
+        "make trainer",
+        f"trainer: start {CHECKPOINT}",
+        "trainer: release_memory ['gradients', 'optimizer', 'weights']",
+        "make engines",
+        "engines: wait_ready",
+        "teachers: wait_ready",
+        "trainer: kill",
+        "engines: stop",
+        "teachers: stop",
+    ]

@@ -57,6 +57,23 @@ def test_every_broken_line_is_named_with_what_is_wrong_with_it(tmp_path):
     assert said[8] == f"{path}:10: not JSON: Expecting value at column 13, the line's end"
 
 
+def test_log_probs_of_a_teacher_are_kept_and_a_file_from_before_there_were_any_is_read(tmp_path):
+    written = trajectory("a/0")
+    written.segments[0].teacher_logprobs = np.array([0, -2.5, -1e-7], np.float32)
+    write_trajectories(tmp_path / "t.jsonl", [written])
+    (read,) = read_trajectories(tmp_path / "t.jsonl")
+    assert read.segments[0].teacher_logprobs.dtype == np.float32
+    np.testing.assert_array_equal(read.segments[0].teacher_logprobs, written.segments[0].teacher_logprobs)
+    old = to_json(written)
+    del old["segments"][0]["teacher_logprobs"]
+    (tmp_path / "old.jsonl").write_text(json.dumps(old) + "\n")
+    assert read_trajectories(tmp_path / "old.jsonl")[0].segments[0].teacher_logprobs is None
+    old["segments"][0]["teacher_logprobs"] = [0.0]
+    (tmp_path / "old.jsonl").write_text(json.dumps(old) + "\n")
+    with pytest.raises(ValueError, match="teacher_logprobs has 1 entries, tokens has 3"):
+        read_trajectories(tmp_path / "old.jsonl")
+
+
 def test_a_file_without_lines_is_refused(tmp_path):
     (tmp_path / "t.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"t\.jsonl: the file has no lines"):

@@ -33,6 +33,10 @@ _STATES_PER_TRAJECTORY = 4
 """Of gated delta nets on a CPU. SGLang takes 3 for a running request; the other one waits for a later turn."""
 
 
+ENGINE, TEACHER = "engine", "teacher"
+"""What an engine is in the run: one of a rollout, or one of the teacher, which no resync reaches."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnginePart:
     """The processes of an engine on one of its nodes. The first part alone serves requests."""
@@ -165,9 +169,9 @@ def engine_environment(rollout: RolloutConfig, *, precision: Precision, cuda: bo
     return {**common, **cpu}
 
 
-def part_name(index: int, part: int) -> str:
+def part_name(index: int, part: int, role: str = ENGINE) -> str:
     """Name of an engine, or of its processes on a further node, in errors and logs."""
-    return f"engine {index} part {part}" if part else f"engine {index}"
+    return f"{role} {index} part {part}" if part else f"{role} {index}"
 
 
 class EngineServer:
@@ -188,6 +192,7 @@ class EngineServer:
         deterministic: bool = False,
         trust_remote_code: bool = False,
         part: EnginePart | None = None,
+        role: str = ENGINE,
     ) -> None:
         """Start engine `index`.
 
@@ -201,8 +206,9 @@ class EngineServer:
             port: None for a free one.
             seed: for requests without a seed.
             deterministic, trust_remote_code, part: see engine_arguments.
+            role: ENGINE or TEACHER, for errors; the kernels of a teacher may store its weights as they like.
         """
-        self.index, self._part = index, part
+        self.index, self._part, self._name = index, part, part_name(index, 0, role)
         self._timeout_s = rollout.startup_timeout_s
         self.port = port or free_port(host)
         self.url = f"http://{host}:{self.port}"
@@ -215,14 +221,14 @@ class EngineServer:
             cuda=cuda,
             seed=seed,
             dequantize=is_block_fp8(Path(model)) and not device.computes_block_fp8(),
-            plain=device.packs_engine_weights(),
+            plain=role == ENGINE and device.packs_engine_weights(),
             linear_attention=has_linear_attention(read_hf_config(Path(model))),
             deterministic=deterministic,
             trust_remote_code=trust_remote_code,
             part=part,
         )
         self.process = ServerProcess(
-            part_name(index, 0 if part is None else part.number),
+            part_name(index, 0 if part is None else part.number, role),
             [sys.executable, "-m", "slimrl.sglang_plugin.launch", str(os.getpid()), *arguments],
             engine_environment(rollout, precision=precision, cuda=cuda),
             log,
@@ -238,7 +244,7 @@ class EngineServer:
             # the cache of a CPU engine collects garbage, which would take 0.3 s otherwise.
             httpx.post(f"{self.url}/freeze_gc", timeout=self._timeout_s, trust_env=False).raise_for_status()
         except httpx.HTTPError as error:
-            raise ServerError(f"engine {self.index}: freeze_gc: {error!r}") from error
+            raise ServerError(f"{self._name}: freeze_gc: {error!r}") from error
 
     def check(self) -> None:
         """Raises ServerError with the cause from the log if the engine has ended."""

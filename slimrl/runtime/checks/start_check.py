@@ -19,6 +19,7 @@ from slimrl.runtime.checks.checkpoint_check import WholeCheckpoint, newest_check
 from slimrl.runtime.checks.folder_check import folder_problems
 from slimrl.runtime.checks.model_check import model_problems
 from slimrl.runtime.checks.task import load_task
+from slimrl.runtime.checks.teacher_check import teacher_problems
 from slimrl.runtime.sft import read_examples
 from slimrl.runtime.state import CheckpointFolder
 
@@ -45,6 +46,8 @@ def read_files[T](
     problems = [*problems, *folder_problems(loaded, shared_only=shared_only)]
     if "model.path" not in {problem.key for problem in problems}:
         problems += model_problems(loaded, devices=devices)
+    if not {"model.path", "teacher.path", "teacher.urls"} & {problem.key for problem in problems}:
+        problems += teacher_problems(loaded, servers=devices)
     try:
         result = read(loaded)
     except RecipeError as error:

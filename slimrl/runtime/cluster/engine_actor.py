@@ -20,7 +20,7 @@ from slimrl.observability.logs import capture_output
 from slimrl.rollout.servers.control import EngineMemory, SglangControl
 from slimrl.rollout.servers.ports import free_port
 from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.server import EnginePart, EngineServer, part_name
+from slimrl.rollout.servers.server import ENGINE, EnginePart, EngineServer, part_name
 from slimrl.runtime.cluster.placement import Node
 
 ENDS_WITHIN_S = 2.0
@@ -41,9 +41,9 @@ class EngineAddress:
     """The actor's process and the server's main process, of each part"""
 
 
-def actor_log(index: int, part: int) -> str:
+def actor_log(index: int, part: int, role: str = ENGINE) -> str:
     """Name of an actor's log."""
-    return f"{part_name(index, part).replace(' ', '_')}_actor.log"
+    return f"{part_name(index, part, role).replace(' ', '_')}_actor.log"
 
 
 @ray.remote(max_restarts=0)
@@ -59,6 +59,7 @@ class EngineActor:
         node: Node,
         devices: tuple[str, ...],
         part: int = 0,
+        role: str = ENGINE,
     ) -> None:
         """
         Args:
@@ -66,14 +67,15 @@ class EngineActor:
             node: this process's node; the server listens on its address.
             devices: GPU ids of an engine with several GPUs; empty if this process sees the right ones already.
             part: number of the engine's part that this actor owns.
+            role: ENGINE or TEACHER.
         """
-        capture_output(logs / actor_log(index, part))
+        capture_output(logs / actor_log(index, part, role))
         os.chdir(working_directory)
         for environment in (os.environ, recipe.rollout.env):
             forbid_expandable_segments(environment)
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        self.recipe, self.logs, self.index, self.node, self.part = recipe, logs, index, node, part
+        self.recipe, self.logs, self.index, self.node, self.part, self.role = recipe, logs, index, node, part, role
         self.starts = 0
 
     def meeting(self) -> str:
@@ -146,7 +148,7 @@ class EngineActor:
     def _start(self, port: int | None, meeting: str | None) -> EngineAddress:
         fetch_to_this_node(self.recipe.model.path)
         rollout = self.recipe.rollout
-        stem = actor_log(self.index, self.part).removesuffix("_actor.log")
+        stem = actor_log(self.index, self.part, self.role).removesuffix("_actor.log")
         again = f"_start_{self.starts}" if self.starts else ""
         self.starts += 1
         self.server = EngineServer(
@@ -158,13 +160,14 @@ class EngineActor:
             cuda=device.device_type() == "cuda",
             host=self.node.address,
             port=port,
-            seed=derive_seed(self.recipe.seed, "engine", self.index),
+            seed=derive_seed(self.recipe.seed, self.role, self.index),
             deterministic=self.recipe.deterministic,
             trust_remote_code=self.recipe.model.trust_remote_code,
             part=None if meeting is None else EnginePart(number=self.part, meeting=meeting),
+            role=self.role,
         )
         self.server.wait_ready()
-        name = part_name(self.index, self.part)
+        name = part_name(self.index, self.part, self.role)
         self.control = SglangControl(name, self.server.url, timeout_s=self.recipe.resync.timeout_s)
         return EngineAddress(
             name=name,

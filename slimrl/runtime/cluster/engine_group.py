@@ -22,7 +22,7 @@ from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.servers.control import EngineMemory
 from slimrl.rollout.servers.process import ServerError
 from slimrl.rollout.servers.router import Router
-from slimrl.rollout.servers.server import part_name
+from slimrl.rollout.servers.server import ENGINE, TEACHER, part_name
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress, actor_log
 from slimrl.runtime.cluster.errors import StageError
@@ -36,21 +36,26 @@ log = logging.getLogger(__name__)
 
 
 class EngineGroup:
-    """All engines. The constructor starts their processes; `wait_ready` waits until they answer."""
+    """All engines of a role. The constructor starts their processes; `wait_ready` waits until they answer."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, places: Reservation) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, places: Reservation, role: str = ENGINE) -> None:
+        """
+        Args:
+            role: ENGINE; or TEACHER, and the recipe is that of its engines (`teacher_recipe`).
+        """
         self._recipe, self._folder = recipe, folder
         actors, logs, nodes = {}, {}, {}
         variables = engine_variables(recipe, os.environ)
         self._parts: dict[str, list[str]] = {}
-        for index, engine in enumerate(places.placement.engines):
+        placed = places.placement.teachers if role == TEACHER else places.placement.engines
+        for index, engine in enumerate(placed):
             for part, (node, of_node) in enumerate(groupby(engine, key=lambda slot: slot.node)):
-                slots, name = tuple(of_node), part_name(index, part)
+                slots, name = tuple(of_node), part_name(index, part, role)
                 actors[name] = EngineActor.options(**places.options(slots[0], variables)).remote(  # type: ignore[attr-defined]
-                    recipe, folder.logs.absolute(), Path.cwd(), index, node, places.devices(slots), part
+                    recipe, folder.logs.absolute(), Path.cwd(), index, node, places.devices(slots), part, role
                 )
-                logs[name], nodes[name] = folder.logs / actor_log(index, part), node
-                self._parts.setdefault(part_name(index, 0), []).append(name)
+                logs[name], nodes[name] = folder.logs / actor_log(index, part, role), node
+                self._parts.setdefault(part_name(index, 0, role), []).append(name)
         self._actors = ActorGroup(actors, logs, nodes)
         self._starts = self._actors.begin("start", self._with_meetings(self._parts))
         self._asked: dict[str, Any] | None = None

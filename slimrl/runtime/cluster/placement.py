@@ -7,16 +7,19 @@ A slot is the room of one trainer rank: a GPU, or a core of a cluster without GP
 2. Engines that share devices with the trainer (`rollout.colocated`, or resync over `ipc`) use its ranks' slots, and if
    these do not suffice, free ones of the same nodes. Other engines use slots without a rank.
 3. An engine's slots are on one node, or in equal parts on `rollout.engine_nodes` nodes.
+4. Engines of a teacher come last, on slots that have neither a rank nor an engine.
 """
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from slimrl.config.rollout_rules import LARGER_ENGINES
 from slimrl.config.schema import Recipe
+from slimrl.config.teacher import teacher_recipe
+from slimrl.observability.units import counted
 from slimrl.runtime.cluster.errors import StageError
 
 
@@ -43,6 +46,8 @@ class Placement:
     """Of each trainer rank"""
     engines: tuple[tuple[Slot, ...], ...]
     """Of each engine, node by node"""
+    teachers: tuple[tuple[Slot, ...], ...] = ()
+    """Of each of the teacher's engines, node by node"""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -52,15 +57,23 @@ class Placement:
     @cached_property
     def num_processes(self) -> Counter[Slot]:
         """Number of trainer ranks and engines on each slot of the run."""
-        return Counter((*self.ranks, *(slot for slots in self.engines for slot in slots)))
+        return Counter((*self.ranks, *(slot for slots in (*self.engines, *self.teachers) for slot in slots)))
 
 
-def most_slots(recipe: Recipe, *, num_ranks: int, num_engines: int) -> int:
+def most_slots(recipe: Recipe, *, num_ranks: int, num_engines: int, num_teachers: int = 0) -> int:
     """Slots of the run if trainer and engines share none."""
-    return num_ranks + num_engines * recipe.rollout.engine_tp
+    return num_ranks + num_engines * recipe.rollout.engine_tp + num_teachers * recipe.teacher.engine_tp
 
 
-def place(recipe: Recipe, nodes: Sequence[Node], *, num_ranks: int, num_engines: int, unit: str = "slots") -> Placement:
+def place(
+    recipe: Recipe,
+    nodes: Sequence[Node],
+    *,
+    num_ranks: int,
+    num_engines: int,
+    num_teachers: int = 0,
+    unit: str = "slots",
+) -> Placement:
     """
     Args:
         nodes: in the order in which they are filled.
@@ -76,26 +89,42 @@ def place(recipe: Recipe, nodes: Sequence[Node], *, num_ranks: int, num_engines:
         if shared and ranks is not None and (message := _too_few_nodes(recipe, ranks, unit)):
             raise StageError(message)
         raise StageError(_refusal(recipe, nodes, num_ranks, num_engines, shared=shared, unit=unit))
-    return Placement(ranks=ranks, engines=engines)
+    placement = Placement(ranks=ranks, engines=engines)
+    if not num_teachers:
+        return placement
+    teachers = _place_engines(teacher_recipe(recipe), nodes, placement.slots, num_teachers, shared=False)
+    if teachers is None:
+        raise StageError(_no_teacher(recipe, nodes, placement, num_teachers, unit))
+    return replace(placement, teachers=teachers)
 
 
-def place_on_fewest(recipe: Recipe, slots_per_node: int, *, num_ranks: int, num_engines: int) -> tuple[Placement, int]:
+def place_on_fewest(
+    recipe: Recipe, slots_per_node: int, *, num_ranks: int, num_engines: int, num_teachers: int = 0
+) -> tuple[Placement, int]:
     """The placement on the fewest equal nodes that suffice, and their number.
 
     Raises:
         ValueError: no number of such nodes suffices.
     """
     shared = num_ranks > 0 and recipe.shares_devices
-    taken = num_ranks if shared else most_slots(recipe, num_ranks=num_ranks, num_engines=num_engines)
-    fewest = -(-taken // slots_per_node)
+    of_teachers = num_teachers * recipe.teacher.engine_tp
+    of_engines = 0 if shared else num_engines * recipe.rollout.engine_tp
+    fewest = -(-(num_ranks + of_engines + of_teachers) // slots_per_node)
     # More nodes than processes do not help.
-    for count in range(max(1, fewest), num_ranks + num_engines * recipe.rollout.engine_nodes + 1):
+    most = num_ranks + num_engines * recipe.rollout.engine_nodes + num_teachers * recipe.teacher.engine_nodes
+    for count in range(max(1, fewest), most + 1):
         names = (f"node{index}" for index in range(count))
         nodes = [Node(node_id=name, name=name, address=name, slots=slots_per_node) for name in names]
         try:
-            return place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines), count
+            placement = place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines, num_teachers=num_teachers)
+            return placement, count
         except StageError:
             continue
+    if num_teachers and (tp := recipe.teacher.engine_tp) > slots_per_node * recipe.teacher.engine_nodes:
+        raise ValueError(
+            f"no number of nodes with {slots_per_node} GPUs is enough: teacher.engine_tp = {tp}, and each engine is on "
+            f"{counted(recipe.teacher.engine_nodes, 'node')}. Raise teacher.engine_nodes."
+        )
     size, parts = recipe.rollout.engine_tp, recipe.rollout.engine_nodes
     if size // parts > slots_per_node or not shared:
         where = f"each engine is on {parts} nodes" if parts > 1 else "each engine is on one node"
@@ -179,3 +208,13 @@ def _refusal(
     too_large = num_engines and size // parts > max((node.slots for node in nodes), default=size)
     instead = f". {LARGER_ENGINES}" if too_large else ""
     return f"the cluster is too small: the run needs {' and '.join(needed)}; there are {unit} on: {there}{instead}"
+
+
+def _no_teacher(recipe: Recipe, nodes: Sequence[Node], placement: Placement, num_teachers: int, unit: str) -> str:
+    taken = Counter(slot.node for slot in placement.slots)
+    free = ", ".join(f"{node.name} {node.slots - taken[node]}" for node in nodes)
+    return (
+        f"the cluster is too small: the teacher needs {num_teachers} x {recipe.teacher.engine_tp} {unit} of its own, "
+        f"each engine on {counted(recipe.teacher.engine_nodes, 'node')}; free beside trainer and engines are {unit} "
+        f"on: {free}"
+    )

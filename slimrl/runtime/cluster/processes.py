@@ -6,6 +6,8 @@ the other, since an engine takes a fraction of the memory that it finds free:
 1. The trainer is built and loads its weights, and on a resume its optimizer's state.
 2. It releases all of its memory.
 3. The engines start. This is the first row of the table in memory_phases.py.
+
+A teacher's engines have devices of their own, start first and are waited for last.
 """
 
 import logging
@@ -14,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimrl.config.schema import Recipe
+from slimrl.config.teacher import teacher_recipe
 from slimrl.data.training import MemoryPart
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
+from slimrl.rollout.servers.server import TEACHER
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.reservation import Reservation
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
@@ -30,11 +34,13 @@ class Processes:
 
     engines: EngineGroup | None
     trainers: TrainerGroup | None
+    teachers: EngineGroup | None = None
 
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
         """(role, pid) of each process, engines first."""
-        return tuple(role for part in (self.engines, self.trainers) if part is not None for role in part.roles)
+        parts = (self.engines, self.teachers, self.trainers)
+        return tuple(role for part in parts if part is not None for role in part.roles)
 
 
 def start_processes(
@@ -52,10 +58,13 @@ def start_processes(
     Raises:
         StageError: a process did not start.
     """
-    engines = trainers = None
+    engines = trainers = teachers = None
     in_turn = recipe.rollout.colocated and total_updates is not None
     # Engines end after the trainer: they remove its leftovers in shared memory.
     engine_ends = ends.enter_context(ExitStack())
+    if places.placement.teachers:
+        teachers = EngineGroup(teacher_recipe(recipe), folder, places, TEACHER)
+        engine_ends.callback(teachers.stop)
     if places.placement.engines and not in_turn:
         engines = _start_engines(recipe, folder, places, engine_ends)
     if total_updates is not None:
@@ -66,9 +75,10 @@ def start_processes(
             trainers.release_memory(list(MemoryPart))
             log.info("the trainer has released its memory; starting the engines")
             engines = _start_engines(recipe, folder, places, engine_ends)
-    if engines is not None:
-        engines.wait_ready()
-    return Processes(engines=engines, trainers=trainers)
+    for group in (engines, teachers):
+        if group is not None:
+            group.wait_ready()
+    return Processes(engines=engines, trainers=trainers, teachers=teachers)
 
 
 def _start_engines(recipe: Recipe, folder: RunFolder, places: Reservation, ends: ExitStack) -> EngineGroup:

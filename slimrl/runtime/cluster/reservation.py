@@ -106,7 +106,8 @@ class Reservation:
 
     def _find_devices(self) -> dict[Slot, str]:
         """GPU ids by slot, for engines with several GPUs: their process is in one bundle, and sees only its GPU."""
-        several = {slot for slots in self.placement.engines if len(slots) > 1 for slot in slots}
+        engines = (*self.placement.engines, *self.placement.teachers)
+        several = {slot for slots in engines if len(slots) > 1 for slot in slots}
         if self._resource != "GPU" or not several:
             return {}
         asked = {

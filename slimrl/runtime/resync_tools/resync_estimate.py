@@ -33,7 +33,7 @@ class Cluster:
     """Of each trainer rank"""
     engines: tuple[EnginePlace, ...]
     gpus: int
-    """Of trainer and engines together"""
+    """Of trainer, engines and teacher together"""
     num_nodes: int
 
 
@@ -92,14 +92,18 @@ def estimate_resync(
 
 
 def planned_cluster(recipe: Recipe, gpus_per_node: int, *, with_engines: bool = True) -> Cluster:
-    """The placement of a run on as few nodes as possible.
+    """The placement of a run on as few nodes as possible, that of its teacher included.
 
     Raises:
         ValueError: see `place_on_fewest`.
     """
     num_engines = recipe.rollout.num_engines if with_engines else 0
     placement, num_nodes = place_on_fewest(
-        recipe, gpus_per_node, num_ranks=recipe.trainer.num_ranks, num_engines=num_engines
+        recipe,
+        gpus_per_node,
+        num_ranks=recipe.trainer.num_ranks,
+        num_engines=num_engines,
+        num_teachers=recipe.teacher.engines_to_start if with_engines else 0,
     )
     engines = tuple(
         EnginePlace(

@@ -1,0 +1,47 @@
+"""Memory of a teacher's engines, which are planned as a rollout's are, on GPUs of their own and without a resync."""
+
+from dataclasses import dataclass, replace
+
+from slimrl.config.teacher import teacher_key, teacher_recipe
+from slimrl.models.offline_recipe import OfflineRecipe
+from slimrl.planner.engine import GIB, EnginePlan
+from slimrl.planner.facts import buckets_of, model_facts, with_engines
+from slimrl.planner.hardware import Hardware
+from slimrl.planner.layout_plan import engine_problems
+from slimrl.planner.parameters import ModelParameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherPlan:
+    parameters: ModelParameters
+    engine: EnginePlan
+    problems: list[str]
+    """Why its engines cannot start, or cannot score the longest trajectory"""
+    gpu_bytes: int
+    """On one of its GPUs"""
+
+
+def plan_teacher(planned: OfflineRecipe, hardware: Hardware) -> TeacherPlan | None:
+    """None if the run starts no teacher, or if it is not known.
+
+    Raises:
+        ValueError: its family is not supported by slimrl, though SGLang may serve it.
+    """
+    if planned.teacher_config is None:
+        return None
+    recipe = teacher_recipe(planned.recipe)
+    loaded = replace(planned.loaded, recipe=recipe)
+    known = model_facts(replace(planned, loaded=loaded, hf_config=planned.teacher_config))
+    known = with_engines(known, recipe, buckets_of(known, recipe), hardware)
+    engine, limit = known.engine, hardware.gpu_memory_gib
+    assert engine is not None
+    gpu_bytes = engine.weights + engine.kv_cache + round(hardware.reserve_gib * GIB)
+    problems = [teacher_key(problem) for problem in engine_problems(engine, recipe.rollout, hardware)]
+    if gpu_bytes > limit * GIB:
+        problems.append(f"{gpu_bytes / GIB:.1f} GiB of {limit:g} on a GPU; raise teacher.engine_tp")
+    return TeacherPlan(
+        parameters=known.parameters,
+        engine=engine,
+        problems=[f"teacher: {problem.removeprefix('engines: ')}" for problem in problems],
+        gpu_bytes=gpu_bytes,
+    )

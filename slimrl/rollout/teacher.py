@@ -1,0 +1,79 @@
+"""A teacher: engines that score the tokens which the policy sampled.
+
+Each segment of a trajectory is one request, from its first sampled token on. An engine has a fixed number of slots, and
+a request takes the slot that has been free for longest, so engines that answer faster score more.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slimrl.data.engine import EngineError, Scorer, ScoreRequest
+from slimrl.data.trajectory import Segment, Trajectory
+
+
+@dataclass(kw_only=True)
+class ScoringTimes:
+    """Of a rollout, in seconds."""
+
+    scores_s: list[float] = field(default_factory=list)
+    """For each score of a trajectory, the wait for free slots included"""
+    tail_s: float = 0.0
+    """From the end of the last episode to the last score"""
+
+
+class Teacher:
+    """One per event loop."""
+
+    def __init__(self, engines: Sequence[Scorer], *, slots_per_engine: int, timeout_s: float) -> None:
+        """
+        Args:
+            slots_per_engine: requests that an engine serves at a time.
+            timeout_s: deadline of a request, once it has a slot.
+        """
+        self._engines, self._timeout_s = list(engines), timeout_s
+        self._slots: asyncio.Queue[Scorer] = asyncio.Queue()
+        for _ in range(slots_per_engine):
+            for engine in self._engines:
+                self._slots.put_nowait(engine)
+
+    async def score(self, trajectory: Trajectory) -> None:
+        """Set `teacher_logprobs` of all segments, at once, or of none.
+
+        Raises:
+            EngineError: an engine refused, ended, or missed the deadline.
+        """
+        names = [f"{trajectory.trajectory_id}, segment {number}" for number in range(len(trajectory.segments))]
+        asked = [self._score(name, segment) for name, segment in zip(names, trajectory.segments, strict=True)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        for segment, logprobs_T in zip(trajectory.segments, found, strict=True):
+            assert isinstance(logprobs_T, np.ndarray)
+            segment.teacher_logprobs = logprobs_T
+
+    async def _score(self, name: str, segment: Segment) -> np.ndarray:
+        """float32 [T]."""
+        logprobs_T = np.zeros(len(segment), np.float32)
+        sampled = np.flatnonzero(segment.loss_mask)
+        if not len(sampled):
+            return logprobs_T
+        first, end = int(sampled[0]), int(sampled[-1]) + 1
+        if first == 0:
+            raise EngineError(f"{name}: its first token was sampled, and nothing comes before it")
+        tokens = segment.tokens[:end].tolist()
+        request = ScoreRequest(session_id=name, tokens=tokens, start=first, timeout_s=self._timeout_s)
+        engine = await self._slots.get()
+        try:
+            logprobs_T[first:end] = await engine.score(request)
+        finally:
+            self._slots.put_nowait(engine)
+        return np.where(segment.loss_mask, logprobs_T, 0)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        for engine in self._engines:
+            await engine.aclose()
