@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.bounds import DIVISORS, bound_violations
+from slimrl.config.credit_rules import credit_violations
 from slimrl.config.data_rules import data_violations
 from slimrl.config.environment import environment_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations
@@ -98,6 +99,8 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     if command in ("train", "train --trajectories"):
         violations += batch_violations(recipe)
         warnings += [*recipe_warnings(recipe), *batch_warnings(recipe)]
+    if command in ("train", "train --trajectories", "rollout"):
+        violations += credit_violations(recipe)
     if command == "sft":
         violations += sft_violations(recipe)
     elif command != "export":
