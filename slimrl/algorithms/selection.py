@@ -126,9 +126,9 @@ def check_credit(trajectory: Trajectory, algorithm: AlgorithmConfig) -> None:
                 f"{trajectory.trajectory_id} has no turn_advantages, which algorithm.advantage given needs"
             )
         if credit is not CreditName.turn and trajectory.advantage is None:
-            raise ValueError(f"{trajectory.trajectory_id} has no advantage, which algorithm.advantage given needs")
+            raise ValueError(f"{trajectory.trajectory_id} has no advantage: algorithm.advantage given needs one")
     elif credit is CreditName.gigpo and len(trajectory.turn_states) != trajectory.num_turns:
-        raise ValueError(f"{trajectory.trajectory_id} has no turn_states, which algorithm.credit.name gigpo needs")
+        raise ValueError(f"{trajectory.trajectory_id} has no turn_states: algorithm.credit.name gigpo needs them")
 
 
 def trajectory_advantages(
