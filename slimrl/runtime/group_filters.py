@@ -12,11 +12,11 @@ class GroupFilters:
 
     def __init__(self, names: Sequence[str], filters: Sequence[GroupFilter]) -> None:
         """`names` are the filters' import paths."""
-        self._filters = list(zip(names, filters, strict=True))
+        self._names, self._filters = names, filters
 
     def __call__(self, group: list[Trajectory]) -> bool:
         """Raises RunError if a filter fails; names it and the group."""
-        for name, keeps in self._filters:
+        for name, keeps in zip(self._names, self._filters, strict=True):
             try:
                 if not keeps(group):
                     return False
