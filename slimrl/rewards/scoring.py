@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,11 +54,7 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
             raise TimeoutError(f"no reward within {timeout_s:g} s") from error
         raise
     if isinstance(value, Score):
-        trajectory.turn_rewards = [_number(one, "turn_rewards") for one in value.turn_rewards]
-        trajectory.turn_states = [_text(one) for one in value.turn_states]
-        trajectory.advantage = None if value.advantage is None else _number(value.advantage, "advantage")
-        trajectory.turn_advantages = [_number(one, "turn_advantages") for one in value.turn_advantages]
-        trajectory.check_turns()
+        _set_turns(trajectory, value)
         value = value.reward
     if isinstance(value, Mapping):
         parts = {_name(name): _number(part, name) for name, part in value.items()}
@@ -80,6 +76,18 @@ async def _call(function: RewardFunction, trajectory: Trajectory, prompt: Prompt
         if task is not None and task.cancelling():
             raise
         raise reportable(error) from error
+
+
+def _set_turns(trajectory: Trajectory, given: Score) -> None:
+    """Set what belongs to turns, or nothing if it does not fit them."""
+    values = {
+        "turn_rewards": [_number(one, "turn_rewards") for one in given.turn_rewards],
+        "turn_states": [_text(one) for one in given.turn_states],
+        "advantage": None if given.advantage is None else _number(given.advantage, "advantage"),
+        "turn_advantages": [_number(one, "turn_advantages") for one in given.turn_advantages],
+    }
+    replace(trajectory, **values).check_turns()
+    vars(trajectory).update(values)
 
 
 def _name(name: Any) -> str:

@@ -324,5 +324,8 @@ def test_a_score_gives_what_belongs_to_the_turns():
     ],
 )
 def test_a_score_that_does_not_fit_the_turns_is_refused(given, problem):
+    scored = trajectory("x")
     with pytest.raises(ValueError, match=problem):
-        asyncio.run(score(trajectory("x"), prompt(1), lambda *_: Score(reward=1.0, **given), 10.0))
+        asyncio.run(score(scored, prompt(1), lambda *_: Score(reward=1.0, **given), 10.0))
+    # A file of failed trajectories can be read, too.
+    scored.check_turns()
