@@ -80,7 +80,7 @@ async def _call(function: RewardFunction, trajectory: Trajectory, prompt: Prompt
 
 def _set_turns(trajectory: Trajectory, given: Score) -> None:
     """Set what belongs to turns, or nothing if it does not fit them."""
-    values = {
+    values: dict[str, Any] = {
         "turn_rewards": [_number(one, "turn_rewards") for one in given.turn_rewards],
         "turn_states": [_text(one) for one in given.turn_states],
         "advantage": None if given.advantage is None else _number(given.advantage, "advantage"),
