@@ -18,6 +18,11 @@ def config(**settings) -> AlgorithmConfig:
     return AlgorithmConfig(**{"max_logprob_mismatch": 1.0, **settings})
 
 
+def named(name: AlgorithmName) -> AlgorithmConfig:
+    """The settings that a name stands for, without those of selection and rollouts."""
+    return config(name=name, **{key: value for key, value in SETTINGS[name].items() if "." not in key})
+
+
 def corrected(**settings) -> AlgorithmConfig:
     correction = CorrectionConfig(**settings)
     return config(loss="ppo", clip_low=0.2, clip_high=0.3, correction=correction)
@@ -26,7 +31,7 @@ def corrected(**settings) -> AlgorithmConfig:
 PPO = {"loss": "ppo", "clip_low": 0.1, "clip_high": 0.2}
 KL = {**PPO, "kl_coef": 0.3}
 CASES = {
-    **{name.value: config(name=name, **SETTINGS[name]) for name in AlgorithmName},
+    **{name.value: named(name) for name in AlgorithmName},
     "gspo that clips": config(clip_low=0.02, clip_high=0.03),
     "gspo over tokens": config(clip_low=0.02, clip_high=0.03, aggregation=Aggregation.token),
     "gmpo that clips": config(loss="gmpo", clip_low=0.05, clip_high=0.05),

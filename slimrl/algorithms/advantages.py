@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slimrl.config.algorithms import COMPARING
 from slimrl.config.schema import AdvantageName
 from slimrl.data.import_path import resolve
 from slimrl.data.trajectory import Trajectory
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group."""
-
-WITHOUT_BASELINE = (AdvantageName.reward,)
-"""Advantages that compare no trajectories, so that a group may have one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,9 +21,8 @@ class Group:
 
     rewards_N: np.ndarray
     """float64"""
-    num_sampled_N: np.ndarray
-    """int64, sampled tokens of each"""
     trajectories: Sequence[Trajectory]
+    """Empty where turns are compared"""
 
 
 GroupAdvantage = Callable[[Group], np.ndarray]
@@ -51,12 +48,16 @@ def rloo(group: Group) -> np.ndarray:
 
 def opo(group: Group) -> np.ndarray:
     """r minus the mean weighted by the number of sampled tokens (arXiv:2505.23585, eq. 7)."""
-    lengths = group.num_sampled_N
+    lengths = np.array([trajectory.num_sampled_tokens for trajectory in group.trajectories])
     return group.rewards_N - np.average(group.rewards_N, weights=lengths if lengths.any() else None)
 
 
 def reward(group: Group) -> np.ndarray:
     return group.rewards_N
+
+
+def none(group: Group) -> np.ndarray:
+    return np.zeros_like(group.rewards_N)
 
 
 ADVANTAGES: dict[AdvantageName, GroupAdvantage] = {
@@ -65,6 +66,7 @@ ADVANTAGES: dict[AdvantageName, GroupAdvantage] = {
     AdvantageName.rloo: rloo,
     AdvantageName.opo: opo,
     AdvantageName.reward: reward,
+    AdvantageName.none: none,
 }
 
 
@@ -74,39 +76,40 @@ def load_advantage(name: str) -> GroupAdvantage:
     Raises:
         ValueError: the import path leads to no function, or to one of other arguments.
     """
+    assert name != AdvantageName.given, "the task gives these"
     if name in AdvantageName.__members__:
         return ADVANTAGES[AdvantageName(name)]
     return resolve(name, arguments=("group",))
 
 
-def needs_others(name: str) -> bool:
-    """Whether a group of one has no advantage; a user's own function may take one."""
-    return name in AdvantageName.__members__ and AdvantageName(name) not in WITHOUT_BASELINE
-
-
-def group_advantages(trajectories: Sequence[Trajectory], name: str) -> np.ndarray:
-    """Advantage of each trajectory within its group, float32 [N].
+def group_advantages(
+    rewards_N: Sequence[float],
+    group_ids_N: Sequence[str],
+    name: str,
+    *,
+    trajectories: Sequence[Trajectory] | None = None,
+) -> np.ndarray:
+    """Advantage of each reward within its group, float32 [N].
 
     Args:
+        rewards_N: finite rewards.
+        group_ids_N: the group of each.
         name: of the advantage, or its import path.
+        trajectories: those of the rewards, for advantages that read more than these.
 
     Raises:
         ValueError: a reward that is not finite, a group of one where others are needed, or a function that returned
             something else than one finite number for each trajectory.
     """
-    advantage, rewards = load_advantage(name), np.array([t.reward for t in trajectories], np.float64)
+    advantage, rewards = load_advantage(name), np.asarray(rewards_N, np.float64)
     if not np.isfinite(rewards).all():
         raise ValueError(f"rewards that are not finite at {np.flatnonzero(~np.isfinite(rewards)).tolist()[:8]}")
-    num_sampled = np.array([t.num_sampled_tokens for t in trajectories], np.int64)
-    advantages = np.zeros(len(trajectories), np.float64)
-    for group_id, members in groups_of([t.group_id for t in trajectories]).items():
-        if len(members) == 1 and needs_others(name):
+    advantages = np.zeros(len(rewards), np.float64)
+    for group_id, members in groups_of(group_ids_N).items():
+        if len(members) == 1 and name in COMPARING:
             raise ValueError(f"group {group_id!r} has one trajectory, so there is no baseline")
-        group = Group(
-            rewards_N=rewards[members],
-            num_sampled_N=num_sampled[members],
-            trajectories=[trajectories[i] for i in members],
-        )
+        of_group = [trajectories[i] for i in members] if trajectories is not None else []
+        group = Group(rewards_N=rewards[members], trajectories=of_group)
         found = np.asarray(advantage(group), np.float64)
         if found.shape != (len(members),) or not np.isfinite(found).all():
             raise ValueError(f"{name} gave group {group_id!r} of {len(members)} the advantages {found.tolist()}")

@@ -20,7 +20,8 @@ def needs_old(recipe: Recipe, number: int) -> bool:
     if number > 0 and algorithm.old_policy is OldPolicy.trainer:
         return True
     # Experts are recorded without gradient, and dropout acts in training alone.
-    return charges_kl(algorithm) or recipe.rollout.routed_experts or _has_dropout(recipe)
+    of_policy = charges_kl(algorithm) or algorithm.teacher_coef > 0
+    return of_policy or recipe.rollout.routed_experts or _has_dropout(recipe)
 
 
 def needs_reference(recipe: Recipe) -> bool:

@@ -14,7 +14,7 @@ WHITENING_EPSILON = 1e-8
 
 def has_token_advantages(settings: AlgorithmConfig) -> bool:
     """Whether the advantages of a trajectory's tokens differ for another reason than their turns."""
-    return settings.whiten or charges_kl(settings)
+    return settings.whiten or settings.teacher_coef > 0 or charges_kl(settings)
 
 
 def charges_kl(settings: AlgorithmConfig) -> bool:

@@ -42,6 +42,10 @@ def algorithm_violations(recipe: Recipe) -> Iterator[Violation]:
         yield "algorithm.dual_clip", f"{algorithm.dual_clip}: it bounds ratios above 1. Use 3, or 0 for off."
     if algorithm.dual_clip and algorithm.loss != LossName.ppo.value:
         yield "algorithm.dual_clip", f"the loss {algorithm.loss} has none. Use 0, or algorithm.loss: ppo."
+    if algorithm.credit.by_turn and algorithm.loss == LossName.gspo.value:
+        message = "gspo is a loss of whole trajectories, whose turns cannot differ. Use loss: gspo_token."
+        yield "algorithm.credit.name", message
+    yield from _teacher_violations(recipe)
     yield from _kl_violations(recipe)
     yield from _correction_violations(recipe)
 
@@ -57,6 +61,19 @@ def algorithm_warnings(recipe: Recipe) -> Iterator[Violation]:
         elif algorithm.loss in TOKEN_CLIPPED_LOSSES and value < 1e-2:
             message = f"{value} is a range for GSPO's sequence ratios; those of tokens move by about 0.2."
             yield f"algorithm.{name}", message
+
+
+def _teacher_violations(recipe: Recipe) -> Iterator[Violation]:
+    algorithm = recipe.algorithm
+    if algorithm.advantage == AdvantageName.none:
+        if not algorithm.teacher_coef:
+            message = "none: nothing would be learned without algorithm.teacher_coef."
+            yield "algorithm.advantage", message
+        elif algorithm.skip_zero_variance:
+            yield "algorithm.skip_zero_variance", "true drops every group with algorithm.advantage none. Use false."
+    if algorithm.teacher_coef and algorithm.loss == LossName.gspo.value:
+        message = f"{algorithm.teacher_coef}: advantages would differ by token, and gspo is of whole sequences. Use "
+        yield "algorithm.teacher_coef", message + "loss: gspo_token."
 
 
 def _kl_violations(recipe: Recipe) -> Iterator[Violation]:

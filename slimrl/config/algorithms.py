@@ -6,7 +6,16 @@ comment says what was chosen.
 
 from typing import Any
 
-from slimrl.config.schema import Aggregation, AlgorithmName, KlEstimator, KlPlace, LossName
+from slimrl.config.schema import (
+    AdvantageName,
+    Aggregation,
+    AlgorithmName,
+    KlEstimator,
+    KlPlace,
+    LossName,
+    RefillMode,
+    SelectionMode,
+)
 
 _TOKEN_CLIP = {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2}
 
@@ -15,7 +24,12 @@ SETTINGS: dict[AlgorithmName, dict[str, Any]] = {
     AlgorithmName.gspo_token: {"loss": "gspo_token"},
     AlgorithmName.grpo: _TOKEN_CLIP,
     AlgorithmName.dr_grpo: {**_TOKEN_CLIP, "advantage": "dr_grpo", "aggregation": Aggregation.constant},
-    AlgorithmName.dapo: {**_TOKEN_CLIP, "clip_high": 0.28, "aggregation": Aggregation.token},
+    AlgorithmName.dapo: {
+        **_TOKEN_CLIP,
+        "clip_high": 0.28,
+        "aggregation": Aggregation.token,
+        "dynamic_sampling.refill": RefillMode.order,
+    },
     AlgorithmName.rloo: {**_TOKEN_CLIP, "advantage": "rloo"},
     AlgorithmName.reinforce_pp: {
         **_TOKEN_CLIP,
@@ -39,9 +53,29 @@ SETTINGS: dict[AlgorithmName, dict[str, Any]] = {
     AlgorithmName.cispo: {"loss": "cispo", "aggregation": Aggregation.token, "clip_low": 1.0, "clip_high": 4.0},
     AlgorithmName.gpg: {"loss": "gpg", "advantage": "dr_grpo", "aggregation": Aggregation.token},
     AlgorithmName.sapo: {"loss": "sapo"},
+    AlgorithmName.vspo: {**_TOKEN_CLIP, "dynamic_sampling.refill": RefillMode.value},
+    # With advantages of 1 the loss is the cross entropy of the chosen trajectories.
+    AlgorithmName.rejection_sampling: {
+        "loss": "gpg",
+        "aggregation": Aggregation.token,
+        "selection.mode": SelectionMode.best,
+        "skip_zero_variance": False,
+    },
+    AlgorithmName.distillation: {
+        **_TOKEN_CLIP,
+        "advantage": "none",
+        "aggregation": Aggregation.token,
+        "teacher_coef": 1.0,
+        "skip_zero_variance": False,
+    },
     # exp(-0.4) to exp(0.4), the paper's range of a token's log-ratio.
     AlgorithmName.gmpo: {"loss": "gmpo", "clip_low": 0.3297, "clip_high": 0.4918},
 }
+
+COMPARING = frozenset(
+    name.value for name in (AdvantageName.grpo, AdvantageName.dr_grpo, AdvantageName.rloo, AdvantageName.opo)
+)
+"""Advantages that compare the trajectories of a group, so that it must have several."""
 
 TOKEN_LOSSES = frozenset(loss.value for loss in (LossName.ppo, LossName.cispo, LossName.gpg, LossName.sapo))
 """Losses in which a token's term depends on no other token of its trajectory."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from slimrl.config.algorithm_rules import algorithm_violations, algorithm_warnings
 from slimrl.config.bounds import DIVISORS, bound_violations
+from slimrl.config.credit_rules import credit_violations
 from slimrl.config.data_rules import data_violations
 from slimrl.config.environment import environment_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations
@@ -103,6 +104,8 @@ def check_recipe(
     if command in ("train", "train --trajectories"):
         violations += [*algorithm_violations(recipe), *batch_violations(recipe)]
         warnings += [*algorithm_warnings(recipe), *batch_warnings(recipe)]
+    if command in ("train", "train --trajectories", "rollout"):
+        violations += credit_violations(recipe)
     if command == "sft":
         violations += sft_violations(recipe)
     elif command != "export":

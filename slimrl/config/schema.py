@@ -85,6 +85,13 @@ class AlgorithmName(str, Enum):
     """A soft gate in place of the clip (arXiv:2511.20347)."""
     gmpo = "gmpo"
     """The geometric mean of clipped token ratios (arXiv:2507.20673)."""
+    vspo = "vspo"
+    """GRPO with prompts drawn by value in place of groups without a signal (after arXiv:2512.07478; docs/credit.md)."""
+    rejection_sampling = "rejection_sampling"
+    """Supervised training on the best trajectory of each group."""
+    distillation = "distillation"
+    """On-policy distillation: the teacher's log-prob minus the policy's is the advantage of each token
+    (arXiv:2306.13649)."""
 
 
 class LossName(str, Enum):
@@ -119,6 +126,10 @@ class AdvantageName(str, Enum):
     """r minus the mean weighted by the number of sampled tokens."""
     reward = "reward"
     """r itself: no baseline, and a group may have one trajectory."""
+    none = "none"
+    """0, for learning from a teacher alone."""
+    given = "given"
+    """What the reward function gives for the trajectory, or with `algorithm.credit.name: turn` for its turns."""
 
 
 class Aggregation(str, Enum):
@@ -184,6 +195,39 @@ class CorrectionMode(str, Enum):
     """It becomes the bound that it passes."""
     mask = "mask"
     """It becomes 0, which leaves the token or the trajectory out (IcePop)."""
+
+
+class CreditName(str, Enum):
+    """How advantages differ among the turns of a trajectory; docs/credit.md has the formulas."""
+
+    trajectory = "trajectory"
+    """Not: every turn has the advantage of its trajectory."""
+    turn = "turn"
+    """Rewards from the turn on, discounted, compared within the group at each turn."""
+    gigpo = "gigpo"
+    """The advantage of the trajectory plus that of the turn among turns from the same state (arXiv:2505.10978)."""
+
+
+class SelectionMode(str, Enum):
+    """The trajectories of a group that are trained on."""
+
+    all = "all"
+    """All of them."""
+    best_and_worst = "best_and_worst"
+    """Those with the highest and the lowest rewards; the others only count in the group's baseline."""
+    best = "best"
+    """Rejection sampling: those with the highest rewards, each with advantage 1."""
+
+
+class RefillMode(str, Enum):
+    """Prompts that replace groups without a signal (dynamic sampling, arXiv:2503.14476)."""
+
+    off = "off"
+    """None: a step has as many prompts as `rollout.prompts_per_step`, with or without a signal."""
+    order = "order"
+    """The next ones in the order of the training data."""
+    value = "value"
+    """Drawn from all prompts with weights that prefer those of middling difficulty and those seldom tried."""
 
 
 class HistoryMode(str, Enum):
@@ -414,6 +458,65 @@ class CorrectionConfig:
 
 
 @dataclass(kw_only=True)
+class CreditConfig:
+    name: CreditName = CreditName.trajectory
+    """How advantages differ among the turns of a trajectory."""
+    discount: float = 1.0
+    """Factor on a later turn's reward for each turn in between (turn, gigpo)."""
+    step_weight: float = 1.0
+    """Weight of the advantage among turns from the same state (gigpo)."""
+    turn_weights: list[float] = field(default_factory=list)
+    """Factors on the advantages of the first turn, the second and so on; later turns have the last. Empty for 1."""
+    process_weights: list[float] = field(default_factory=lambda: [1.0])
+    """Weight of the rewards of turns in each stage of the run; `[0.7, 0.3, 0]` moves from dense to sparse rewards."""
+    outcome_weights: list[float] = field(default_factory=lambda: [1.0])
+    """Weight of the trajectory's own reward in each stage, as `[0.3, 0.7, 1]`."""
+    stage_starts: list[int] = field(default_factory=list)
+    """Steps at which the second stage and those after it begin."""
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether advantages differ among the turns of a trajectory."""
+        return self.name is not CreditName.trajectory or bool(self.turn_weights)
+
+
+@dataclass(kw_only=True)
+class SelectionConfig:
+    mode: SelectionMode = SelectionMode.all
+    """The trajectories of a group that are trained on."""
+    count: int = 1
+    """How many best ones, and with `best_and_worst` how many worst ones."""
+    min_reward: float = 1.0
+    """Smallest reward of a trajectory that `best` keeps."""
+
+
+@dataclass(kw_only=True)
+class DynamicSamplingConfig:
+    refill: RefillMode = RefillMode.off
+    """Prompts that replace groups without a signal."""
+    max_refills: int = 4
+    """Most further rollouts of a step."""
+    oversampling: float = 1.0
+    """Prompts of each rollout of a step, as a multiple of the groups that are missing."""
+    value_decay: float = 0.8
+    """Weight of a prompt's earlier results against its newest in its success rate (value)."""
+    uncertainty_weight: float = 0.5
+    """Weight of how seldom a prompt was tried, against its difficulty (value)."""
+    max_weight: float = 4.0
+    """Largest weight of a prompt, as a multiple of the mean (value)."""
+
+
+@dataclass(kw_only=True)
+class OverlongConfig:
+    max_tokens: int | None = None
+    """Sampled tokens of a trajectory at which the penalty is complete; null is off (DAPO, arXiv:2503.14476, eq. 13)."""
+    buffer_tokens: int = 1024
+    """Last tokens before it over which the penalty grows linearly."""
+    penalty: float = 1.0
+    """The complete penalty."""
+
+
+@dataclass(kw_only=True)
 class AlgorithmConfig:
     name: AlgorithmName = AlgorithmName.gspo
     """The algorithm, which gives the defaults of this section; those listed here are GSPO's."""
@@ -431,6 +534,9 @@ class AlgorithmConfig:
     """The loss of a token of negative advantage A is at most -A times this (arXiv:1912.09729, with `ppo`); 0 is off."""
     old_policy: OldPolicy = OldPolicy.trainer
     """Whose log-probs the ratio divides by."""
+    teacher_coef: float = 0.0
+    """Weight of log pi_teacher - log pi_old, which is added to the advantage of each token; 0 is off. It needs the
+    section `teacher`."""
     whiten: bool = False
     """Subtract the mean of the advantages of all tokens of a rollout and divide by their standard deviation."""
     kl_coef: float = 0.0
@@ -453,6 +559,10 @@ class AlgorithmConfig:
     """Treatment of a trajectory that reached its maximum length or number of turns."""
     max_logprob_mismatch: float = MISSING
     """The run stops above this mismatch/logprob_abs_mean; 1e-4 suits fp32, 0.05 bf16."""
+    credit: CreditConfig = field(default_factory=CreditConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
 
 @dataclass(kw_only=True)

@@ -22,6 +22,9 @@ def teacher_violations(recipe: Recipe) -> Iterator[Violation]:
     teacher = recipe.teacher
     if not teacher.is_given:
         yield from _unused(teacher)
+        if recipe.algorithm.teacher_coef:
+            message = f"{recipe.algorithm.teacher_coef}, but there is no teacher. Give teacher.path or teacher.urls."
+            yield "algorithm.teacher_coef", message
         return
     if teacher.path and teacher.urls:
         yield "teacher.urls", "names servers, and teacher.path has the run start others. Give one of the two."

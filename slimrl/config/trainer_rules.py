@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterator
 
+from slimrl.config.algorithms import COMPARING
 from slimrl.config.alignment import round_up, sequence_alignment, tile_tokens
 from slimrl.config.package_fields import DTYPES
 from slimrl.config.problems import Violation, fitting_text, multiples_text, suggestion
-from slimrl.config.schema import AdvantageName, LrSchedule, Precision, Recipe
+from slimrl.config.schema import LrSchedule, Precision, Recipe
 
 RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Modules that megatron-core's `recompute_modules` may name."""
@@ -190,7 +191,7 @@ def batch_violations(recipe: Recipe) -> Iterator[Violation]:
     """Groups, updates, the token budget and the schedule of `slimrl train`."""
     rollout, updates = recipe.rollout, recipe.trainer.updates_per_rollout
     rule = recipe.algorithm.advantage
-    if rollout.samples_per_prompt == 1 and rule in AdvantageName.__members__ and rule != AdvantageName.reward.value:
+    if rollout.samples_per_prompt == 1 and rule in COMPARING:
         yield "rollout.samples_per_prompt", f"1: {rule} advantages compare samples of one prompt. Use 2 or more."
     if updates > 0 and rollout.prompts_per_step % updates:
         yield (

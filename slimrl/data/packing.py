@@ -39,6 +39,9 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 """Name of the teacher's log-probs there, which a batch has from the start if its segments have them; 0 where the mask
 is false."""
 
+ADVANTAGES = "advantages"
+"""Name of the advantages there, if they differ by turn or token; 0 where mask is false."""
+
 
 @dataclass(kw_only=True, eq=False)
 class MicroBatch:
@@ -70,11 +73,11 @@ class MicroBatch:
     num_sampled: np.ndarray
     """int64 [n], sampled tokens of the whole trajectory, in other micro-batches too"""
     advantages: np.ndarray
-    """float32 [n]"""
+    """float32 [n], of whole trajectories"""
     remote: dict[str, np.ndarray] = field(default_factory=dict)
     """float32 [n] by name, sums over the trajectory's tokens in other micro-batches; a name that is missing means 0"""
     added: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32 [T] by name, results of earlier passes for each target"""
+    """float32 [T] by name, for each target: results of earlier passes, and advantages that differ by turn"""
     routed_experts: np.ndarray | None = None
     """int16 [T, layers, topk], experts that the engine chose for each of `tokens`, -1 where it reported none; None if
     it reported none for the whole batch"""
@@ -128,6 +131,7 @@ def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
 def pack(
     segments_N: Sequence[Sequence[Segment]],
     advantages_N: np.ndarray,
+    turn_advantages_N: Sequence[np.ndarray] | None = None,
     *,
     budget_tokens: int,
     alignment: int,
@@ -139,6 +143,7 @@ def pack(
 
     Args:
         advantages_N: float32 [N], the advantage of each trajectory.
+        turn_advantages_N: float32 [turns] of each trajectory; each target gets that of its turn, as ADVANTAGES.
         budget_tokens: most tokens of one micro-batch, padding to the alignment included.
         alignment: each sequence is padded to a multiple of this (slimrl.config.alignment).
         micro_batch_multiple: the number of micro-batches of a rank is a multiple of this (the interleaved pipeline
@@ -146,7 +151,8 @@ def pack(
         token_multiple: a micro-batch is padded to a multiple of this many tokens, as far as the budget allows.
 
     Raises:
-        ValueError: a sequence is longer than the budget, or only some segments have log-probs of a teacher.
+        ValueError: a sequence is longer than the budget, only some segments have log-probs of a teacher, or a sampled
+            token has no turn and turns have advantages.
     """
     sequences = [(index, segment) for index, segments in enumerate(segments_N) for segment in segments]
     lengths = [round_up(len(segment) - 1, alignment) for _, segment in sequences]
@@ -171,18 +177,25 @@ def pack(
         batch = _micro_batch(numbers, of_each, padded, advantages_N, num_sampled_N, experts_shape)
         if True in taught:
             batch.added[TEACHER_LOGPROBS] = _teacher_logprobs(batch, [segment for _, segment in of_each])
+        if turn_advantages_N is not None:
+            batch.added[ADVANTAGES] = _by_turn(of_each, batch, turn_advantages_N)
         return batch
 
     return [[made(bins[b]) for b in part] for part in balanced_partition(bin_costs, data_parallel)]
 
 
 def pack_for(
-    trainer: TrainerConfig, layout: Layout, segments_N: Sequence[Sequence[Segment]], advantages_N: np.ndarray
+    trainer: TrainerConfig,
+    layout: Layout,
+    segments_N: Sequence[Sequence[Segment]],
+    advantages_N: np.ndarray,
+    turn_advantages_N: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
     """`pack` for a trainer; a context-parallel group has the token budgets of all its ranks."""
     return pack(
         segments_N,
         advantages_N,
+        turn_advantages_N,
         budget_tokens=trainer.max_tokens_per_rank * trainer.parallel.context,
         alignment=layout.alignment,
         data_parallel=layout.data,
@@ -282,3 +295,17 @@ def _teacher_logprobs(batch: MicroBatch, segments: Sequence[Segment]) -> np.ndar
         span = slice(start, start + len(segment) - 1)
         found_T[span] = np.where(segment.loss_mask[1:], segment.teacher_logprobs[1:], 0)
     return found_T
+
+
+def _by_turn(
+    sequences: list[tuple[int, Segment]], batch: MicroBatch, turn_advantages_N: Sequence[np.ndarray]
+) -> np.ndarray:
+    """float32 [T]: the advantage of each target's turn; turns are numbered through all segments of a trajectory."""
+    advantages = np.zeros(len(batch.tokens), np.float32)
+    for (index, segment), start in zip(sequences, batch.cu_seqlens, strict=False):
+        sampled, turns = segment.loss_mask[1:], segment.turn_ids[1:]
+        if (turns[sampled] < 0).any():
+            raise ValueError("a sampled token has turn -1, so there is no advantage for it")
+        of_turns = np.append(turn_advantages_N[index], 0.0)
+        advantages[start : start + len(segment) - 1] = np.where(sampled, of_turns[np.where(sampled, turns, -1)], 0.0)
+    return advantages

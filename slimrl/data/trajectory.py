@@ -92,6 +92,14 @@ class Trajectory:
     """NaN until scored."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, if it has any."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Reward of each turn, which `reward` does not include; empty if the task gives none."""
+    turn_states: list[str] = field(default_factory=list)
+    """State of the environment before each turn, equal texts for equal states; empty if unknown."""
+    advantage: float | None = None
+    """Given by the task, for `algorithm.advantage: given`."""
+    turn_advantages: list[float] = field(default_factory=list)
+    """The same for each turn."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -106,6 +114,19 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns; one that ended before its first token counts too, if the metadata says so."""
+        last = max((int(segment.turn_ids.max(initial=-1)) for segment in self.segments), default=-1)
+        return max(last + 1, int(self.metadata.get("num_turns", 0)))
+
+    def check_turns(self) -> None:
+        """Raises ValueError if a list with an entry for each turn has another length; names it."""
+        for name in ("turn_rewards", "turn_states", "turn_advantages"):
+            given = len(getattr(self, name))
+            if given not in (0, self.num_turns):
+                raise ValueError(f"{name} has {given} entries, and the trajectory {self.num_turns} turns")
+
 
 _DTYPES = {
     "tokens": np.int32,
@@ -118,6 +139,8 @@ _DTYPES = {
 }
 _OPTIONAL = ("routed_experts", "teacher_logprobs")
 """May be null."""
+
+_TURN_LISTS = {"turn_rewards": (float, int), "turn_states": (str,), "turn_advantages": (float, int)}
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -136,8 +159,16 @@ def from_json(value: dict[str, Any]) -> Trajectory:
         raise ValueError(f"`status` is {value['status']!r}; known are {', '.join(Status)}")
     if not isinstance(value["segments"], list) or not all(isinstance(one, dict) for one in value["segments"]):
         raise ValueError("`segments` must be a list of objects")
+    for name, kinds in _TURN_LISTS.items():
+        given = value.get(name, [])
+        if not isinstance(given, list) or not all(isinstance(one, kinds) for one in given):
+            raise ValueError(f"`{name}` must be a list of {'texts' if str in kinds else 'numbers'}")
+    if not isinstance(value.get("advantage"), float | int | None):
+        raise ValueError("`advantage` must be a number or null")
     segments = [_segment(segment, f"segments[{number}]") for number, segment in enumerate(value["segments"])]
-    return Trajectory(**{**value, "status": Status(value["status"]), "segments": segments})
+    trajectory = Trajectory(**{**value, "status": Status(value["status"]), "segments": segments})
+    trajectory.check_turns()
+    return trajectory
 
 
 def _segment(value: dict[str, Any], where: str) -> Segment:

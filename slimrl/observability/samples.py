@@ -17,6 +17,7 @@ def readable(trajectory: Trajectory) -> dict[str, Any]:
         "status": trajectory.status.value,
         "reward": trajectory.reward if math.isfinite(trajectory.reward) else None,
         "rewards": trajectory.rewards,
+        "turn_rewards": trajectory.turn_rewards,
         "num_tokens": trajectory.num_tokens,
         "num_sampled_tokens": trajectory.num_sampled_tokens,
         "messages": trajectory.messages,

@@ -3,7 +3,8 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,17 +13,35 @@ from slimrl.data.trajectory import Prompt, Status, Trajectory
 
 Reward = float | Mapping[str, float]
 """A number, or named parts whose sum is the reward."""
-RewardFunction = Callable[[Trajectory, Prompt], Reward | Awaitable[Reward]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A reward and what belongs to the turns; sequences have `trajectory.num_turns` entries or none."""
+
+    reward: Reward
+    turn_rewards: Sequence[float] = ()
+    """Reward of each turn, which `reward` does not include"""
+    turn_states: Sequence[str] = ()
+    """State of the environment before each turn, for GiGPO"""
+    advantage: float | None = None
+    """Of the trajectory, for `algorithm.advantage: given`"""
+    turn_advantages: Sequence[float] = ()
+    """The same for each turn"""
+
+
+RewardFunction = Callable[[Trajectory, Prompt], Reward | Score | Awaitable[Reward | Score]]
 
 
 async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction, timeout_s: float) -> None:
-    """Set `reward` of a trajectory, and `rewards` if the reward has named parts; a failed trajectory keeps its NaN.
+    """Set the reward of a trajectory, its named parts, and what a Score gives; a failed trajectory keeps its NaN.
 
     A synchronous function runs in its own thread, so a slow one blocks neither the episodes nor the end of the run.
 
     Raises:
         TimeoutError: no reward within `timeout_s`.
-        ValueError: the function returned something else than finite numbers.
+        ValueError: the function returned something else than finite numbers, or a list that has not one entry for each
+            turn.
         TaskCodeExited: the function called sys.exit(), for example.
     """
     if trajectory.status is Status.failed:
@@ -34,6 +53,9 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
         if deadline.expired():
             raise TimeoutError(f"no reward within {timeout_s:g} s") from error
         raise
+    if isinstance(value, Score):
+        _set_turns(trajectory, value)
+        value = value.reward
     if isinstance(value, Mapping):
         parts = {_name(name): _number(part, name) for name, part in value.items()}
         trajectory.reward = _number(math.fsum(parts.values()), "the sum of its parts")
@@ -56,10 +78,28 @@ async def _call(function: RewardFunction, trajectory: Trajectory, prompt: Prompt
         raise reportable(error) from error
 
 
+def _set_turns(trajectory: Trajectory, given: Score) -> None:
+    """Set what belongs to turns, or nothing if it does not fit them."""
+    values: dict[str, Any] = {
+        "turn_rewards": [_number(one, "turn_rewards") for one in given.turn_rewards],
+        "turn_states": [_text(one) for one in given.turn_states],
+        "advantage": None if given.advantage is None else _number(given.advantage, "advantage"),
+        "turn_advantages": [_number(one, "turn_advantages") for one in given.turn_advantages],
+    }
+    replace(trajectory, **values).check_turns()
+    vars(trajectory).update(values)
+
+
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not name:
         raise ValueError(f"the reward function named a part {name!r}; it must be a non-empty string")
     return name
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"the reward function returned a state {value!r} among turn_states; it must be a string")
+    return value
 
 
 def _number(value: Any, name: str) -> float:

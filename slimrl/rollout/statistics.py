@@ -32,6 +32,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     """
     scored = [t for t in trajectories if t.status is not Status.failed]
     parts = sorted({name for t in scored for name in t.rewards})
+    by_turn = any(t.turn_rewards for t in scored)
     tokens = sum(t.num_sampled_tokens for t in trajectories)
     calls = sum(t.metadata["num_tool_calls"] for t in trajectories)
     errors = sum(t.metadata["num_tool_errors"] for t in trajectories)
@@ -39,6 +40,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     return {
         "reward/mean": float(np.mean([t.reward for t in scored])) if scored else float("nan"),
         **{f"reward/parts/{name}": float(np.mean([t.rewards.get(name, 0.0) for t in scored])) for name in parts},
+        **({"reward/turns": float(np.mean([sum(t.turn_rewards) for t in scored]))} if by_turn else {}),
         "reward/timeouts": sum(bool(t.metadata.get("reward_timed_out")) for t in trajectories),
         "rollout/trajectories": len(trajectories),
         "rollout/tokens": tokens,

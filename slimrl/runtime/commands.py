@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
-from slimrl.algorithms.selection import apply_truncation_rule
+from slimrl.algorithms.shaping import shape_rewards
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema import Recipe
 from slimrl.config.show import resolved_dict
@@ -145,7 +145,7 @@ def train_on_file(
         loaded, task = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read)
         recipe = loaded.recipe
         batch = read_trajectories(trajectories)
-        apply_truncation_rule(batch, recipe.algorithm.truncated)
+        shape_rewards(batch, recipe.algorithm)
         updates, state = steps * recipe.trainer.updates_per_rollout, RunState()
         with (
             open_run(loaded, progress, overwrite=overwrite) as folder,

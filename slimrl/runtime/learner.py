@@ -22,6 +22,7 @@ from slimrl.data.trajectory import Trajectory
 from slimrl.runtime.checks.task import GroupFilter
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
+from slimrl.runtime.group_filters import GroupFilters
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step, policy_metrics, update_metrics
 
@@ -33,7 +34,7 @@ class Learner:
         self, recipe: Recipe, trainers: TrainerGroup, state: RunState, group_filters: Sequence[GroupFilter]
     ) -> None:
         self._recipe, self._trainers, self._state = recipe, trainers, state
-        self._group_filters = group_filters
+        self._keeps = GroupFilters(recipe.reward.group_filters, group_filters)
         self._reports: dict[int, list[LogProbReport]] = {}
         """By update, on the log-probs of the policy before the first one"""
 
@@ -43,7 +44,7 @@ class Learner:
         Raises:
             RunError: a group filter failed; it is named.
         """
-        selection = select(trajectories, self._recipe.algorithm, self._keeps)
+        selection = select(trajectories, self._recipe.algorithm, self._keeps, step=step.number)
         step.record({"rollout/zero_variance_fraction": selection.zero_variance_fraction})
         updates = make_updates(selection, self._recipe, self._trainers.layout)
         if updates:
@@ -123,16 +124,6 @@ class Learner:
             length=self._recipe.rollout.max_trajectory_tokens,
         )
 
-    def _keeps(self, group: list[Trajectory]) -> bool:
-        for name, keeps in zip(self._recipe.reward.group_filters, self._group_filters, strict=True):
-            try:
-                if not keeps(group):
-                    return False
-            except Exception as error:
-                # A task's own code may raise anything. The message names the filter; the driver's log has the rest.
-                raise RunError(f"{name} failed on {group[0].group_id}: {type(error).__name__}: {error}") from error
-        return True
-
     @property
     def _temperature(self) -> float:
         return self._recipe.rollout.sampling.temperature
@@ -140,9 +131,15 @@ class Learner:
 
 def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[PackedBatch]:
     """One packed batch for each optimizer update of a rollout."""
-    trajectories = selection.trajectories
+    trajectories, by_turn = selection.trajectories, selection.turn_advantages
     return [
-        pack_for(recipe.trainer, layout, [trajectories[i].segments for i in chosen], selection.advantages[chosen])
+        pack_for(
+            recipe.trainer,
+            layout,
+            [trajectories[i].segments for i in chosen],
+            selection.advantages[chosen],
+            None if by_turn is None else [by_turn[i] for i in chosen],
+        )
         for chosen in deal(trajectories, recipe.trainer.updates_per_rollout)
     ]
 

@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-from slimrl.config.schema import Recipe, SamplingConfig
+from slimrl.agent.episode import first_messages
+from slimrl.algorithms.selection import check_credit
+from slimrl.algorithms.turn_states import observed_states
+from slimrl.config.schema import CreditName, Recipe, SamplingConfig
 from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
@@ -69,12 +72,18 @@ class RolloutStage:
         self._loop.close()
 
     def rollout(
-        self, prompts: Sequence[Prompt], *, label: str, check_cancelled: Callable[[], None] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        label: str,
+        check_cancelled: Callable[[], None] | None = None,
+        earlier: Sequence[Trajectory] = (),
     ) -> list[Trajectory]:
         """`samples_per_prompt` trajectories of each prompt under the training sampling settings.
 
         Args:
             label: part of every trajectory id, for example `step_000012`; unique in the run.
+            earlier: those of the step before this rollout; they count in the fraction that may fail.
             check_cancelled: called every second; an exception that it raises ends the rollout.
 
         Raises:
@@ -82,7 +91,8 @@ class RolloutStage:
         """
         samples = self._recipe.rollout.samples_per_prompt
         planned = planned_trajectories(prompts, samples_per_prompt=samples, label=label)
-        return self._collect("rollout", planned, self._recipe.rollout.sampling, check_cancelled, teacher=self._teacher)
+        sampling = self._recipe.rollout.sampling
+        return self._collect("rollout", planned, sampling, check_cancelled, earlier, teacher=self._teacher)
 
     def evaluate(self, name: str, prompts: Sequence[Prompt], *, label: str) -> tuple[EvalResult, list[Trajectory]]:
         """One trajectory of each prompt under the evaluation sampling settings.
@@ -100,6 +110,7 @@ class RolloutStage:
         planned: Mapping[str, Prompt],
         sampling: SamplingConfig,
         check_cancelled: Callable[[], None] | None = None,
+        earlier: Sequence[Trajectory] = (),
         *,
         teacher: Teacher | None = None,
     ) -> list[Trajectory]:
@@ -108,12 +119,13 @@ class RolloutStage:
         with self._progress.phase(name, len(planned), "trajectories") as phase:
             episodes = self._run_episodes(planned, sampling, phase.advance, teacher)
             trajectories = self._loop.run(self._watched(episodes, check_cancelled))
-        failed = [t for t in trajectories if t.status in (Status.failed, Status.aborted)]
+        counted = [*earlier, *trajectories]
+        failed = [t for t in counted if t.status in (Status.failed, Status.aborted)]
         limit = self._recipe.rollout.max_failed_fraction
-        if len(failed) > limit * len(trajectories):
+        if len(failed) > limit * len(counted):
             causes = sorted({str(t.metadata.get("error")) for t in failed})
             raise RunError(
-                f"{name}: {len(failed)} of {len(trajectories)} trajectories failed or were aborted, more than "
+                f"{name}: {len(failed)} of {len(counted)} trajectories failed or were aborted, more than "
                 f"rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
             )
         return trajectories
@@ -190,6 +202,7 @@ class RolloutStage:
         self._engine.close(trajectory_id)
         try:
             await score(trajectory, prompt, self._task.reward, self._recipe.rollout.trajectory_timeout_s)
+            self._complete_credit(trajectory, prompt)
         except Exception as error:
             # A task's own code may raise anything. The recipe limits how many trajectories may fail.
             cause = f"{self._recipe.reward.function} failed: {type(error).__name__}: {error}"
@@ -197,6 +210,19 @@ class RolloutStage:
             trajectory.status = Status.failed
             trajectory.metadata["error"] = cause
         return trajectory
+
+    def _complete_credit(self, trajectory: Trajectory, prompt: Prompt) -> None:
+        """Add the states that GiGPO needs where the task gives none.
+
+        Raises:
+            ValueError: the task gave less than the recipe's advantages need.
+        """
+        if trajectory.status is Status.failed:
+            return
+        if self._recipe.algorithm.credit.name is CreditName.gigpo and not trajectory.turn_states:
+            count = len(first_messages(prompt, self._recipe.agent.system_prompt))
+            trajectory.turn_states = observed_states(trajectory.messages, count, trajectory.num_turns)
+        check_credit(trajectory, self._recipe.algorithm)
 
 
 async def _score_by(teacher: Teacher, trajectory: Trajectory, times: ScoringTimes) -> None:

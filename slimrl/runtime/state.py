@@ -43,6 +43,8 @@ class RunState:
     """Version that the engines serve."""
     cursor: dict[str, Any] = field(default_factory=dict)
     """Position in the training data."""
+    prompt_results: dict[str, list[float]] = field(default_factory=dict)
+    """Decayed tries and successes by prompt, for `algorithm.dynamic_sampling.refill: value`; else empty."""
     skipped_steps: int = 0
     """Optimizer updates skipped so far because their gradient was not finite."""
     skipped_in_a_row: int = 0

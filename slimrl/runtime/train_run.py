@@ -2,8 +2,8 @@
 
 import time
 from dataclasses import dataclass
+from itertools import chain
 
-from slimrl.algorithms.selection import apply_truncation_rule
 from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.observability.metrics import read_metrics
@@ -13,6 +13,8 @@ from slimrl.rollout.statistics import rollout_metrics, teacher_metrics
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
+from slimrl.runtime.dynamic_sampling import StepSampler
+from slimrl.runtime.group_filters import GroupFilters
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.run import Run
@@ -32,6 +34,14 @@ class TrainRun(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters)
+        self._sampler = StepSampler(
+            self.recipe,
+            self.data,
+            list(chain(*self.task.train.values())),
+            self.stage,
+            GroupFilters(self.recipe.reward.group_filters, self.task.group_filters),
+            self.state.prompt_results,
+        )
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
         self._weights = WeightSync(self.recipe, self.state, self.trainers, self.engines, self._memory, self.progress)
 
@@ -55,26 +65,22 @@ class TrainRun(Run):
             self.evaluate()
 
     def rollout(self, step: Step) -> list[Trajectory]:
-        """Scored trajectories of the next prompts.
+        """Scored trajectories of the next prompts, and of those that replace prompts without a signal.
 
         Raises:
             RunError: too many trajectories failed.
             StepDropped: the run was preempted and the grace period is over.
         """
-        prompts = self.data.take(self.recipe.rollout.prompts_per_step)
         start = time.monotonic()
-        trajectories = self.stage.rollout(
-            prompts, label=f"step_{step.number:06d}", check_cancelled=self.preemption.check
-        )
+        batch = self._sampler.rollout(step.number, self.preemption.check)
         seconds = time.monotonic() - start
-        apply_truncation_rule(trajectories, self.recipe.algorithm.truncated)
-        step.record(rollout_metrics(trajectories, seconds))
-        step.record(teacher_metrics(trajectories, self.stage.scoring))
+        step.record({**rollout_metrics(batch.sampled, seconds), **batch.metrics})
+        step.record(teacher_metrics(batch.sampled, self.stage.scoring))
         if self.recipe.data.max_prompt_tokens is not None:
             step.record({"data/left_out_prompts": self.task.num_left_out})
-        write_samples(self.folder.sample_file(step.number), trajectories, self.recipe.tracking.trajectories_per_step)
+        write_samples(self.folder.sample_file(step.number), batch.sampled, self.recipe.tracking.trajectories_per_step)
         self._memory.enter(MemoryPhase.train)
-        return trajectories
+        return batch.kept
 
     def resync(self, step: Step) -> None:
         """Send the weights as the next version."""

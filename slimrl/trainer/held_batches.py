@@ -20,7 +20,7 @@ from slimrl.algorithms.objective import LossFunction
 from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.algorithms.token_advantages import charges_kl, kl_returns, whitening
 from slimrl.config.schema import AlgorithmConfig
-from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, MicroBatch
+from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, MicroBatch
 from slimrl.data.pieces import Piece, cut, join, pieces_of, sampled_places
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
@@ -71,13 +71,17 @@ class HeldBatches:
         set_remote(batches, own, [one for of_rank in _over_data(with_ids) for one in of_rank])
 
     def add_advantages(self, settings: AlgorithmConfig) -> None:
-        """Add the advantages of tokens: those of trajectories and turns, charged with the KL, whitened."""
+        """Add the advantages of tokens: those of trajectories and turns, plus the teacher's, charged with the KL,
+        whitened."""
         if not self.runner.layout.is_last_stage:
             return
         for batches in self.updates:
             for batch in batches:
                 by_trajectory = batch.advantages[batch.trajectory_ids] if len(batch.advantages) else 0.0
-                batch.added.setdefault(ADVANTAGES, np.where(batch.mask, by_trajectory, 0).astype(np.float32))
+                given = batch.added.get(ADVANTAGES, by_trajectory)
+                if settings.teacher_coef:
+                    given = given + settings.teacher_coef * (batch.added[TEACHER_LOGPROBS] - batch.added[OLD_LOGPROBS])
+                batch.added[ADVANTAGES] = np.where(batch.mask, given, 0).astype(np.float32)
             if charges_kl(settings):
                 self._charge_kl(batches, settings.kl_coef)
         if settings.whiten:

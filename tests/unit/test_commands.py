@@ -237,7 +237,7 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     ruled = []
     monkeypatch.setattr(commands, "Learner", Learner)
     monkeypatch.setattr(commands, "read_trajectories", lambda path: batch)
-    monkeypatch.setattr(commands, "apply_truncation_rule", lambda *given: ruled.append(given))
+    monkeypatch.setattr(commands, "shape_rewards", lambda *given: ruled.append(given))
     parts.recipe.algorithm.truncated = TruncationMode.zero
     # As the command line over the recipe says.
     parts.recipe.steps = 2
@@ -248,7 +248,7 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
         ("prepare", 1, batch), ("inputs", "updates"), ("train", "updates", True),
         ("prepare", 2, batch), ("inputs", "updates"), ("train", "updates", False),
     ]  # fmt: skip
-    assert ruled == [(batch, TruncationMode.zero)]
+    assert ruled == [(batch, parts.recipe.algorithm)]
     assert parts.prepared[:3] == (["a=1", "steps=2"], "train --trajectories", {"train": False, "evaluate": False})
     assert (parts.opened, parts.keep) == ({"overwrite": True}, -1)
     assert parts.started == {"total_updates": 6, "ray_address": "head:1"}

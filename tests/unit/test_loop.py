@@ -19,7 +19,7 @@ from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.statistics import EvalResult
-from slimrl.runtime import train_run
+from slimrl.runtime import dynamic_sampling, train_run
 from slimrl.runtime.cluster.errors import RunError, StepDropped
 from slimrl.runtime.loop import train
 from slimrl.runtime.state import RunState
@@ -128,7 +128,7 @@ def no_figures_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(trajectories: Sequence[Trajectory], rule: object) -> None:
         pass
 
-    monkeypatch.setattr(train_run, "apply_truncation_rule", nothing)
+    monkeypatch.setattr(dynamic_sampling, "shape_rewards", nothing)
     monkeypatch.setattr(train_run, "rollout_metrics", lambda trajectories, seconds: {"rollout/trajectories": 1})
     monkeypatch.setattr(train_run, "write_samples", lambda path, trajectories, limit: None)
     monkeypatch.setattr(train_run, "write_curve", lambda files, path, *, title: path.touch())
@@ -152,7 +152,7 @@ def play(recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, s
         run = TrainRun(
             recipe=recipe,
             folder=folder,
-            task=SimpleNamespace(eval_sets={name: ["a prompt"] for name in sets}, group_filters=[]),
+            task=SimpleNamespace(eval_sets={name: ["a prompt"] for name in sets}, group_filters=[], train={}),
             trainers=stages,
             engines=stages,
             stage=stages,
@@ -383,7 +383,7 @@ def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tm
     def noted(name, result=None):
         return lambda *given, **named: seen.append((name, *given)) or result
 
-    monkeypatch.setattr(train_run, "apply_truncation_rule", noted("rule"))
+    monkeypatch.setattr(dynamic_sampling, "shape_rewards", noted("rule"))
     monkeypatch.setattr(train_run, "rollout_metrics", noted("figures", {"rollout/tokens": 5}))
     monkeypatch.setattr(train_run, "write_samples", noted("samples"))
     recipe = recipe_of(1)
@@ -391,7 +391,7 @@ def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tm
     folder = play(recipe, Stages(), tmp_path)
     batch = ["a trajectory"]
     assert seen == [
-        ("rule", batch, recipe.algorithm.truncated),
+        ("rule", batch, recipe.algorithm),
         ("figures", batch, seen[1][2]),
         ("samples", folder.sample_file(1), batch, 3),
     ]

@@ -239,7 +239,7 @@ def test_a_place_of_padding_alone_adds_nothing_and_still_has_a_gradient(name):
 @pytest.mark.parametrize("name", [name.value for name in AlgorithmName])
 def test_on_policy_the_gradient_is_the_policy_gradient_of_the_advantages(name):
     """Without a pass for old log-probs: every ratio is 1, nothing is clipped, and the gradient is alive."""
-    settings, case = replace(config(**SETTINGS[AlgorithmName(name)]), kl_coef=0.0), Case(2)
+    settings, case = replace(CASES[name], kl_coef=0.0), Case(2)
     new = torch.from_numpy(case.new).requires_grad_()
     batch = LossBatch(
         mask_T=torch.from_numpy(case.mask), trajectory_ids_T=torch.from_numpy(case.ids),

@@ -1,6 +1,7 @@
 """Rewards against a table of answers, and how a reward function is applied."""
 
 import asyncio
+import math
 import threading
 import time
 from fractions import Fraction
@@ -15,7 +16,7 @@ from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.rewards.comparers import ComparerFailed, OutOfCpuTime
 from slimrl.rewards.comparison import equivalent
 from slimrl.rewards.math import boxed_equivalent, boxed_exact, final_answer
-from slimrl.rewards.scoring import score
+from slimrl.rewards.scoring import Score, score
 
 
 def trajectory(text, role="assistant", status=Status.completed):
@@ -298,3 +299,33 @@ def test_a_reward_function_that_hangs_does_not_hold_up_the_end_of_the_event_loop
         assert time.monotonic() - start < 5
     finally:
         release.set()
+
+
+def test_a_score_gives_what_belongs_to_the_turns():
+    scored = trajectory("x")
+    given = Score(
+        reward={"answer": 1, "format": 0.5}, turn_rewards=np.float32([0.25]), turn_states=["kitchen"],
+        advantage=torch.tensor(2.0), turn_advantages=[-1],
+    )  # fmt: skip
+    asyncio.run(score(scored, prompt(1), lambda *_: given, 10.0))
+    assert (scored.reward, scored.rewards) == (1.5, {"answer": 1.0, "format": 0.5})
+    assert (scored.turn_rewards, scored.turn_states) == ([0.25], ["kitchen"])
+    assert (scored.advantage, scored.turn_advantages) == (2.0, [-1.0])
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"turn_rewards": [1.0, 2.0]}, "turn_rewards has 2 entries, and the trajectory 1 turns"),
+        ({"turn_rewards": [math.nan]}, "the reward function returned turn_rewards = nan"),
+        ({"turn_states": [7]}, "a state 7 among turn_states"),
+        ({"advantage": math.inf}, "the reward function returned advantage = inf"),
+        ({"turn_advantages": ["1"]}, "the reward function returned turn_advantages = '1'"),
+    ],
+)
+def test_a_score_that_does_not_fit_the_turns_is_refused(given, problem):
+    scored = trajectory("x")
+    with pytest.raises(ValueError, match=problem):
+        asyncio.run(score(scored, prompt(1), lambda *_: Score(reward=1.0, **given), 10.0))
+    # A file of failed trajectories can be read, too.
+    scored.check_turns()

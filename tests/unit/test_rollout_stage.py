@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import AdvantageName, CreditName, Recipe
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.runtime import rollout_stage
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
@@ -220,3 +220,29 @@ def test_who_looks_at_a_rollout_can_end_it(start: Start, monkeypatch: pytest.Mon
     # The engines are still there for others.
     episodes.takes_s = 0.0
     assert len(stage.rollout(PROMPTS, label="step_000002")) == 10
+
+
+def test_a_refill_counts_failures_with_those_of_the_whole_step(start: Start):
+    episodes = Episodes()
+    episodes.endings = {10: FAILED}
+    stage = start(episodes, max_failed_fraction=0.1)
+    first = stage.rollout(PROMPTS, label="step_000001")
+    # One of two failed, and of the step one of twelve.
+    stage.rollout(PROMPTS[:1], label="step_000001/refill_1", earlier=first)
+    episodes.endings = {12: FAILED}
+    with pytest.raises(RunError, match=r"^rollout: 1 of 2 trajectories"):
+        stage.rollout(PROMPTS[:1], label="step_000002")
+
+
+def test_a_recipe_with_gigpo_has_states_and_one_with_given_advantages_fails_without_them(start: Start):
+    episodes = Episodes()
+    stage = start(episodes)
+    prompts = [Prompt(prompt_id="p", messages=[{"role": "user", "content": "q"}], label=1)]
+    algorithm = stage._recipe.algorithm
+    algorithm.credit.name = CreditName.gigpo
+    first, second = stage.rollout(prompts, label="step_000001")
+    assert first.turn_states == second.turn_states
+    assert len(first.turn_states) == 1
+    algorithm.credit.name, algorithm.advantage = CreditName.trajectory, AdvantageName.given
+    with pytest.raises(RunError, match=r"has no advantage: algorithm\.advantage given needs one"):
+        stage.rollout(prompts, label="step_000002")

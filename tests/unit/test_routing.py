@@ -157,7 +157,7 @@ def test_planted_flips_explain_the_whole_mismatch_of_a_step():
     recipe = Recipe()
     recipe.trainer.max_tokens_per_rank = 24
     layout = SimpleNamespace(alignment=4, data=2, micro_batch_multiple=1)
-    chosen = select([trajectory(i) for i in range(5)], recipe.algorithm, lambda group: True)
+    chosen = select([trajectory(i) for i in range(5)], recipe.algorithm, lambda group: True, step=1)
     (update,) = make_updates(chosen, recipe, layout)
     # One in the prompt of the second trajectory, one at the eighth token of the fourth.
     flips = {1: [(1, 0)], 3: [(7, 1)]}

@@ -9,8 +9,9 @@ import pytest
 
 from slimrl.algorithms.mismatch import entropy_mean, mismatch_metrics, report_logprobs
 from slimrl.algorithms.remote import remote_sums, set_remote
-from slimrl.algorithms.selection import Selection, apply_truncation_rule
+from slimrl.algorithms.selection import Selection
 from slimrl.algorithms.selection import select as select_with
+from slimrl.algorithms.shaping import apply_truncation_rule
 from slimrl.config.schema import Recipe, TruncationMode
 from slimrl.data.packing import num_trajectories
 from slimrl.data.prompts import Sampler
@@ -58,7 +59,7 @@ def trajectory(group: str, sample: int, reward: float, status: Status = Status.c
 
 def select(batch: list[Trajectory], settings: Recipe) -> Selection:
     """Of a task that refuses nothing."""
-    return select_with(batch, settings.algorithm, lambda group: True)
+    return select_with(batch, settings.algorithm, lambda group: True, step=1)
 
 
 def test_a_prompt_that_comes_twice_in_a_step_makes_one_group_of_other_samples():
@@ -88,7 +89,7 @@ def test_failed_trajectories_filters_and_equal_groups_are_left_out():
         trajectory("alone", 0, 1.0),
         trajectory("alone", 1, math.nan, Status.failed),
     ]
-    chosen = select_with(batch, recipe().algorithm, lambda group: group[0].group_id != "refused")
+    chosen = select_with(batch, recipe().algorithm, lambda group: group[0].group_id != "refused", step=1)
     assert [t.trajectory_id for t in chosen.trajectories] == ["mixed/0", "mixed/1", "mixed/2"]
     assert chosen.zero_variance_fraction == 0.5
     std = math.sqrt(1 / 3) + 1e-6

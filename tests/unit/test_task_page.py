@@ -85,3 +85,25 @@ def test_its_reward_pays_for_what_the_model_answers_at_the_end_alone(clock: Modu
         metadata={"num_turns": turns},
     )
     assert clock.reward(trajectory, Prompt(prompt_id="g", messages=[], label=205)) == rewards
+
+
+def test_its_rewards_of_turns_are_one_for_each(clock: ModuleType):
+    (block,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "Score(" in code]
+    exec(block, vars(clock))
+    asked = [{"role": "user", "content": "q"}]
+    trajectory = Trajectory(
+        group_id="g",
+        trajectory_id="t",
+        segments=[],
+        status=Status.truncated,
+        messages=[
+            {"role": "system", "content": "s"},
+            *asked,
+            {"role": "assistant", "content": None, "tool_calls": [{}]},
+            {"role": "tool", "content": "580"},
+            {"role": "assistant", "content": "205"},
+        ],
+        metadata={"num_turns": 3},
+    )
+    scored = clock.reward_by_turn(trajectory, Prompt(prompt_id="g", messages=asked, label=205))
+    assert (scored.reward, scored.turn_rewards) == ({"answer": 1.0, "brevity": 0.1}, [0.1, 0.0, 0.0])

@@ -78,3 +78,35 @@ def test_a_file_without_lines_is_refused(tmp_path):
     (tmp_path / "t.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"t\.jsonl: the file has no lines"):
         read_trajectories(tmp_path / "t.jsonl")
+
+
+def test_what_belongs_to_turns_is_read_back_and_a_file_without_it_is_read_too(tmp_path):
+    given = {
+        "turn_rewards": [0.5] * 301,
+        "turn_states": ["s"] * 301,
+        "advantage": -0.25,
+        "turn_advantages": [1.0] * 301,
+    }
+    write_trajectories(tmp_path / "t.jsonl", [trajectory("a/0", **given)])
+    (read,) = read_trajectories(tmp_path / "t.jsonl")
+    assert {name: getattr(read, name) for name in given} == given
+    old = {name: value for name, value in to_json(trajectory("a/0")).items() if name not in given}
+    (tmp_path / "old.jsonl").write_text(json.dumps(old) + "\n")
+    (read,) = read_trajectories(tmp_path / "old.jsonl")
+    assert (read.turn_rewards, read.turn_states, read.advantage, read.turn_advantages) == ([], [], None, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"turn_rewards": [1.0]}, "turn_rewards has 1 entries, and the trajectory 301 turns"),
+        ({"turn_rewards": ["1"]}, "`turn_rewards` must be a list of numbers"),
+        ({"turn_states": [1]}, "`turn_states` must be a list of texts"),
+        ({"turn_advantages": 1}, "`turn_advantages` must be a list of numbers"),
+        ({"advantage": "1"}, "`advantage` must be a number or null"),
+    ],
+)
+def test_a_line_whose_turns_do_not_fit_is_broken(tmp_path, change, problem):
+    (tmp_path / "t.jsonl").write_text(json.dumps(to_json(trajectory("a/0")) | change) + "\n")
+    with pytest.raises(ValueError, match=problem):
+        read_trajectories(tmp_path / "t.jsonl")

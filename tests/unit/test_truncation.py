@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.algorithms.selection import apply_truncation_rule, select
+from slimrl.algorithms.selection import select
+from slimrl.algorithms.shaping import apply_truncation_rule
 from slimrl.config.schema import Recipe, TruncationMode
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.run_folder import RunFolder
@@ -66,7 +67,7 @@ def test_each_rule_treats_truncated_and_aborted_trajectories_alike(rule, status,
     batch = [*others, trajectory("this", reward, Status(status))]
     apply_truncation_rule(batch, recipe.algorithm.truncated)
     np.testing.assert_equal([t.reward for t in batch], [3.0, -3.0, becomes])
-    selection = select(batch, recipe.algorithm, lambda group: True)
+    selection = select(batch, recipe.algorithm, lambda group: True, step=1)
     chosen = dict(zip([t.trajectory_id for t in selection.trajectories], selection.advantages.tolist(), strict=True))
     assert ("this" in chosen) == trained
     # Advantages within the group, in float64: what is not trained on counts in the baseline, unless it failed.
@@ -96,7 +97,7 @@ def test_the_rollout_of_a_run_applies_the_rule_before_its_metrics_are_taken(tmp_
     run = TrainRun(
         recipe=recipe,
         folder=folder,
-        task=SimpleNamespace(group_filters=[]),
+        task=SimpleNamespace(group_filters=[], train={}),
         trainers=SimpleNamespace(),
         engines=SimpleNamespace(),
         stage=Stage(),

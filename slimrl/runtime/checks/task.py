@@ -12,7 +12,7 @@ from slimrl.algorithms.advantages import load_advantage
 from slimrl.algorithms.losses import load_loss
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import AdvantageName, Recipe
 from slimrl.data.engine import Engine
 from slimrl.data.import_path import resolve
 from slimrl.data.prompts import read_prompts
@@ -67,7 +67,8 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     }
     if is_needed("algorithm", loaded.command):
         attempts.get("algorithm.loss", lambda: load_loss(recipe.algorithm.loss))
-        attempts.get("algorithm.advantage", lambda: load_advantage(recipe.algorithm.advantage))
+        if recipe.algorithm.advantage != AdvantageName.given:
+            attempts.get("algorithm.advantage", lambda: load_advantage(recipe.algorithm.advantage))
     if attempts.problems:
         raise RecipeError(attempts.problems)
     task = _without_long_prompts(Task(**values), recipe, attempts)
