@@ -24,6 +24,7 @@ from slimrl.config.rollout_rules import (
     rollout_violations,
     transport_warnings,
 )
+from slimrl.config.routing_rules import routing_violations
 from slimrl.config.schema import AlgorithmName, Recipe
 from slimrl.config.trainer_rules import (
     batch_violations,
@@ -97,6 +98,7 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
         warnings += kept_memory_warnings(recipe)
     if command in ("train", "train --trajectories"):
         violations += batch_violations(recipe)
+        violations += routing_violations(recipe, None if hf_config is None else num_experts(hf_config))
         warnings += [*recipe_warnings(recipe), *batch_warnings(recipe)]
     if command == "sft":
         violations += sft_violations(recipe)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from slimrl.algorithms.mismatch import entropy_mean, mismatch_metrics
+from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
 from slimrl.algorithms.selection import Selection, deal, select
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import OLD_LOGPROBS, PackedBatch, is_split, num_trajectories, pack_for
@@ -56,6 +57,9 @@ class Learner:
         ]
         metrics = mismatch_metrics([report for of_update in reports for report in of_update])
         step.record({**metrics, "policy/entropy": entropy_mean(reports)})
+        if replay_gap_is_due(self._recipe.algorithm, step.number):
+            own = [self._trainers.report_own_routing(number, self._temperature) for number in range(len(updates))]
+            step.record(replay_gap_metrics([report for of_update in own for report in of_update]))
         limit, found = self._recipe.algorithm.max_logprob_mismatch, metrics["mismatch/logprob_abs_mean"]
         if enforce_limit and not found <= limit:
             raise RunError(

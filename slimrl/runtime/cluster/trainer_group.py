@@ -87,7 +87,14 @@ class TrainerGroup:
         Returns:
             A report for each micro-batch, in the order of `put_batches`.
         """
-        results = self._pass("log-probs", "add_logprobs", update, name, temperature, routing)
+        return self._reports("add_logprobs", update, name, temperature, routing)
+
+    def report_own_routing(self, update: int, temperature: float) -> list[LogProbReport]:
+        """What `add_logprobs` would report if no routing were replayed."""
+        return self._reports("report_own_routing", update, temperature)
+
+    def _reports(self, method: str, *arguments: Any) -> list[LogProbReport]:
+        results = self._pass("log-probs", method, *arguments)
         reported = {self._layouts[name].data_rank: result for name, result in results.items() if result is not None}
         return [report for rank in sorted(reported) for report in reported[rank]]
 
