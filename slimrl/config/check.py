@@ -92,13 +92,13 @@ def check_recipe(recipe: Recipe, hf_config: dict[str, Any] | None, command: str)
     if trains(command):
         violations += layout_violations(recipe, experts)
         violations += megatron_violations(recipe)
+        violations += routing_violations(recipe, None if hf_config is None else num_experts(hf_config), command)
     if command in ("train", "sft"):
         warnings += warmup_warnings(recipe, command)
     if command == "train":
         warnings += kept_memory_warnings(recipe)
     if command in ("train", "train --trajectories"):
         violations += batch_violations(recipe)
-        violations += routing_violations(recipe, None if hf_config is None else num_experts(hf_config))
         warnings += [*recipe_warnings(recipe), *batch_warnings(recipe)]
     if command == "sft":
         violations += sft_violations(recipe)

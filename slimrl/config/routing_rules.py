@@ -9,7 +9,7 @@ _BALANCING = ("sinkhorn", "quantile_balancing")
 """Kinds of moe_router_load_balancing_type in which a router does not ask for the top-k of its scores."""
 
 
-def routing_violations(recipe: Recipe, experts: int | None) -> Iterator[Violation]:
+def routing_violations(recipe: Recipe, experts: int | None, command: str) -> Iterator[Violation]:
     """Settings under which routers cannot replay.
 
     Args:
@@ -19,7 +19,9 @@ def routing_violations(recipe: Recipe, experts: int | None) -> Iterator[Violatio
     if mode is RoutingReplay.off:
         return
     key = "algorithm.routing_replay"
-    if experts == 0:
+    if command == "sft":
+        yield key, f"{mode.value}: supervised training has no earlier pass and no engine to replay. Use off."
+    elif experts == 0:
         yield key, f"{mode.value}: the model has no experts. Use off."
     elif mode is RoutingReplay.rollout and not recipe.rollout.routed_experts:
         yield key, "rollout needs the experts that engines report. Set rollout.routed_experts: true."
