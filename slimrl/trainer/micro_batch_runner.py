@@ -100,6 +100,7 @@ class MicroBatchRunner:
         if record is not None:
             routes = list(record.take([len(batch.tokens) // self.layout.context for batch in micro_batches]))
         if record_replay:
+            assert record is not None, "a model without experts has no routing to replay"
             group = mpu.get_context_parallel_group()
             for whole, (experts_TLK, _) in zip(micro_batches, routes, strict=True):
                 gathered_TLK = gather_context(experts_TLK, shard_context(whole, group))

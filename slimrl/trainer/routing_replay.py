@@ -43,10 +43,11 @@ class RoutingReplay:
         self.in_pass, self.in_forward, self.trains = False, False, False
         self.given_TLK: Tensor | None = None
         self.valid_T: Tensor | None = None
-        self.layers = []
+        self.layers: list[LayerReplay] = []
         for router in model_routers(chunks):
-            router.router_replay = LayerReplay(self, router.layer_number - 1)
-            self.layers.append(router.router_replay)
+            layer = LayerReplay(self, router.layer_number - 1)
+            router.router_replay = layer
+            self.layers.append(layer)
         device = next(chunks[0].parameters()).device
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
         """Pairs of a token and a layer that were routed, that were replayed, and that would have chosen otherwise"""
