@@ -146,6 +146,7 @@ class _Episode:
             stop_token_ids=() if self.sampling.ignore_end_of_turn else self.runner.dialogue.stop_token_ids,
             timeout_s=self.runner.rollout.request_timeout_s,
             seed=None if self.seed is None else derive_seed(self.seed, "turn", *path),
+            experts_from=self.transcript.num_expert_rows,
         )
 
     def _record(self, result: GenerateResult) -> ParsedTurn | None:

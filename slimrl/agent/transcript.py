@@ -23,8 +23,14 @@ class Transcript:
         self.num_turns = num_turns
         """Assistant turns so far."""
 
+    @property
+    def num_expert_rows(self) -> int:
+        """Tokens whose experts are known, the first ones. A token's first pass is the one that counts: it sampled the
+        token after it."""
+        return sum(map(len, self._experts))
+
     def add_turn(self, result: GenerateResult, *, goes_on: bool = False) -> None:
-        """Append what the policy sampled in reply to all tokens so far.
+        """Append what the policy sampled in reply to all tokens so far, and the experts of tokens that had none yet.
 
         Args:
             goes_on: it belongs to the last turn.
@@ -36,9 +42,8 @@ class Transcript:
             result.tokens, mask=True, logprobs=result.logprobs, version=result.weight_version, turn=self.num_turns - 1
         )
         if (experts_TLK := result.routed_experts) is not None:
-            assert len(experts_TLK) <= len(self.tokens), "more rows of experts than tokens"
-            # Rows of earlier turns are kept: a token's first pass is the one that sampled the token after it.
-            self._experts.append(experts_TLK[sum(map(len, self._experts)) :].astype(np.int16))
+            assert self.num_expert_rows + len(experts_TLK) <= len(self.tokens), "more rows of experts than tokens"
+            self._experts.append(experts_TLK.astype(np.int16, copy=False))
 
     def add_tool_results(self, tokens: list[int]) -> None:
         """Append the answers to the last turn."""
@@ -48,7 +53,7 @@ class Transcript:
         """All tokens so far."""
         experts = None
         if self._experts:
-            missing = len(self.tokens) - sum(map(len, self._experts))
+            missing = len(self.tokens) - self.num_expert_rows
             experts = np.concatenate([*self._experts, np.full((missing, *self._experts[0].shape[1:]), -1, np.int16)])
         return Segment(
             tokens=np.array(self.tokens, np.int32),

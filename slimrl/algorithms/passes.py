@@ -7,7 +7,7 @@ settings that cost a pass.
 
 from slimrl.algorithms.token_advantages import charges_kl
 from slimrl.config.algorithms import TOKEN_LOSSES
-from slimrl.config.schema import AlgorithmConfig, OldPolicy, Recipe
+from slimrl.config.schema import AlgorithmConfig, OldPolicy, Recipe, RoutingReplay
 
 
 def needs_old(recipe: Recipe, number: int) -> bool:
@@ -20,7 +20,7 @@ def needs_old(recipe: Recipe, number: int) -> bool:
     if number > 0 and algorithm.old_policy is OldPolicy.trainer:
         return True
     # Experts are recorded without gradient, and dropout acts in training alone.
-    of_policy = charges_kl(algorithm) or algorithm.teacher_coef > 0
+    of_policy = charges_kl(algorithm) or algorithm.teacher_coef > 0 or algorithm.routing_replay is RoutingReplay.train
     return of_policy or recipe.rollout.routed_experts or _has_dropout(recipe)
 
 

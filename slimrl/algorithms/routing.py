@@ -24,6 +24,10 @@ class RoutingComparison:
 
     num_flips: int
     """Tokens with different sets of experts in some layer"""
+    num_differing: int
+    """Pairs of a token and a layer with different sets of experts"""
+    num_compared: int
+    """Pairs of a token and a layer for which both report experts"""
     reached_S: np.ndarray
     """bool, sampled tokens whose log-prob a flip reaches, or may reach because the engine did not report experts"""
     first_margins: np.ndarray
@@ -58,7 +62,11 @@ def compare_routing(
         reached_T[start:end] = _reached(unsure_TL[start:end])
         first_TL[start:end] = flips_TL[start:end] & ~_follows(flips_TL[start:end])
     return RoutingComparison(
-        num_flips=int(flips_TL.any(1).sum()), reached_S=reached_T[mask_T], first_margins=margin_TL[first_TL]
+        num_flips=int(flips_TL.any(1).sum()),
+        num_differing=int(flips_TL.sum()),
+        num_compared=int((routed_TL & reported_TL).sum()),
+        reached_S=reached_T[mask_T],
+        first_margins=margin_TL[first_TL],
     )
 
 
@@ -74,6 +82,8 @@ def routing_metrics(comparisons: Sequence[RoutingComparison], difference_S: np.n
         "mismatch/routing_flips": float(sum(comparison.num_flips for comparison in comparisons)),
         "mismatch/flip_reached_fraction": float(reached_S.mean()),
     }
+    if compared := sum(comparison.num_compared for comparison in comparisons):
+        metrics["routing/differs_fraction"] = sum(comparison.num_differing for comparison in comparisons) / compared
     margins = np.concatenate([comparison.first_margins for comparison in comparisons])
     if len(margins):
         metrics["mismatch/flip_margin_max"] = float(margins.max())

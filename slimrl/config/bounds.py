@@ -32,6 +32,7 @@ _NOT_NEGATIVE = (
     "rollout.sampling.temperature",
     "rollout.eval_sampling.temperature",
     "rollout.max_replacements",
+    "algorithm.replay_gap_every_steps",
     "eval.every_steps",
     "checkpoint.every_steps",
     "tracking.trajectories_per_step",

@@ -29,6 +29,7 @@ from slimrl.config.rollout_rules import (
     rollout_violations,
     transport_warnings,
 )
+from slimrl.config.routing_rules import routing_violations
 from slimrl.config.schema import Recipe
 from slimrl.config.stop_rules import stop_violations
 from slimrl.config.teacher_rules import teacher_model_violations, teacher_violations
@@ -94,6 +95,7 @@ def check_recipe(
     if trains(command):
         violations += layout_violations(recipe, experts)
         violations += [*megatron_violations(recipe), *fp8_violations(recipe), *lora_violations(recipe)]
+        violations += routing_violations(recipe, None if hf_config is None else num_experts(hf_config), command)
     if command in ("train", "sft"):
         warnings += warmup_warnings(recipe, command)
     if command in ("train", "train --trajectories", "sft"):

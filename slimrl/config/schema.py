@@ -428,6 +428,17 @@ class TrainerConfig:
     """Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig."""
 
 
+class RoutingReplay(str, Enum):
+    """Experts that the trainer's log-probs and updates take in a Mixture-of-Experts model."""
+
+    off = "off"
+    """Those that its own routers choose."""
+    train = "train"
+    """In the updates those of the pass over old log-probs (R2, arXiv:2507.18071, section 5.3)."""
+    rollout = "rollout"
+    """Those that the engines report (R3, arXiv:2510.11370)."""
+
+
 @dataclass(kw_only=True)
 class CorrectionConfig:
     """Importance weights for the difference between the engines' policy, which sampled, and the trainer's."""
@@ -559,6 +570,11 @@ class AlgorithmConfig:
     """Treatment of a trajectory that reached its maximum length or number of turns."""
     max_logprob_mismatch: float = MISSING
     """The run stops above this mismatch/logprob_abs_mean; 1e-4 suits fp32, 0.05 bf16."""
+    routing_replay: RoutingReplay = RoutingReplay.off
+    """Experts that the trainer takes; `rollout` needs `rollout.routed_experts`. docs/models.md says more."""
+    replay_gap_every_steps: int = 10
+    """Steps between measurements of routing/unreplayed_*, from the first step on, with `routing_replay: rollout`; each
+    costs a pass. 0 for none."""
     credit: CreditConfig = field(default_factory=CreditConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

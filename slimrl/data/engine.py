@@ -22,6 +22,8 @@ class GenerateRequest:
     timeout_s: float
     seed: int | None = None
     """Seed of the request's sampling; None lets the engine choose."""
+    experts_from: int = 0
+    """First input token whose experts are asked for, where the engine reports experts; those before are known"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,7 +35,7 @@ class GenerateResult:
     weight_version: int
     finish_reason: Literal["stop", "length", "abort"]
     routed_experts: np.ndarray | None
-    """int16 [len(input_ids) + len(tokens) - 1, layers, topk], or None if not requested"""
+    """int16 [len(input_ids) + len(tokens) - 1 - experts_from, layers, topk], or None if not requested"""
     cached_tokens: int
     """Prompt tokens that were in the engine's prefix cache."""
     num_retries: int = 0

@@ -81,6 +81,9 @@ class MicroBatch:
     routed_experts: np.ndarray | None = None
     """int16 [T, layers, topk], experts that the engine chose for each of `tokens`, -1 where it reported none; None if
     it reported none for the whole batch"""
+    replay_experts: np.ndarray | None = None
+    """int16 [T, layers, topk], experts that the trainer takes instead of its routers' own choice, which stands where
+    this is -1; None if it stands throughout"""
 
     @property
     def num_tokens(self) -> int:

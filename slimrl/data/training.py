@@ -1,5 +1,6 @@
 """Types that trainer and driver share, without Megatron, which the driver does not import."""
 
+import math
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -93,5 +94,18 @@ class UpdateResult:
     lr: float
     num_tokens: int
     """Tokens of the update batch that are not padding"""
-    expert_load_max_over_mean: float
-    router_entropy: float
+    expert_load_max_over_mean: float = math.nan
+    """Tokens of the busiest expert over the mean of its layer's experts, mean over layers: 1 is perfect balance. NaN,
+    like all that follow, in a model without experts"""
+    expert_load_worst: float = math.nan
+    """The same of the layer where it is largest"""
+    expert_load_worst_layer: float = math.nan
+    """That layer's index, from 0"""
+    dead_experts: float = math.nan
+    """Experts of all layers that got no token"""
+    router_entropy: float = math.nan
+    """Entropy of the router's distribution over all experts, natural log, mean over tokens and layers"""
+    replayed_fraction: float = math.nan
+    """Pairs of a token and a layer whose experts were given; NaN without routing replay"""
+    replay_changed_fraction: float = math.nan
+    """Of these, those for which the router would have chosen other experts"""

@@ -30,6 +30,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward/mean", "{:.3f}"),
     ("clip", "policy/clip_fraction", "{:.3f}"),
     ("mismatch", "mismatch/logprob_abs_mean", "{:.1e}"),
+    ("load", "moe/expert_load_worst", "{:.1f}"),
+    ("dead", "moe/dead_experts", "{:.0f}"),
     ("loss", "sft/loss", "{:.4f}"),
     ("tok/s", "rollout/tokens_per_s", "{:.0f}"),
     ("rollout", "time/rollout_s", "{:.1f}s"),

@@ -58,10 +58,17 @@ def request_body(
         sampling["ignore_eos"] = True
     if request.seed is not None:
         sampling["sampling_seed"] = request.seed
-    body = {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "return_logprob": True}
+    body: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": request.input_ids,
+        "sampling_params": sampling,
+        "return_logprob": True,
+    }
     if group is not None:
         body["routed_dp_rank"] = group
-    return {**body, "return_routed_experts": True} if routed_experts else body
+    if routed_experts:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
+    return body
 
 
 def batch_body(requests: Sequence[GenerateRequest], rids: Sequence[str], *, routed_experts: bool) -> dict[str, Any]:
@@ -69,25 +76,41 @@ def batch_body(requests: Sequence[GenerateRequest], rids: Sequence[str], *, rout
     bodies = [
         request_body(request, rid, routed_experts=routed_experts) for request, rid in zip(requests, rids, strict=True)
     ]
-    listed = {name: [body[name] for body in bodies] for name in ("rid", "input_ids", "sampling_params")}
+    listed: dict[str, Any] = {name: [body[name] for body in bodies] for name in ("rid", "input_ids", "sampling_params")}
+    if routed_experts:
+        listed["routed_experts_start_len"] = first_experts(requests)
     return {**bodies[0], **listed}
+
+
+def first_experts(requests: Sequence[GenerateRequest]) -> int:
+    """First token whose experts a call asks for; SGLang takes one number for all its requests."""
+    return min(request.experts_from for request in requests)
 
 
 def parse_answer(
     answer: dict[str, Any],
-    num_input_tokens: int,
+    request: GenerateRequest,
     routed_experts_shape: tuple[int, int] | None,
     *,
+    first_expert_row: int = 0,
     num_retries: int = 0,
 ) -> GenerateResult:
-    """Raises KeyError, TypeError or ValueError for an answer that is not from /generate."""
+    """The result of a request.
+
+    Args:
+        first_expert_row: first token whose experts the answer has, at most `request.experts_from`.
+
+    Raises:
+        KeyError, TypeError, ValueError: the answer is not from /generate.
+    """
     meta = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
     experts = None
     if routed_experts_shape is not None:
         rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
-        expected = (num_input_tokens + len(pairs) - 1, *routed_experts_shape)
-        experts = rows.reshape(expected).astype(np.int16)
+        count = max(0, len(request.input_ids) + len(pairs) - 1 - first_expert_row)
+        known = request.experts_from - first_expert_row
+        experts = rows.reshape(count, *routed_experts_shape)[known:].astype(np.int16)
     finish = (meta["finish_reason"] or {})["type"]
     if finish not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason {finish!r}")
@@ -180,8 +203,11 @@ class SglangEngine(Engine):
         try:
             answers = orjson.loads(content)
             pairs = list(zip(requests, answers if len(requests) > 1 else [answers], strict=True))
+            first = first_experts(requests)
             results = [
-                parse_answer(answer, len(request.input_ids), self._routed_experts_shape, num_retries=num_retries)
+                parse_answer(
+                    answer, request, self._routed_experts_shape, first_expert_row=first, num_retries=num_retries
+                )
                 for request, answer in pairs
             ]
             for request, answer in pairs:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from slimrl.algorithms.mismatch import LogProbReport, entropy_mean, mismatch_metrics
 from slimrl.algorithms.objective import denominator
 from slimrl.algorithms.passes import needs_old, needs_reference, needs_sums
+from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
 from slimrl.algorithms.selection import Selection, deal, select
 from slimrl.algorithms.token_advantages import has_token_advantages
 from slimrl.config.schema import Recipe
@@ -63,6 +64,9 @@ class Learner:
                 )
             if needs_reference(self._recipe):
                 self._trainers.add_logprobs(number, REFERENCE_LOGPROBS, self._temperature)
+        if updates and replay_gap_is_due(self._recipe.algorithm, step.number):
+            own = [self._trainers.report_own_routing(number, self._temperature) for number in range(len(updates))]
+            step.record(replay_gap_metrics([report for of_update in own for report in of_update]))
         if updates and has_token_advantages(self._recipe.algorithm):
             self._trainers.add_advantages(self._recipe.algorithm)
 

@@ -46,6 +46,14 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     if routed:
         metrics["moe/expert_load_max_over_mean"] = float(np.mean([r.expert_load_max_over_mean for r in routed]))
         metrics["moe/router_entropy"] = float(np.mean([r.router_entropy for r in routed]))
+        worst = max(routed, key=lambda r: r.expert_load_worst)
+        metrics["moe/expert_load_worst"] = worst.expert_load_worst
+        metrics["moe/expert_load_worst_layer"] = worst.expert_load_worst_layer
+        metrics["moe/dead_experts"] = min(r.dead_experts for r in routed)
+    for name in ("replayed_fraction", "replay_changed_fraction"):
+        values = [value for r in results if np.isfinite(value := getattr(r, name))]
+        if values:
+            metrics[f"routing/{name}"] = float(np.mean(values))
     if all("mtp_loss" in r.sums for r in results):
         metrics["mtp/loss"] = float(np.mean([r.sums["mtp_loss"] for r in results]))
     return metrics

@@ -6,7 +6,8 @@ results stay on the ranks; the driver gets a report.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,26 +20,34 @@ from slimrl.algorithms.mismatch import LogProbReport, report_logprobs
 from slimrl.algorithms.objective import LossFunction
 from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.algorithms.token_advantages import charges_kl, kl_returns, whitening
-from slimrl.config.schema import AlgorithmConfig
+from slimrl.config.schema import AlgorithmConfig, RoutingReplay
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, MicroBatch
 from slimrl.data.pieces import Piece, cut, join, pieces_of, sampled_places
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.reference import ReferenceWeights
+from slimrl.trainer.routing_replay import engine_experts
 
 
 class HeldBatches:
     """All ranks make each call together. Ranks of one data-parallel rank hold the same micro-batches."""
 
-    def __init__(self, runner: MicroBatchRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: MicroBatchRunner, routing_replay: RoutingReplay = RoutingReplay.off) -> None:
+        self.runner, self.replay_mode = runner, routing_replay
         self.updates: list[list[MicroBatch]] = []
         """This rank's micro-batches of each update"""
         self.reference: ReferenceWeights | None = None
 
     def put_batches(self, updates: Sequence[list[MicroBatch]]) -> None:
-        """Replace the micro-batches held."""
+        """Replace the micro-batches held.
+
+        Raises:
+            ValueError: the engine's experts are to be replayed, and there are none or not the model's.
+        """
         self.updates = list(updates)
+        if self.replay_mode is RoutingReplay.rollout:
+            for batch in (batch for update in updates for batch in update):
+                batch.replay_experts = engine_experts(batch, self.runner.routing_shape)
 
     def add_logprobs(
         self, update: int, name: str, temperature: float, routing: bool = False
@@ -52,13 +61,23 @@ class HeldBatches:
             A report on each micro-batch, on the output rank of the data-parallel rank; None on others.
         """
         batches = self.updates[update]
-        with self._reference() if name == REFERENCE_LOGPROBS else nullcontext():
-            found = self.runner.compute_logprobs(batches, temperature, routing=routing)
+        records = self.replay_mode is RoutingReplay.train and name == OLD_LOGPROBS
+        if name == REFERENCE_LOGPROBS:
+            with self._reference():
+                found = self.runner.compute_logprobs(_unreplayed(batches), temperature)
+        else:
+            found = self.runner.compute_logprobs(batches, temperature, routing=routing, record_replay=records)
         if found is None:
             return None
         for batch, result in zip(batches, found, strict=True):
             batch.added[name] = result.logprobs
         return self._reports(batches, found)
+
+    def report_own_routing(self, update: int, temperature: float) -> list[LogProbReport] | None:
+        """What `add_logprobs` would report if nothing were replayed; adds nothing."""
+        batches = _unreplayed(self.updates[update])
+        found = self.runner.compute_logprobs(batches, temperature, routing=True)
+        return None if found is None else self._reports(batches, found)
 
     def set_remote(self, update: int, settings: AlgorithmConfig, temperature: float) -> None:
         """Compute what the micro-batches need of trajectories' tokens in other ones, under the current policy."""
@@ -144,6 +163,10 @@ class HeldBatches:
         for batch in batches:
             values_T = batch.added[ADVANTAGES]
             batch.added[ADVANTAGES] = np.where(batch.mask, (values_T - mean) / deviation, 0).astype(np.float32)
+
+
+def _unreplayed(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    return [replace(batch, replay_experts=None) for batch in batches]
 
 
 def _by_trajectory(pieces: Iterable[Piece], batches: Sequence[MicroBatch]) -> dict[int, list[Piece]]:

@@ -36,6 +36,8 @@ class LocalBatch(LossBatch):
     position_ids_T: Tensor
     index_T: Tensor
     """int64, position of each token in the whole micro-batch"""
+    replay_experts_TLK: Tensor | None = None
+    """int16"""
     total_tokens: int
     """Length of the whole micro-batch, padding included"""
     packed_seq_params: PackedSeqParams
@@ -89,6 +91,7 @@ def shard_context(batch: MicroBatch, context_group: Any, *, mtp_layers: int = 0)
         advantages_N=per_trajectory(batch.advantages),
         remote_N={name: per_trajectory(values) for name, values in batch.remote.items()},
         index_T=index_T.to(target),
+        replay_experts_TLK=None if batch.replay_experts is None else per_token(batch.replay_experts),
         total_tokens=bounds[-1],
         packed_seq_params=_packed_seq_params(batch.cu_seqlens, target),
         context_group=context_group if ranks > 1 else None,

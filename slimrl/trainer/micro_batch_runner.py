@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
 from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.routers import RouterStats, RoutingRecord
+from slimrl.trainer.routing_replay import RoutingReplay
 from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
 
 
@@ -40,12 +42,14 @@ class MicroBatchRunner:
         vocab_size: int,
         chunk_tokens: int,
         mtp: MtpLoss | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """
         Args:
             vocab_size: real tokens, without the padding of the embedding.
             chunk_tokens: tokens whose logits become log-probs at a time.
             mtp: trains the chunks' layers for multi-token prediction.
+            replays_routing: routers take the `replay_experts` of micro-batches that have them.
         """
         self.mtp = mtp
         self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
@@ -59,20 +63,31 @@ class MicroBatchRunner:
         """Log-probs and entropies that the loss saw, by micro-batch"""
         config = unwrap(chunks[0]).config
         self.router_stats = RouterStats(chunks, config.num_layers, layout.tensor_rank, config.sequence_parallel)
+        self.routing_shape = (config.num_layers, config.moe_router_topk, config.num_moe_experts or 0)
+        """Layers, experts per token, experts of a layer"""
         self.routing_record: RoutingRecord | None = None
+        self.routing_replay: RoutingReplay | None = None
         if config.num_moe_experts is not None:
             pieces = layout.tensor if config.sequence_parallel else 1
             self.routing_record = RoutingRecord(chunks, config.num_layers, config.moe_router_topk, pieces)
+            if replays_routing:
+                self.routing_replay = RoutingReplay(chunks, pieces, layout.tensor_rank)
         self.output_options = output_options(chunks[-1])
         self.overlaps_param_gather = optimizer.megatron.config.overlap_param_gather
 
     def compute_logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, *, routing: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        *,
+        routing: bool = False,
+        record_replay: bool = False,
     ) -> list[LogProbs] | None:
         """Log-probs of the targets and entropies, without gradient and without dropout; every rank calls it.
 
         Args:
             routing: also report the experts of each token, if the model has any.
+            record_replay: set the micro-batches' `replay_experts` to the experts of this pass, on every rank.
 
         Returns:
             One for each micro-batch on the last pipeline stage, None on other stages. Only the output rank gets the
@@ -80,7 +95,7 @@ class MicroBatchRunner:
         """
         for chunk in self.chunks:
             chunk.eval()
-        record = self.routing_record if routing else None
+        record = self.routing_record if routing or record_replay else None
         if record is not None:
             record.start()
 
@@ -92,6 +107,14 @@ class MicroBatchRunner:
         routes: list[tuple[Tensor, ...]] = [()] * len(micro_batches)
         if record is not None:
             routes = list(record.take([len(batch.tokens) // self.layout.context for batch in micro_batches]))
+        if record_replay:
+            assert record is not None, "a model without experts has no routing to replay"
+            group = mpu.get_context_parallel_group()
+            for whole, (experts_TLK, _) in zip(micro_batches, routes, strict=True):
+                gathered_TLK = gather_context(experts_TLK, shard_context(whole, group))
+                whole.replay_experts = gathered_TLK.short().cpu().numpy()
+        if not routing:
+            routes = [()] * len(micro_batches)
         if not self.layout.is_last_stage:
             return None
         return self._whole(outputs, routes)
@@ -152,7 +175,7 @@ class MicroBatchRunner:
         if self.overlaps_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-        expert_load, router_entropy = self.router_stats.summary()
+        replayed, changed = (math.nan, math.nan) if self.routing_replay is None else self.routing_replay.summary()
         return UpdateResult(
             sums=sums,
             denominator=denominator,
@@ -160,8 +183,9 @@ class MicroBatchRunner:
             skipped=not math.isfinite(grad_norm),
             lr=self.optimizer.lr,
             num_tokens=num_tokens,
-            expert_load_max_over_mean=expert_load,
-            router_entropy=router_entropy,
+            replayed_fraction=replayed,
+            replay_changed_fraction=changed,
+            **self.router_stats.summary(),
         )
 
     def _run(
@@ -183,7 +207,9 @@ class MicroBatchRunner:
         shards = (shard_context(batch, group, mtp_layers=mtp_layers) for batch in micro_batches)
         copies = itertools.tee(shards, len(self.chunks))
         several = len(self.chunks) > 1
-        return get_forward_backward_func()(
+        if self.routing_replay is not None:
+            self.routing_replay.start()
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=functools.partial(self._forward, temperature, collect),
             data_iterator=list(copies) if several else copies[0],
             model=self.chunks if several else self.chunks[0],
@@ -193,6 +219,9 @@ class MicroBatchRunner:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        if self.routing_replay is not None:
+            self.routing_replay.finish()
+        return results
 
     def _forward(
         self, temperature: float, collect: Callable[..., Any], batches: Iterator[LocalBatch], model: nn.Module
@@ -200,7 +229,10 @@ class MicroBatchRunner:
         """Megatron's forward step: the model's output, and the function that the last stage applies to it."""
         batch = next(batches)
         mtp_options = {} if batch.mtp is None else {"output_processor_context": batch.mtp.tokens_DT}
-        with self.router_stats.observe(batch.padding_T):
+        with ExitStack() as routers:
+            routers.enter_context(self.router_stats.observe(batch.padding_T))
+            if self.routing_replay is not None:
+                routers.enter_context(self.routing_replay.replay(batch.replay_experts_TLK, batch.padding_T))
             output = model(
                 batch.tokens_T[None],
                 batch.position_ids_T[None],

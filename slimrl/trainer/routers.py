@@ -3,7 +3,6 @@
 T tokens of a micro-batch on this context-parallel rank, L layers of the whole model, E experts, K of them per token.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,26 +57,32 @@ class RouterStats:
         finally:
             self.valid_T = None
 
-    def summary(self) -> tuple[float, float]:
+    def summary(self) -> dict[str, float]:
         """Balance and certainty of the routers, over all ranks; every rank calls it.
 
         Returns:
-            Tokens of the busiest expert over the mean of its layer's experts, the mean over layers: 1 is perfect
-            balance. And the entropy of the router's distribution over all experts, natural log, the mean over tokens
-            and layers. Both are NaN if the model has no router.
+            The fields of UpdateResult about routers; empty if the model has none.
         """
         # A pipeline stage without a router has narrower counts, so the ranks first agree on the width.
         width = torch.tensor([self.counts_LE.shape[1]], device=self.counts_LE.device)
         dist.all_reduce(width, op=dist.ReduceOp.MAX)
         if not width.item():
-            return math.nan, math.nan
+            return {}
         totals = self.counts_LE.new_zeros((len(self.counts_LE), int(width) + 2))
         totals[:, : self.counts_LE.shape[1]] = self.counts_LE
         totals[:, -2:] = self.entropy_L2
         dist.all_reduce(totals)
-        routed = totals[totals[:, -1] > 0]
-        counts_LE, entropy_L, tokens_L = routed[:, :-2], routed[:, -2], routed[:, -1]
-        return float((counts_LE.amax(1) / counts_LE.mean(1)).mean()), float(entropy_L.sum() / tokens_L.sum())
+        layers = torch.nonzero(totals[:, -1])[:, 0]
+        counts_LE, entropy_L, tokens_L = totals[layers, :-2], totals[layers, -2], totals[layers, -1]
+        load_L = counts_LE.amax(1) / counts_LE.mean(1)
+        worst, index = load_L.max(0)
+        return {
+            "expert_load_max_over_mean": float(load_L.mean()),
+            "expert_load_worst": float(worst),
+            "expert_load_worst_layer": float(layers[index]),
+            "dead_experts": float((counts_LE == 0).sum()),
+            "router_entropy": float(entropy_L.sum() / tokens_L.sum()),
+        }
 
     @torch.no_grad()
     def _record(self, router: TopKRouter, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -167,13 +172,16 @@ class RoutingRecord:
         self.passes[router.layer_number - 1].append((experts_TK, lowest_T - highest_T))
 
 
-def _hooked(chunks: list[DistributedDataParallel], hook: Callable[[TopKRouter, Any, Any], None]) -> list[TopKRouter]:
-    """The routers of the model's own layers, which call `hook` after their forward pass.
+def model_routers(chunks: list[DistributedDataParallel]) -> list[TopKRouter]:
+    """The routers of the model's own layers, without those of layers for multi-token prediction, which repeat the
+    numbers of the first layers."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    return [module for module in modules if isinstance(module, TopKRouter) and not module.is_mtp_layer]
 
-    Those of layers for multi-token prediction, which repeat the numbers of the first layers, are left out.
-    """
-    modules = (module for chunk in chunks for module in chunk.modules())
-    routers = [module for module in modules if isinstance(module, TopKRouter) and not module.is_mtp_layer]
+
+def _hooked(chunks: list[DistributedDataParallel], hook: Callable[[TopKRouter, Any, Any], None]) -> list[TopKRouter]:
+    """The routers of the model's own layers; each calls `hook` after its forward pass."""
+    routers = model_routers(chunks)
     for router in routers:
         router.register_forward_hook(hook)
     return routers

@@ -7,7 +7,7 @@ from pathlib import Path
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.alignment import tile_tokens
 from slimrl.config.lora_rules import adapter_targets
-from slimrl.config.schema import TrainerConfig
+from slimrl.config.schema import RoutingReplay, TrainerConfig
 from slimrl.data.training import MemoryPart
 from slimrl.models.adapters import adapter_map
 from slimrl.models.architecture import architecture_of, check_architecture, trained_architecture, weights_folder
@@ -45,12 +45,14 @@ class TrainerWorker(HeldBatches):
         master_port: int,
         total_updates: int,
         deterministic: bool = False,
+        routing_replay: RoutingReplay = RoutingReplay.off,
     ) -> None:
         """
         Args:
             model_path: Hugging Face checkpoint folder; the model is built from its config.json.
             total_updates: when learning-rate schedules end.
             deterministic: the same results from the same seed.
+            routing_replay: experts that the updates take.
         """
         if deterministic:
             trainer = make_deterministic(trainer)
@@ -86,7 +88,9 @@ class TrainerWorker(HeldBatches):
                 vocab_size=model.vocab_size,
                 chunk_tokens=trainer.logprob_chunk_tokens,
                 mtp=MtpLoss(model.mtp_layers, trainer.mtp.loss_weight) if trainer.mtp.train else None,
-            )
+                replays_routing=routing_replay is not RoutingReplay.off,
+            ),
+            routing_replay,
         )
 
     def load_hf(self) -> None:

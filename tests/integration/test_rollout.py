@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -77,11 +78,13 @@ def prompt(index: int, length: int) -> list[int]:
 
 
 async def converse(engine, session: str, tokens: list[int], turns: int) -> list[tuple[list[int], GenerateResult]]:
-    """(context, answer) of each turn; three tokens come between two turns."""
-    history = []
+    """(context, answer) of each turn; three tokens come between two turns, which ask for new experts only."""
+    history, known = [], 0
     for turn in range(turns):
-        result = await engine.generate(ask(session, tokens, 10 + turn, seed=derive_seed(session, turn)))
+        request = ask(session, tokens, 10 + turn, seed=derive_seed(session, turn))
+        result = await engine.generate(replace(request, experts_from=known))
         history.append((tokens, result))
+        known = len(tokens) + len(result.tokens) - 1
         tokens = [*tokens, *result.tokens, 5, 6, 7]
     return history
 
@@ -102,6 +105,10 @@ async def test_logprobs_and_routing_of_crowded_conversations_equal_transformers(
         cached += result.cached_tokens
         routed = torch.stack([logits.topk(2).indices for logits in output.router_logits], 1)[:-1].sort(-1).values
         engine = torch.from_numpy(result.routed_experts).long().sort(-1).values
+        # Of a later turn: the last token of the turn before, the three between, and this turn's but for its last.
+        turn = len(result.tokens) - 10
+        assert len(engine) == (len(routed) if turn == 0 else 1 + 3 + len(result.tokens) - 1)
+        routed = routed[len(routed) - len(engine) :]
         rows, same_rows = rows + len(engine), same_rows + int((engine == routed).all(-1).all(-1).sum())
     assert worst <= 5e-6
     assert same_rows == rows

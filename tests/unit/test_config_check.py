@@ -518,6 +518,27 @@ def test_a_dense_model_has_no_experts_to_report(folder):
     assert (problem.key, problem.message) == ("rollout.routed_experts", "the model has no experts. Use false.")
 
 
+def test_routing_replay_needs_experts_that_are_reported_and_a_router_that_asks_for_them(folder):
+    def said(*overrides, model=MODEL, command="train"):
+        return [(p.key, p.message) for p in problems_of(list(overrides), model=model, command=command) if not p.warning]
+
+    key, reported = "algorithm.routing_replay", "rollout.routed_experts=true"
+    assert said(f"{key}=train") == said(f"{key}=rollout", reported) == []
+    (missing,) = said(f"{key}=rollout")
+    assert missing == (
+        key, "rollout needs the experts that engines report. Set rollout.routed_experts: true.",
+    )  # fmt: skip
+    assert said(f"{key}=train", model=DENSE) == [(key, "train: the model has no experts. Use off.")]
+    assert said(f"{key}=rollout", model=DENSE) == [(key, "rollout: the model has no experts. Use off.")]
+    (supervised,) = said(f"{key}=train", command="sft")
+    assert supervised == (key, "train: supervised training has no earlier pass and no engine to replay. Use off.")
+    fused, balancing = "moe_router_fusion", "moe_router_load_balancing_type"
+    found = said(f"{key}=train", f"trainer.megatron.{fused}=true", f"trainer.megatron.{balancing}=sinkhorn")
+    assert [name for name, _ in found] == [f"trainer.megatron.{fused}", f"trainer.megatron.{balancing}"]
+    assert said(f"trainer.megatron.{fused}=true", f"trainer.megatron.{balancing}=sinkhorn") == []
+    assert said(f"{key}=train", f"trainer.megatron.{balancing}=aux_loss") == []
+
+
 def test_engines_may_repeat_key_value_heads(folder):
     assert problems_of(["rollout.engine_tp=8"]) == []
 

@@ -5,6 +5,7 @@ import base64
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -33,7 +34,8 @@ def test_the_body_of_a_request_and_of_a_batch_ask_for_logprobs_and_for_routing_w
     sampling["sampling_seed"] = 11
     plain = {"rid": "r", "input_ids": [1, 2], "sampling_params": sampling, "return_logprob": True}
     assert request_body(ask(), "r", routed_experts=False) == plain
-    assert request_body(ask(), "r", routed_experts=True) == {**plain, "return_routed_experts": True}
+    routed = {"return_routed_experts": True, "routed_experts_start_len": 1}
+    assert request_body(replace(ask(), experts_from=1), "r", routed_experts=True) == {**plain, **routed}
     both = batch_body([ask("a"), ask("b", (7,))], ["r", "q"], routed_experts=False)
     listed = {"rid": ["r", "q"], "input_ids": [[1, 2], [7]], "sampling_params": [sampling, sampling]}
     assert both == {**listed, "return_logprob": True}

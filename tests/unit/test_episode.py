@@ -58,7 +58,7 @@ class ScriptedEngine:
             logprobs=[-number - position / 128 for position in range(len(tokens))],
             weight_version=self.version + number - 1,
             finish_reason=finish,
-            routed_experts=expert_rows(rows, number) if self.experts else None,
+            routed_experts=expert_rows(rows, number)[request.experts_from :] if self.experts else None,
             cached_tokens=len(request.input_ids) // 2,
         )
 
@@ -141,6 +141,7 @@ def test_a_token_keeps_the_experts_of_its_first_pass_and_the_last_has_none():
     assert np.array_equal(segment.routed_experts[:known], expert_rows(known, 1))
     assert np.array_equal(segment.routed_experts[known:total], expert_rows(total, 2)[known:])
     assert (segment.routed_experts[-1] == -1).all()
+    assert [request.experts_from for request in engine.requests] == [0, known]
 
 
 def test_tokens_that_no_text_would_encode_to_are_kept():

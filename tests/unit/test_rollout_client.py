@@ -69,12 +69,25 @@ def test_a_batch_keeps_each_requests_own_settings():
 def test_an_answer_gives_tokens_logprobs_version_and_routing():
     experts = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)
     encoded = base64.b64encode(experts.tobytes()).decode()
-    result = parse_answer(answer_of(routed_experts=encoded), 3, (3, 2))
+    result = parse_answer(answer_of(routed_experts=encoded), request_of("s"), (3, 2))
     assert (result.tokens, result.logprobs, result.weight_version) == ([7, 9], [-0.5, -1.5], 4)
     assert (result.finish_reason, result.cached_tokens) == ("stop", 2)
     assert result.routed_experts is not None
     assert result.routed_experts.dtype == np.int16
     np.testing.assert_array_equal(result.routed_experts, experts)
+
+
+def test_each_request_of_a_call_gets_the_experts_from_where_it_asked():
+    """Three tokens in and two out: the last was not read, and the call asked from token 1 on."""
+    experts = np.arange(3 * 3 * 2, dtype=np.int32).reshape(3, 3, 2)
+    answer = answer_of(routed_experts=base64.b64encode(experts.tobytes()).decode())
+    for asked_from in (1, 3):
+        result = parse_answer(answer, request_of("s", experts_from=asked_from), (3, 2), first_expert_row=1)
+        np.testing.assert_array_equal(result.routed_experts, experts[asked_from - 1 :])
+    both = [request_of("a", experts_from=3), request_of("b", experts_from=1)]
+    assert batch_body(both, ["x", "y"], routed_experts=True)["routed_experts_start_len"] == 1
+    with pytest.raises(ValueError, match="reshape"):
+        parse_answer(answer, request_of("s"), (3, 2))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +102,7 @@ def test_an_answer_gives_tokens_logprobs_version_and_routing():
 )
 def test_what_is_no_answer_is_refused(answer):
     with pytest.raises((KeyError, TypeError, ValueError)):
-        parse_answer(answer, 3, None)
+        parse_answer(answer, request_of("s"), None)
 
 
 def test_the_cause_is_the_childs_exception_and_not_the_parents_complaint():

@@ -28,7 +28,7 @@ class HandRouter(TopKRouter):
     def __init__(self, layer: int, routing_map_TE: torch.Tensor, logits_TE: torch.Tensor) -> None:
         nn.Module.__init__(self)
         self.config = SimpleNamespace(num_moe_experts=4)
-        self.layer_number = layer
+        self.layer_number, self.is_mtp_layer = layer, False
         self.routing_map_TE, self.logits_TE = routing_map_TE, logits_TE
 
     def gating(self, hidden):
@@ -46,7 +46,7 @@ def summary_of(routers, *, tensor_rank=0, sequence_parallel=False, after=lambda 
         for router in routers:
             router(None)
     after(stats)
-    return SimpleNamespace(**dict(zip(("expert_load_max_over_mean", "router_entropy"), stats.summary(), strict=True)))
+    return SimpleNamespace(**stats.summary())
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,8 @@ def one_rank(monkeypatch):
 def test_load_is_the_busiest_expert_over_the_mean_of_its_layer_and_padding_does_not_count():
     found = summary_of([HandRouter(2, UNEVEN, EVEN_LOGITS), HandRouter(3, ONE_EXPERT, CERTAIN_LOGITS)])
     assert found.expert_load_max_over_mean == pytest.approx((3 / 1.5 + 3 / 0.75) / 2)
+    # The third layer is the worse one. The second leaves out one expert, the third three.
+    assert (found.expert_load_worst, found.expert_load_worst_layer, found.dead_experts) == (pytest.approx(4.0), 2, 4)
     assert found.router_entropy == pytest.approx((math.log(4) + 0) / 2)
 
 
@@ -83,9 +85,13 @@ def test_a_rank_of_sequence_parallelism_takes_its_own_piece_of_the_padding(tenso
 
 
 def test_a_model_without_routers_has_no_load():
-    found = summary_of([])
-    assert math.isnan(found.expert_load_max_over_mean)
-    assert math.isnan(found.router_entropy)
+    assert vars(summary_of([])) == {}
+
+
+def test_routers_of_extra_layers_are_left_out():
+    extra = HandRouter(1, ONE_EXPERT, EVEN_LOGITS)
+    extra.is_mtp_layer = True
+    assert summary_of([HandRouter(2, UNEVEN, EVEN_LOGITS), extra]).expert_load_worst == pytest.approx(2.0)
 
 
 def test_a_new_update_starts_from_no_counts():
@@ -117,6 +123,7 @@ def test_a_stage_without_routers_takes_part_in_the_sums_of_the_others(monkeypatc
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     found = summary_of([])
     assert found.expert_load_max_over_mean == pytest.approx(6 / 2)
+    assert (found.expert_load_worst_layer, found.dead_experts) == (1, 2)
     assert found.router_entropy == pytest.approx(entropy)
 
 

@@ -112,12 +112,14 @@ def test_a_step_without_flips_has_no_margin_and_one_that_is_all_flips_has_no_unf
     assert routing_metrics([none], difference) == {
         "mismatch/routing_flips": 0,
         "mismatch/flip_reached_fraction": 0,
+        "routing/differs_fraction": 0,
         "mismatch/logprob_abs_mean_unflipped": pytest.approx(2.5e-7),
     }
     assert routing_metrics([all_of_it], difference) == {
         "mismatch/routing_flips": 1,
         "mismatch/flip_reached_fraction": 1,
         "mismatch/flip_margin_max": 1,
+        "routing/differs_fraction": 1 / all_of_it.num_compared,
     }
 
 

@@ -71,6 +71,7 @@ class TrainerActor:
             master_port=port,
             total_updates=self.total_updates,
             deterministic=self.recipe.deterministic,
+            routing_replay=self.recipe.algorithm.routing_replay,
         )
         self.worker.runner.on_progress = self._set_progress
         return self.worker.layout

@@ -89,6 +89,10 @@ class TrainerGroup:
         """
         return self._reports(self._pass("log-probs", "add_logprobs", update, name, temperature, routing))
 
+    def report_own_routing(self, update: int, temperature: float) -> list[LogProbReport]:
+        """What `add_logprobs` would report if no routing were replayed."""
+        return self._reports(self._pass("log-probs", "report_own_routing", update, temperature))
+
     def add_advantages(self, settings: AlgorithmConfig) -> None:
         """See HeldBatches.add_advantages."""
         self._work("add_advantages", self._same(settings))
