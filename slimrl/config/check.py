@@ -13,7 +13,7 @@ from slimrl.config.bounds import DIVISORS, bound_violations
 from slimrl.config.credit_rules import credit_violations
 from slimrl.config.data_rules import data_violations
 from slimrl.config.environment import environment_violations
-from slimrl.config.fp8_tiles import fp8_tile_violations
+from slimrl.config.fp8_tiles import fp8_tile_violations, trainer_tile_warnings
 from slimrl.config.fp8_training import fp8_violations
 from slimrl.config.hf_config import num_experts, read_hf_config
 from slimrl.config.hub import why_no_model
@@ -120,6 +120,8 @@ def check_recipe(
         violations += lora_model_violations(recipe, hf_config) if trains(command) else ()
         if command not in ("sft", "export"):
             violations += fp8_tile_violations(recipe, hf_config)
+        if trains(command):
+            warnings += trainer_tile_warnings(recipe, hf_config)
         warnings += model_warnings(recipe, hf_config, command)
     return [Problem(key=key, message=message) for key, message in violations] + [
         Problem(key=key, message=message, warning=True) for key, message in warnings

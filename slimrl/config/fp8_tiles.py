@@ -1,5 +1,6 @@
-"""Rules of engines that compute in block FP8: a rank must hold whole tiles of each matrix.
+"""Rules of engines and trainers that compute in block FP8: a rank should hold whole tiles of each matrix.
 
+A trainer rounds with other tiles where it does not, so that is only a warning. Engines refuse it:
 SGLang checks this when it builds a layer (layers/quantization/fp8.py). Fused matrices, queries with keys and values and
 gate with up, are checked on any number of ranks; the others only where at least two ranks share them.
 The rules hold on every machine, also where engines cannot compute in FP8 and get plain weights, so that a laptop and
@@ -14,9 +15,12 @@ from typing import Any
 
 from slimrl.config.hf_config import expert_columns, first_of, num_experts, num_kv_heads, shared_columns
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import Fp8Scaling, Recipe
 
 EXPERTS = "columns of an expert"
+
+TRAINER_TILE = 128
+"""Rows and columns of a weight's tile in Transformer Engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,20 @@ def fp8_tile_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[V
         )
 
 
+def trainer_tile_warnings(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Layouts of a trainer in block FP8 whose ranks hold parts of tiles, so that other layouts round differently."""
+    if recipe.trainer.fp8 is not Fp8Scaling.blockwise:
+        return
+    tensor, expert = recipe.trainer.parallel.tensor, recipe.trainer.parallel.expert_tensor
+    for shard in _shards(hf_config, attention_ranks=tensor, ranks=tensor, expert_ranks=expert):
+        if shard.layers and shard.ranks > 1 and shard.per_rank % TRAINER_TILE:
+            yield (
+                f"trainer.parallel.{'expert_tensor' if shard.noun == EXPERTS else 'tensor'}",
+                f"{shard.ranks}: the {shard.size} {shard.noun} are {shard.per_rank} on a rank, no whole number of FP8 "
+                f"tiles of {TRAINER_TILE}. Other layouts round differently.",
+            )
+
+
 def _tile(hf_config: dict[str, Any], shard: Shard) -> int:
     rows, columns = hf_config["quantization_config"]["weight_block_size"]
     return lcm(rows, columns) if shard.ranks > 1 else rows
@@ -78,7 +96,7 @@ def _split_tiles(hf_config: dict[str, Any], tp: int, ep: int, dp: int) -> list[S
     plain = [name.removeprefix("model.").strip(".") for name in names]
     return [
         shard
-        for shard in _shards(hf_config, tp, ep, dp)
+        for shard in _shards(hf_config, attention_ranks=tp // dp, ranks=tp, expert_ranks=tp // ep)
         if (shard.fused or shard.ranks > 1) and shard.per_rank % _tile(hf_config, shard) and _is_fp8(shard, plain)
     ]
 
@@ -88,19 +106,20 @@ def _is_fp8(shard: Shard, plain: list[str]) -> bool:
     return any(not any(f".{name}." in f".layers.{layer}.{shard.module}." for name in plain) for layer in shard.layers)
 
 
-def _shards(hf_config: dict[str, Any], tp: int, ep: int, dp: int) -> Iterator[Shard]:
+def _shards(hf_config: dict[str, Any], *, attention_ranks: int, ranks: int, expert_ranks: int) -> Iterator[Shard]:
+    """Of so many ranks that share attention, a dense layer or shared expert, and an expert."""
     layers, experts = first_of(hf_config, "num_hidden_layers"), num_experts(hf_config)
-    yield from _attention(hf_config, range(layers), tp // dp)
+    yield from _attention(hf_config, range(layers), attention_ranks)
     num_dense = first_of(hf_config, "first_k_dense_replace") if experts else layers
     dense, columns = range(num_dense), first_of(hf_config, "intermediate_size")
-    yield Shard(noun="columns of a dense layer", module="mlp.gate_proj", layers=dense, size=columns, ranks=tp)
+    yield Shard(noun="columns of a dense layer", module="mlp.gate_proj", layers=dense, size=columns, ranks=ranks)
     if not experts:
         return
     sparse, columns = range(num_dense, layers), expert_columns(hf_config)
-    yield Shard(noun=EXPERTS, module="mlp.experts", layers=sparse, size=columns, ranks=tp // ep)
+    yield Shard(noun=EXPERTS, module="mlp.experts", layers=sparse, size=columns, ranks=expert_ranks)
     noun, shared = "columns of the shared experts", shared_columns(hf_config)
     name = "shared_expert" if hf_config.get("shared_expert_intermediate_size") else "shared_experts"
-    yield Shard(noun=noun, module=f"mlp.{name}.gate_proj", layers=sparse, size=shared, ranks=tp)
+    yield Shard(noun=noun, module=f"mlp.{name}.gate_proj", layers=sparse, size=shared, ranks=ranks)
 
 
 def _attention(hf_config: dict[str, Any], layers: range, tp: int) -> Iterator[Shard]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Fp8Scaling, Precision, Recipe
+from slimrl.config.schema import Fp8Scaling, Precision, Recipe, TrainerConfig
 
 FORMATS = {
     Fp8Scaling.blockwise: "e4m3",
@@ -28,9 +28,14 @@ NOT_EMULATED = {
 """Fields of `trainer.megatron`, and the values that change what is rounded to FP8."""
 
 
-def megatron_fp8(scaling: Fp8Scaling) -> dict[str, str]:
-    """Fields of megatron-core's TransformerConfig; none for `off`."""
-    return {} if scaling is Fp8Scaling.off else {"fp8": FORMATS[scaling], "fp8_recipe": scaling.value}
+def megatron_fp8(trainer: TrainerConfig) -> dict[str, str]:
+    """Fields of megatron-core's configurations.
+
+    None with emulation: with them Megatron's own layers would look for Transformer Engine.
+    """
+    if trainer.fp8 is Fp8Scaling.off or trainer.fp8_emulation:
+        return {}
+    return {"fp8": FORMATS[trainer.fp8], "fp8_recipe": trainer.fp8.value}
 
 
 def fp8_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -51,6 +56,8 @@ def fp8_violations(recipe: Recipe) -> Iterator[Violation]:
             if name.startswith("fp8_") and name not in (*FP8_WEIGHTS, "fp8_quantizer_factory") and value:
                 yield f"trainer.megatron.{name}", "has no effect with trainer.fp8 off."
         return
+    if given.get("fp4"):
+        yield "trainer.fp8", "excludes FP4 (trainer.megatron.fp4). Leave one out."
     if trainer.fp8 is not Fp8Scaling.delayed:
         for name in DELAYED_FIELDS:
             if name in given:

@@ -124,13 +124,11 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
         # Detached, they have a gradient norm of their own.
         family |= {"mtp_num_layers": model.mtp_layers, "mtp_detach_heads": True}
     family.setdefault("activation_func", torch.nn.functional.silu)
-    # Emulated, Megatron's layers stay as they are without FP8: with it they look for Transformer Engine.
-    fp8 = {} if trainer.fp8_emulation else megatron_fp8(trainer.fp8)
     dtype = getattr(torch, trainer.precision.dtype)
     precision = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
     try:
         defaults = _defaults(latent_attention=model.multi_latent_attention)
-        return kind(**{**defaults, **family, **_layout(trainer.parallel), **precision, **fp8, **user})
+        return kind(**{**defaults, **family, **_layout(trainer.parallel), **precision, **megatron_fp8(trainer), **user})
     except AssertionError as error:
         raise ValueError(f"trainer.parallel, trainer.megatron: megatron-core refuses them: {error}") from error
 

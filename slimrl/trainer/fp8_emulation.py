@@ -7,6 +7,7 @@ embedding, the output layer, norms and core attention. docs/fp8.md says what tha
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.models.gpt import GPTModel
@@ -37,7 +38,7 @@ def emulate_fp8(chunk: GPTModel, config: TransformerConfig, scaling: Fp8Scaling)
             layer._forward_impl = partial(fp8_linear, rounding=rounding)
 
 
-def _linear_layers(chunk: GPTModel, config: TransformerConfig) -> Iterator[nn.Module]:
+def _linear_layers(chunk: GPTModel, config: TransformerConfig) -> Iterator[Any]:
     blocks: list[nn.Module] = [
         layer for layer in chunk.decoder.layers if not is_first_last_bf16_layer(config, layer.layer_number - 1)
     ]

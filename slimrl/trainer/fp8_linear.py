@@ -99,7 +99,7 @@ def fp8_linear(
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    output = _Fp8Linear.apply(input, weight, rounding)
+    output: Tensor = _Fp8Linear.apply(input, weight, rounding)
     return output if bias is None else output + bias
 
 

@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from slimrl import device
+from slimrl.config.fp8_training import megatron_fp8
 from slimrl.config.schema import Precision, TrainerConfig
 from slimrl.trainer.passthrough import fields_for
 
@@ -175,6 +176,7 @@ def _optimizer_config(trainer: TrainerConfig) -> OptimizerConfig:
         "adam_eps": settings.eps,
         "clip_grad": settings.clip_grad,
         "use_distributed_optimizer": settings.distributed,
+        "fp8_recipe": megatron_fp8(trainer).get("fp8_recipe"),
         "bf16": bf16,
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
     }

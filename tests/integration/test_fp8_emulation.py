@@ -1,4 +1,4 @@
-"""Emulated FP8 training: which layers round, under which layouts the numbers stay, and what an FP8 engine says."""
+"""Emulated FP8 training: which layers round, and under which layouts the numbers stay."""
 
 import os
 
@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from megatron.core.parallel_state import destroy_model_parallel
 from ranks import run_ranks
+from small_models import small_model
 from trainer_cases import Run, model_config, packed_batches, trainer_config
 
 from slimrl.config.environment import FP8_SCALES
 from slimrl.config.schema import Fp8Scaling
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import read_hf_config
+from slimrl.trainer.build import build_model, unwrap
 from slimrl.trainer.layout.parallel import destroy_parallel, init_model_parallel, init_parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -107,3 +111,40 @@ def test_blockwise_on_two_ranks_rounds_as_on_one(weights):
         assert grad_norm < 1e-5
     plain, block = reference["off"][1], reference["blockwise"][1]
     assert 1e-4 < abs(block.grad_norm / plain.grad_norm - 1) < 0.1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scaling", ["blockwise", "mxfp8", "tensorwise", "delayed"])
+def test_layouts_round_alike_where_they_share_scales(weights, scaling):
+    reference = of_one_rank(weights, scaling)[scaling]
+    layouts = SAME_BATCHES + OTHER_BATCHES
+    for layout, (logprob, grad_norm) in zip(layouts, differences(weights, scaling, layouts, reference), strict=True):
+        of_tiles, whole = scaling in ("blockwise", "mxfp8"), layout == {"pipeline": 2}
+        assert logprob < (1e-5 if of_tiles or whole else 0.5), layout
+        assert grad_norm < (1e-5 if whole or (of_tiles and layout in SAME_BATCHES) else 0.2), layout
+
+
+def rounded_layers(rank, num_ranks, port, paths):
+    """For each model the names of the weights of layers that round."""
+    trainer = trainer_config(**emulated("blockwise"))
+    start(trainer, rank, num_ranks, port, first=True)
+    found = []
+    for path in paths:
+        config = read_hf_config(path)
+        (chunk,) = build_model(trainer, family_of(config).megatron_config(config))
+        modules = unwrap(chunk).named_modules()
+        found.append(
+            {f"{name}.weight" for name, module in modules if {"forward", "_forward_impl"} & vars(module).keys()}
+        )
+    destroy_parallel()
+    return found
+
+
+def test_the_layers_that_round_are_those_that_a_checkpoint_in_block_fp8_holds_quantised(tmp_path):
+    paths = [small_model(name, tmp_path / name) for name in ("qwen3_moe", "deepseek_v3")]
+    for path, rounded in zip(paths, run_ranks(rounded_layers, 1, paths)[0], strict=True):
+        config = read_hf_config(path)
+        rules = [entry for entry in family_of(config).weight_map(config).entries if entry.rule.quantizable]
+        wanted = [set(entry.megatron) & rounded for entry in rules if not entry.rule.mtp]
+        assert {len(names) for names in wanted} == {1}
+        assert set().union(*wanted) == rounded

@@ -213,6 +213,8 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "has an effect with trainer.fp8 delayed, not mxfp8."),
         ("trainer.megatron.fp8_quantizer_factory=a.b", "trainer.megatron.fp8_quantizer_factory",
          "belongs to no value of trainer.fp8. Leave it out."),
+        ("trainer.fp8=mxfp8 trainer.precision=bf16 trainer.megatron.fp4=e2m1", "trainer.fp8",
+         "excludes FP4 (trainer.megatron.fp4). Leave one out."),
         ("trainer.fp8=delayed trainer.precision=bf16 trainer.megatron.first_last_layers_bf16=true",
          "trainer.megatron.first_last_layers_bf16", "megatron-core refuses it with delayed scaling. Leave it out."),
         ("trainer.fp8=delayed trainer.fp8_emulation=true trainer.megatron.fp8_wgrad=false",

@@ -3,6 +3,7 @@
 import pytest
 
 from slimrl.config.check import check_recipe
+from slimrl.config.fp8_tiles import trainer_tile_warnings
 from slimrl.config.load import load_recipe
 from slimrl.models.hf_config import BLOCK_FP8, published_config
 
@@ -158,3 +159,25 @@ def test_tiles_that_are_not_square_are_whole_by_rows_on_one_rank_and_both_ways_o
     assert messages == [
         "2: the 192 columns of a dense layer on 2 ranks are 96 each, no whole number of FP8 tiles of 128. Use 1."
     ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys"),
+    [
+        ({"tensor": 4, "expert_tensor": 4}, ["expert_tensor"]),
+        ({"tensor": 8, "expert_tensor": 2}, ["tensor"]),
+        ({"tensor": 4, "expert_tensor": 2}, []),
+        ({"tensor": 1, "expert_tensor": 1}, []),
+    ],
+)
+def test_a_trainer_in_block_fp8_is_warned_of_ranks_with_parts_of_tiles(tmp_path, monkeypatch, sizes, keys):
+    """768 columns of an expert, and 512 rows of keys."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("")
+    config = {**published_config("Qwen3-30B-A3B"), "head_dim": 64, "num_key_value_heads": 8}
+    layout = [f"trainer.parallel.{name}={size}" for name, size in sizes.items()]
+    for scaling in ("blockwise", "tensorwise"):
+        recipe = load_recipe("recipe.yaml", [*GIVEN, *layout, f"trainer.fp8={scaling}"]).recipe
+        warned = list(trainer_tile_warnings(recipe, config))
+        assert [key for key, _ in warned] == [f"trainer.parallel.{key}" for key in keys if scaling == "blockwise"]
+        assert all("tiles of 128. Other layouts" in message for _, message in warned)

@@ -145,6 +145,7 @@ def test_megatron_takes_the_recipe_of_fp8_training_where_transformer_engine_is(m
     family = family_of(planned.hf_config)
     config = transformer_config(planned.loaded.recipe.trainer, family.megatron_config(planned.hf_config))
     assert (config.fp8, config.fp8_recipe, config.moe_grouped_gemm) == ("e4m3", "blockwise", True)
+    assert _optimizer_config(planned.loaded.recipe.trainer).fp8_recipe == "blockwise"
     # Tokens of an expert are padded in front of its layers, those of the rest by packing to as many.
     assert get_align_size_for_quantization(config) == tile_tokens(planned.loaded.recipe.trainer) == 16
     config.fp8_recipe = "mxfp8"
