@@ -51,10 +51,12 @@ def check_architecture(directory: Path, current: dict[str, Any]) -> None:
     """Raises ValueError naming every difference between `current` and the architecture of the checkpoint."""
     saved = read_facts(directory)["architecture"]
     missing = object()
-    differences = [
-        f"{name} is {saved.get(name, 'absent')} there and {current.get(name, 'absent')} here"
-        for name in sorted({*saved, *current})
-        if saved.get(name, missing) != current.get(name, missing)
-    ]
-    if differences:
-        raise ValueError(f"{directory}: a checkpoint of another model: {'; '.join(differences)}")
+    different = [name for name in sorted({*saved, *current}) if saved.get(name, missing) != current.get(name, missing)]
+    if different:
+        found = "; ".join(
+            f"{name} is {saved.get(name, 'absent')} there and {current.get(name, 'absent')} here" for name in different
+        )
+        if all(name.startswith("lora_") for name in different):
+            instead = "Give the trainer.lora of the run that saved it, or take that run's export."
+            raise ValueError(f"{directory}: a checkpoint with other adapters: {found}. {instead}")
+        raise ValueError(f"{directory}: a checkpoint of another model: {found}")
