@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema import MtpConfig, ParallelConfig, Recipe, TrainerConfig
@@ -11,7 +12,6 @@ from slimrl.models import offline_recipe
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import nearest_published
 from slimrl.models.offline_recipe import OfflineRecipe, read_offline
-from slimrl.toys.toy_configs import ToySize, toy_config
 
 ROOT = Path(__file__).parents[2]
 A3B = "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml"

@@ -25,6 +25,8 @@ CERTAIN_LOGITS = torch.tensor([[100.0, 0.0, 0.0, 0.0]] * 3 + [[0.0] * 4])
 class HandRouter(TopKRouter):
     """Routes as told."""
 
+    is_mtp_layer = False
+
     def __init__(self, layer: int, routing_map_TE: torch.Tensor, logits_TE: torch.Tensor) -> None:
         nn.Module.__init__(self)
         self.config = SimpleNamespace(num_moe_experts=4)
@@ -137,3 +139,9 @@ def test_an_observation_that_fails_is_over():
         router(None)
 
     assert summary_of([router], after=failing).expert_load_max_over_mean == pytest.approx(2.0)
+
+
+def test_routers_of_layers_for_multi_token_prediction_do_not_count():
+    own, mtp = (HandRouter(2, routing, EVEN_LOGITS) for routing in (torch.eye(4).bool(), torch.ones(4, 4).bool()))
+    mtp.is_mtp_layer = True
+    assert summary_of([own, mtp]) == summary_of([own])

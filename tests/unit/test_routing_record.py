@@ -15,6 +15,8 @@ TOPK = 2
 class Router(TopKRouter):
     """Takes logits as they come; chooses by the sigmoid and a bias where it has one, else by the logits."""
 
+    is_mtp_layer = False
+
     def __init__(self, bias_E: torch.Tensor | None) -> None:
         nn.Module.__init__(self)
         self.layer_number, self.expert_bias = 2, bias_E
