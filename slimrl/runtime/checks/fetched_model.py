@@ -31,7 +31,8 @@ def fetch_model(loaded: LoadedRecipe, problems: Sequence[Problem], progress: Pro
     on_hub = _on_hub(loaded)
     if not on_hub:
         return loaded
-    with_configs, revisions, key = loaded, {}, ""
+    revisions: dict[str, HubModel] = {}
+    with_configs, key = loaded, ""
     try:
         for key, model in on_hub.items():
             with progress.stage(f"fetching {model.model_id}"):
