@@ -1,0 +1,106 @@
+"""Steps with refills, their checkpoints and their preemption: a resumed run asks for what an uninterrupted one does.
+
+The stage and the trainer are fakes; the run, its state and its checkpoints are real.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slimrl.config.schema import DynamicSamplingConfig, Recipe, RefillMode, WandbMode
+from slimrl.data.prompts import Sampler
+from slimrl.data.seeds import derive_seed
+from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.observability.run_folder import open_run_folder
+from slimrl.observability.trackers import Trackers
+from slimrl.runtime.cluster.errors import StepDropped
+from slimrl.runtime.state import CheckpointFolder, RunState, read_state
+from slimrl.runtime.train_run import TrainRun
+
+PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=None) for i in range(40)]
+COUNTS = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_malformed_calls": 0, "num_retries": 0}
+
+
+class Stage:
+    """A third of all samples are right, which ones follows from their ids alone."""
+
+    def __init__(self, dropped_in: str = "") -> None:
+        self.dropped_in = dropped_in
+        self.asked: list[tuple[str, list[str]]] = []
+
+    def rollout(self, prompts, *, label, check_cancelled, earlier=()):
+        self.asked.append((label, [prompt.prompt_id for prompt in prompts]))
+        if label == self.dropped_in:
+            raise StepDropped
+        return [self._answer(prompt, f"{label}/{prompt.prompt_id}/{i}") for prompt in prompts for i in range(2)]
+
+    def _answer(self, prompt: Prompt, name: str) -> Trajectory:
+        segment = Segment(
+            tokens=np.zeros(2, np.int32), loss_mask=np.array([False, True]),
+            rollout_logprobs=np.zeros(2, np.float32), weight_versions=np.zeros(2, np.int32),
+            turn_ids=np.array([-1, 0], np.int16),
+        )  # fmt: skip
+        right = derive_seed(name) % 3 == 0
+        return Trajectory(
+            group_id=prompt.prompt_id, trajectory_id=name, segments=[segment], status=Status.completed,
+            reward=float(right), metadata=dict(COUNTS),
+        )  # fmt: skip
+
+
+def play(where: Path, stage: Stage, refill: RefillMode, *, until: int, resume: bool = False) -> RunState:
+    """Steps up to `until` or to one that is dropped, each with a checkpoint; returns what the last one holds."""
+    recipe = Recipe()
+    recipe.run.name, recipe.steps = "run", 9
+    recipe.rollout.prompts_per_step, recipe.rollout.num_engines = 3, 1
+    recipe.checkpoint.every_steps = 1
+    recipe.tracking.wandb = WandbMode.disabled
+    recipe.algorithm.dynamic_sampling = DynamicSamplingConfig(refill=refill, oversampling=1.5)
+    folder = open_run_folder(where, "run", "seed: 1\n", resume=resume)
+    state, data = RunState(), Sampler(PROMPTS, seed=3, shuffle=True)
+    if resume:
+        state, _ = read_state(CheckpointFolder(folder.checkpoints).complete()[-1])
+        data.restore(state.cursor)
+    trainers = SimpleNamespace(save_checkpoint=lambda path: path.mkdir() or {})
+    silent = SimpleNamespace(summary=lambda step, metrics: None, say=lambda text: None)
+    with Trackers(folder, recipe.tracking, {}, keep_through_step=state.step if resume else -1) as trackers:
+        run = TrainRun(
+            recipe=recipe, folder=folder, trainers=trainers, engines=SimpleNamespace(), stage=stage, data=data,
+            task=SimpleNamespace(group_filters=[], train={"train": PROMPTS}, eval_sets={}), trackers=trackers,
+            progress=silent, state=state, preemption=SimpleNamespace(check=lambda: None, asked=False),
+        )  # fmt: skip
+        while state.step < until:
+            before = state.step
+            with run.next_step() as step:
+                kept = run.rollout(step)
+                assert len({t.group_id for t in kept}) == step.metrics["rollout/groups_kept"] <= 3
+            if state.step == before:
+                break
+            run.save_checkpoint()
+    return read_state(CheckpointFolder(folder.checkpoints).complete()[-1])[0]
+
+
+@pytest.mark.parametrize("refill", [RefillMode.order, RefillMode.value])
+def test_a_resumed_run_asks_for_the_prompts_that_an_uninterrupted_one_does(tmp_path: Path, refill: RefillMode):
+    whole = Stage()
+    expected = play(tmp_path / "whole", whole, refill, until=6)
+    assert any("refill" in label for label, _ in whole.asked)
+    first, second = Stage(), Stage()
+    play(tmp_path / "cut", first, refill, until=3)
+    assert play(tmp_path / "cut", second, refill, until=6, resume=True) == expected
+    assert first.asked + second.asked == whole.asked
+
+
+@pytest.mark.parametrize("refill", [RefillMode.order, RefillMode.value])
+def test_a_step_that_is_dropped_in_a_refill_is_repeated_whole(tmp_path: Path, refill: RefillMode):
+    whole = Stage()
+    expected = play(tmp_path / "whole", whole, refill, until=6)
+    # The last refill from the third step on.
+    dropped_in = [label for label, _ in whole.asked if "refill" in label and label >= "step_000003"][-1]
+    number = int(dropped_in[5:11])
+    first, second = Stage(dropped_in), Stage()
+    play(tmp_path / "cut", first, refill, until=6)
+    assert first.asked[-1][0] == dropped_in
+    assert play(tmp_path / "cut", second, refill, until=6, resume=True) == expected
+    assert second.asked == [asked for asked in whole.asked if int(asked[0][5:11]) >= number]
