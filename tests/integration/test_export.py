@@ -1,6 +1,7 @@
 """A checkpoint that two trainer ranks export after an update is one model in Megatron, transformers and SGLang."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from trainer_cases import token_cross_entropy, trainer_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slimrl.agent.transcript import Transcript
+from slimrl.algorithms.mismatch import mismatch_metrics
+from slimrl.algorithms.replay_gap import replay_gap_metrics
 from slimrl.algorithms.routing import compare_routing
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import ChatTemplate
-from slimrl.config.schema import OptimizerConfig, Precision, RolloutConfig
+from slimrl.config.schema import OptimizerConfig, Precision, RolloutConfig, RoutingReplay
 from slimrl.data.engine import GenerateRequest
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.trajectory import Segment, Status, Trajectory
@@ -50,11 +53,11 @@ def conversations(path) -> list[list[int]]:
     return tokens
 
 
-def make_worker(rank: int, num_ranks: int, port: int, path: str) -> TrainerWorker:
+def make_worker(rank: int, num_ranks: int, port: int, path: str, **options: Any) -> TrainerWorker:
     settings = trainer_config(num_ranks, expert=2, optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_rank=256)
     worker = TrainerWorker(
         settings, path, seed=1, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port,
-        total_updates=1,
+        total_updates=1, **options,
     )  # fmt: skip
     worker.load_hf()
     return worker
@@ -174,7 +177,7 @@ def routing_of_trainer(rank, num_ranks, port, path, trajectories):
     ]
 
 
-def test_engine_and_trainer_take_the_same_experts_but_at_near_ties(exported, answers):
+def sampled_trajectories(answers) -> list[Trajectory]:
     trajectories = []
     for index, (prompt, answer) in enumerate(answers[1.0]):
         transcript = Transcript(prompt)
@@ -182,6 +185,11 @@ def test_engine_and_trainer_take_the_same_experts_but_at_near_ties(exported, ans
         trajectories.append(
             Trajectory(group_id="g", trajectory_id=str(index), segments=[transcript.segment()], status=Status.completed)
         )
+    return trajectories
+
+
+def test_engine_and_trainer_take_the_same_experts_but_at_near_ties(exported, answers):
+    trajectories = sampled_trajectories(answers)
     parts = run_ranks(routing_of_trainer, 2, exported[0], trajectories)
     sampled = 0
     for comparison, difference, margins_where_routed in (result for part in parts for result in part):
@@ -192,3 +200,34 @@ def test_engine_and_trainer_take_the_same_experts_but_at_near_ties(exported, ans
         sampled += len(unreached)
     # Flips are rare: most of the tokens have been compared.
     assert sampled > 0.5 * len(trajectories) * NEW_TOKENS
+
+
+def noisy_routers(rank, num_ranks, port, path, trajectories):
+    """Reports with the engine's experts replayed and without, of a trainer that chooses experts by noisy scores."""
+    worker = make_worker(rank, num_ranks, port, path, routing_replay=RoutingReplay.rollout)
+    generator = torch.Generator().manual_seed(rank)
+    for layer in worker.runner.routing_replay.layers:
+
+        def noisy(scores, topk, num_groups=None, group_topk=None, choose=None, ask=layer.get_replay_topk):
+            def choose_with_noise(scores, topk, **groups):
+                noise = scores.std() * torch.randn(scores.shape, generator=generator)
+                _, experts = choose(scores + noise, topk, **groups)
+                return scores.gather(1, experts), experts
+
+            return ask(scores, topk, num_groups, group_topk, choose_with_noise)
+
+        layer.get_replay_topk = noisy
+    worker.put_batches([packed(worker, [trajectory.segments for trajectory in trajectories])])
+    reports = worker.add_logprobs(0, "old", 1.0, True), worker.report_own_routing(0, 1.0)
+    destroy_parallel()
+    return reports
+
+
+def test_with_the_engines_experts_a_trainer_with_noisy_routers_computes_the_engines_logprobs(exported, answers):
+    parts = run_ranks(noisy_routers, 2, exported[0], sampled_trajectories(answers))
+    replayed, own = ([report for part in parts for report in part[which]] for which in (0, 1))
+    metrics, gap = mismatch_metrics(replayed), replay_gap_metrics(own)
+    assert metrics["mismatch/routing_flips"] == metrics["routing/differs_fraction"] == 0
+    assert metrics["mismatch/logprob_abs_max"] < 2e-5
+    assert gap["routing/unreplayed_differs_fraction"] > 0.2
+    assert gap["routing/unreplayed_logprob_abs_mean"] > 100 * metrics["mismatch/logprob_abs_mean"]
