@@ -152,5 +152,5 @@ def test_every_adapter_gets_the_gradient_that_peft_gives_it(tmp_path, name):
     expected = peft_gradients(model, num_experts(name))
     assert expected.keys() == before.keys()
     for key, value in expected.items():
-        np.testing.assert_allclose(gradient(before[key], after[key]), value, atol=2e-5, err_msg=key)
-    assert min(abs(value).max() for value in expected.values()) > 1e-3
+        np.testing.assert_allclose(gradient(before[key], after[key]), value, atol=1e-5, err_msg=key)
+    assert min(abs(value).max() for value in expected.values()) > 1e-4
