@@ -37,10 +37,10 @@ class Plan:
     layout: LayoutPlan
     resync: Estimate | None
     """None with `slimrl sft`"""
-    teacher: TeacherPlan | None
-    """None without a teacher of the run's own, or if its model is not known"""
     notes: list[str]
     """Assumptions beyond the formulas"""
+    teacher: TeacherPlan | None = None
+    """None without a teacher of the run's own, or if its model is not known"""
 
     @property
     def problems(self) -> list[str]:

@@ -2,8 +2,7 @@
 
 1. Each prompt gives `samples_per_prompt` trajectories, whose ids follow from step, prompt and sample.
 2. Each trajectory is one coroutine; a semaphore limits how many run at once.
-3. A finished trajectory is rewarded, and if there is a teacher, scored by it. In a deterministic run the teacher begins
-   when all episodes have ended, one trajectory after the other, so that its batches repeat.
+3. A finished trajectory is rewarded, and if there is a teacher, scored by it.
 4. The result is ordered by prompt and sample, whichever finished first.
 """
 
@@ -159,15 +158,14 @@ class RolloutStage:
         max_concurrency = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.num_engines
         self._engine.open(list(planned), at_once=max_concurrency)
         slots = asyncio.Semaphore(max_concurrency)
-        in_turn, last_end = self._recipe.deterministic, 0.0
-        times = ScoringTimes()
+        times, last_end = ScoringTimes(), 0.0
 
         async def run(trajectory_id: str, prompt: Prompt) -> Trajectory:
             nonlocal last_end
             async with slots:
                 trajectory = await self._episode(trajectory_id, prompt, sampling)
             last_end = time.monotonic()
-            if teacher is not None and not in_turn:
+            if teacher is not None:
                 await _score_by(teacher, trajectory, times)
             on_done()
             return trajectory
@@ -178,13 +176,9 @@ class RolloutStage:
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__
-        trajectories = [task.result() for task in tasks]
-        if teacher is not None:
-            for trajectory in trajectories if in_turn else ():
-                await _score_by(teacher, trajectory, times)
-            times.tail_s = time.monotonic() - last_end
-            self.scoring = times
-        return trajectories
+        times.tail_s = time.monotonic() - last_end
+        self.scoring = times
+        return [task.result() for task in tasks]
 
     async def _close(self) -> None:
         """End episodes that an interrupted rollout left running, then close the connections."""

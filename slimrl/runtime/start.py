@@ -18,7 +18,7 @@ import yaml
 from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe, TeacherConfig
+from slimrl.config.schema import Recipe
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
 from slimrl.ipc.stale_files import clean_stale_segments
 from slimrl.models.hf_config import read_hf_config
@@ -252,18 +252,20 @@ def rollout_stage(
         progress,
         watch=watch,
         flush_caches=engines.flush_caches,
-        teacher=_teacher(recipe.teacher, teachers, vocab_size),
+        teacher=_teacher(recipe, teachers, vocab_size),
     )
 
 
-def _teacher(settings: TeacherConfig, teachers: EngineGroup | None, vocab_size: int) -> Teacher | None:
+def _teacher(recipe: Recipe, teachers: EngineGroup | None, vocab_size: int) -> Teacher | None:
     """The teacher on the run's own engines or on servers of others; None without either."""
+    settings = recipe.teacher
     urls = settings.urls if teachers is None else [address.url for address in teachers.addresses]
     if not urls:
         return None
     return Teacher(
         [SglangEngine(url.rstrip("/"), vocab_size=vocab_size) for url in urls],
-        slots_per_engine=settings.max_concurrency_per_engine,
+        # The last bits of a score depend on what else is in the batch.
+        slots_per_engine=1 if recipe.deterministic else settings.max_concurrency_per_engine,
         timeout_s=settings.request_timeout_s,
     )
 

@@ -21,9 +21,9 @@ from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.teacher import Teacher
 from slimrl.runtime.checks.teacher_check import why_no_teacher
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-ROLLOUT = RolloutConfig(max_trajectory_tokens=512, max_concurrency_per_engine=32, startup_timeout_s=900)
+ROLLOUT = RolloutConfig(max_trajectory_tokens=512, max_concurrency_per_engine=32, startup_timeout_s=200)
 
 
 @pytest.fixture(scope="module")

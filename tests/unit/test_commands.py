@@ -357,7 +357,11 @@ def test_a_teacher_is_on_the_engines_that_the_run_started_or_on_servers_of_other
     recipe.teacher.path, recipe.teacher.urls = "", ["http://c/"]
     start.rollout_stage(recipe, "task", engines, "progress")
     assert connected[2:] == [("http://c", {"vocab_size": 50})]
-    assert made[1]["teacher"] is not None
+    assert made[1]["teacher"]._slots.qsize() == recipe.teacher.max_concurrency_per_engine
+    # Alone in its batch, a segment has the same score each time.
+    recipe.deterministic = True
+    start.rollout_stage(recipe, "task", engines, "progress", teachers)
+    assert made[2]["teacher"]._slots.qsize() == len(teachers.addresses)
 
 
 def test_an_engine_that_ended_is_the_cause_of_what_failed_after_it():

@@ -178,6 +178,10 @@ def test_as_many_nodes_are_needed_as_places_for_ranks_and_engines_make():
     assert nodes_needed(recipe, 8, sft=True) == 2
     recipe.rollout.colocated = True
     assert nodes_needed(recipe, 8, sft=False) == 2
+    # A teacher has GPUs of its own, even where engines share those of the trainer.
+    recipe.teacher.path, recipe.teacher.engine_tp = "teacher", 8
+    assert (nodes_needed(recipe, 8, sft=False), nodes_needed(recipe, 8, sft=True)) == (3, 2)
+    recipe.teacher.path, recipe.teacher.engine_tp = "", 1
     recipe.rollout.engine_tp = 16
     with pytest.raises(ValueError, match=r"no number of nodes with 8 GPUs is enough: rollout.engine_tp = 16"):
         nodes_needed(recipe, 8, sft=False)

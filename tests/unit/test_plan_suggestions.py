@@ -225,7 +225,7 @@ def stub(monkeypatch):
 
     def make_plan(planned, hardware, *, mean_tokens):
         asked["plan"] = (planned, hardware, mean_tokens)
-        return SimpleNamespace(layout=layout)
+        return SimpleNamespace(layout=layout, problems=[] if layout.fits else ["too large"])
 
     def suggestions(planned, hardware, **settings):
         asked["suggest"] = (planned, hardware, settings)

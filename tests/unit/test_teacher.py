@@ -233,8 +233,8 @@ class Stage:
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=i) for i in range(5)]
 
 
-def stage_of(engine: Scores, *, deterministic: bool = False, endings: dict[int, Status] | None = None) -> RolloutStage:
-    recipe, parts = Recipe(deterministic=deterministic), Stage(endings or {})
+def stage_of(engine: Scores, *, endings: dict[int, Status] | None = None) -> RolloutStage:
+    recipe, parts = Recipe(), Stage(endings or {})
     recipe.rollout.samples_per_prompt = 1
     recipe.rollout.max_failed_fraction = 1.0
     task = SimpleNamespace(episode_runner=lambda recipe, engine: parts, reward=lambda trajectory, prompt: 1.0)
@@ -248,12 +248,7 @@ def test_a_rollout_is_scored_but_for_what_failed_and_an_evaluation_is_not():
         batch = stage.rollout(PROMPTS, label="step_000001")
         assert [t.segments[0].teacher_logprobs is None for t in batch] == [False, True, False, False, False]
         scored = [t.segments[0] for t in batch if t.status is not Status.failed]
-        assert [float(s.teacher_logprobs[1]) for s in scored] == [
-            -4,
-            -6,
-            -7,
-            -8,
-        ]
+        assert [float(s.teacher_logprobs[1]) for s in scored] == [-4, -6, -7, -8]
         assert (len(stage.scoring.scores_s), 0 <= stage.scoring.tail_s < 1) == (4, True)
         _, evaluated = stage.evaluate("heldout", PROMPTS, label="eval_000001")
         assert {t.segments[0].teacher_logprobs for t in evaluated} == {None}
@@ -266,19 +261,6 @@ def test_a_trajectory_that_the_teacher_cannot_score_fails_with_the_cause():
     (failed,) = [t for t in batch if t.status is Status.failed]
     assert failed.metadata["error"] == "the teacher failed: teacher 0: gone"
     assert failed.segments[0].teacher_logprobs is None
-
-
-def test_a_deterministic_run_scores_one_trajectory_after_the_other_in_their_order():
-    engine = Scores(0.001)
-    with stage_of(engine, deterministic=True) as stage:
-        batch = stage.rollout(PROMPTS, label="step_000001")
-    assert engine.most == 1
-    assert [r.session_id for r in engine.asked] == [f"{t.trajectory_id}, segment 0" for t in batch]
-    crowded = Scores(0.01)
-    with stage_of(crowded) as stage:
-        stage.rollout(PROMPTS, label="step_000001")
-    assert crowded.most == 3
-    assert [r.session_id for r in crowded.asked] != [f"{t.trajectory_id}, segment 0" for t in batch]
 
 
 def test_the_metrics_are_means_over_sampled_tokens_and_over_scored_trajectories():
