@@ -56,6 +56,10 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rollout.sampling.top_k": _TOP_K,
     "rollout.eval_sampling.top_k": _TOP_K,
     "rollout.max_failed_fraction": _FRACTION,
+    **dict.fromkeys(
+        (key for key, kind in KEY_TYPES.items() if key.startswith("stop.") and kind == float | None),
+        (lambda value: value > 0, "must be greater than 0"),
+    ),
     "algorithm.entropy_target": (lambda value: value > 0, "must be greater than 0"),
     "data.max_prompt_tokens": _AT_LEAST_1,
     "agent.max_result_chars": (lambda value: value >= 16, "must be at least 16"),

@@ -22,7 +22,7 @@ from weight_cases import (
     trainer_config,
 )
 
-from slimrl.algorithms.losses import cross_entropy
+from slimrl.algorithms.objective import cross_entropy
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.config.schema import MtpConfig, OptimizerConfig, ParallelConfig, Precision

@@ -11,7 +11,6 @@ from slimrl.algorithms import advantages
 from slimrl.algorithms.mismatch import k3
 from slimrl.algorithms.objective import cross_entropy
 from slimrl.algorithms.selection import zero_variance_groups
-from slimrl.config.schema import AdvantageName
 from slimrl.data.trajectory import Segment, Status, Trajectory
 
 
@@ -25,7 +24,7 @@ def trajectory(group: str, reward: float, sampled: int) -> Trajectory:
 def group_advantages(rewards, ids, kind, lengths=None) -> np.ndarray:
     lengths = lengths or [3] * len(ids)
     batch = [trajectory(*one) for one in zip(ids, rewards, lengths, strict=True)]
-    return advantages.group_advantages(batch, kind)
+    return advantages.group_advantages([t.reward for t in batch], ids, kind, trajectories=batch)
 
 
 def test_grpo_advantages_of_a_group_by_hand():
@@ -40,7 +39,7 @@ def test_dr_grpo_and_rloo_by_hand():
     assert group_advantages([1, 0, 0], ["a"] * 3, "rloo") == pytest.approx([1.0, -0.5, -0.5])
 
 
-@pytest.mark.parametrize("kind", [kind.value for kind in AdvantageName])
+@pytest.mark.parametrize("kind", [kind.value for kind in advantages.ADVANTAGES])
 def test_groups_are_told_by_id_whatever_their_order_and_size(kind):
     rewards, ids = [1, 0, 0.5, 0, 1, 0, 0.25], ["a", "b", "a", "b", "b", "a", "b"]
     mixed = group_advantages(rewards, ids, kind)

@@ -3,7 +3,7 @@
 import pytest
 
 from slimrl.config.credit_rules import credit_violations
-from slimrl.config.schema import AdvantageName, CreditName, Recipe, RefillMode, SelectionMode
+from slimrl.config.schema import CreditName, Recipe, RefillMode, SelectionMode
 
 
 def recipe(**changes) -> Recipe:
@@ -39,7 +39,7 @@ def recipe(**changes) -> Recipe:
             "must be steps above 1 in rising order",
         ),
         (
-            {"credit__name": CreditName.gigpo, "advantage": AdvantageName.given},
+            {"credit__name": CreditName.gigpo, "advantage": "given"},
             "credit.name",
             "gigpo compares turns with algorithm.advantage grpo, dr_grpo, rloo, not with given",
         ),
@@ -83,7 +83,7 @@ def test_draws_by_value_do_not_follow_the_weights_of_files():
     "changes",
     [
         {},
-        {"credit__name": CreditName.turn, "advantage": AdvantageName.given},
+        {"credit__name": CreditName.turn, "advantage": "given"},
         {"credit__name": CreditName.gigpo},
         {"selection__mode": SelectionMode.best_and_worst, "selection__count": 3},
         {"overlong__max_tokens": 2048},

@@ -160,7 +160,7 @@ def test_an_actor_starts_its_own_part_and_controls_only_from_the_first(monkeypat
     for number in (0, 1):
         actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
         actor.recipe, actor.logs, actor.index, actor.part, actor.starts = Recipe(), Path("logs"), 3, number, 0
-        actor.node = SimpleNamespace(address="127.0.0.1", name="n")
+        actor.node, actor.role = SimpleNamespace(address="127.0.0.1", name="n"), "engine"
         assert actor.start("m:1").name == ("engine 3", "engine 3 part 1")[number]
         assert actor.restart("m:2").nodes == ("n",)
         host, port = actor.meeting().split(":")

@@ -36,7 +36,7 @@ MAY_IMPORT = {
         *LEAVES, "device", "algorithms", "chat", "agent", "rewards", "observability", "ipc", "models", "quantization",
         "checkpoints", "versions", "toys", "rollout", "trainer", "resync",
     },
-    "planner": {*LEAVES, "models", "observability", "trainer", "resync", "runtime"},
+    "planner": {*LEAVES, "algorithms", "models", "observability", "checkpoints", "trainer", "resync", "runtime"},
     "launch": {*LEAVES, "models", "runtime"},
 }  # fmt: skip
 """Part -> the other parts that it may import. cli may import all; slimrl_tools too, except cli and runtime."""

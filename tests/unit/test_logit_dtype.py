@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, chunk: Wrapped, **options: bool) -> tup
     runner.layout, runner.vocab_size, runner.chunk_tokens = SimpleNamespace(tensor=1), VOCABULARY - 2, 4
     runner.done, runner.total, runner.on_progress = 0, 1, lambda done, total: None
     dtypes: list[torch.dtype] = []
-    runner.routing_replay = None
+    runner.routing_replay, runner.mtp = None, None
     runner.router_stats = SimpleNamespace(observe=lambda padding_T: torch.enable_grad())
 
     def noted(logits_TV: Tensor, *given: Tensor, **how: object) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,12 @@ def run(monkeypatch: pytest.MonkeyPatch, chunk: Wrapped, **options: bool) -> tup
     monkeypatch.setattr(micro_batch_runner, "vocab_parallel_logprobs", noted)
     tokens_T = torch.arange(TOKENS) * 3 % (VOCABULARY - 2)
     batch = SimpleNamespace(
-        tokens_T=tokens_T, position_ids_T=tokens_T, padding_T=None, packed_seq_params=None, targets_T=tokens_T.roll(1)
+        tokens_T=tokens_T,
+        position_ids_T=tokens_T,
+        padding_T=None,
+        packed_seq_params=None,
+        targets_T=tokens_T.roll(1),
+        mtp=None,
     )
     output, finish = runner._forward(0.7, lambda *values: values, iter([batch]), chunk)
     logprobs_T, entropy_T, _ = finish(output)

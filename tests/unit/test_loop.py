@@ -19,6 +19,7 @@ from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.statistics import EvalResult
+from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime import dynamic_sampling, train_run
 from slimrl.runtime.cluster.errors import RunError, StepDropped
 from slimrl.runtime.loop import train
@@ -39,6 +40,7 @@ class Stages:
         self.failing_evaluations: set[str] = set()
         self.asked = False
         self.asked_in = ""
+        self.scoring = ScoringTimes()
 
     def _note(self, call: str) -> None:
         self.calls.append(call)

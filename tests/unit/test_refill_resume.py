@@ -15,6 +15,7 @@ from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
+from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime.cluster.errors import StepDropped
 from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 from slimrl.runtime.train_run import TrainRun
@@ -28,6 +29,7 @@ class Stage:
 
     def __init__(self, dropped_in: str = "") -> None:
         self.dropped_in = dropped_in
+        self.scoring = ScoringTimes()
         self.asked: list[tuple[str, list[str]]] = []
 
     def rollout(self, prompts, *, label, check_cancelled, earlier=()):

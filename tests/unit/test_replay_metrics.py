@@ -42,7 +42,7 @@ def test_the_gap_is_the_mismatch_and_the_share_of_token_layers_that_differ():
 
 
 def result(**figures: float) -> UpdateResult:
-    return UpdateResult(sums={}, grad_norm=1.0, skipped=False, lr=0.1, num_tokens=10, **figures)
+    return UpdateResult(sums={}, denominator=1.0, grad_norm=1.0, skipped=False, lr=0.1, num_tokens=10, **figures)
 
 
 def test_the_worst_layer_is_that_of_the_worst_update_and_an_expert_is_dead_in_all_of_them():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.config.schema import AdvantageName, CreditName, Recipe
+from slimrl.config.schema import CreditName, Recipe
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.runtime import rollout_stage
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
@@ -243,6 +243,6 @@ def test_a_recipe_with_gigpo_has_states_and_one_with_given_advantages_fails_with
     first, second = stage.rollout(prompts, label="step_000001")
     assert first.turn_states == second.turn_states
     assert len(first.turn_states) == 1
-    algorithm.credit.name, algorithm.advantage = CreditName.trajectory, AdvantageName.given
+    algorithm.credit.name, algorithm.advantage = CreditName.trajectory, "given"
     with pytest.raises(RunError, match=r"has no advantage: algorithm\.advantage given needs one"):
         stage.rollout(prompts, label="step_000002")

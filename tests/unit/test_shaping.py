@@ -6,7 +6,6 @@ import pytest
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.shaping import overlong_penalty, shape_rewards
 from slimrl.config.schema import (
-    AdvantageName,
     AlgorithmConfig,
     OverlongConfig,
     SelectionConfig,
@@ -37,7 +36,7 @@ def trajectory(group: str, name: str, reward: float, tokens: int = 1, status=Sta
 
 
 def chosen(batch: list[Trajectory], **selection) -> dict[str, float]:
-    algorithm = AlgorithmConfig(advantage=AdvantageName.dr_grpo, selection=SelectionConfig(**selection))
+    algorithm = AlgorithmConfig(advantage="dr_grpo", selection=SelectionConfig(**selection))
     found = select(batch, algorithm, lambda group: True, step=1)
     return dict(zip([t.trajectory_id for t in found.trajectories], found.advantages.tolist(), strict=True))
 
@@ -108,7 +107,7 @@ def test_what_is_not_trained_on_takes_no_place_among_the_best():
     ]
     algorithm = AlgorithmConfig(
         truncated=TruncationMode.mask,
-        advantage=AdvantageName.dr_grpo,
+        advantage="dr_grpo",
         selection=SelectionConfig(mode=SelectionMode.best_and_worst, count=1),
     )
     found = select(batch, algorithm, lambda group: True, step=1)

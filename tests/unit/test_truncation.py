@@ -13,6 +13,7 @@ from slimrl.algorithms.shaping import apply_truncation_rule
 from slimrl.config.schema import Recipe, TruncationMode
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.run_folder import RunFolder
+from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.train_run import TrainRun
@@ -86,6 +87,8 @@ def test_the_rollout_of_a_run_applies_the_rule_before_its_metrics_are_taken(tmp_
     asked = []
 
     class Stage:
+        scoring = ScoringTimes()
+
         def rollout(self, prompts, *, label, check_cancelled):
             asked.append((prompts, label))
             return batch

@@ -8,7 +8,7 @@ import pytest
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.turn_credit import mixed_reward, stage_weights, turn_returns, weighted
 from slimrl.algorithms.turn_states import observed_states
-from slimrl.config.schema import AdvantageName, AlgorithmConfig, CreditConfig, CreditName
+from slimrl.config.schema import AlgorithmConfig, CreditConfig, CreditName
 from slimrl.data.packing import ADVANTAGES, pack
 from slimrl.data.trajectory import Segment, Status, Trajectory
 
@@ -38,7 +38,7 @@ def trajectory(group: str, name: str, reward: float, turn_rewards, states=(), **
 
 def settings(name: str, advantage: str = "grpo", **credit) -> AlgorithmConfig:
     return AlgorithmConfig(
-        advantage=AdvantageName(advantage), credit=CreditConfig(name=CreditName(name), **credit)
+        advantage=advantage, credit=CreditConfig(name=CreditName(name), **credit)
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_stages_move_from_the_rewards_of_turns_to_the_outcome():
     assert stage_weights(CreditConfig(), 5) == (1.0, 1.0)
     assert mixed_reward(1.0, [0.5, 0.25], (0.7, 0.3)) == pytest.approx(0.3 + 0.7 * 0.75)
     batch = [trajectory("a", "0", 0.0, [1.0]), trajectory("a", "1", 1.0, [0.0])]
-    algorithm = AlgorithmConfig(advantage=AdvantageName.dr_grpo, credit=credit)
+    algorithm = AlgorithmConfig(advantage="dr_grpo", credit=credit)
     for step, expected in ((1, 0.2), (11, -0.2), (21, -0.5)):
         found = select(batch, algorithm, lambda group: True, step=step)
         assert found.turn_advantages is None
