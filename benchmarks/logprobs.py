@@ -115,6 +115,8 @@ def assert_equal(ways: dict[str, Callable[[Tensor], Tensor]], logits_TV: Tensor,
     logprobs_T, grad_TV = measure(ways["chunked"], logits_TV, device)[1], logits_TV.grad
     theirs_T = measure(ways["plain"], logits_TV, device)[1]
     torch.testing.assert_close(logprobs_T, theirs_T, rtol=1e-5, atol=1e-5)
+    assert grad_TV is not None
+    assert logits_TV.grad is not None
     # Some tokens: a difference of all would take as much memory as what is compared.
     torch.testing.assert_close(grad_TV[:4], logits_TV.grad[:4], rtol=1e-2, atol=1e-6)
 

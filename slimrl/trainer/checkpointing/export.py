@@ -67,7 +67,6 @@ def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, ada
 
 def _write_adapters(adapters: ExportedAdapters, folder: Path) -> None:
     folder.mkdir()
-    write_safetensors_file(
-        folder / "adapter_model.safetensors", list(adapters.source.layout()), adapters.source.tensors()
-    )
+    tensors = ((name, tensor) for name, tensor in adapters.source.tensors() if tensor is not None)
+    write_safetensors_file(folder / "adapter_model.safetensors", list(adapters.source.layout()), tensors)
     (folder / "adapter_config.json").write_text(json.dumps(adapters.config, indent=2) + "\n")
