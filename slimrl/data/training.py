@@ -105,7 +105,7 @@ class UpdateResult:
     """Experts of all layers that got no token"""
     router_entropy: float = math.nan
     """Entropy of the router's distribution over all experts, natural log, mean over tokens and layers"""
-    replayed_fraction: float = math.nan
-    """Pairs of a token and a layer whose experts were given; NaN without routing replay"""
-    replay_changed_fraction: float = math.nan
+    replayed_fraction: float | None = None
+    """Pairs of a token and a layer whose experts were given; None without routing replay"""
+    replay_changed_fraction: float | None = None
     """Of these, those for which the router would have chosen other experts"""

@@ -51,7 +51,7 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
         metrics["moe/expert_load_worst_layer"] = worst.expert_load_worst_layer
         metrics["moe/dead_experts"] = min(r.dead_experts for r in routed)
     for name in ("replayed_fraction", "replay_changed_fraction"):
-        values = [value for r in results if np.isfinite(value := getattr(r, name))]
+        values = [value for r in results if (value := getattr(r, name)) is not None]
         if values:
             metrics[f"routing/{name}"] = float(np.mean(values))
     if all("mtp_loss" in r.sums for r in results):

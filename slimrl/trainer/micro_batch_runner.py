@@ -175,7 +175,7 @@ class MicroBatchRunner:
         if self.overlaps_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-        replayed, changed = (math.nan, math.nan) if self.routing_replay is None else self.routing_replay.summary()
+        replayed, changed = (None, None) if self.routing_replay is None else self.routing_replay.summary()
         return UpdateResult(
             sums=sums,
             denominator=denominator,

@@ -14,7 +14,6 @@ T tokens of a micro-batch on this rank (under sequence parallelism its piece of 
 E experts, K of them per token.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,17 +83,17 @@ class RoutingReplay:
         finally:
             self.in_forward, self.given_TLK, self.valid_T = False, None, None
 
-    def summary(self) -> tuple[float, float]:
+    def summary(self) -> tuple[float | None, float | None]:
         """Of the last pass, over all ranks; every rank calls it.
 
         Returns:
             The fraction of pairs of a token and a layer that were replayed, padding left out; and the fraction of
-            these for which the router would have chosen other experts. NaN where nothing was routed or replayed.
+            these for which the router would have chosen other experts. None where nothing was routed or replayed.
         """
         totals = self.counts.clone()
         dist.all_reduce(totals)
         routed, replayed, otherwise = totals.tolist()
-        return replayed / routed if routed else math.nan, otherwise / replayed if replayed else math.nan
+        return replayed / routed if routed else None, otherwise / replayed if replayed else None
 
 
 class LayerReplay(RouterReplay):
