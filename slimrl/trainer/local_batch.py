@@ -69,14 +69,14 @@ def shard_context(batch: MicroBatch, context_group: Any, *, mtp_layers: int = 0)
     target = device.compute_device()
 
     def per_token(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values)[..., index_T].to(target)
+        return torch.from_numpy(values)[index_T].to(target)
 
     def per_trajectory(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(target)
 
     mtp: MtpTargets | None = None
     if mtp_layers:
-        tokens_DT, targets_DT, mask_DT = map(per_token, mtp_targets(batch, mtp_layers))
+        tokens_DT, targets_DT, mask_DT = (per_token(values_DT.T).T for values_DT in mtp_targets(batch, mtp_layers))
         mtp = MtpTargets(tokens_DT=tokens_DT, targets_DT=targets_DT, mask_DT=mask_DT)
     return LocalBatch(
         tokens_T=per_token(batch.tokens),
