@@ -227,7 +227,9 @@ def test_trained_mtp_layers_are_exported_and_resumed_and_not_sent_to_engines(tmp
     assert all(torch.equal(after[name], resumed[name]) for name in after)
     mtp = [name for name in before if name.startswith(("model.layers.4.", "model.layers.5."))]
     unchanged = [name for name in mtp if torch.equal(after[name].float(), before[name].bfloat16().float())]
-    assert all(name.endswith("e_score_correction_bias") for name in unchanged), unchanged
+    # Experts that no token reached stay as they were.
+    assert all(name.endswith("e_score_correction_bias") or ".experts." in name for name in unchanged), unchanged
+    assert len(unchanged) < len(mtp) / 2
     for index in (4, 5):
         assert torch.equal(after[f"model.layers.{index}.embed_tokens.weight"], after["model.embed_tokens.weight"])
         assert torch.equal(after[f"model.layers.{index}.shared_head.head.weight"], after["lm_head.weight"])

@@ -60,6 +60,7 @@ def worst_gap(teacher: Path, trajectories: list[Trajectory]) -> float:
     return worst
 
 
+@pytest.mark.full
 def test_trajectories_of_a_rollout_have_the_teacher_s_log_probs_and_can_be_trained_on(workspace: Workspace):
     teacher, out = workspace.path / "teacher", workspace.path / "trajectories.jsonl"
     overrides = workspace.overrides(*SMALL, f"teacher.path={teacher}", "rollout.prompts_per_step=2")
