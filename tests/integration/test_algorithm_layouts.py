@@ -2,7 +2,7 @@
 
 Four trajectories of three segments each. On one rank they are in one micro-batch; on several ranks they are split over
 micro-batches and data-parallel ranks, so sums over whole trajectories come from elsewhere. The log-probs of the old
-policy, the engine and the reference are the current ones plus known functions of the position.
+policy, the engine, the reference and a teacher are the current ones plus known functions of the position.
 """
 
 import numpy as np
@@ -15,14 +15,23 @@ from slimrl.algorithms.objective import denominator, loss_function
 from slimrl.algorithms.passes import needs_sums
 from slimrl.algorithms.token_advantages import has_token_advantages
 from slimrl.config.schema import OptimizerConfig
-from slimrl.data.packing import OLD_LOGPROBS, REFERENCE_LOGPROBS, is_split, num_sampled, num_trajectories, pack
+from slimrl.data.packing import (
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    TEACHER_LOGPROBS,
+    is_split,
+    num_sampled,
+    num_trajectories,
+    pack,
+)
 from slimrl.trainer.held_batches import HeldBatches
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
 TP2_SP = {"tensor": 2, "sequence": True}
-TWO_RANKS = [{}, {**TP2_SP, "expert_tensor": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"expert": 2}, {"context": 2}]
+TWO_RANKS = [{}, {"context": 2}]
 """The first is two data-parallel ranks."""
+TWO_RANKS_MORE = [{**TP2_SP, "expert_tensor": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"expert": 2}]
 FOUR_RANKS = [{**TP2_SP, "pipeline": 2, "expert": 2}, {"context": 2}, {"context": 2, "pipeline": 2}]
 TEMPERATURE, LENGTH = 0.7, 60
 
@@ -73,12 +82,13 @@ def updates_by_algorithm(rank, num_ranks, port, weights, layouts):
 
 
 def near(batches, found) -> None:
-    """Log-probs of the old policy, the engine and the reference, around the current ones."""
+    """Log-probs of the old policy, the engine, the reference and a teacher, around the current ones."""
     for batch, result in zip(batches, found or [], strict=bool(found)):
         position = batch.position_ids
         old = result.logprobs + 0.11 * ((position % 5) - 2)
         batch.added[OLD_LOGPROBS] = old.astype(np.float32)
         batch.rollout_logprobs = (old + 0.07 * ((position % 3) - 0.9)).astype(np.float32)
+        batch.added[TEACHER_LOGPROBS] = (result.logprobs + 0.15 * ((position % 4) - 1.5)).astype(np.float32)
         batch.added[REFERENCE_LOGPROBS] = (result.logprobs + 0.2 * ((position % 7) - 3)).astype(np.float32)
 
 
@@ -103,6 +113,11 @@ def test_every_algorithm_learns_something_else_on_one_rank(expected):
 
 def test_two_ranks_make_every_algorithms_update_of_one(weights, expected):
     assert_equal_to_one_rank(weights, expected, 2, TWO_RANKS)
+
+
+@pytest.mark.full
+def test_two_ranks_of_other_layouts_make_every_algorithms_update_of_one(weights, expected):
+    assert_equal_to_one_rank(weights, expected, 2, TWO_RANKS_MORE)
 
 
 @pytest.mark.full
