@@ -10,12 +10,10 @@ from operator import add
 
 import numpy as np
 
+from slimrl.algorithms.policy_tokens import MAX_LOG_RATIO
 from slimrl.algorithms.routing import RoutingComparison, compare_routing, routing_metrics
 from slimrl.data.packing import MicroBatch
 from slimrl.data.training import LogProbs
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before exp."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

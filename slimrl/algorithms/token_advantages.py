@@ -34,10 +34,10 @@ def kl_returns(old_S: np.ndarray, reference_S: np.ndarray, coefficient: float) -
     return np.cumsum(rewards_S[::-1])[::-1]
 
 
-def whitening(count: float, total: float, squares: float) -> tuple[float, float]:
-    """Mean, and the standard deviation to divide by, of all tokens of a rollout.
+def whitening_deviation(count: float, squares: float) -> float:
+    """The standard deviation that the advantages of all tokens of a rollout are divided by.
 
     Args:
         squares: sum of the squared differences from the mean.
     """
-    return total / count, float(np.sqrt(max(squares / count, WHITENING_EPSILON)))
+    return float(np.sqrt(max(squares / count, WHITENING_EPSILON)))

@@ -94,8 +94,7 @@ def _kl_violations(recipe: Recipe) -> Iterator[Violation]:
 
 def _correction_violations(recipe: Recipe) -> Iterator[Violation]:
     correction = recipe.algorithm.correction
-    active = correction.level is not CorrectionLevel.off or correction.veto > 0 or correction.max_gap > 0
-    if active and recipe.algorithm.old_policy is OldPolicy.rollout:
+    if correction.is_active and recipe.algorithm.old_policy is OldPolicy.rollout:
         message = "rollout: the ratio has the engines' difference in it already. Use trainer, or no correction."
         yield "algorithm.old_policy", message
     bounded = correction.level is not CorrectionLevel.off and correction.mode is not CorrectionMode.truncate

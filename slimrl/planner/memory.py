@@ -103,6 +103,6 @@ def stage_memory(
         parts=parts,
         host=state.host
         + (state.weights + state.optimizer if colocated else 0)
-        + (state.weights if needs_reference(recipe) else 0),
+        + (state.weights if needs_reference(recipe) and not recipe.trainer.lora.rank else 0),
         phases={phase: max(sum(parts[part] for part in held) for held in sets) for phase, sets in phases.items()},
     )

@@ -5,7 +5,7 @@ results stay on the ranks; the driver gets a report.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -19,13 +19,12 @@ from slimrl import device
 from slimrl.algorithms.mismatch import LogProbReport, report_logprobs
 from slimrl.algorithms.objective import LossFunction
 from slimrl.algorithms.remote import remote_sums, set_remote
-from slimrl.algorithms.token_advantages import charges_kl, kl_returns, whitening
+from slimrl.algorithms.token_advantages import charges_kl, kl_returns, whitening_deviation
 from slimrl.config.schema import AlgorithmConfig, RoutingReplay
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, MicroBatch
 from slimrl.data.pieces import Piece, cut, join, pieces_of, sampled_places
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
-from slimrl.trainer.reference import ReferenceWeights
 from slimrl.trainer.routing_replay import engine_experts
 
 
@@ -36,7 +35,8 @@ class HeldBatches:
         self.runner, self.replay_mode = runner, routing_replay
         self.updates: list[list[MicroBatch]] = []
         """This rank's micro-batches of each update"""
-        self.reference: ReferenceWeights | None = None
+        self.reference: Callable[[], AbstractContextManager[None]] | None = None
+        """Gives a block within which the model is the reference"""
 
     def put_batches(self, updates: Sequence[list[MicroBatch]]) -> None:
         """Replace the micro-batches held.
@@ -63,7 +63,8 @@ class HeldBatches:
         batches = self.updates[update]
         records = self.replay_mode is RoutingReplay.train and name == OLD_LOGPROBS
         if name == REFERENCE_LOGPROBS:
-            with self._reference():
+            assert self.reference is not None, "the worker keeps a reference when it has loaded the weights"
+            with self.reference():
                 found = self.runner.compute_logprobs(_unreplayed(batches), temperature)
         else:
             found = self.runner.compute_logprobs(batches, temperature, routing=routing, record_replay=records)
@@ -127,10 +128,6 @@ class HeldBatches:
         """See MicroBatchRunner.step."""
         return self.runner.step()
 
-    def _reference(self) -> AbstractContextManager[None]:
-        assert self.reference is not None, "the worker keeps the reference's weights when it has loaded them"
-        return self.reference.swapped_in()
-
     def _reports(self, batches: Sequence[MicroBatch], found: Sequence[LogProbs]) -> list[LogProbReport] | None:
         if not self.runner.layout.is_output_rank:
             return None
@@ -159,7 +156,7 @@ class HeldBatches:
         count, total = _sums([len(values_S), values_S.sum()])
         mean = total / count
         (squares,) = _sums([np.square(values_S - mean).sum()])
-        mean, deviation = whitening(count, total, squares)
+        deviation = whitening_deviation(count, squares)
         for batch in batches:
             values_T = batch.added[ADVANTAGES]
             batch.added[ADVANTAGES] = np.where(batch.mask, (values_T - mean) / deviation, 0).astype(np.float32)

@@ -20,7 +20,7 @@ from slimrl.trainer.checkpointing.export import ExportedAdapters, export_hf
 from slimrl.trainer.determinism import make_deterministic
 from slimrl.trainer.held_batches import HeldBatches
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
-from slimrl.trainer.lora.attach import attach_adapters
+from slimrl.trainer.lora.attach import attach_adapters, without_adapters
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.offload import Offload
@@ -110,8 +110,11 @@ class TrainerWorker(HeldBatches):
         self.optimizer.megatron.reload_model_params()
 
     def keep_reference(self) -> None:
-        """The current weights become the reference's."""
-        self.reference = ReferenceWeights(self.chunks)
+        """The current weights become the reference's; with adapters these are the model's own, which never change."""
+        if self.lora.rank:
+            self.reference = partial(without_adapters, self.chunks)
+        else:
+            self.reference = ReferenceWeights(self.chunks).swapped_in
 
     def weight_source(self) -> MegatronWeightSource:
         """The weights that engines serve as Hugging Face tensors, in the precision of the training: without layers for

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from algorithm_cases import CASES
 from ranks import run_ranks
-from trainer_cases import in_layouts, save_initial_weights, sequences
+from trainer_cases import in_layouts, sequences
 
 from slimrl.algorithms.objective import denominator, loss_function
 from slimrl.algorithms.passes import needs_sums
@@ -34,13 +34,6 @@ TWO_RANKS = [{}, {"context": 2}]
 TWO_RANKS_MORE = [{**TP2_SP, "expert_tensor": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"expert": 2}]
 FOUR_RANKS = [{**TP2_SP, "pipeline": 2, "expert": 2}, {"context": 2}, {"context": 2, "pipeline": 2}]
 TEMPERATURE, LENGTH = 0.7, 60
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("weights") / "initial")
-    run_ranks(save_initial_weights, 1, path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ One sequence on one rank is the reference, whose gradient is compared with autog
 import numpy as np
 import pytest
 from ranks import run_ranks
-from trainer_cases import in_layouts, packed_batches, save_initial_weights
+from trainer_cases import in_layouts, packed_batches
 
 from slimrl.algorithms.objective import loss_function
 from slimrl.config.schema import AlgorithmConfig
@@ -14,13 +14,6 @@ from slimrl.config.schema import AlgorithmConfig
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 OBJECTIVES = tuple(loss_function(name, AlgorithmConfig(clip_low=0.9, clip_high=5.0)) for name in ("policy", "sft"))
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("weights") / "initial")
-    run_ranks(save_initial_weights, 1, path)
-    return path
 
 
 def one_sequence(rank, num_ranks, port, weights, layouts):

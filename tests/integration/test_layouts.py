@@ -2,7 +2,7 @@
 
 import pytest
 from ranks import run_ranks
-from trainer_cases import run_layouts, save_initial_weights
+from trainer_cases import run_layouts
 
 from slimrl.config.schema import OptimizerConfig
 
@@ -36,13 +36,6 @@ FOUR_RANKS_MORE = [
     {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
 ]
 LOSSES = ("cross_entropy", "gspo")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("weights") / "initial")
-    run_ranks(save_initial_weights, 1, path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from ranks import run_ranks
-from trainer_cases import in_layouts, packed_batches, save_initial_weights
+from trainer_cases import in_layouts, packed_batches
 
 from slimrl.data.packing import REFERENCE_LOGPROBS
 from slimrl.data.training import MemoryPart
@@ -17,13 +17,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 LAYOUTS = [{}, {"tensor": 2, "sequence": True, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}]
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("weights") / "initial")
-    run_ranks(save_initial_weights, 1, path)
-    return path
-
-
 def log_probs_of_the_reference(rank, num_ranks, port, weights):
     """Of each layout: log-probs before an update, after it, of the reference then, and after the reference's pass."""
     reference.PIECE_BYTES = 1000
@@ -32,7 +25,7 @@ def log_probs_of_the_reference(rank, num_ranks, port, weights):
 
 def of_one(run):
     held = HeldBatches(run.runner)
-    held.reference = ReferenceWeights(run.chunks)
+    held.reference = ReferenceWeights(run.chunks).swapped_in
     batches = packed_batches(0, run.layout, run.trainer.max_tokens_per_rank)
     held.put_batches([batches])
     offload = Offload(run.chunks, run.optimizer)

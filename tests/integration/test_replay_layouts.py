@@ -12,7 +12,6 @@ from trainer_cases import (
     gspo,
     in_layouts,
     model_config,
-    save_initial_weights,
     sequences,
     start,
     trainer_config,
@@ -64,13 +63,6 @@ FAMILIES = {
         "moe_layer_freq": [0, 1, 1, 1],
     },
 }
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("weights") / "initial")
-    run_ranks(save_initial_weights, 1, path)
-    return path
 
 
 def replaying(run: Run, mode: RoutingReplay) -> HeldBatches:

@@ -12,7 +12,6 @@ from trainer_cases import (
     Run,
     in_layouts,
     packed_batches,
-    save_initial_weights,
     sequences,
     start,
     token_cross_entropy,
@@ -31,13 +30,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 TP2_SP_EP2 = {"tensor": 2, "sequence": True, "expert": 2}
 ARCHITECTURE = {"hidden_size": 64}
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("weights") / "initial")
-    run_ranks(save_initial_weights, 1, path)
-    return path
 
 
 def sharded_logprobs(rank, num_ranks, port):
