@@ -23,7 +23,7 @@ SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN)
 RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu quickstart test test-all test-gpu test-gpu2 mutation lint format bench lock
+.PHONY: help setup setup-gpu quickstart test test-all test-peers test-gpu test-gpu2 mutation lint format bench lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ test: $(STAMP) ## representative integration tests, then unit tests (about 20 mi
 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
 	$(BIN)/python -m pytest -m "not gpu" tests/integration tests/unit
+
+test-peers: $(STAMP) ## losses and advantages against TRL's and verl's own functions, fetched first (2 minutes)
+	@$(PIP) --no-deps --upgrade --target $(VENV)/peers --requirement requirements/peers.txt
+	PYTHONPATH=$(VENV)/peers $(BIN)/python -m pytest --numprocesses 0 tests/peers
 
 # No $(STAMP): the CUDA image and a bare machine with torch have packages of their own (docs/gpu_tests.md).
 test-gpu: ## what one GPU can prove, with a table at the end: some 8 minutes (docs/gpu_tests.md)
