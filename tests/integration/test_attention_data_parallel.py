@@ -19,6 +19,7 @@ from slimrl.rollout.servers.router import Router
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.full,
     pytest.mark.timeout(300),
     pytest.mark.skipif(device.device_type() == "cuda", reason="the source of weights here is in host memory"),
 ]

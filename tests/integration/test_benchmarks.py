@@ -42,6 +42,7 @@ def left_by_sglang() -> set[str]:
     return {entry.name for entry in entries if entry.inode() not in mapped}
 
 
+@pytest.mark.full
 def test_a_step_of_fixed_work_is_timed(tmp_path: Path):
     figures = figures_of(
         "step", tmp_path / "step.json", "--repeats", "1",

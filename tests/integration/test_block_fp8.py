@@ -115,6 +115,7 @@ def test_the_system_s_own_limit_on_a_file_stops_the_write_midway(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_killed_run_is_continued_and_gives_the_same_files(tmp_path):
     write_toy("qwen3_moe", tmp_path / "toy", ToySize(layers=4, hidden=64, experts=32), seed=0)
     command = [sys.executable, "-m", "slimrl_tools.cli", "quantize", str(tmp_path / "toy")]

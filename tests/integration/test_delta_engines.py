@@ -20,7 +20,7 @@ from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.servers.control import SglangControl
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(240)]
 
 VOCAB = 300
 """More than the tokens of the toys' tokenizer."""

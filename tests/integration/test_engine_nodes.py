@@ -83,6 +83,7 @@ def keep_checking(server: EngineServer) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.full
 def test_an_engine_over_two_nodes_computes_with_its_weights_and_names_them(
     folder: Path, parts: list[EngineServer], control: SglangControl
 ):
@@ -96,6 +97,7 @@ def test_an_engine_over_two_nodes_computes_with_its_weights_and_names_them(
     control.resume()
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_it_loads_versions_from_folders_and_deltas_into_a_copy_on_each_node(
     folder: Path, parts: list[EngineServer], control: SglangControl

@@ -45,17 +45,10 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
     return {Path(path) for path in paths if not path.endswith(" (deleted)")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
-    [
-        ("qwen3_moe", 2, 2, 1),
-        *[
-            pytest.param(family, *layout, marks=pytest.mark.full)
-            for family in FAMILIES
-            for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]
-            if (family, *layout) != ("qwen3_moe", 2, 2, 1)
-        ],
-    ],
+    [(family, *layout) for family in FAMILIES for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
     tmp_path, family, tensor, expert, groups

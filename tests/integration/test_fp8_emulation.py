@@ -104,6 +104,7 @@ def differences(weights, scaling, layouts, reference):
     return found
 
 
+@pytest.mark.full
 def test_blockwise_on_two_ranks_rounds_as_on_one(weights):
     reference = of_one_rank(weights, "blockwise", "off")
     for logprob, grad_norm in differences(weights, "blockwise", SAME_BATCHES[:1], reference["blockwise"]):

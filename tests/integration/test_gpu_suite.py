@@ -55,6 +55,7 @@ def run_suite(*files: Path, timeout_s: float, **environment: str) -> str:
     return table
 
 
+@pytest.mark.full
 def test_what_one_and_two_gpus_are_to_prove_runs_on_a_cpu_with_the_packages_of_a_bare_machine(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BARE)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH"), str(ROOT)]))

@@ -103,6 +103,7 @@ def test_a_part_of_a_job_ends_with_all_its_descendants_when_the_job_says_so(tmp_
         process.kill()
 
 
+@pytest.mark.full
 def test_a_bad_node_is_named_and_a_spare_takes_its_place(start, tmp_path: Path):
     faults = {"node1": other_version(tmp_path, "safetensors", "0.0.1")}
     refused = start(2, RAY, sys.executable, "-c", SAY_NODES, faults=faults)
@@ -219,6 +220,7 @@ def test_a_submitted_recipe_runs_as_given_and_a_cancelled_job_is_not_queued_agai
         job.close()
 
 
+@pytest.mark.full
 def test_a_node_that_dies_ends_the_job_at_once_and_is_named(start, tmp_path: Path):
     ready = tmp_path / "ready"
     job = start(2, RAY, sys.executable, "-c", SAVE_ONCE, str(tmp_path / "saved"), str(ready))

@@ -55,6 +55,7 @@ def assert_updates_of_one_rank(path, num_ranks, layouts, lora=LORA):
                 np.testing.assert_allclose(value, adapters[name], atol=1e-6, err_msg=f"{layout} {name}")
 
 
+@pytest.mark.full
 def test_two_ranks_make_the_updates_of_one(tmp_path):
     assert_updates_of_one_rank(small_model("qwen3_moe", tmp_path / "model"), 2, TWO_RANKS)
 

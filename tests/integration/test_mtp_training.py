@@ -60,6 +60,7 @@ def assert_equal_to_one_rank(weights, reference, num_ranks, layouts):
                 assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5), layout
 
 
+@pytest.mark.full
 def test_two_ranks_train_mtp_layers_as_one(weights, reference):
     assert_equal_to_one_rank(weights, reference, 2, TWO_RANKS)
 

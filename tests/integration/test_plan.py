@@ -50,6 +50,7 @@ def toy_model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_deepseek_v3_in_bf16_fits_with_engines_of_sixteen_gpus_on_two_nodes():
     recipe = str(RECIPES / "deepseek_v3" / "deepseek_v3_gspo_disaggregated.yaml")
     sizes = ["rollout.num_engines=4", "rollout.engine_tp=16", "rollout.engine_ep=16", "rollout.engine_attention_dp=1"]
@@ -83,6 +84,7 @@ def test_gpus_of_140_gib_hold_the_optimizer_that_others_leave_to_the_host(name):
     assert on_gpu["step_seconds"] < on_host["step_seconds"]
 
 
+@pytest.mark.full
 def test_only_adapters_have_gradients_and_optimizer_states():
     on_gpu = ["trainer.megatron.optimizer_cpu_offload=false", "--gpu-memory-gib", "140"]
     whole, found = plan(QWEN, *on_gpu), plan(QWEN, "trainer.lora.rank=16", *on_gpu)
@@ -122,6 +124,7 @@ def test_every_recipe_is_planned_in_half_a_minute(recipe, toy_model):
     assert found["fits"], found["problems"]
 
 
+@pytest.mark.full
 def test_attention_data_parallelism_gives_an_engine_of_deepseek_v3_five_times_the_cache():
     """A rank's latent cache of bf16 is as large per token; attention, eight times on a GPU, takes a third of it."""
     recipe = str(RECIPES / "deepseek_v3" / "deepseek_v3_gspo.yaml")
@@ -198,6 +201,7 @@ def test_what_cannot_be_is_refused_by_the_rule_that_it_breaks(arguments, message
     assert message in refusal(*arguments)
 
 
+@pytest.mark.full
 def test_suggestions_are_legal_fit_and_are_planned_as_suggested():
     result = CliRunner().invoke(app, ["plan", QWEN, "--suggest", "--gpus", "16", "--top", "3", "--json"])
     assert result.exit_code == 0, result.output

@@ -86,6 +86,7 @@ def assert_left_out(outcomes: list[tuple[dict[str, str], float]], faults: list[F
         assert seconds < BOUND_S, (fault, seconds)
 
 
+@pytest.mark.full
 def test_an_engine_that_stops_or_dies_while_it_loads_is_left_out_and_comes_back(engines, checkpoints, tmp_path):
     faults = [Fault("stop", LOADS, 2), Fault("kill", LOADS, 2, "during")]
     outcomes, _ = run_ranks(outlive, 2, engines, checkpoints, config(), faults, tmp_path / "engine", timeout_s=200)

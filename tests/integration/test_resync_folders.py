@@ -94,6 +94,7 @@ def send_versions(rank, world_size, port, url, model_dir, tmp_path) -> list[tupl
     return seen
 
 
+@pytest.mark.full
 def test_an_engine_of_two_serves_what_was_sent_and_a_delta_that_was_cut_short_is_sent_whole(tmp_path):
     model_dir = tmp_path / "model"
     write_toy("qwen3_moe", model_dir, ToySize(init_std=0.1), seed=0)

@@ -142,6 +142,7 @@ def resync_quantised(rank, world_size, port, path, parallel, placements):
     return found
 
 
+@pytest.mark.full
 def test_nodes_send_each_other_quantised_weights_from_all_of_their_ranks(tmp_path):
     path = small_model("qwen3_moe", tmp_path / "hf")
     placements = [("abcd", "abcd"), ("aabb", "a")]

@@ -22,6 +22,7 @@ BUCKET_BYTES = 45_000
 TIMEOUT_S = 60.0
 
 
+@pytest.mark.full
 def test_latent_attention_computes_with_keys_and_values_that_came_in_rows(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for seed, path in enumerate((first, second)):

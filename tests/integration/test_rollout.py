@@ -304,6 +304,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.full
 def test_nothing_survives_an_owner_that_was_killed(model, tmp_path):
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(model), str(tmp_path)], stdout=subprocess.PIPE, text=True

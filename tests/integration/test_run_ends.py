@@ -92,6 +92,7 @@ def log_path(folder: RunFolder, name: str) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_ctrl_c_in_a_rollout_leaves_nothing(start: Start):
     run, folder = start(engines=2, long_rollout=True)
     in_rollout(run, folder)

@@ -47,6 +47,7 @@ def names(folder: RunFolder) -> list[str]:
     return sorted(path.name for path in folder.checkpoints.iterdir())
 
 
+@pytest.mark.full
 def test_flipped_bytes_are_named_and_the_run_goes_on_from_the_checkpoint_that_is_offered(workspace: Workspace):
     run = workspace.run_folder("damaged")
     succeed(*sft(workspace, "damaged"), timeout_s=RUN_S)

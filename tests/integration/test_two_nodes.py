@@ -271,6 +271,7 @@ def test_a_cluster_that_is_too_small_is_refused_before_anything_is_started(
     assert nodes.left(*OURS) == []
 
 
+@pytest.mark.full
 def test_nodes_whose_own_folders_cannot_be_written_are_named_before_anything_is_started(
     workspace: Workspace, start_nodes: StartNodes
 ):
