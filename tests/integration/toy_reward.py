@@ -1,6 +1,9 @@
 """A reward that a random model earns: what it samples decides, so that a group's rewards differ."""
 
+import numpy as np
+
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rewards.scoring import Score
 
 
 def low_tokens_of_any_version(trajectory: Trajectory, prompt: Prompt) -> float:
@@ -20,3 +23,10 @@ def low_tokens(trajectory: Trajectory, prompt: Prompt) -> float:
     if label.startswith("step_"):
         assert versions == {int(label.removeprefix("step_")) - 1}, f"{trajectory.trajectory_id}: versions {versions}"
     return low_tokens_of_any_version(trajectory, prompt)
+
+
+def rare_score(trajectory: Trajectory, prompt: Prompt) -> Score:
+    """1 if most sampled tokens have an even id, so that some groups of a random model are equal; each turn a half."""
+    tokens = np.concatenate([segment.tokens[segment.loss_mask] for segment in trajectory.segments])
+    even = float((tokens % 2 == 0).mean() > 0.55) if len(tokens) else 0.0
+    return Score(reward={"even": even}, turn_rewards=[0.5] * trajectory.num_turns)
