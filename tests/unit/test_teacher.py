@@ -140,12 +140,13 @@ class Scores:
         self.closed = False
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
+        number = len(self.asked)
         self.asked.append(request)
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(self.takes_s)
         self.now -= 1
-        if len(self.asked) - 1 == self.fails_at:
+        if number == self.fails_at:
             raise EngineError("teacher 0: gone")
         return -np.array(request.tokens[request.start :], np.float32)
 
