@@ -67,6 +67,8 @@ ADVANTAGES: dict[AdvantageName, GroupAdvantage] = {
     AdvantageName.opo: opo,
     AdvantageName.reward: reward,
     AdvantageName.none: none,
+    # The ranks estimate advantages from it and the critic's values.
+    AdvantageName.gae: reward,
 }
 
 

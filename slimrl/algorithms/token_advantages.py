@@ -6,7 +6,7 @@ turns alone.
 
 import numpy as np
 
-from slimrl.config.schema import AlgorithmConfig, KlPlace
+from slimrl.config.schema import AdvantageName, AlgorithmConfig, KlPlace
 
 WHITENING_EPSILON = 1e-8
 """Least variance that whitening divides by."""
@@ -14,7 +14,8 @@ WHITENING_EPSILON = 1e-8
 
 def has_token_advantages(settings: AlgorithmConfig) -> bool:
     """Whether the advantages of a trajectory's tokens differ for another reason than their turns."""
-    return settings.whiten or settings.teacher_coef > 0 or charges_kl(settings)
+    by_value = settings.advantage == AdvantageName.gae
+    return by_value or settings.whiten or settings.teacher_coef > 0 or charges_kl(settings)
 
 
 def charges_kl(settings: AlgorithmConfig) -> bool:
@@ -30,8 +31,12 @@ def kl_returns(old_S: np.ndarray, reference_S: np.ndarray, coefficient: float) -
     Args:
         old_S, reference_S: log-probs of the sampled tokens.
     """
-    rewards_S = -coefficient * (old_S - reference_S)
-    return np.cumsum(rewards_S[::-1])[::-1]
+    return np.cumsum(kl_rewards(old_S, reference_S, coefficient)[::-1])[::-1]
+
+
+def kl_rewards(old_S: np.ndarray, reference_S: np.ndarray, coefficient: float) -> np.ndarray:
+    """The reward of each token for being near the reference, float64 [S]."""
+    return -coefficient * (old_S - reference_S)
 
 
 def whitening_deviation(count: float, squares: float) -> float:

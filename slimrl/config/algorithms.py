@@ -49,6 +49,13 @@ SETTINGS: dict[AlgorithmName, dict[str, Any]] = {
         "kl_estimator": KlEstimator.k2,
     },
     AlgorithmName.opo: {"loss": "gpg", "advantage": "opo", "aggregation": Aggregation.token},
+    AlgorithmName.ppo: {
+        **_TOKEN_CLIP,
+        "advantage": "gae",
+        "aggregation": Aggregation.token,
+        "whiten": True,
+        "skip_zero_variance": False,
+    },
     # The paper gives no upper bound; 4 bounds a weight at 5. No lower bound.
     AlgorithmName.cispo: {"loss": "cispo", "aggregation": Aggregation.token, "clip_low": 1.0, "clip_high": 4.0},
     AlgorithmName.gpg: {"loss": "gpg", "advantage": "dr_grpo", "aggregation": Aggregation.token},

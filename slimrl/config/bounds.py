@@ -29,6 +29,8 @@ _NOT_NEGATIVE = (
     "trainer.optimizer.weight_decay",
     "trainer.optimizer.clip_grad",
     "trainer.lora.rank",
+    "critic.value_clip",
+    "critic.warmup_steps",
     "rollout.sampling.temperature",
     "rollout.eval_sampling.temperature",
     "rollout.max_replacements",
@@ -42,7 +44,11 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{key: _AT_LEAST_1 for key, kind in KEY_TYPES.items() if kind is int},
     **{key: (lambda value: value > 0, "must be greater than 0") for key, kind in KEY_TYPES.items() if kind is float},
     **dict.fromkeys(_NOT_NEGATIVE, (lambda value: value >= 0, "must not be negative")),
-    "algorithm.credit.discount": (lambda value: 0 < value <= 1, "must be greater than 0 and at most 1"),
+    **dict.fromkeys(
+        ("algorithm.credit.discount", "critic.discount"),
+        (lambda value: 0 < value <= 1, "must be greater than 0 and at most 1"),
+    ),
+    "critic.gae_lambda": _FRACTION,
     "algorithm.selection.min_reward": (lambda value: True, ""),
     "algorithm.dynamic_sampling.oversampling": _AT_LEAST_1,
     "algorithm.dynamic_sampling.value_decay": _DECAY,
@@ -71,11 +77,14 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Range of each number: whether a value lies in it, and how it reads. An int is at least 1 and a float greater than 0
 where nothing else is said."""
+BOUNDS |= {f"critic.{key}": rule for key, rule in BOUNDS.items() if key.startswith("trainer.")}
 
 DIVISORS = (
-    "trainer.parallel.",
-    "trainer.num_ranks",
-    "trainer.megatron.num_layers_in_",
+    *(
+        prefix + name
+        for prefix in ("trainer.", "critic.trainer.")
+        for name in ("parallel.", "num_ranks", "megatron.num_layers_in_")
+    ),
     "rollout.engine_",
     "teacher.engine_",
 )

@@ -15,8 +15,8 @@ from slimrl.config.schema import Recipe
 EXTENDS = "extends"
 """Key that names the files from which a file inherits; not a setting."""
 
-PASSTHROUGH = ("trainer.megatron", "rollout.sglang", "teacher.sglang")
-ENVIRONMENTS = ("trainer.env", "rollout.env", "teacher.env")
+PASSTHROUGH = ("trainer.megatron", "critic.trainer.megatron", "rollout.sglang", "teacher.sglang")
+ENVIRONMENTS = ("trainer.env", "critic.trainer.env", "rollout.env", "teacher.env")
 FREE_SECTIONS = (
     *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),
     "agent.chat_template_kwargs",
@@ -88,8 +88,15 @@ def keys_with_choice(section: str, value: Any) -> list[str]:
 
 
 def flatten(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting in schema order; an empty free section is one entry."""
-    yield from _flatten(recipe, "")
+    """(dotted key, value) of every setting in schema order; an empty free section is one entry.
+
+    Settings that the critic has from the trainer are left out.
+    """
+    settings = list(_flatten(recipe, ""))
+    shared = {f"critic.{key}": value for key, value in settings if key.startswith("trainer.")}
+    for key, value in settings:
+        if key not in shared or shared[key] != value:
+            yield key, value
 
 
 def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:

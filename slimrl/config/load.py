@@ -8,7 +8,7 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -48,12 +48,23 @@ DEFAULT = "default"
 NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("sft",),
     "train --trajectories": ("sft", "data", "eval", "teacher"),
-    "sft": ("algorithm", "rollout", "reward", "teacher"),
-    "eval": ("steps", "algorithm", "stop", "trainer", "sft", "data.train", "data.more", "data.weights", "teacher"),
-    "rollout": ("steps", "algorithm", "stop", "trainer", "sft", "data.eval"),
-    "export": ("algorithm", "stop", "rollout", "agent", "reward", "resync", "data", "eval", "sft", "teacher"),
-    "resync estimate": ("steps", "algorithm", "stop", "agent", "reward", "data", "eval", "sft", "teacher"),
-    "resync bench": ("steps", "algorithm", "stop", "agent", "reward", "data", "eval", "sft", "teacher"),
+    "sft": ("algorithm", "critic", "rollout", "reward", "teacher"),
+    "eval": (
+        "steps",
+        "algorithm",
+        "critic",
+        "stop",
+        "trainer",
+        "sft",
+        "data.train",
+        "data.more",
+        "data.weights",
+        "teacher",
+    ),
+    "rollout": ("steps", "algorithm", "critic", "stop", "trainer", "sft", "data.eval"),
+    "export": ("algorithm", "critic", "stop", "rollout", "agent", "reward", "resync", "data", "eval", "sft", "teacher"),
+    "resync estimate": ("steps", "algorithm", "critic", "stop", "agent", "reward", "data", "eval", "sft", "teacher"),
+    "resync bench": ("steps", "algorithm", "critic", "stop", "agent", "reward", "data", "eval", "sft", "teacher"),
 }
 """Sections and keys that a command does not read. Mandatory values may be missing there, and are then "???"."""
 
@@ -124,13 +135,15 @@ def read_recipe(
         problems += [
             Problem(where=shown, key=key, message=f"missing; `slimrl {command}` needs a value.")
             for key in OmegaConf.missing_keys(config) - refused
-            if is_needed(key, command)
+            if is_needed(key, command) and not key.startswith("critic.")
         ]
     problems.sort(key=_place)
     if not readable or any(is_known(p.key) and p.key.rpartition(".")[0] not in PASSTHROUGH for p in problems):
         return None, problems
     literal = ((key, value) for key, value in values.items() if is_interpolated(value))
-    recipe = _build(Recipe, nest(literal, cast(dict[str, Any], OmegaConf.to_container(config))))
+    container = cast(dict[str, Any], OmegaConf.to_container(config))
+    _share_with_critic(container, values)
+    recipe = _build(Recipe, nest(literal, container))
     provenance = {key: known[key].where if key in values else DEFAULT for key, _ in flatten(recipe)}
     loaded = LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command, environment=environment)
     return loaded, problems
@@ -182,6 +195,18 @@ def _algorithm_settings(known: dict[str, Entry], values: dict[str, Any]) -> dict
     where = f"{known[key].where} (algorithm {name})"
     known |= {setting: Entry(key=setting, value=value, where=where) for setting, value in given.items()}
     return given
+
+
+def _share_with_critic(container: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Give the critic the trainer's settings that a recipe does not give it itself."""
+    for key in values:
+        if not key.startswith("trainer.") or f"critic.{key}" in values:
+            continue
+        *parents, name = key.split(".")
+        ours, critics = container, container["critic"]
+        for parent in parents:
+            ours, critics = ours[parent], critics[parent]
+        critics[name] = ours[name]
 
 
 def _drop_nulls(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from slimrl.config.package_fields import FieldType, megatron_fields, sglang_fields
 from slimrl.config.problems import suggestion
 
+MEGATRON = ("trainer.megatron", "critic.trainer.megatron")
+
 OWNED = {
     "trainer.megatron": {
         "tensor_model_parallel_size": "trainer.parallel.tensor",
@@ -77,6 +79,8 @@ OWNED["teacher.sglang"] = {
     ),
 }
 
+OWNED["critic.trainer.megatron"] = OWNED["trainer.megatron"]
+
 LATENT_ATTENTION = (
     "multi_latent_attention",
     "q_lora_rank",
@@ -120,7 +124,7 @@ def passthrough_fields(section: str) -> dict[str, FieldType]:
     Raises:
         ValueError: the package is not installed, or its version is not supported.
     """
-    return (megatron_fields if section == "trainer.megatron" else sglang_fields)()
+    return (megatron_fields if section in MEGATRON else sglang_fields)()
 
 
 def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldType]) -> str | None:
@@ -128,7 +132,7 @@ def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldTy
     owned = OWNED[section]
     if name in owned:
         return f"is set by {owned[name]}."
-    if section == "trainer.megatron" and name in (*LATENT_ATTENTION, *DELTA_NETS):
+    if section in MEGATRON and name in (*LATENT_ATTENTION, *DELTA_NETS):
         return "is the model's: trainer and engines take their layers from the config.json of model.path."
     if name not in fields:
         return "no such field in the installed version." + suggestion(name, fields)

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING
 
 from slimrl.config import schema
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import Recipe, TrainerConfig
 
 HEADER = r"""# Settings
 
@@ -33,11 +33,11 @@ Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/conf
 - `\${` writes `${` itself, as in `'Write \${x} once'`; within double quotes write `"\\${x}"`.
 - Scalars follow YAML 1.2: `1e-6` is a number; `off`, `yes` and `1_000` are words, refused for a number or a boolean.
 - Paths are not expanded: `~` and `$HOME` are refused, `${oc.env:HOME}` is replaced.
-- `trainer.megatron`, `rollout.sglang` and `teacher.sglang` take the fields of the installed versions, checked by name
-  and type.
-- `trainer.env`, `rollout.env` and `teacher.env` take variables by name. A process of the trainer gets them before it
-  uses a GPU, but after its libraries are loaded: those that the loader or a library of threads reads then
-  (`LD_PRELOAD`) are refused.
+- `trainer.megatron`, `critic.trainer.megatron`, `rollout.sglang` and `teacher.sglang` take the fields of the installed
+  versions, checked by name and type.
+- `trainer.env`, `critic.trainer.env`, `rollout.env` and `teacher.env` take variables by name. A process of the trainer
+  gets them before it uses a GPU, but after its libraries are loaded: those that the loader or a library of threads
+  reads then (`LD_PRELOAD`) are refused.
 """
 
 TABLE_HEAD = "\n| key | type | default | |\n|---|---|---|---|\n"
@@ -64,6 +64,9 @@ def _section(defaults: Any, prefix: str, choices: dict[str, type[Enum]]) -> Iter
     for field in dataclasses.fields(cls):
         key = f"{prefix}.{field.name}".lstrip(".")
         kind, default = hints[field.name], getattr(defaults, field.name)
+        if kind is TrainerConfig and key != "trainer":
+            rows.append(f"| `{field.name}` | [trainer](#trainer) | those of `trainer` | {said[field.name]} |\n")
+            continue
         if dataclasses.is_dataclass(kind):
             below.append((default, key))
             continue

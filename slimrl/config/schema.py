@@ -74,6 +74,8 @@ class AlgorithmName(str, Enum):
     """REINFORCE++: no groups, KL in the reward, advantages whitened over the batch (arXiv:2501.03262)."""
     reinforce_pp_baseline = "reinforce_pp_baseline"
     """The mean of the group is the baseline, then advantages are whitened over the batch (arXiv:2501.03262)."""
+    ppo = "ppo"
+    """PPO: the values of a critic are the baseline, by generalised advantage estimation (arXiv:1707.06347)."""
     opo = "opo"
     """The optimal baseline, the mean reward weighted by length, exactly on policy (arXiv:2505.23585)."""
     cispo = "cispo"
@@ -126,6 +128,8 @@ class AdvantageName(str, Enum):
     """r minus the mean weighted by the number of sampled tokens."""
     reward = "reward"
     """r itself: no baseline, and a group may have one trajectory."""
+    gae = "gae"
+    """Generalised advantage estimation with a critic, which the section `critic` sets up (arXiv:1506.02438)."""
     none = "none"
     """0, for learning from a teacher alone."""
     given = "given"
@@ -602,6 +606,25 @@ class StopConfig:
 
 
 @dataclass(kw_only=True)
+class CriticConfig:
+    """The model that estimates values for `algorithm.advantage: gae` (docs/critic.md). It starts from `model` and has
+    ranks on devices of its own."""
+
+    discount: float = 1.0
+    """Gamma: what a reward is worth one sampled token earlier."""
+    gae_lambda: float = 1.0
+    """Lambda: 1 takes rewards as they came, 0 the critic's estimate from the next sampled token on."""
+    value_clip: float = 0.2
+    """An update gains nothing by moving a value further than this from where it was before the rollout's first update;
+    0 is off."""
+    warmup_steps: int = 0
+    """First steps of the run, in which only the critic learns."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Layout, optimizer and batches of the critic: the settings of `trainer`, whose values it has where a recipe gives
+    none here."""
+
+
+@dataclass(kw_only=True)
 class SamplingConfig:
     temperature: float = 1.0
     """0 is greedy."""
@@ -872,6 +895,7 @@ class Recipe:
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -883,6 +907,15 @@ class Recipe:
     sft: SftConfig = field(default_factory=SftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algorithm.advantage == AdvantageName.gae.value
+
+    @property
+    def critic_ranks(self) -> int:
+        """Ranks of the critic that the run starts."""
+        return self.critic.trainer.num_ranks if self.has_critic else 0
 
     @property
     def shares_devices(self) -> bool:

@@ -35,12 +35,13 @@ ADVANTAGES = "advantages"
 """Names among a micro-batch's added arrays: log-probs of the targets under the trainer's policy before the rollout's
 first update and under the reference, and advantages that differ by token."""
 
+VALUES = "values"
+RETURNS = "returns"
+"""Names there in a critic's batches: its values before the rollout's first update, and what it learns."""
+
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Name of the teacher's log-probs there, which a batch has from the start if its segments have them; 0 where the mask
 is false."""
-
-ADVANTAGES = "advantages"
-"""Name of the advantages there, if they differ by turn or token; 0 where mask is false."""
 
 
 @dataclass(kw_only=True, eq=False)

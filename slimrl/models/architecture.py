@@ -32,11 +32,13 @@ def architecture_of(hf_config: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps({"family": family.name, **model.pop("transformer"), **model}))
 
 
-def trained_architecture(hf_config: dict[str, Any], lora: LoraConfig) -> dict[str, Any]:
-    """What a training checkpoint says of the model: its architecture, and its adapters if it has any."""
+def trained_architecture(hf_config: dict[str, Any], lora: LoraConfig, *, critic: bool = False) -> dict[str, Any]:
+    """What a training checkpoint says of the model: its architecture, its adapters if it has any, and a critic's
+    head."""
     targets = adapter_targets(lora, hf_config)
     adapters = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": list(targets)} if lora.rank else {}
-    return architecture_of(hf_config) | adapters
+    head = {"tie_embeddings": False, "value_head": True} if critic else {}
+    return architecture_of(hf_config) | adapters | head
 
 
 def read_facts(directory: Path) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def _train(
                 progress,
                 with_engines=task is not None,
                 with_teacher=task is not None,
+                with_critic=task is not None,
                 total_updates=total_updates,
                 checkpoint=checkpoint,
                 ray_address=ray_address,
@@ -120,6 +121,7 @@ def _train(
                             folder=folder,
                             task=task,
                             trainers=processes.trainers,
+                            critics=processes.critics,
                             engines=processes.engines,
                             stage=stage,
                             trackers=trackers,
@@ -150,7 +152,9 @@ def train_on_file(
         with (
             open_run(loaded, progress, overwrite=overwrite) as folder,
             _trackers(loaded, folder, None, state) as trackers,
-            started(recipe, folder, progress, total_updates=updates, ray_address=ray_address) as processes,
+            started(
+                recipe, folder, progress, with_critic=True, total_updates=updates, ray_address=ray_address
+            ) as processes,
         ):
             assert processes.trainers is not None
             run = Run(
@@ -163,7 +167,8 @@ def train_on_file(
                 preemption=Preemption(0.0),
                 data=None,
             )
-            train_on_file_loop(run, Learner(recipe, processes.trainers, state, task.group_filters), batch)
+            learner = Learner(recipe, processes.trainers, state, task.group_filters, processes.critics)
+            train_on_file_loop(run, learner, batch)
 
 
 def evaluate(

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from slimrl.algorithms.mismatch import LogProbReport, entropy_mean, mismatch_metrics
-from slimrl.algorithms.objective import denominator
+from slimrl.algorithms.objective import denominator, loss_function
 from slimrl.algorithms.passes import needs_old, needs_reference, needs_sums
 from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
-from slimrl.algorithms.selection import Selection, deal, select
+from slimrl.algorithms.selection import select
 from slimrl.algorithms.token_advantages import has_token_advantages
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import (
@@ -16,15 +16,15 @@ from slimrl.data.packing import (
     is_split,
     num_sampled,
     num_trajectories,
-    pack_for,
 )
-from slimrl.data.training import Layout, UpdateResult
 from slimrl.data.trajectory import Trajectory
 from slimrl.runtime.checks.task import GroupFilter
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
+from slimrl.runtime.critic import Critic
 from slimrl.runtime.group_filters import GroupFilters
-from slimrl.runtime.state import RunState
+from slimrl.runtime.packed_updates import make_updates
+from slimrl.runtime.state import RunState, count_skipped
 from slimrl.runtime.step_metrics import Step, policy_metrics, update_metrics
 
 
@@ -32,9 +32,19 @@ class Learner:
     """The learning half of a step; it needs no engine."""
 
     def __init__(
-        self, recipe: Recipe, trainers: TrainerGroup, state: RunState, group_filters: Sequence[GroupFilter]
+        self,
+        recipe: Recipe,
+        trainers: TrainerGroup,
+        state: RunState,
+        group_filters: Sequence[GroupFilter],
+        critics: TrainerGroup | None = None,
     ) -> None:
+        """
+        Args:
+            critics: ranks of the critic, if the recipe has one.
+        """
         self._recipe, self._trainers, self._state = recipe, trainers, state
+        self._critic = None if critics is None else Critic(recipe, critics, state)
         self._keeps = GroupFilters(recipe.reward.group_filters, group_filters)
         self._reports: dict[int, list[LogProbReport]] = {}
         """By update, on the log-probs of the policy before the first one"""
@@ -51,6 +61,8 @@ class Learner:
         if updates:
             with step.timed("logprobs"):
                 self._trainers.put_batches(updates)
+                if self._critic is not None:
+                    self._critic.put(selection)
         return updates
 
     def compute_inputs(self, step: Step, updates: Sequence[PackedBatch]) -> None:
@@ -67,11 +79,15 @@ class Learner:
         if updates and replay_gap_is_due(self._recipe.algorithm, step.number):
             own = [self._trainers.report_own_routing(number, self._temperature) for number in range(len(updates))]
             step.record(replay_gap_metrics([report for of_update in own for report in of_update]))
+        if updates and self._critic is not None:
+            self._critic.add_advantages(self._trainers)
         if updates and has_token_advantages(self._recipe.algorithm):
             self._trainers.add_advantages(self._recipe.algorithm)
 
     def train(self, step: Step, updates: Sequence[PackedBatch], *, enforce_limit: bool = True) -> None:
-        """One optimizer update per batch; afterwards the ranks drop the batches.
+        """One optimizer update per batch, of the critic too if there is one; afterwards the ranks drop the batches.
+
+        In the first `critic.warmup_steps` steps the critic alone learns.
 
         Args:
             enforce_limit: False if the trajectories are of an older policy.
@@ -81,15 +97,19 @@ class Learner:
                 `algorithm.max_logprob_mismatch`, or too many updates in a row had a gradient that was not finite.
         """
         algorithm, results = self._recipe.algorithm, []
+        warms_up = self._critic is not None and step.number <= self._recipe.critic.warmup_steps
         for number, batch in enumerate(updates):
+            if self._critic is not None:
+                self._critic.learn(number)
+            if warms_up:
+                continue
             if needs_sums(algorithm, number) and is_split(batch):
                 self._trainers.set_remote(number, algorithm, self._temperature)
             found = self._trainers.accumulate(
                 number,
-                "policy",
+                loss_function("policy", algorithm, self._state.entropy_coef(algorithm)),
                 denominator=self._denominator(batch),
                 temperature=self._temperature,
-                entropy_coef=self._state.entropy_coef(algorithm),
                 logprobs=number == 0 and 0 not in self._reports,
             )
             if number == 0:
@@ -98,8 +118,13 @@ class Learner:
             result = self._trainers.step()
             count_skipped(self._state, result, self._recipe.trainer.max_skipped_updates)
             results.append(result)
-        if results:
+        if updates and warms_up:
+            self._measure_unchanged(step, enforce_limit)
+        if updates:
             self._trainers.put_batches([])
+        if self._critic is not None:
+            step.record(self._critic.finish())
+        if results:
             step.record({**update_metrics(results), **policy_metrics(results)})
             self._state.adapt_entropy_coef(algorithm, step.metrics["policy/entropy"])
         step.record({"train/skipped_steps": self._state.skipped_steps})
@@ -120,6 +145,12 @@ class Learner:
                 f"algorithm.max_logprob_mismatch is {limit:.2e}"
             )
 
+    def _measure_unchanged(self, step: Step, enforce_limit: bool) -> None:
+        """`_measure` in a step without an update of the policy."""
+        if 0 not in self._reports:
+            self._reports[0] = self._trainers.add_logprobs(0, OLD_LOGPROBS, self._temperature)
+        self._measure(step, enforce_limit)
+
     def _denominator(self, batch: PackedBatch) -> float:
         return denominator(
             self._recipe.algorithm.aggregation,
@@ -131,36 +162,3 @@ class Learner:
     @property
     def _temperature(self) -> float:
         return self._recipe.rollout.sampling.temperature
-
-
-def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[PackedBatch]:
-    """One packed batch for each optimizer update of a rollout."""
-    trajectories, by_turn = selection.trajectories, selection.turn_advantages
-    return [
-        pack_for(
-            recipe.trainer,
-            layout,
-            [trajectories[i].segments for i in chosen],
-            selection.advantages[chosen],
-            None if by_turn is None else [by_turn[i] for i in chosen],
-        )
-        for chosen in deal(trajectories, recipe.trainer.updates_per_rollout)
-    ]
-
-
-def count_skipped(state: RunState, result: UpdateResult, limit: int) -> None:
-    """Count skipped updates.
-
-    Raises:
-        RunError: `limit` updates in a row were skipped.
-    """
-    if not result.skipped:
-        state.skipped_in_a_row = 0
-        return
-    state.skipped_steps += 1
-    state.skipped_in_a_row += 1
-    if state.skipped_in_a_row >= limit:
-        raise RunError(
-            f"{state.skipped_in_a_row} optimizer updates in a row had a gradient norm of {result.grad_norm}; "
-            "trainer.max_skipped_updates stops the run here"
-        )

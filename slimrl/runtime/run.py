@@ -33,6 +33,7 @@ class Run:
     """The steps' data; None if every step trains on the same data, and then no checkpoint is kept."""
     summary_every_steps: int = 1
     """Only multiples of this, the first and the last step are shown."""
+    critics: TrainerGroup | None = None
 
     def __post_init__(self) -> None:
         self._checkpoints = CheckpointFolder(self.folder.checkpoints)
@@ -72,7 +73,9 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Save a complete checkpoint, or none."""
-        self._checkpoints.save(self.state, self.recipe.checkpoint.keep, self.trainers.save_checkpoint)
+        groups = [group for group in (self.trainers, self.critics) if group is not None]
+        writers = {group.role: group.save_checkpoint for group in groups}
+        self._checkpoints.save(self.state, self.recipe.checkpoint.keep, writers)
         self.folder.note_checkpoint(self.state.step)
 
     def finish(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slimrl.algorithms.objective import cross_entropy
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
@@ -19,8 +20,8 @@ from slimrl.data.rows import summary
 from slimrl.data.trajectory import Segment
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_chat_format
-from slimrl.runtime.learner import count_skipped
 from slimrl.runtime.run import Run
+from slimrl.runtime.state import count_skipped
 from slimrl.runtime.step_metrics import Step, update_metrics
 
 
@@ -71,7 +72,7 @@ def update(step: Step, examples: Sequence[Segment], run: Run) -> None:
     batch = pack_for(recipe.trainer, trainers.layout, [examples], np.zeros(1, np.float32))
     num_targets = sum(int(m.mask.sum()) for part in batch for m in part)
     trainers.put_batches([batch])
-    result = trainers.train_update(0, "sft", denominator=num_targets, temperature=1.0)
+    result = trainers.train_update(0, cross_entropy, denominator=num_targets, temperature=1.0)
     count_skipped(state, result, recipe.trainer.max_skipped_updates)
     step.record(
         {

@@ -147,6 +147,7 @@ def started(
     *,
     with_engines: bool = False,
     with_teacher: bool = False,
+    with_critic: bool = False,
     total_updates: int | None = None,
     checkpoint: Path | None = None,
     ray_address: str | None = None,
@@ -155,6 +156,7 @@ def started(
 
     Args:
         with_teacher: also start the engines of the recipe's teacher, if it has any.
+        with_critic: also start the ranks of the recipe's critic, if it has one.
         total_updates: optimizer updates of the run; None for a command without a trainer.
         checkpoint: the run's checkpoint that the trainer loads; None for the weights that the recipe names.
         ray_address: HOST:PORT of the Ray cluster to run on; None for a private one on this machine.
@@ -162,9 +164,12 @@ def started(
     Raises:
         StageError: a process did not start, the cluster is too small, or nodes cannot write their folders.
     """
-    num_ranks = 0 if total_updates is None else recipe.trainer.num_ranks
-    num_engines = recipe.rollout.num_engines if with_engines else 0
-    num_teachers = recipe.teacher.engines_to_start if with_teacher else 0
+    counts = {
+        "num_ranks": 0 if total_updates is None else recipe.trainer.num_ranks,
+        "num_engines": recipe.rollout.num_engines if with_engines else 0,
+        "num_teachers": recipe.teacher.engines_to_start if with_teacher else 0,
+        "num_critics": recipe.critic_ranks if with_critic else 0,
+    }
     for name in clean_stale_segments():
         log.info("removed shared memory left by an earlier run: %s", name)
     with (
@@ -181,7 +186,6 @@ def started(
         ends.callback(children.end)
         ends.callback(close_comparers)
         with progress.stage("starting Ray"):
-            counts = {"num_ranks": num_ranks, "num_engines": num_engines, "num_teachers": num_teachers}
             slots = most_slots(recipe, **counts)
             ends.enter_context(ray_cluster(ray_address, num_slots=slots))
             take_over_signals()
@@ -200,14 +204,15 @@ def started(
             for role, pid in processes.roles:
                 log.info("process %d: %s", pid, role)
             yield processes
-            if processes.trainers is not None:
-                processes.trainers.close()
+            for group in (processes.trainers, processes.critics):
+                if group is not None:
+                    group.close()
         except ValueError as error:
             # The user's input has passed its checks, so this is a failure of the run.
             raise RunError(f"{type(error).__name__}: {error}") from error
         except RunError as error:
-            for group in (processes.engines, processes.teachers):
-                _raise_if_engine_ended(group, error)
+            for engines in (processes.engines, processes.teachers):
+                _raise_if_engine_ended(engines, error)
             raise
         finally:
             children.note()

@@ -1,7 +1,8 @@
 """The state of a run beside the trainer's checkpoint, and the folder that holds both.
 
-A checkpoint is the folder `checkpoints/step_000010` with `trainer/` (Megatron's sharded checkpoint) and `state.json`,
-which also has the size and checksum of every other file and of itself (checkpoint_check.py compares them).
+A checkpoint is the folder `checkpoints/step_000010` with `trainer/` (Megatron's sharded checkpoint), with a critic
+`critic/` (the same), and `state.json`, which also has the size and checksum of every other file and of itself
+(checkpoint_check.py compares them).
 It is written under a hidden name and renamed when complete, so a folder with the final name is complete.
 """
 
@@ -18,11 +19,11 @@ import xxhash
 
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema import AlgorithmConfig
+from slimrl.data.training import UpdateResult
 from slimrl.observability.run_folder import CHECKPOINT_NAME
 from slimrl.runtime.cluster.errors import RunError, StageError
 
 STATE_FILE = "state.json"
-TRAINER = "trainer"
 
 FULL_MB = 100.0
 """A disk with less free space counts as full; torch's own error only names a position in a file."""
@@ -48,6 +49,7 @@ class RunState:
     skipped_steps: int = 0
     """Optimizer updates skipped so far because their gradient was not finite."""
     skipped_in_a_row: int = 0
+    critic_skipped_in_a_row: int = 0
     entropy_weight: float | None = None
     """Of the entropy bonus, where `algorithm.entropy_target` adapts it; None before the first step."""
     crossed: dict[str, list[float]] = field(default_factory=dict)
@@ -66,25 +68,54 @@ class RunState:
             self.entropy_weight = max(0.0, self.entropy_coef(algorithm) + change)
 
 
+def count_skipped(state: RunState, result: UpdateResult, limit: int, counter: str = "skipped_in_a_row") -> None:
+    """Count skipped updates.
+
+    Args:
+        counter: the field of the state that counts those in a row.
+
+    Raises:
+        RunError: `limit` updates in a row were skipped.
+    """
+    if not result.skipped:
+        setattr(state, counter, 0)
+        return
+    in_a_row = getattr(state, counter) + 1
+    setattr(state, counter, in_a_row)
+    state.skipped_steps += 1
+    if in_a_row >= limit:
+        raise RunError(
+            f"{in_a_row} optimizer updates in a row had a gradient norm of {result.grad_norm}; max_skipped_updates "
+            "stops the run here"
+        )
+
+
 class CheckpointFolder:
     """The `checkpoints/` folder of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def save(self, state: RunState, keep: int, write: Callable[[Path], Mapping[str, FileDigest]]) -> Path:
+    def save(
+        self, state: RunState, keep: int, writers: Mapping[str, Callable[[Path], Mapping[str, FileDigest]]]
+    ) -> Path:
         """Save a checkpoint and keep the newest `keep`.
 
         Args:
-            write: writes the trainer's checkpoint into a new folder; returns the checksums of its files by name.
+            writers: of each part, by the name of its folder: a function that writes it into a new folder and returns
+                the checksums of its files by name.
 
         Raises:
             RunError: it could not be written, for example to a full disk. No part of it is left.
         """
         try:
             partial = self.begin(state.step)
-            files = write(partial / TRAINER)
-            final = self.finish(partial, state, {f"{TRAINER}/{name}": digest for name, digest in files.items()})
+            files = {
+                f"{part}/{name}": digest
+                for part, write in writers.items()
+                for name, digest in write(partial / part).items()
+            }
+            final = self.finish(partial, state, files)
         except (OSError, RunError) as error:
             free_mb = shutil.disk_usage(self.path).free / 1e6
             self.clean()

@@ -33,7 +33,7 @@ class TrainRun(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters)
+        self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)
         self._sampler = StepSampler(
             self.recipe,
             self.data,

@@ -1,6 +1,7 @@
 """Builds Megatron modules from a recipe and a model config, wrapped for mixed precision and data parallelism."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from slimrl.trainer.fp8_emulation import emulate_fp8
 from slimrl.trainer.fusions import fusions
 from slimrl.trainer.mtp import GptWithMtp, mtp_block_spec
 from slimrl.trainer.passthrough import converted, fields_for
+from slimrl.trainer.value_head import attach_value_head
 
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:
@@ -34,21 +36,28 @@ def build_model(
     model: MegatronModelConfig,
     *,
     mtp: bool = False,
+    critic: bool = False,
     adapt: Callable[[GPTModel], None] = lambda chunk: None,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `virtual_pipeline` of them), randomly initialised and ready to train.
 
     Args:
         mtp: with the model's layers for multi-token prediction, on the last pipeline stage (trainer/mtp.py).
+        critic: with values in place of logits.
         adapt: changes each chunk before it is wrapped, for example by adapters.
 
     Raises:
         ValueError: see `transformer_config`.
     """
     config = transformer_config(trainer, model, mtp=mtp)
+    if critic:
+        # The last pipeline stage needs no copy of the embedding.
+        model = replace(model, tie_embeddings=False)
     chunks = []
     for index in range(trainer.parallel.virtual_pipeline or 1):
         chunk: Any = _gpt(trainer.parallel, model, config, index)
+        if critic:
+            attach_value_head(chunk)
         if trainer.fp8_emulation:
             emulate_fp8(chunk, config, trainer.fp8)
         chunk.to(device.compute_device())

@@ -4,26 +4,30 @@ The driver puts them on the ranks once, numbered by optimizer update. A pass may
 results stay on the ranks; the driver gets a report.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 
-from slimrl import device
 from slimrl.algorithms.mismatch import LogProbReport, report_logprobs
 from slimrl.algorithms.objective import LossFunction
 from slimrl.algorithms.remote import remote_sums, set_remote
-from slimrl.algorithms.token_advantages import charges_kl, kl_returns, whitening_deviation
-from slimrl.config.schema import AlgorithmConfig, RoutingReplay
-from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, MicroBatch
+from slimrl.algorithms.token_advantages import charges_kl, kl_returns, kl_rewards, whitening_deviation
+from slimrl.algorithms.values import estimate_advantages
+from slimrl.config.schema import AdvantageName, AlgorithmConfig, CriticConfig, RoutingReplay
+from slimrl.data.packing import (
+    ADVANTAGES,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    RETURNS,
+    TEACHER_LOGPROBS,
+    VALUES,
+    MicroBatch,
+)
 from slimrl.data.pieces import Piece, cut, join, pieces_of, sampled_places
 from slimrl.data.training import LogProbs, UpdateResult
+from slimrl.trainer.exchange import by_trajectory, over_data, sums
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.routing_replay import engine_experts
 
@@ -88,11 +92,11 @@ class HeldBatches:
             return
         own = [remote_sums(batch, result.logprobs, settings) for batch, result in zip(batches, found, strict=True)]
         with_ids = [(batch.trajectories, sums) for batch, sums in zip(batches, own, strict=True)]
-        set_remote(batches, own, [one for of_rank in _over_data(with_ids) for one in of_rank])
+        set_remote(batches, own, [one for of_rank in over_data(with_ids) for one in of_rank])
 
     def add_advantages(self, settings: AlgorithmConfig) -> None:
         """Add the advantages of tokens: those of trajectories and turns, plus the teacher's, charged with the KL,
-        whitened."""
+        whitened. Those of a critic are there already, with the KL in them."""
         if not self.runner.layout.is_last_stage:
             return
         for batches in self.updates:
@@ -102,10 +106,70 @@ class HeldBatches:
                 if settings.teacher_coef:
                     given = given + settings.teacher_coef * (batch.added[TEACHER_LOGPROBS] - batch.added[OLD_LOGPROBS])
                 batch.added[ADVANTAGES] = np.where(batch.mask, given, 0).astype(np.float32)
-            if charges_kl(settings):
+            if charges_kl(settings) and settings.advantage != AdvantageName.gae:
                 self._charge_kl(batches, settings.kl_coef)
         if settings.whiten:
             self._whiten()
+
+    def pieces(self, update: int, names: Sequence[str]) -> list[Piece]:
+        """Added arrays of the sampled tokens, by sequence; of the output rank of each data-parallel rank, else none."""
+        if not self.runner.layout.is_output_rank:
+            return []
+        batches = self.updates[update]
+        return [p for batch in batches for p in pieces_of(batch, {name: batch.added[name] for name in names})]
+
+    def place(self, update: int, pieces: Iterable[Piece]) -> None:
+        """Add arrays from the pieces of all sequences of an update, which may have been packed for another layout."""
+        if not self.runner.layout.is_last_stage:
+            return
+        found = {piece.sequence: piece.values for piece in pieces}
+        names = {name for values in found.values() for name in values}
+        for batch in self.updates[update]:
+            batch.added |= {name: np.zeros(len(batch.tokens), np.float32) for name in names}
+            for sequence, places in zip(batch.sequences.tolist(), sampled_places(batch), strict=True):
+                for name in names:
+                    batch.added[name][places] = found[sequence][name]
+
+    def add_values(self, update: int) -> None:
+        """Of a critic: add its present values."""
+        batches = self.updates[update]
+        found = self.runner.compute_logprobs(batches, temperature=1.0)
+        for batch, result in zip(batches, found or (), strict=found is not None):
+            batch.added[VALUES] = result.logprobs
+
+    def estimate(self, update: int, algorithm: AlgorithmConfig, critic: CriticConfig) -> None:
+        """Of a critic: add advantages and returns, from its values and the rewards of trajectories at their ends.
+
+        The rewards stand in the place of advantages. Where the KL is in the reward, `place` has added both log-probs.
+
+        Args:
+            algorithm: the policy's.
+        """
+        if not self.runner.layout.is_last_stage:
+            return
+        batches, charged = self.updates[update], charges_kl(algorithm)
+        names = (VALUES, OLD_LOGPROBS, REFERENCE_LOGPROBS) if charged else (VALUES,)
+        own = [p for batch in batches for p in pieces_of(batch, {name: batch.added[name] for name in names})]
+        rewards = {int(t): float(r) for b in batches for t, r in zip(b.trajectories, b.advantages, strict=True)}
+        advantages: dict[int, np.ndarray] = {}
+        returns: dict[int, np.ndarray] = {}
+        for trajectory, pieces in by_trajectory(own, batches).items():
+            values = join(pieces)
+            rewards_S = np.zeros(len(values[VALUES]))
+            if charged:
+                rewards_S = kl_rewards(values[OLD_LOGPROBS], values[REFERENCE_LOGPROBS], algorithm.kl_coef)
+            rewards_S[-1] += rewards[trajectory]
+            advantages_S, returns_S = estimate_advantages(
+                rewards_S, values[VALUES], discount=critic.discount, gae_lambda=critic.gae_lambda
+            )
+            advantages |= cut(advantages_S, pieces)
+            returns |= cut(returns_S, pieces)
+        for batch in batches:
+            for name, found in ((ADVANTAGES, advantages), (RETURNS, returns)):
+                batch.added[name] = np.zeros(len(batch.tokens), np.float32)
+                for sequence, places in zip(batch.sequences.tolist(), sampled_places(batch), strict=True):
+                    if len(places):
+                        batch.added[name][places] = found[sequence]
 
     def accumulate(
         self, update: int, loss_function: LossFunction, denominator: float, temperature: float, logprobs: bool = False
@@ -138,7 +202,7 @@ class HeldBatches:
             pieces_of(batch, {name: batch.added[name] for name in (OLD_LOGPROBS, REFERENCE_LOGPROBS)})
             for batch in batches
         ]
-        whole = _by_trajectory([piece for of_batch in own for piece in of_batch], batches)
+        whole = by_trajectory([piece for of_batch in own for piece in of_batch], batches)
         charged: dict[int, np.ndarray] = {}
         for pieces in whole.values():
             values = join(pieces)
@@ -153,9 +217,9 @@ class HeldBatches:
         batches = [batch for of_update in self.updates for batch in of_update]
         sampled = [batch.added[ADVANTAGES][batch.mask].astype(np.float64) for batch in batches]
         values_S = np.concatenate(sampled) if sampled else np.zeros(0)
-        count, total = _sums([len(values_S), values_S.sum()])
+        count, total = sums([len(values_S), values_S.sum()])
         mean = total / count
-        (squares,) = _sums([np.square(values_S - mean).sum()])
+        (squares,) = sums([np.square(values_S - mean).sum()])
         deviation = whitening_deviation(count, squares)
         for batch in batches:
             values_T = batch.added[ADVANTAGES]
@@ -164,37 +228,3 @@ class HeldBatches:
 
 def _unreplayed(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     return [replace(batch, replay_experts=None) for batch in batches]
-
-
-def _by_trajectory(pieces: Iterable[Piece], batches: Sequence[MicroBatch]) -> dict[int, list[Piece]]:
-    """All pieces of each trajectory of this rank; those of trajectories that lie elsewhere too are exchanged."""
-    found: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        if piece.trajectory >= 0:
-            found[piece.trajectory].append(piece)
-    sampled = {int(t): int(n) for b in batches for t, n in zip(b.trajectories, b.num_sampled, strict=True)}
-    incomplete = [own for t, own in found.items() if sum(map(_length, own)) < sampled[t]]
-    here = {(piece.trajectory, piece.sequence) for own in found.values() for piece in own}
-    for piece in (piece for of_rank in _over_data([p for own in incomplete for p in own]) for piece in of_rank):
-        if piece.trajectory in found and (piece.trajectory, piece.sequence) not in here:
-            found[piece.trajectory].append(piece)
-    return found
-
-
-def _length(piece: Piece) -> int:
-    return len(next(iter(piece.values.values())))
-
-
-def _over_data(value: Any) -> list[Any]:
-    """The values of all data-parallel ranks."""
-    group = mpu.get_data_parallel_group()
-    of_ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(of_ranks, value, group=group)
-    return of_ranks
-
-
-def _sums(values: Sequence[float]) -> list[float]:
-    """Sums over the data-parallel ranks."""
-    totals = torch.tensor(values, dtype=torch.float64, device=device.compute_device())
-    dist.all_reduce(totals, group=mpu.get_data_parallel_group())
-    return [float(total) for total in totals.tolist()]

@@ -244,13 +244,7 @@ class MicroBatchRunner:
         if model is self.chunks[-1]:
             self._show_progress(self.done + 1, self.total)
 
-        logprobs_of = functools.partial(
-            vocab_parallel_logprobs,
-            temperature=temperature,
-            vocab_size=self.vocab_size,
-            chunk_tokens=self.chunk_tokens,
-            group=mpu.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None,
-        )
+        logprobs_of = functools.partial(self._of_tokens, temperature=temperature)
 
         def finish(output: Any, non_loss_data: bool = False) -> Any:
             if batch.mtp is None:
@@ -262,6 +256,17 @@ class MicroBatchRunner:
             return self.mtp.add(outcome, [logprobs_of(ahead_1TV[0], ahead_T)[0] for ahead_1TV, ahead_T in pairs], batch)
 
         return output, finish
+
+    def _of_tokens(self, output_TV: Tensor, targets_T: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs of the targets and entropies, float32 [T] each, from the model's output."""
+        return vocab_parallel_logprobs(
+            output_TV,
+            targets_T,
+            temperature=temperature,
+            vocab_size=self.vocab_size,
+            chunk_tokens=self.chunk_tokens,
+            group=mpu.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None,
+        )
 
     def _whole(
         self, found: Sequence[tuple[LocalBatch, Tensor, Tensor]], routes: Sequence[tuple[Tensor, ...]] | None = None
@@ -306,6 +311,14 @@ class MicroBatchRunner:
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(sums, src=last, group=mpu.get_pipeline_model_parallel_group())
         return sums[0]
+
+
+class ValueRunner(MicroBatchRunner):
+    """Runs a critic: in place of log-probs it has values, and in place of entropies zeros."""
+
+    def _of_tokens(self, output_TV: Tensor, targets_T: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+        values_T = output_TV[:, 0]
+        return values_T, torch.zeros_like(values_T)
 
 
 def output_options(chunk: DistributedDataParallel) -> dict[str, bool]:

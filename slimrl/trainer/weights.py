@@ -20,6 +20,7 @@ from slimrl.models.adapters import is_adapter
 from slimrl.models.family import Family
 from slimrl.models.weight_map import Entry, WeightMap
 from slimrl.trainer.build import unwrap
+from slimrl.trainer.value_head import is_value_head
 
 _LAYER = re.compile(r"(decoder\.layers\.\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)")
@@ -41,7 +42,8 @@ def model_weight_map(
 def local_weights(chunks: Sequence[nn.Module], weight_map: WeightMap) -> list[tuple[int, Tensor]]:
     """(index in the map's entries, live tensor) of every weight that this rank holds.
 
-    Buffers without an entry, such as counters, are skipped, and so are adapters, and MTP layers if the map has none.
+    Buffers without an entry, such as counters, are skipped, and so are adapters, a critic's head, and MTP layers if
+    the map has none.
 
     Raises:
         ValueError: the map has no entry for some parameters of the model.
@@ -68,11 +70,12 @@ def local_adapters(chunks: Sequence[nn.Module], adapters: WeightMap) -> list[tup
 
 
 def _global_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers with the names that they have in the whole model."""
+    """Parameters and buffers with the names that they have in the whole model, but for a critic's head."""
     for chunk in map(unwrap, chunks):
         layers = {name: m.layer_number - 1 for name, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-            yield _global_name(name, layers, chunk.config.num_moe_experts), tensor
+            if not is_value_head(chunk, name):
+                yield _global_name(name, layers, chunk.config.num_moe_experts), tensor
 
 
 def shard_place(entry: Entry) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.alignment import tile_tokens
@@ -21,7 +22,7 @@ from slimrl.trainer.determinism import make_deterministic
 from slimrl.trainer.held_batches import HeldBatches
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
 from slimrl.trainer.lora.attach import attach_adapters, without_adapters
-from slimrl.trainer.micro_batch_runner import MicroBatchRunner
+from slimrl.trainer.micro_batch_runner import MicroBatchRunner, ValueRunner
 from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.offload import Offload
 from slimrl.trainer.optimizer import Optimizer
@@ -46,6 +47,7 @@ class TrainerWorker(HeldBatches):
         total_updates: int,
         deterministic: bool = False,
         routing_replay: RoutingReplay = RoutingReplay.off,
+        critic: bool = False,
     ) -> None:
         """
         Args:
@@ -53,10 +55,11 @@ class TrainerWorker(HeldBatches):
             total_updates: when learning-rate schedules end.
             deterministic: the same results from the same seed.
             routing_replay: experts that the updates take.
+            critic: the model has values in place of logits.
         """
         if deterministic:
             trainer = make_deterministic(trainer)
-        self.seed, self.model_path = seed, model_path
+        self.seed, self.model_path, self.is_critic = seed, model_path, critic
         self.hf_config = read_hf_config(model_path)
         self.dtype = trainer.precision.dtype
         self.family = family_of(self.hf_config)
@@ -76,12 +79,13 @@ class TrainerWorker(HeldBatches):
             trainer,
             model,
             mtp=trainer.mtp.train,
+            critic=critic,
             adapt=partial(attach_adapters, family=self.family, hf_config=self.hf_config, lora=trainer.lora, seed=seed),
         )
         self.optimizer = Optimizer(trainer, self.chunks, total_updates)
         self.offload = Offload(self.chunks, self.optimizer)
         super().__init__(
-            MicroBatchRunner(
+            (ValueRunner if critic else MicroBatchRunner)(
                 self.chunks,
                 self.optimizer,
                 self.layout,
@@ -131,12 +135,12 @@ class TrainerWorker(HeldBatches):
 
     def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
         """See checkpoint.save."""
-        architecture = trained_architecture(self.hf_config, self.lora)
-        return checkpoint.save(directory, self.chunks, self.optimizer, self.layout, architecture, self.model_path)
+        return checkpoint.save(
+            directory, self.chunks, self.optimizer, self.layout, self._architecture(), self.model_path
+        )
 
     def load_checkpoint(self, directory: Path) -> None:
-        architecture = trained_architecture(self.hf_config, self.lora)
-        checkpoint.load(directory, self.chunks, self.optimizer, self.layout, architecture, seed=self.seed)
+        checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)
 
     def export_hf(self, directory: Path) -> None:
         """Write the weights in `model_path`'s dtype, with its config and tokenizer.
@@ -145,6 +149,9 @@ class TrainerWorker(HeldBatches):
         """
         source = MegatronWeightSource(self.chunks, self.family, self.hf_config)
         export_hf(source, self.model_path, directory, adapters=self._exported_adapters())
+
+    def _architecture(self) -> dict[str, Any]:
+        return trained_architecture(self.hf_config, self.lora, critic=self.is_critic)
 
     def _exported_adapters(self) -> ExportedAdapters | None:
         targets = adapter_targets(self.lora, self.hf_config)

@@ -18,9 +18,10 @@ from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.trainer.build import build_model, unwrap
 from slimrl.trainer.layout.parallel import Layout, destroy_parallel, init_model_parallel, init_parallel
 from slimrl.trainer.local_batch import LocalBatch
-from slimrl.trainer.micro_batch_runner import MicroBatchRunner, UpdateResult
+from slimrl.trainer.micro_batch_runner import MicroBatchRunner, UpdateResult, ValueRunner
 from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.value_head import is_value_head
 
 VOCAB, LAYERS = 101, 4
 """An odd vocabulary: its padding differs between tensor-parallel sizes."""
@@ -121,14 +122,16 @@ class Run:
         layout: Layout,
         weights: str | None,
         model: MegatronModelConfig | None = None,
+        *,
+        critic: bool = False,
     ) -> None:
         self.trainer, self.layout = trainer, layout
         model = model or model_config()
-        self.chunks = build_model(trainer, model, mtp=trainer.mtp.train)
+        self.chunks = build_model(trainer, model, mtp=trainer.mtp.train, critic=critic)
         if weights is not None:
             self._load(weights)
         self.optimizer = Optimizer(trainer, self.chunks, total_updates=10)
-        self.runner = MicroBatchRunner(
+        self.runner = (ValueRunner if critic else MicroBatchRunner)(
             self.chunks,
             self.optimizer,
             layout,
@@ -149,9 +152,14 @@ class Run:
         dist_checkpointing.save(self._state(), path)
 
     def _load(self, path: str) -> None:
-        loaded = dist_checkpointing.load(self._state(), path)
+        state = {
+            model: {name: item for name, item in part.items() if not is_value_head(unwrap(chunk), name)}
+            for (model, part), chunk in zip(self._state().items(), self.chunks, strict=True)
+        }
+        loaded = dist_checkpointing.load(state, path)
         for i, chunk in enumerate(self.chunks):
-            unwrap(chunk).load_state_dict(loaded[f"model{i}"])
+            missing, _ = unwrap(chunk).load_state_dict(loaded[f"model{i}"], strict=False)
+            assert all(is_value_head(unwrap(chunk), name) for name in missing), missing
 
 
 def weight_storages(run: Run) -> dict[int, torch.UntypedStorage]:
@@ -192,7 +200,13 @@ def start(trainer: TrainerConfig, rank: int, num_ranks: int, port: int) -> Layou
 
 
 def in_layouts(
-    rank: int, num_ranks: int, port: int, layouts: Sequence[dict[str, Any]], weights: str | None
+    rank: int,
+    num_ranks: int,
+    port: int,
+    layouts: Sequence[dict[str, Any]],
+    weights: str | None,
+    *,
+    critic: bool = False,
 ) -> Iterator[Run]:
     """A run under each of several layouts of equally many ranks, one after another in one process group."""
     for number, settings in enumerate(layouts):
@@ -202,7 +216,7 @@ def in_layouts(
         else:
             mpu.destroy_model_parallel()
             layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
-        yield Run(trainer, layout, weights)
+        yield Run(trainer, layout, weights, critic=critic)
     destroy_parallel()
 
 

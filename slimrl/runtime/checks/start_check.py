@@ -102,6 +102,11 @@ def resume_point(folder: RunFolder, recipe: Recipe, *, contents: bool) -> WholeC
     if found is None:
         return None
     check_checkpoint_model(found.path, recipe)
+    if recipe.has_critic and not (found.path / "critic").is_dir():
+        raise ValueError(
+            f"{found.path} has no critic: its run had none. Give that run's export as model.path of a new run, or the "
+            "algorithm that it had."
+        )
     if found.state.step >= recipe.steps and folder.export.is_dir():
         raise ValueError(
             f"{folder.path} is complete: step {found.state.step} of {recipe.steps}, model in {folder.export}. "

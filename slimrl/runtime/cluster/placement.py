@@ -7,15 +7,17 @@ A slot is the room of one trainer rank: a GPU, or a core of a cluster without GP
 2. Engines that share devices with the trainer (`rollout.colocated`, or resync over `ipc`) use its ranks' slots, and if
    these do not suffice, free ones of the same nodes. Other engines use slots without a rank.
 3. An engine's slots are on one node, or in equal parts on `rollout.engine_nodes` nodes.
-4. Engines of a teacher come last, on slots that have neither a rank nor an engine.
+4. Engines of a teacher come next, on slots that have neither a rank nor an engine.
+5. Ranks of a critic come last, on slots that have nothing else, in the way of the trainer's ranks.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from slimrl.config.critic import critic_recipe
 from slimrl.config.rollout_rules import LARGER_ENGINES
 from slimrl.config.schema import Recipe
 from slimrl.config.teacher import teacher_recipe
@@ -48,6 +50,8 @@ class Placement:
     """Of each engine, node by node"""
     teachers: tuple[tuple[Slot, ...], ...] = ()
     """Of each of the teacher's engines, node by node"""
+    critics: tuple[Slot, ...] = ()
+    """Of each of the critic's ranks"""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -56,13 +60,15 @@ class Placement:
 
     @cached_property
     def num_processes(self) -> Counter[Slot]:
-        """Number of trainer ranks and engines on each slot of the run."""
-        return Counter((*self.ranks, *(slot for slots in (*self.engines, *self.teachers) for slot in slots)))
+        """Number of ranks and engines on each slot of the run."""
+        of_engines = (slot for slots in (*self.engines, *self.teachers) for slot in slots)
+        return Counter((*self.ranks, *of_engines, *self.critics))
 
 
-def most_slots(recipe: Recipe, *, num_ranks: int, num_engines: int, num_teachers: int = 0) -> int:
+def most_slots(recipe: Recipe, *, num_ranks: int, num_engines: int, num_teachers: int = 0, num_critics: int = 0) -> int:
     """Slots of the run if trainer and engines share none."""
-    return num_ranks + num_engines * recipe.rollout.engine_tp + num_teachers * recipe.teacher.engine_tp
+    of_engines = num_engines * recipe.rollout.engine_tp + num_teachers * recipe.teacher.engine_tp
+    return num_ranks + of_engines + num_critics
 
 
 def place(
@@ -72,10 +78,12 @@ def place(
     num_ranks: int,
     num_engines: int,
     num_teachers: int = 0,
+    num_critics: int = 0,
     unit: str = "slots",
 ) -> Placement:
     """
     Args:
+        num_critics: ranks of the critic.
         nodes: in the order in which they are filled.
         unit: kind of slot, for errors: "GPUs" or "cores".
 
@@ -90,16 +98,29 @@ def place(
             raise StageError(message)
         raise StageError(_refusal(recipe, nodes, num_ranks, num_engines, shared=shared, unit=unit))
     placement = Placement(ranks=ranks, engines=engines)
-    if not num_teachers:
-        return placement
-    teachers = _place_engines(teacher_recipe(recipe), nodes, placement.slots, num_teachers, shared=False)
-    if teachers is None:
-        raise StageError(_no_teacher(recipe, nodes, placement, num_teachers, unit))
-    return replace(placement, teachers=teachers)
+    if num_teachers:
+        teachers = _place_engines(teacher_recipe(recipe), nodes, placement.slots, num_teachers, shared=False)
+        if teachers is None:
+            tp, spread = recipe.teacher.engine_tp, counted(recipe.teacher.engine_nodes, "node")
+            needed = f"the teacher needs {num_teachers} x {tp} {unit} of its own, each engine on {spread}"
+            raise StageError(_no_room(needed, nodes, placement, unit))
+        placement = replace(placement, teachers=teachers)
+    if num_critics:
+        critics = _place_ranks(critic_recipe(recipe), nodes, num_critics, taken=placement.slots)
+        if critics is None:
+            raise StageError(_no_room(f"the critic needs {num_critics} {unit} of its own", nodes, placement, unit))
+        placement = replace(placement, critics=critics)
+    return placement
 
 
 def place_on_fewest(
-    recipe: Recipe, slots_per_node: int, *, num_ranks: int, num_engines: int, num_teachers: int = 0
+    recipe: Recipe,
+    slots_per_node: int,
+    *,
+    num_ranks: int,
+    num_engines: int,
+    num_teachers: int = 0,
+    num_critics: int = 0,
 ) -> tuple[Placement, int]:
     """The placement on the fewest equal nodes that suffice, and their number.
 
@@ -109,14 +130,22 @@ def place_on_fewest(
     shared = num_ranks > 0 and recipe.shares_devices
     of_teachers = num_teachers * recipe.teacher.engine_tp
     of_engines = 0 if shared else num_engines * recipe.rollout.engine_tp
-    fewest = -(-(num_ranks + of_engines + of_teachers) // slots_per_node)
+    fewest = -(-(num_ranks + of_engines + of_teachers + num_critics) // slots_per_node)
     # More nodes than processes do not help.
     most = num_ranks + num_engines * recipe.rollout.engine_nodes + num_teachers * recipe.teacher.engine_nodes
+    most += num_critics
     for count in range(max(1, fewest), most + 1):
         names = (f"node{index}" for index in range(count))
         nodes = [Node(node_id=name, name=name, address=name, slots=slots_per_node) for name in names]
         try:
-            placement = place(recipe, nodes, num_ranks=num_ranks, num_engines=num_engines, num_teachers=num_teachers)
+            placement = place(
+                recipe,
+                nodes,
+                num_ranks=num_ranks,
+                num_engines=num_engines,
+                num_teachers=num_teachers,
+                num_critics=num_critics,
+            )
             return placement, count
         except StageError:
             continue
@@ -137,15 +166,18 @@ def place_on_fewest(
     raise ValueError(f"no number of nodes with {slots_per_node} GPUs is enough: {reason}")
 
 
-def _place_ranks(recipe: Recipe, nodes: Sequence[Node], num_ranks: int) -> tuple[Slot, ...] | None:
+def _place_ranks(
+    recipe: Recipe, nodes: Sequence[Node], num_ranks: int, *, taken: Collection[Slot] = ()
+) -> tuple[Slot, ...] | None:
     """The first that fits: tensor- and expert-parallel groups within nodes, only tensor-parallel ones, any slots."""
     parallel = recipe.trainer.parallel
     groups = math.lcm(parallel.tensor, parallel.expert * parallel.expert_tensor)
+    of_nodes = [[Slot(node=node, number=number) for number in range(node.slots)] for node in nodes]
+    free = [[slot for slot in slots if slot not in taken] for slots in of_nodes]
     for block in (groups, parallel.tensor, 1):
         slots: list[Slot] = []
-        for node in nodes:
-            count = min(num_ranks - len(slots), node.slots // block * block)
-            slots += [Slot(node=node, number=number) for number in range(count)]
+        for of_node in free:
+            slots += of_node[: min(num_ranks - len(slots), len(of_node) // block * block)]
         if len(slots) == num_ranks:
             return tuple(slots)
     return None
@@ -210,11 +242,7 @@ def _refusal(
     return f"the cluster is too small: the run needs {' and '.join(needed)}; there are {unit} on: {there}{instead}"
 
 
-def _no_teacher(recipe: Recipe, nodes: Sequence[Node], placement: Placement, num_teachers: int, unit: str) -> str:
+def _no_room(needed: str, nodes: Sequence[Node], placement: Placement, unit: str) -> str:
     taken = Counter(slot.node for slot in placement.slots)
     free = ", ".join(f"{node.name} {node.slots - taken[node]}" for node in nodes)
-    return (
-        f"the cluster is too small: the teacher needs {num_teachers} x {recipe.teacher.engine_tp} {unit} of its own, "
-        f"each engine on {counted(recipe.teacher.engine_nodes, 'node')}; free beside trainer and engines are {unit} "
-        f"on: {free}"
-    )
+    return f"the cluster is too small: {needed}; free beside the run's other processes are {unit} on: {free}"

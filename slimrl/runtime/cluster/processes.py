@@ -7,7 +7,8 @@ the other, since an engine takes a fraction of the memory that it finds free:
 2. It releases all of its memory.
 3. The engines start. This is the first row of the table in memory_phases.py.
 
-A teacher's engines have devices of their own, start first and are waited for last.
+A teacher's engines have devices of their own, start first and are waited for last. So have the ranks of a critic, which
+start after the trainer's.
 """
 
 import logging
@@ -15,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from slimrl.config.critic import critic_recipe
 from slimrl.config.schema import Recipe
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.training import MemoryPart
@@ -23,7 +25,7 @@ from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.servers.server import TEACHER
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.reservation import Reservation
-from slimrl.runtime.cluster.trainer_group import TrainerGroup
+from slimrl.runtime.cluster.trainer_group import CRITIC, TrainerGroup
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +37,12 @@ class Processes:
     engines: EngineGroup | None
     trainers: TrainerGroup | None
     teachers: EngineGroup | None = None
+    critics: TrainerGroup | None = None
 
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
         """(role, pid) of each process, engines first."""
-        parts = (self.engines, self.teachers, self.trainers)
+        parts = (self.engines, self.teachers, self.trainers, self.critics)
         return tuple(role for part in parts if part is not None for role in part.roles)
 
 
@@ -58,7 +61,7 @@ def start_processes(
     Raises:
         StageError: a process did not start.
     """
-    engines = trainers = teachers = None
+    engines = trainers = teachers = critics = None
     in_turn = recipe.rollout.colocated and total_updates is not None
     # Engines end after the trainer: they remove its leftovers in shared memory.
     engine_ends = ends.enter_context(ExitStack())
@@ -70,7 +73,12 @@ def start_processes(
     if total_updates is not None:
         trainers = TrainerGroup(recipe, folder, progress, places, total_updates=total_updates)
         ends.callback(trainers.kill)
+        if places.placement.critics:
+            critics = TrainerGroup(critic_recipe(recipe), folder, progress, places, CRITIC, total_updates=total_updates)
+            ends.callback(critics.kill)
         trainers.start(checkpoint)
+        if critics is not None:
+            critics.start(checkpoint)
         if places.placement.engines and in_turn:
             trainers.release_memory(list(MemoryPart))
             log.info("the trainer has released its memory; starting the engines")
@@ -78,7 +86,7 @@ def start_processes(
     for group in (engines, teachers):
         if group is not None:
             group.wait_ready()
-    return Processes(engines=engines, trainers=trainers, teachers=teachers)
+    return Processes(engines=engines, trainers=trainers, teachers=teachers, critics=critics)
 
 
 def _start_engines(recipe: Recipe, folder: RunFolder, places: Reservation, ends: ExitStack) -> EngineGroup:

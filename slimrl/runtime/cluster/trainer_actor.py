@@ -30,12 +30,21 @@ class TrainerActor:
     """One trainer rank. The driver calls all ranks at once and in the same order."""
 
     def __init__(
-        self, recipe: Recipe, log_file: Path, working_directory: Path, rank: int, node: str, total_updates: int
+        self,
+        recipe: Recipe,
+        log_file: Path,
+        working_directory: Path,
+        rank: int,
+        node: str,
+        total_updates: int,
+        *,
+        critic: bool = False,
     ) -> None:
         """
         Args:
             working_directory: the driver's; the recipe's paths are relative to it.
             node: name of this process's node.
+            critic: the rank is one of a critic, and the recipe is the critic's.
         """
         capture_output(log_file)
         os.chdir(working_directory)
@@ -44,6 +53,7 @@ class TrainerActor:
         clean_stale_segments()
         self.node = node
         self.recipe, self.rank, self.total_updates = recipe, rank, total_updates
+        self.is_critic = critic
         self.done, self.total = 0, 0
         self.resync_session: ResyncSession | None = None
         self.controls: list[SglangControl] = []
@@ -72,6 +82,7 @@ class TrainerActor:
             total_updates=self.total_updates,
             deterministic=self.recipe.deterministic,
             routing_replay=self.recipe.algorithm.routing_replay,
+            critic=self.is_critic,
         )
         self.worker.runner.on_progress = self._set_progress
         return self.worker.layout
@@ -87,6 +98,15 @@ class TrainerActor:
 
     def work(self, method: str, *arguments: Any) -> Any:
         return getattr(self.worker, method)(*arguments)
+
+    def give(self, update: int, names: list[str]) -> list[Any]:
+        """References to the pieces that this rank has of an update's batch: one, or none."""
+        found = self.worker.pieces(update, names)
+        return [ray.put(found)] if found else []
+
+    def take(self, update: int, references: list[Any]) -> None:
+        """Add what `give` has given on other ranks."""
+        self.worker.place(update, [piece for pieces in ray.get(references) for piece in pieces])
 
     def connect_engines(self, engines: list[EngineAddress]) -> None:
         """Name the engines that `resync` updates; again when some were restarted, with the same names and addresses."""

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from slimrl.algorithms.mismatch import LogProbReport
-from slimrl.algorithms.objective import ObjectiveName, loss_function
+from slimrl.algorithms.objective import LossFunction
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.environment import trainer_variables
 from slimrl.config.schema import AlgorithmConfig, Recipe
@@ -23,22 +23,37 @@ from slimrl.runtime.cluster.engine_actor import EngineAddress
 from slimrl.runtime.cluster.reservation import Reservation
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 
+TRAINER, CRITIC = "trainer", "critic"
+"""What ranks do; also the folder of their part of a run's checkpoint."""
+
 
 class TrainerGroup:
-    """All ranks of the trainer. Every method raises StageError if a rank fails or is late."""
+    """All ranks of the trainer, or of its critic. Every method raises StageError if a rank fails or is late."""
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, progress: Progress, places: Reservation, *, total_updates: int
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        progress: Progress,
+        places: Reservation,
+        role: str = TRAINER,
+        *,
+        total_updates: int,
     ) -> None:
-        """Start the processes; `start` waits for them."""
-        self._recipe, self._progress = recipe, progress
+        """Start the processes; `start` waits for them.
+
+        Args:
+            role: TRAINER; or CRITIC, and the recipe is the critic's (`critic_recipe`).
+        """
+        self._recipe, self._progress, self.role = recipe, progress, role
         actors, logs, nodes = {}, {}, {}
         variables = trainer_variables(recipe, os.environ)
-        for rank, slot in enumerate(places.placement.ranks):
-            name, log_file = f"trainer {rank}", folder.log_file(f"trainer_{rank}")
+        placed = places.placement.critics if role == CRITIC else places.placement.ranks
+        for rank, slot in enumerate(placed):
+            name, log_file = f"{role} {rank}", folder.log_file(f"{role}_{rank}")
             options = places.options(slot, variables)
             actors[name] = TrainerActor.options(**options).remote(  # type: ignore[attr-defined]
-                recipe, log_file.absolute(), Path.cwd(), rank, slot.node.name, total_updates
+                recipe, log_file.absolute(), Path.cwd(), rank, slot.node.name, total_updates, critic=role == CRITIC
             )
             logs[name], nodes[name] = log_file, slot.node
         self._nodes = nodes
@@ -66,7 +81,7 @@ class TrainerGroup:
         self._layouts = self._actors.call("start", self._same(*address), timeout_s=timeout_s)
         self._actors.call("load_weights", timeout_s=timeout_s)
         if checkpoint is not None:
-            self._work("load_checkpoint", self._same((checkpoint / "trainer").absolute()))
+            self._work("load_checkpoint", self._same((checkpoint / self.role).absolute()))
 
     @property
     def layout(self) -> Layout:
@@ -101,29 +116,46 @@ class TrainerGroup:
         """See HeldBatches.set_remote."""
         self._pass("log-probs", "set_remote", update, settings, temperature)
 
+    def pieces(self, update: int, names: Sequence[str]) -> list[Any]:
+        """Ray references to what HeldBatches.pieces gives on each rank; the arrays do not come to the driver."""
+        found = self._actors.call("give", self._same(update, list(names)), timeout_s=self._recipe.trainer.timeout_s)
+        return [reference for of_rank in found.values() for reference in of_rank]
+
+    def place(self, update: int, pieces: Sequence[Any]) -> None:
+        """Add the arrays of another group's `pieces` to an update's batch; see HeldBatches.place."""
+        self._call("take", update, list(pieces))
+
+    def add_values(self, update: int) -> None:
+        """See HeldBatches.add_values."""
+        self._pass("values", "add_values", update)
+
+    def estimate(self, update: int, algorithm: AlgorithmConfig) -> None:
+        """See HeldBatches.estimate.
+
+        Args:
+            algorithm: the policy's.
+        """
+        self._work("estimate", self._same(update, algorithm, self._recipe.critic))
+
     def accumulate(
         self,
         update: int,
-        objective: ObjectiveName,
+        loss: LossFunction,
         *,
         denominator: float,
         temperature: float,
-        entropy_coef: float = 0.0,
         logprobs: bool = False,
     ) -> list[LogProbReport]:
         """Gradients of an update's batch, for `step`; see HeldBatches.accumulate."""
-        loss = loss_function(objective, self._recipe.algorithm, entropy_coef)
         return self._reports(self._pass("train", "accumulate", update, loss, denominator, temperature, logprobs))
 
     def step(self) -> UpdateResult:
         """One optimizer step with the gradients of `accumulate`."""
         return next(iter(self._work("step", self._same()).values()))
 
-    def train_update(
-        self, update: int, objective: ObjectiveName, *, denominator: float, temperature: float
-    ) -> UpdateResult:
+    def train_update(self, update: int, loss: LossFunction, *, denominator: float, temperature: float) -> UpdateResult:
         """One optimizer update on an update's batch: `accumulate` and `step`."""
-        self.accumulate(update, objective, denominator=denominator, temperature=temperature)
+        self.accumulate(update, loss, denominator=denominator, temperature=temperature)
         return self.step()
 
     def connect_engines(self, engines: Sequence[EngineAddress]) -> None:

@@ -37,6 +37,7 @@ from slimrl.trainer.build import unwrap
 from slimrl.trainer.checkpointing.torch_dist_metadata import content_metadata
 from slimrl.trainer.layout.parallel import Layout, seed_ranks
 from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.value_head import is_value_head
 
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
 """Files of a rank; rank 0 writes all others."""
@@ -133,8 +134,8 @@ def load(
 def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
     """Load only the weights of a checkpoint, converted or from a run, under any layout; every rank calls it.
 
-    Adapters of the modules stay as they are. The optimizer copies the weights: call this before it is built, or have it
-    copy them again.
+    Adapters of the modules, and a critic's head, stay as they are. The optimizer copies the weights: call this before
+    it is built, or have it copy them again.
 
     Raises:
         ValueError: not a checkpoint of megatron-core, or one of another model.
@@ -143,8 +144,8 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
     try:
         metadata = {**_metadata(), "singleton_local_shards": content.get("singleton_local_shards", False)}
         state = {
-            model: {name: item for name, item in part.items() if not is_adapter(name)}
-            for model, part in _model_state(chunks, metadata).items()
+            model: {name: item for name, item in part.items() if not _is_own(chunk, name)}
+            for (model, part), chunk in zip(_model_state(chunks, metadata).items(), chunks, strict=True)
         }
         loaded = dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, KeyError) as error:
@@ -152,7 +153,12 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
     for index, chunk in enumerate(chunks):
         missing, unknown = unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
         assert not unknown, unknown
-        assert all(map(is_adapter, missing)), missing
+        assert all(_is_own(chunk, name) for name in missing), missing
+
+
+def _is_own(chunk: nn.Module, name: str) -> bool:
+    """Whether a parameter is one that slimrl adds to a model."""
+    return is_adapter(name) or is_value_head(unwrap(chunk), name)
 
 
 def _written_by(directory: Path, rank: int) -> list[str]:

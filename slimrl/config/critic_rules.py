@@ -1,0 +1,48 @@
+"""Rules of a critic and of the algorithm that it serves."""
+
+from collections.abc import Iterator
+
+from slimrl.config.keys import flatten
+from slimrl.config.problems import Violation
+from slimrl.config.schema import CriticConfig, LossName, Recipe, SelectionMode
+
+
+def critic_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Settings that contradict a critic, or need one that is not there."""
+    algorithm, critic = recipe.algorithm, recipe.critic
+    if not recipe.has_critic:
+        yield from _unused(recipe)
+        return
+    if algorithm.credit.by_turn:
+        message = f"{algorithm.credit.name.value} with turns of their own, but a critic gives credit to each token. "
+        yield "algorithm.credit.name", message + "Use trajectory, without turn_weights."
+    if algorithm.selection.mode is SelectionMode.best:
+        yield "algorithm.selection.mode", "best gives every trajectory the advantage 1. Use all with a critic."
+    if algorithm.loss == LossName.gspo.value:
+        yield "algorithm.loss", "gspo is of whole sequences, and with a critic advantages differ by token. Use ppo."
+    if algorithm.skip_zero_variance:
+        message = "true would drop groups whose rewards are 0, which a critic learns from too. Use false."
+        yield "algorithm.skip_zero_variance", message
+    if critic.warmup_steps >= recipe.steps:
+        yield "critic.warmup_steps", f"{critic.warmup_steps} leave none of the {recipe.steps} steps to the policy."
+    for key in _own(recipe):
+        if key.startswith(("critic.trainer.lora.", "critic.trainer.mtp.")):
+            yield key, "a critic trains all of its weights and has no further layers. Leave it out."
+    updates = recipe.trainer.updates_per_rollout
+    if critic.trainer.updates_per_rollout != updates:
+        message = f"the critic learns from the policy's updates, trainer.updates_per_rollout {updates}. Leave it out."
+        yield "critic.trainer.updates_per_rollout", message
+
+
+def _unused(recipe: Recipe) -> Iterator[Violation]:
+    """Settings of a critic without a critic."""
+    unset = CriticConfig(trainer=recipe.trainer)
+    changed = [f"critic.{name}" for name, value in vars(unset).items() if getattr(recipe.critic, name) != value]
+    if changed:
+        key = changed[0] if changed[0] != "critic.trainer" else _own(recipe)[0]
+        yield key, "there is no critic. Set algorithm.name: ppo, or algorithm.advantage: gae."
+
+
+def _own(recipe: Recipe) -> list[str]:
+    """Keys of the critic's trainer that differ from the policy's."""
+    return [key for key, _ in flatten(recipe) if key.startswith("critic.trainer.")]

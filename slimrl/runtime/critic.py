@@ -1,0 +1,75 @@
+"""The critic of a run: it estimates values and advantages for the policy's updates, and learns from the same updates.
+
+Its ranks hold the same sequences as the policy's, packed for a layout of their own. What the two tell each other goes
+from rank to rank: log-probs to the critic where the KL is in the reward, and advantages to the policy.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from slimrl.algorithms.selection import Selection
+from slimrl.algorithms.token_advantages import charges_kl
+from slimrl.algorithms.values import value_metrics, value_objective
+from slimrl.config.critic import critic_recipe
+from slimrl.config.schema import Recipe
+from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, PackedBatch, num_sampled
+from slimrl.data.training import UpdateResult
+from slimrl.runtime.cluster.trainer_group import TrainerGroup
+from slimrl.runtime.packed_updates import make_updates
+from slimrl.runtime.state import RunState, count_skipped
+
+
+class Critic:
+    """Its half of the learning; the driver calls it between the policy's passes."""
+
+    def __init__(self, recipe: Recipe, ranks: TrainerGroup, state: RunState) -> None:
+        """
+        Args:
+            recipe: the policy's.
+            ranks: the critic's.
+        """
+        self._recipe, self._ranks, self._state = recipe, ranks, state
+        self._updates: list[PackedBatch] = []
+        self._results: list[UpdateResult] = []
+
+    def put(self, selection: Selection) -> None:
+        """Pack the trajectories of a step, with their rewards, for the critic's ranks."""
+        self._updates = make_updates(selection, critic_recipe(self._recipe), self._ranks.layout)
+        self._results = []
+        if self._updates:
+            self._ranks.put_batches(self._updates)
+
+    def add_advantages(self, policy: TrainerGroup) -> None:
+        """Estimate advantages and have the policy's ranks add them to their batches."""
+        for number in range(len(self._updates)):
+            if charges_kl(self._recipe.algorithm):
+                self._ranks.place(number, policy.pieces(number, [OLD_LOGPROBS, REFERENCE_LOGPROBS]))
+            self._ranks.add_values(number)
+            self._ranks.estimate(number, self._recipe.algorithm)
+            policy.place(number, self._ranks.pieces(number, [ADVANTAGES]))
+
+    def learn(self, number: int) -> None:
+        """One optimizer update toward the returns.
+
+        Raises:
+            RunError: too many updates in a row had a gradient that was not finite.
+        """
+        loss = partial(value_objective, value_clip=self._recipe.critic.value_clip)
+        result = self._ranks.train_update(number, loss, denominator=num_sampled(self._updates[number]), temperature=1.0)
+        count_skipped(self._state, result, self._recipe.critic.trainer.max_skipped_updates, "critic_skipped_in_a_row")
+        self._results.append(result)
+
+    def finish(self) -> dict[str, float]:
+        """Drop the batches; the metrics of the step's updates, empty if there were none."""
+        if not self._results:
+            return {}
+        self._ranks.put_batches([])
+        return {
+            **value_metrics(_added([result.sums for result in self._results])),
+            "critic/grad_norm": sum(result.grad_norm for result in self._results) / len(self._results),
+            "critic/lr": self._results[-1].lr,
+        }
+
+
+def _added(sums: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(of_update[name] for of_update in sums) for name in sums[0]}
