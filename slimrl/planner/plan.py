@@ -14,6 +14,7 @@ from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.schema import Fp8Scaling, Recipe, TransportName
 from slimrl.models.draft import draft_specs
 from slimrl.models.offline_recipe import OfflineRecipe
+from slimrl.planner.critic import plan_critic
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts, model_facts, with_engines
 from slimrl.planner.hardware import GB, Hardware
@@ -41,11 +42,13 @@ class Plan:
     """Assumptions beyond the formulas"""
     teacher: TeacherPlan | None = None
     """None without a teacher of the run's own, or if its model is not known"""
+    critic: LayoutPlan | None = None
+    """None without a critic"""
 
     @property
     def problems(self) -> list[str]:
         """Why it does not fit."""
-        return self.layout.problems + (self.teacher.problems if self.teacher else [])
+        return [problem for part in (self.layout, self.teacher, self.critic) if part for problem in part.problems]
 
     @property
     def step_s(self) -> float:
@@ -85,6 +88,9 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
         resync = estimate(version, cluster.engines, hardware.links, transport=transport, replicated=known.replicated)
     notes = [*_notes(planned, mean_tokens), *_draft_notes(planned)]
     teacher = _teacher(planned, hardware, notes)
+    critic = plan_critic(planned, hardware, mean_tokens=mean_tokens)
+    if critic is not None:
+        notes.append("the time of the critic's passes and updates is not planned")
     layers = planned_stages(recipe.trainer, known.model)
     stages = built_stages(recipe.trainer, known.model)
     layout = plan_layout(known, recipe, stages, layers, hardware, sft=planned.sft, mean_tokens=mean_tokens)
@@ -96,6 +102,7 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
         layout=layout,
         resync=resync,
         teacher=teacher,
+        critic=critic,
         notes=notes,
     )
 
@@ -167,6 +174,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "gpu_gib": plan.teacher.gpu_bytes / GIB,
             "weights_gib": plan.teacher.engine.weights / GIB,
             "kv_cache_tokens": plan.teacher.engine.kv_tokens,
+        },
+        "critic": None
+        if plan.critic is None
+        else {
+            "world_size": plan.critic.recipe.trainer.num_ranks,
+            "layout": asdict(plan.critic.recipe.trainer.parallel),
+            "gpu_gib": plan.critic.most_bytes / GIB,
         },
         "kv_cache_tokens": engine.kv_tokens if engine else None,
         "concurrent_trajectories": engine.trajectories if engine else None,

@@ -352,7 +352,7 @@ def test_each_number_has_its_range_with_the_ends_that_belong_to_it(keys, taken, 
 
 
 def test_every_number_of_a_recipe_has_a_range():
-    unbounded = {"trainer.parallel.virtual_pipeline"}
+    unbounded = {"trainer.parallel.virtual_pipeline", "critic.trainer.parallel.virtual_pipeline"}
     kinds = (int, float, int | None, float | None)
     assert {key for key, kind in KEY_TYPES.items() if kind in kinds} - set(BOUNDS) == unbounded
 

@@ -99,7 +99,7 @@ def test_a_trainer_s_process_sets_the_recipe_s_variables_itself_and_ray_is_not_t
     recipe = Recipe(trainer=TrainerConfig(env={"SLIMRL_TEST_KEY": "secret"}, parallel=ParallelConfig(tensor=2)))
     asked = []
     actor_class = SimpleNamespace(
-        options=lambda **given: asked.append(given) or SimpleNamespace(remote=lambda *arguments: None)
+        options=lambda **given: asked.append(given) or SimpleNamespace(remote=lambda *arguments, critic: None)
     )
     monkeypatch.setattr(trainer_group, "TrainerActor", actor_class)
     monkeypatch.setattr(trainer_group, "ActorGroup", lambda *given: None)

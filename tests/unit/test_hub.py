@@ -163,7 +163,7 @@ def test_an_engine_and_a_trainer_rank_fetch_their_model_before_they_start(monkey
     monkeypatch.setitem(sys.modules, "slimrl.trainer.worker", SimpleNamespace(TrainerWorker=started))
     actor = SimpleNamespace(
         recipe=load_recipe(LARGE).recipe, starts=0, logs=tmp_path, index=0, part=0, role="engine", rank=0,
-        total_updates=1, node=SimpleNamespace(address="127.0.0.1"),
+        total_updates=1, is_critic=False, node=SimpleNamespace(address="127.0.0.1"),
     )  # fmt: skip
     for kind, method, how in (
         (engine_actor.EngineActor, "_start", {"port": None, "meeting": None}),

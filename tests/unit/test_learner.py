@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from slimrl.algorithms.mismatch import report_logprobs
+from slimrl.algorithms.objective import policy_objective
 from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.config.schema import Aggregation, CorrectionLevel, KlEstimator, KlPlace, OldPolicy, Recipe
 from slimrl.data.packing import num_trajectories
@@ -68,16 +69,17 @@ class AnsweringTrainers:
         everywhere = [(batch.trajectories, sums) for batch, sums in zip(self.held[update], own, strict=True)]
         set_remote(self.held[update], own, everywhere)
 
-    def accumulate(self, update, objective, *, denominator, temperature, entropy_coef, logprobs):
+    def accumulate(self, update, loss, *, denominator, temperature, logprobs):
         self._ask(f"gradients of {update}" + (" with log-probs" if logprobs else ""), temperature)
         remote = [batch.remote.get("policy", np.zeros(1)) for batch in self.held[update]]
         self.updates.append(
             SimpleNamespace(
                 batches=self.held[update],
-                objective=objective,
+                objective=loss.func,
+                settings=loss.keywords["settings"],
                 denominator=denominator,
                 temperature=temperature,
-                entropy_coef=entropy_coef,
+                entropy_coef=loss.keywords["entropy_coef"],
                 remote=remote,
             )
         )
@@ -167,11 +169,13 @@ def test_a_group_filter_that_fails_is_named():
 
 def test_an_update_is_divided_by_its_trajectories_and_works_at_the_temperature_of_the_rollout():
     trainers = AnsweringTrainers()
-    learn(trainers, recipe(updates=2), pairs("abc", lengths=(60, 50)))
+    settings = recipe(updates=2)
+    learn(trainers, settings, pairs("abc", lengths=(60, 50)))
     assert [(u.objective, u.denominator, u.temperature) for u in trainers.updates] == [
-        ("policy", 4, 0.7),
-        ("policy", 2, 0.7),
+        (policy_objective, 4, 0.7),
+        (policy_objective, 2, 0.7),
     ]
+    assert all(u.settings is settings.algorithm for u in trainers.updates)
     # All batches go to the ranks at once, and none is left there.
     assert trainers.puts == [2, 0]
     assert set(trainers.temperatures) == {0.7}

@@ -31,6 +31,8 @@ from slimrl.runtime.train_run import TrainRun
 class Stages:
     """Trainer, learner, engines, rollouts and terminal at once; `calls` has what was asked of them, in order."""
 
+    role = "trainer"
+
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.said: list[str] = []

@@ -207,8 +207,8 @@ def test_a_cluster_without_room_for_the_teacher_is_refused_with_what_is_free():
     with pytest.raises(StageError) as raised:
         place(with_teacher(tp=4), cluster(4, 3), num_ranks=4, num_engines=4, num_teachers=1, unit="GPUs")
     assert str(raised.value) == (
-        "the cluster is too small: the teacher needs 1 x 4 GPUs of its own, each engine on 1 node; free beside trainer "
-        "and engines are GPUs on: a 0, b 3"
+        "the cluster is too small: the teacher needs 1 x 4 GPUs of its own, each engine on 1 node; free beside the "
+        "run's other processes are GPUs on: a 0, b 3"
     )
 
 

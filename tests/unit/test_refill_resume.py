@@ -64,7 +64,7 @@ def play(where: Path, stage: Stage, refill: RefillMode, *, until: int, resume: b
     if resume:
         state, _ = read_state(CheckpointFolder(folder.checkpoints).complete()[-1])
         data.restore(state.cursor)
-    trainers = SimpleNamespace(save_checkpoint=lambda path: path.mkdir() or {})
+    trainers = SimpleNamespace(role="trainer", save_checkpoint=lambda path: path.mkdir() or {})
     silent = SimpleNamespace(summary=lambda step, metrics: None, say=lambda text: None)
     with Trackers(folder, recipe.tracking, {}, keep_through_step=state.step if resume else -1) as trackers:
         run = TrainRun(
