@@ -20,7 +20,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.runtime.checks.checkpoint_check import check_exported
-from slimrl.runtime.checks.start_check import check_checkpoint_model, resume_point
+from slimrl.runtime.checks.start_check import check_checkpoint_model, check_critic, resume_point
 from slimrl.runtime.checks.task import Task, load_task
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.loop import train as train_loop
@@ -82,6 +82,8 @@ def _train(
         for note in () if task is None else task.notes:
             log.info(note)
         checkpoint, state = _resume_point(folder, recipe, progress)
+        if checkpoint is not None and task is not None:
+            check_critic(checkpoint, recipe)
         data = _sampler(items, recipe, state)
         with (
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,

@@ -35,7 +35,6 @@ class Critic:
     def put(self, selection: Selection) -> None:
         """Pack the trajectories of a step, with their rewards, for the critic's ranks."""
         self._updates = make_updates(selection, critic_recipe(self._recipe), self._ranks.layout)
-        self._results = []
         if self._updates:
             self._ranks.put_batches(self._updates)
 
@@ -61,13 +60,14 @@ class Critic:
 
     def finish(self) -> dict[str, float]:
         """Drop the batches; the metrics of the step's updates, empty if there were none."""
-        if not self._results:
+        results, self._results, self._updates = self._results, [], []
+        if not results:
             return {}
         self._ranks.put_batches([])
         return {
-            **value_metrics(_added([result.sums for result in self._results])),
-            "critic/grad_norm": sum(result.grad_norm for result in self._results) / len(self._results),
-            "critic/lr": self._results[-1].lr,
+            **value_metrics(_added([result.sums for result in results])),
+            "critic/grad_norm": sum(result.grad_norm for result in results) / len(results),
+            "critic/lr": results[-1].lr,
         }
 
 

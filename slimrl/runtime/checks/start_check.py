@@ -102,17 +102,21 @@ def resume_point(folder: RunFolder, recipe: Recipe, *, contents: bool) -> WholeC
     if found is None:
         return None
     check_checkpoint_model(found.path, recipe)
-    if recipe.has_critic and not (found.path / "critic").is_dir():
-        raise ValueError(
-            f"{found.path} has no critic: its run had none. Give that run's export as model.path of a new run, or the "
-            "algorithm that it had."
-        )
     if found.state.step >= recipe.steps and folder.export.is_dir():
         raise ValueError(
             f"{folder.path} is complete: step {found.state.step} of {recipe.steps}, model in {folder.export}. "
             "Give a larger `steps` to continue it."
         )
     return found
+
+
+def check_critic(checkpoint: Path, recipe: Recipe) -> None:
+    """Raises ValueError if the recipe's critic cannot continue from a run's checkpoint."""
+    if recipe.has_critic and not (checkpoint / "critic").is_dir():
+        raise ValueError(
+            f"{checkpoint} has no critic: its run had none. Give that run's export as model.path of a new run, or use "
+            "the algorithm that it had."
+        )
 
 
 def check_checkpoint_model(checkpoint: Path, recipe: Recipe) -> None:

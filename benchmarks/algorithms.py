@@ -1,0 +1,238 @@
+"""Algorithms compared on the calculator task made harder: learning curves of a toy from the same cold start.
+
+1. A toy is trained by imitation for fewer updates than the quickstart's, so that it solves about a fifth of the problems.
+2. Each case is one run of `slimrl train` from there: 40 steps of 4 optimizer updates, the accuracy on held-out problems
+   every 5 steps. Cases differ in the settings of CASES alone.
+3. The table has each case's final accuracy and the area under its curve; `--plot` draws the curves.
+
+It takes hours, so it continues: results in the file of `--json` are not measured again, and a run that was ended goes on
+from its checkpoint.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from figures import make_table, write_figures
+from rich.console import Console
+
+from slimrl.observability.metrics import read_metrics
+
+RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
+HELDOUT = "eval/heldout/reward_mean"
+SEQUENCE_LR, TOKEN_LR, CRITIC_LR = 2e-4, 2e-4, 1e-3
+"""The best of the sweep for GSPO's kind of ratio and for ratios of tokens (docs/algorithms.md)."""
+SWEEP = (1e-4, 2e-4, 4e-4)
+RUN_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    settings: tuple[str, ...]
+    seeds: int = 1
+    model: str = "start"
+    """Folder of the initial weights"""
+    recipe: str = "gspo_calculator.yaml"
+
+
+def algorithm(name: str, *more: str, lr: float = TOKEN_LR, **options: Any) -> Case:
+    return Case(settings=(f"algorithm.name={name}", f"trainer.optimizer.lr={lr}", *more), **options)
+
+
+NOISY = ("trainer.megatron={moe_input_jitter_eps: 0.03}", "algorithm.max_logprob_mismatch=1.0")
+"""The trainer's routers see their inputs times a random number near 1, the engines' do not."""
+R3 = ("rollout.routed_experts=true", "algorithm.routing_replay=rollout", "algorithm.replay_gap_every_steps=0")
+FP8 = ("algorithm.max_logprob_mismatch=1.0",)
+CORRECTED = ("algorithm.correction.level=token", "algorithm.correction.high=2")
+CASES = {
+    "gspo": algorithm("gspo", lr=SEQUENCE_LR, seeds=3),
+    "grpo": algorithm("grpo", seeds=3),
+    "ppo": algorithm(
+        "ppo", f"critic.trainer.optimizer.lr={CRITIC_LR}", seeds=3, recipe="ppo_calculator.yaml",
+    ),
+    "cispo": algorithm("cispo", seeds=3),
+    "gspo_token": algorithm("gspo_token", lr=SEQUENCE_LR),
+    "dr_grpo": algorithm("dr_grpo"),
+    "dapo": algorithm("dapo"),
+    "rloo": algorithm("rloo"),
+    "reinforce_pp": algorithm("reinforce_pp"),
+    "reinforce_pp_baseline": algorithm("reinforce_pp_baseline"),
+    "opo": algorithm("opo"),
+    "gpg": algorithm("gpg"),
+    "sapo": algorithm("sapo"),
+    "gmpo": algorithm("gmpo", lr=SEQUENCE_LR),
+    "vspo": algorithm("vspo"),
+    "rejection_sampling": algorithm("rejection_sampling"),
+    "gspo, noisy router": algorithm("gspo", *NOISY, lr=SEQUENCE_LR),
+    "gspo, noisy router, R3": algorithm("gspo", *NOISY, *R3, lr=SEQUENCE_LR),
+    "gspo, FP8 rollout": algorithm("gspo", *FP8, lr=SEQUENCE_LR, model="start_fp8"),
+    "gspo, FP8 rollout, corrected": algorithm("gspo", *FP8, *CORRECTED, lr=SEQUENCE_LR, model="start_fp8"),
+    **{
+        f"sweep: {name}, {lr:g}": algorithm(name, lr=lr)
+        for name in ("gspo", "grpo")
+        for lr in SWEEP
+    },
+}  # fmt: skip
+
+
+class Bench:
+    """The folder of the models and runs, and the results so far."""
+
+    def __init__(self, folder: Path, results: Path | None, steps: int, extra: Sequence[str]) -> None:
+        self.folder, self.file, self.steps, self.extra = folder, results, steps, list(extra)
+        self.results: dict[str, dict[str, Any]] = {}
+        if results is not None and results.is_file():
+            self.results = json.loads(results.read_text())["results"]
+
+    def prepare(self, sft_updates: int, problems: int) -> None:
+        """Models and data, unless they are there."""
+        data, model, start = self.folder / "data", self.folder / "model", self.folder / "start"
+        if not data.is_dir():
+            _tools("calculator-data", str(data), "--num-heldout", str(problems))
+        if not model.is_dir():
+            _tools("toy", "qwen3_moe", str(model), "--hidden", "128", "--moe-intermediate", "128", "--layers", "3")
+        if not start.is_dir():
+            settings = [
+                f"steps={sft_updates}", f"model.path={model}", f"data.train={data / 'sft.jsonl'}", "run.name=sft",
+                f"run.dir={self.folder / 'runs'}", "tracking.wandb=disabled", "checkpoint.every_steps=100",
+            ]  # fmt: skip
+            _slimrl("sft", str(RECIPES / "sft.yaml"), *settings, "--resume-or-start")
+            (self.folder / "runs" / "sft" / "export" / "hf").rename(start)
+        if not (self.folder / "start_fp8").is_dir():
+            _tools("quantize", str(start), str(self.folder / "start_fp8"))
+
+    def measure(self, name: str, seed: int) -> None:
+        """Run one case with one seed, or go on with its run, and keep its curve."""
+        if str(seed) in self.results.get(name, {}):
+            return
+        case = CASES[name]
+        run = f"{name}-{seed}".replace(" ", "_").replace(",", "").replace(":", "")
+        data = self.folder / "data"
+        settings = [
+            f"steps={self.steps}", f"seed={seed}", f"run.name={run}", f"run.dir={self.folder / 'runs'}",
+            f"model.path={self.folder / case.model}", f"data.train={data / 'train.jsonl'}",
+            f"data.eval.heldout={data / 'heldout.jsonl'}", "eval.every_steps=5", "rollout.prompts_per_step=16",
+            "trainer.updates_per_rollout=4", "trainer.optimizer.schedule=constant", "trainer.optimizer.min_lr=0",
+            "checkpoint.every_steps=10", "checkpoint.keep=1", "tracking.wandb=disabled",
+        ]  # fmt: skip
+        arguments = [str(RECIPES / case.recipe), *settings, *case.settings, *self.extra]
+        _slimrl("train", *arguments, "--resume-or-start")
+        metrics = read_metrics(self.folder / "runs" / run / "metrics.jsonl")
+        curve = [[step["step"], step[HELDOUT]] for step in metrics if HELDOUT in step]
+        kept = ("mismatch/logprob_abs_mean", "policy/clip_fraction", "policy/effective_sample_size")
+        means = {key: float(np.mean([step[key] for step in metrics if key in step] or [np.nan])) for key in kept}
+        hours = sum(step["time/step_s"] + step.get("time/eval_s", 0.0) for step in metrics) / 3600
+        self.results.setdefault(name, {})[str(seed)] = {"curve": curve, "means": means, "hours": hours}
+        self.write()
+
+    def write(self) -> None:
+        write_figures(self.file, {"steps": self.steps, "results": self.results, "table": table_of(self.results)})
+
+
+def table_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each case the area under the curve (mean accuracy over the steps) and the final accuracy: mean and spread."""
+    table = {}
+    for name, by_seed in results.items():
+        curves = [np.array(run["curve"]) for run in by_seed.values()]
+        areas = [np.trapezoid(curve[:, 1], curve[:, 0]) / (curve[-1, 0] - curve[0, 0]) for curve in curves]
+        finals = [curve[-1, 1] for curve in curves]
+        table[name] = {
+            "seeds": len(curves),
+            "start": float(np.mean([curve[0, 1] for curve in curves])),
+            "area": float(np.mean(areas)),
+            "area_spread": float(np.ptp(areas)),
+            "final": float(np.mean(finals)),
+            "final_spread": float(np.ptp(finals)),
+        }
+    return table
+
+
+def print_table(results: dict[str, dict[str, Any]]) -> None:
+    title = "accuracy on held-out problems: mean over the seeds, in brackets largest - smallest"
+    table = make_table(title, ("case", "seeds", "start", "area under the curve", "final"))
+    for name, row in sorted(table_of(results).items(), key=lambda item: -item[1]["area"]):
+        several = row["seeds"] > 1
+        figures = [
+            f"{row[key]:.3f}" + (f" ({row[f'{key}_spread']:.3f})" if several else "") for key in ("area", "final")
+        ]
+        table.add_row(name, str(row["seeds"]), f"{row['start']:.3f}", *figures)
+    Console(width=120).print(table)
+
+
+def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
+    """The curves of the cases with several seeds, of the others, and of the studies."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = {
+        "three seeds": [name for name, by_seed in results.items() if len(by_seed) > 1],
+        "one seed": [n for n, by_seed in results.items() if len(by_seed) == 1 and "," not in n],
+        "noisy router, FP8 rollout": [name for name in results if name.startswith("gspo,")] + ["gspo"],
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), sharey=True, layout="constrained")
+    for axis, (title, names) in zip(axes, panels.items(), strict=True):
+        for name in names:
+            runs = [np.array(run["curve"]) for run in results.get(name, {}).values()]
+            if not runs:
+                continue
+            values = np.stack([run[:, 1] for run in runs])
+            (line,) = axis.plot(runs[0][:, 0], values.mean(0), label=name)
+            if len(runs) > 1:
+                axis.fill_between(runs[0][:, 0], values.min(0), values.max(0), color=line.get_color(), alpha=0.15)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step")
+        axis.grid(color="#e5e7eb", linewidth=0.6)
+        axis.legend(fontsize=7)
+    axes[0].set_ylabel("accuracy on held-out problems")
+    figure.savefig(out, dpi=110, facecolor="white")
+    plt.close(figure)
+
+
+def _slimrl(*arguments: str) -> None:
+    _run("slimrl.cli", *arguments)
+
+
+def _tools(*arguments: str) -> None:
+    _run("slimrl_tools.cli", *arguments)
+
+
+def _run(module: str, *arguments: str) -> None:
+    """Raises CalledProcessError or TimeoutExpired."""
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True, timeout=RUN_TIMEOUT_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench/algorithms"), help="models and runs")
+    parser.add_argument("--json", type=Path, help="results, from which a later start continues")
+    parser.add_argument("--plot", type=Path, help="PNG of the curves")
+    parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
+    parser.add_argument("--seeds", type=int, help="at most so many of each case")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--sft-updates", type=int, default=700)
+    parser.add_argument("--problems", type=int, default=256, help="held-out problems")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of every run")
+    options = parser.parse_args()
+    bench = Bench(options.folder, options.json, options.steps, options.settings)
+    bench.prepare(options.sft_updates, options.problems)
+    chosen = options.case or list(CASES)
+    # All cases with one seed first, so that an early end leaves a whole table.
+    for seed in range(max(CASES[name].seeds for name in chosen)):
+        for name in chosen:
+            if seed < min(CASES[name].seeds, options.seeds or CASES[name].seeds):
+                bench.measure(name, seed)
+    print_table(bench.results)
+    if options.plot is not None:
+        draw(bench.results, options.plot)
+
+
+if __name__ == "__main__":
+    main()
