@@ -1,12 +1,13 @@
 """Algorithms compared on the calculator task made harder: learning curves of a toy from the same cold start.
 
-1. A toy is trained by imitation for fewer updates than the quickstart's, so that it solves about a fifth of the problems.
+1. A toy is trained by imitation for fewer updates than the quickstart's, so that it solves about a fifth of the
+   problems.
 2. Each case is one run of `slimrl train` from there: 40 steps of 4 optimizer updates, the accuracy on held-out problems
    every 5 steps. Cases differ in the settings of CASES alone.
 3. The table has each case's final accuracy and the area under its curve; `--plot` draws the curves.
 
-It takes hours, so it continues: results in the file of `--json` are not measured again, and a run that was ended goes on
-from its checkpoint.
+It takes hours, so it continues: results in the file of `--json` are not measured again, and a run that was ended goes
+on from its checkpoint.
 """
 
 import argparse
@@ -51,6 +52,7 @@ R3 = ("rollout.routed_experts=true", "algorithm.routing_replay=rollout", "algori
 FP8 = ("algorithm.max_logprob_mismatch=1.0",)
 CORRECTED = ("algorithm.correction.level=token", "algorithm.correction.high=2")
 CASES = {
+    **{f"sweep: {name}, {lr:g}": algorithm(name, lr=lr) for name in ("gspo", "grpo") for lr in SWEEP},
     "gspo": algorithm("gspo", lr=SEQUENCE_LR, seeds=3),
     "grpo": algorithm("grpo", seeds=3),
     "ppo": algorithm(
@@ -73,11 +75,6 @@ CASES = {
     "gspo, noisy router, R3": algorithm("gspo", *NOISY, *R3, lr=SEQUENCE_LR),
     "gspo, FP8 rollout": algorithm("gspo", *FP8, lr=SEQUENCE_LR, model="start_fp8"),
     "gspo, FP8 rollout, corrected": algorithm("gspo", *FP8, *CORRECTED, lr=SEQUENCE_LR, model="start_fp8"),
-    **{
-        f"sweep: {name}, {lr:g}": algorithm(name, lr=lr)
-        for name in ("gspo", "grpo")
-        for lr in SWEEP
-    },
 }  # fmt: skip
 
 
@@ -101,6 +98,8 @@ class Bench:
             settings = [
                 f"steps={sft_updates}", f"model.path={model}", f"data.train={data / 'sft.jsonl'}", "run.name=sft",
                 f"run.dir={self.folder / 'runs'}", "tracking.wandb=disabled", "checkpoint.every_steps=100",
+                # Every machine starts from the same weights.
+                "deterministic=true",
             ]  # fmt: skip
             _slimrl("sft", str(RECIPES / "sft.yaml"), *settings, "--resume-or-start")
             (self.folder / "runs" / "sft" / "export" / "hf").rename(start)
@@ -117,7 +116,7 @@ class Bench:
         settings = [
             f"steps={self.steps}", f"seed={seed}", f"run.name={run}", f"run.dir={self.folder / 'runs'}",
             f"model.path={self.folder / case.model}", f"data.train={data / 'train.jsonl'}",
-            f"data.eval.heldout={data / 'heldout.jsonl'}", "eval.every_steps=5", "rollout.prompts_per_step=16",
+            f"data.eval.heldout={data / 'heldout.jsonl'}", "eval.every_steps=5",
             "trainer.updates_per_rollout=4", "trainer.optimizer.schedule=constant", "trainer.optimizer.min_lr=0",
             "checkpoint.every_steps=10", "checkpoint.keep=1", "tracking.wandb=disabled",
         ]  # fmt: skip
@@ -217,7 +216,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
     parser.add_argument("--seeds", type=int, help="at most so many of each case")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--sft-updates", type=int, default=700)
+    parser.add_argument("--sft-updates", type=int, default=510)
     parser.add_argument("--problems", type=int, default=256, help="held-out problems")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of every run")
     options = parser.parse_args()

@@ -32,9 +32,10 @@ def needs_reference(recipe: Recipe) -> bool:
 def needs_sums(algorithm: AlgorithmConfig, number: int) -> bool:
     """Whether trajectories in several micro-batches need sums over their tokens elsewhere, just before the gradients.
 
-    Before the rollout's first update the policy is the old one, so the log-ratios of losses are 0.
+    Before the rollout's first update the policy is the trainer's old one, so the log-ratios of losses are 0 against it.
     """
-    return algorithm.correction.by_trajectory or (number > 0 and algorithm.loss not in TOKEN_LOSSES)
+    moved = number > 0 or algorithm.old_policy is OldPolicy.rollout
+    return algorithm.correction.by_trajectory or (moved and algorithm.loss not in TOKEN_LOSSES)
 
 
 def num_passes(recipe: Recipe) -> int:
@@ -44,4 +45,6 @@ def num_passes(recipe: Recipe) -> int:
 
 
 def _has_dropout(recipe: Recipe) -> bool:
-    return any(recipe.trainer.megatron.get(name) for name in ("hidden_dropout", "attention_dropout"))
+    trainer = recipe.trainer
+    of_model = (trainer.megatron.get(name) for name in ("hidden_dropout", "attention_dropout"))
+    return any(of_model) or (trainer.lora.rank > 0 and trainer.lora.dropout > 0)

@@ -15,6 +15,9 @@ from slimrl.algorithms.objective import LossSums
 from slimrl.algorithms.policy_tokens import LossBatch
 from slimrl.data.packing import RETURNS, VALUES
 
+VARIANCE_ROUNDING = 1e-9
+"""A variance up to this fraction of the mean square counts as 0."""
+
 
 def estimate_advantages(
     rewards_S: np.ndarray, values_S: np.ndarray, *, discount: float, gae_lambda: float
@@ -56,13 +59,15 @@ def value_objective(values_T: Tensor, _: Tensor, batch: LossBatch, *, value_clip
         bounded_T = (old_T + (now_T - old_T).clamp(-value_clip, value_clip) - return_T).square()
     loss = torch.maximum(error_T, bounded_T).sum() / 2
     with torch.no_grad():
+        # In float64: metrics subtract sums that may be nearly equal.
+        exact_T = return_T.double()
         reported = {
             "tokens": mask_T.sum(),
             "clipped": (bounded_T > error_T).sum(),
-            "value": old_T.sum(),
-            "return": return_T.sum(),
-            "return_squared": return_T.square().sum(),
-            "error_squared": (old_T - return_T).square().sum(),
+            "value": old_T.double().sum(),
+            "return": exact_T.sum(),
+            "return_squared": exact_T.square().sum(),
+            "error_squared": (old_T - exact_T).square().sum(),
         }
     return LossSums(loss=loss, reported={"loss": loss.detach(), **reported})
 
@@ -73,9 +78,9 @@ def value_metrics(sums: dict[str, float]) -> dict[str, float]:
     `critic/explained_variance` is 1 - mean (R - v)^2 / var R, or 0 where all returns are equal.
     """
     tokens = sums["tokens"]
-    mean = sums["return"] / tokens
-    variance = sums["return_squared"] / tokens - mean**2
-    explained = 1 - sums["error_squared"] / tokens / variance if variance > 1e-12 else 0.0
+    mean, square = sums["return"] / tokens, sums["return_squared"] / tokens
+    variance = square - mean**2
+    explained = 1 - sums["error_squared"] / tokens / variance if variance > VARIANCE_ROUNDING * square else 0.0
     return {
         "critic/loss": sums["loss"] / tokens,
         "critic/clip_fraction": sums["clipped"] / tokens,

@@ -4,15 +4,15 @@ Each rule is a pure function that yields (key, message). All rules run on the re
 starts, and one error lists every violation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from slimrl.config.algorithm_rules import algorithm_violations, algorithm_warnings
 from slimrl.config.bounds import DIVISORS, bound_violations
 from slimrl.config.credit_rules import credit_violations
-from slimrl.config.critic import critic_key, critic_recipe
-from slimrl.config.critic_rules import critic_violations
+from slimrl.config.critic import critic_recipe
+from slimrl.config.critic_rules import critic_violations, of_critic
 from slimrl.config.data_rules import data_violations
 from slimrl.config.environment import environment_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations, trainer_tile_warnings
@@ -127,22 +127,21 @@ def check_recipe(
             warnings += trainer_tile_warnings(recipe, hf_config)
         warnings += model_warnings(recipe, hf_config, command)
     if recipe.has_critic and is_needed("critic", command):
-        violations += _of_critic(critic_recipe(recipe), hf_config, experts, command, known=violations)
+        violations += of_critic(_trainer_rules(critic_recipe(recipe), hf_config, experts, command), known=violations)
     return [Problem(key=key, message=message) for key, message in violations] + [
         Problem(key=key, message=message, warning=True) for key, message in warnings
     ]
 
 
-def _of_critic(
-    critic: Recipe, hf_config: dict[str, Any] | None, experts: int, command: str, *, known: Sequence[Violation]
-) -> list[Violation]:
-    """Rules of the trainer on its critic's settings, without those that the policy breaks in the same way (`known`)."""
-    found = [*layout_violations(critic, experts), *megatron_violations(critic), *fp8_violations(critic)]
-    found += [*batch_violations(critic), *environment_violations(critic, trainer=True, engines=False)]
+def _trainer_rules(critic: Recipe, hf_config: dict[str, Any] | None, experts: int, command: str) -> Iterator[Violation]:
+    """Rules of the trainer that its critic's settings can break."""
+    yield from layout_violations(critic, experts)
+    yield from megatron_violations(critic)
+    yield from fp8_violations(critic)
+    yield from batch_violations(critic)
+    yield from environment_violations(critic, trainer=True, engines=False)
     if hf_config is not None:
-        found += model_violations(critic, hf_config, command)
-    own = [violation for violation in found if violation[0].startswith("trainer.") and violation not in known]
-    return [(critic_key(key), critic_key(message)) for key, message in own]
+        yield from model_violations(critic, hf_config, command)
 
 
 def check_loaded(loaded: LoadedRecipe) -> list[Problem]:

@@ -1,8 +1,10 @@
 """Rules of a critic and of the algorithm that it serves."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from slimrl.config.critic import critic_key, critic_recipe
 from slimrl.config.keys import flatten
+from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation
 from slimrl.config.schema import CriticConfig, LossName, Recipe, SelectionMode
 
@@ -32,6 +34,24 @@ def critic_violations(recipe: Recipe) -> Iterator[Violation]:
     if critic.trainer.updates_per_rollout != updates:
         message = f"the critic learns from the policy's updates, trainer.updates_per_rollout {updates}. Leave it out."
         yield "critic.trainer.updates_per_rollout", message
+
+
+def with_critic(rule: Callable[[Recipe], Iterable[Violation]], recipe: Recipe, command: str) -> list[Violation]:
+    """What a rule of the trainer says of the policy, and what it says of the critic alone."""
+    found = list(rule(recipe))
+    if recipe.has_critic and is_needed("critic", command):
+        found += of_critic(rule(critic_recipe(recipe)), known=found)
+    return found
+
+
+def of_critic(found: Iterable[Violation], *, known: Sequence[Violation]) -> list[Violation]:
+    """Violations of a critic's recipe under the keys that its settings have, without those that the policy has too.
+
+    Args:
+        known: the policy's.
+    """
+    own = [violation for violation in found if violation[0].startswith("trainer.") and violation not in known]
+    return [(critic_key(key), critic_key(message)) for key, message in own]
 
 
 def _unused(recipe: Recipe) -> Iterator[Violation]:

@@ -78,6 +78,9 @@ def _emulation(recipe: Recipe) -> Iterator[Violation]:
     for name, value in NOT_EMULATED.items():
         if given.get(name) is value:
             yield f"trainer.megatron.{name}", f"{str(value).lower()} is not emulated. Leave it out."
+    if trainer.fp8 is Fp8Scaling.delayed and trainer.mtp.train:
+        message = "with delayed scaling layers for multi-token prediction are not emulated. Use mtp.train false."
+        yield "trainer.fp8_emulation", message
     if trainer.fp8 is Fp8Scaling.delayed and given.get("recompute_granularity"):
         yield (
             "trainer.fp8_emulation",

@@ -64,7 +64,9 @@ def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> tuple[d
     if not any(is_interpolated(entry.value) for entry in readable.values()):
         return {key: entry.value for key, entry in readable.items()}, environment
     defaults = cast(dict[str, Any], OmegaConf.to_container(default_config()))
-    plain = OmegaConf.create(nest(((key, entry.value) for key, entry in readable.items()), defaults))
+    given = {key: entry.value for key, entry in readable.items()}
+    shared = {f"critic.{key}": value for key, value in given.items() if key.startswith("trainer.")}
+    plain = OmegaConf.create(nest((shared | given).items(), defaults))
     values: dict[str, Any] = {}
     for key, entry in readable.items():
         if not is_interpolated(entry.value):

@@ -82,8 +82,8 @@ class LoadedRecipe:
     environment: FromEnvironment = field(default_factory=FromEnvironment)
 
     def where(self, key: str) -> str:
-        """Where the key was set; for a default, the recipe that does not set it."""
-        origin = self.provenance.get(key, self.path)
+        """Where the key was set, or the trainer's for its critic; for a default, the recipe that does not set it."""
+        origin = self.provenance.get(key) or self.provenance.get(key.removeprefix("critic."), self.path)
         return f"{self.path} ({DEFAULT})" if origin == DEFAULT else origin
 
     def problem(self, key: str, message: str, *, warning: bool = False) -> Problem:
@@ -142,8 +142,9 @@ def read_recipe(
         return None, problems
     literal = ((key, value) for key, value in values.items() if is_interpolated(value))
     container = cast(dict[str, Any], OmegaConf.to_container(config))
+    container = nest(literal, container)
     _share_with_critic(container, values)
-    recipe = _build(Recipe, nest(literal, container))
+    recipe = _build(Recipe, container)
     provenance = {key: known[key].where if key in values else DEFAULT for key, _ in flatten(recipe)}
     loaded = LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command, environment=environment)
     return loaded, problems

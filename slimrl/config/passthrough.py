@@ -79,7 +79,9 @@ OWNED["teacher.sglang"] = {
     ),
 }
 
-OWNED["critic.trainer.megatron"] = OWNED["trainer.megatron"]
+OWNED["critic.trainer.megatron"] = {
+    name: owner.replace("trainer.", "critic.trainer.") for name, owner in OWNED["trainer.megatron"].items()
+}
 
 LATENT_ATTENTION = (
     "multi_latent_attention",

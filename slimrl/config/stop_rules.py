@@ -16,9 +16,7 @@ def stop_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
     """Limits that cannot hold, never apply, or are of metrics that the command does not record."""
     stop, most = recipe.stop, recipe.algorithm.max_logprob_mismatch
     given = {name: value for name in LIMITS if (value := getattr(stop, name)) is not None}
-    for name, value in given.items():
-        if value <= 0:
-            yield f"stop.{name}", f"{value}: must be greater than 0, or null for no limit."
+    for name in given:
         if command == "sft" and name not in OF_SFT:
             yield f"stop.{name}", "supervised training does not record this metric. Use null."
     if command == "train" and stop.mismatch is not None and stop.mismatch >= most:

@@ -44,6 +44,19 @@ def sampled_places(batch: MicroBatch) -> list[np.ndarray]:
     return [start + np.flatnonzero(batch.mask[start:end]) for start, end in pairwise(bounds)]
 
 
+def scattered(batch: MicroBatch, values: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Values of sampled tokens at their places in a micro-batch, float32 [T], 0 elsewhere.
+
+    Args:
+        values: [S] by sequence, of all sequences of the micro-batch with sampled tokens.
+    """
+    found_T = np.zeros(len(batch.tokens), np.float32)
+    for sequence, places in zip(batch.sequences.tolist(), sampled_places(batch), strict=True):
+        if len(places):
+            found_T[places] = values[sequence]
+    return found_T
+
+
 def join(pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
     """The values of one whole trajectory, float64 [S], in the order of its tokens."""
     ordered = sorted(pieces, key=lambda piece: piece.sequence)

@@ -104,7 +104,7 @@ def _check_files(loaded: LoadedRecipe, job: SlurmJob) -> list[Violation]:
         warnings.append(("", f"the task is not checked, since it needs packages of the image: {error}."))
     # The job that this one waits for may still change the run's folder.
     if not any(option.startswith("--dependency") for option in job.sbatch):
-        check_run(loaded.recipe, resume=job.resume, overwrite=job.overwrite)
+        check_run(loaded, resume=job.resume, overwrite=job.overwrite)
     return warnings
 
 

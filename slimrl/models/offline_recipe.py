@@ -6,10 +6,12 @@ The start of a run refuses what is refused here, and also checks the files and t
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slimrl.config.check import check_recipe, file_violations
+from slimrl.config.critic_rules import with_critic
 from slimrl.config.functions import absent_modules, function_violations
 from slimrl.config.load import Command, LoadedRecipe, is_needed, read_recipe, trains
 from slimrl.config.problems import Problem, RecipeError, Violation
@@ -123,10 +125,14 @@ def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterato
         yield "model.path", f"{loaded.recipe.model.path}: {error}."
         return
     if trains(loaded.command):
-        for name in loaded.recipe.trainer.megatron:
-            if name in architecture.transformer and name not in TRAINING_FIELDS:
-                yield f"trainer.megatron.{name}", "is set by the model, in the config.json of model.path."
+        yield from with_critic(partial(_fixed_fields, architecture), loaded.recipe, loaded.command)
         yield from _mtp_violations(loaded.recipe, architecture)
+
+
+def _fixed_fields(architecture: MegatronModelConfig, recipe: Recipe) -> Iterator[Violation]:
+    for name in recipe.trainer.megatron:
+        if name in architecture.transformer and name not in TRAINING_FIELDS:
+            yield f"trainer.megatron.{name}", "is set by the model, in the config.json of model.path."
 
 
 def _mtp_violations(recipe: Recipe, architecture: MegatronModelConfig) -> Iterator[Violation]:
@@ -156,11 +162,13 @@ def _bucket_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Itera
         )
 
 
-def transformer_engine_violations(loaded: LoadedRecipe) -> Iterator[Violation]:
+def transformer_engine_violations(loaded: LoadedRecipe) -> list[Violation]:
     """Settings that need Transformer Engine, for a machine without it."""
-    if not trains(loaded.command):
-        return
-    trainer = loaded.recipe.trainer
+    return with_critic(_needs_engine, loaded.recipe, loaded.command) if trains(loaded.command) else []
+
+
+def _needs_engine(recipe: Recipe) -> Iterator[Violation]:
+    trainer = recipe.trainer
     names = [name for name in TRANSFORMER_ENGINE_FIELDS if trainer.megatron.get(name)]
     # Its Adam keeps states in other precisions; the CPU-offloaded optimizer has its own.
     if trainer.megatron.get("use_precision_aware_optimizer") and not trainer.megatron.get("optimizer_cpu_offload"):

@@ -157,7 +157,8 @@ def _with_layout(
     )
     if recipe.shares_devices and not planned.sft:
         rollout = replace(rollout, num_engines=gpus // rollout.engine_tp)
-    return replace(recipe, trainer=trainer, rollout=rollout)
+    critic = recipe.critic if recipe.has_critic else replace(recipe.critic, trainer=trainer)
+    return replace(recipe, trainer=trainer, rollout=rollout, critic=critic)
 
 
 def _recomputes(recipe: Recipe) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from slimrl.config.schema import Recipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.mixture import DataOrder, Mixture
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import read_trajectories, write_trajectories
+from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
@@ -149,6 +149,12 @@ def train_on_file(
         loaded, task = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read)
         recipe = loaded.recipe
         batch = read_trajectories(trajectories)
+        usable = [segment for t in batch if t.status is not Status.failed for segment in t.segments]
+        if recipe.algorithm.teacher_coef and any(segment.teacher_logprobs is None for segment in usable):
+            raise ValueError(
+                f"{trajectories}: algorithm.teacher_coef needs the log-probs of a teacher, and some trajectories have "
+                "none. Sample them with a teacher, or use 0."
+            )
         shape_rewards(batch, recipe.algorithm)
         updates, state = steps * recipe.trainer.updates_per_rollout, RunState()
         with (

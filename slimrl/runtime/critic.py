@@ -5,6 +5,7 @@ from rank to rank: log-probs to the critic where the KL is in the reward, and ad
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from slimrl.algorithms.selection import Selection
@@ -14,6 +15,7 @@ from slimrl.config.critic import critic_recipe
 from slimrl.config.schema import Recipe
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, PackedBatch, num_sampled
 from slimrl.data.training import UpdateResult
+from slimrl.data.trajectory import Trajectory
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.packed_updates import make_updates
 from slimrl.runtime.state import RunState, count_skipped
@@ -34,7 +36,8 @@ class Critic:
 
     def put(self, selection: Selection) -> None:
         """Pack the trajectories of a step, with their rewards, for the critic's ranks."""
-        self._updates = make_updates(selection, critic_recipe(self._recipe), self._ranks.layout)
+        own = replace(selection, trajectories=[_without_engine(trajectory) for trajectory in selection.trajectories])
+        self._updates = make_updates(own, critic_recipe(self._recipe), self._ranks.layout)
         if self._updates:
             self._ranks.put_batches(self._updates)
 
@@ -55,7 +58,7 @@ class Critic:
         """
         loss = partial(value_objective, value_clip=self._recipe.critic.value_clip)
         result = self._ranks.train_update(number, loss, denominator=num_sampled(self._updates[number]), temperature=1.0)
-        count_skipped(self._state, result, self._recipe.critic.trainer.max_skipped_updates, "critic_skipped_in_a_row")
+        count_skipped(self._state, result, self._recipe.critic.trainer.max_skipped_updates, critic=True)
         self._results.append(result)
 
     def finish(self) -> dict[str, float]:
@@ -69,6 +72,12 @@ class Critic:
             "critic/grad_norm": sum(result.grad_norm for result in results) / len(results),
             "critic/lr": results[-1].lr,
         }
+
+
+def _without_engine(trajectory: Trajectory) -> Trajectory:
+    """Without the large arrays that a critic does not read."""
+    segments = [replace(segment, routed_experts=None, teacher_logprobs=None) for segment in trajectory.segments]
+    return replace(trajectory, segments=segments)
 
 
 def _added(sums: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -60,7 +60,7 @@ class RolloutStage:
         self._episodes = task.episode_runner(recipe, engine)
         self._teacher = teacher
         self.scoring = ScoringTimes()
-        """Of the last rollout."""
+        """Of the last rollout, and of those before it that it refills."""
         self._loop = asyncio.Runner()
 
     def __enter__(self) -> Self:
@@ -88,6 +88,8 @@ class RolloutStage:
         Raises:
             RunError: more than `rollout.max_failed_fraction` of the trajectories failed.
         """
+        if not earlier:
+            self.scoring = ScoringTimes()
         samples = self._recipe.rollout.samples_per_prompt
         planned = planned_trajectories(prompts, samples_per_prompt=samples, label=label)
         sampling = self._recipe.rollout.sampling
@@ -158,7 +160,7 @@ class RolloutStage:
         max_concurrency = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.num_engines
         self._engine.open(list(planned), at_once=max_concurrency)
         slots = asyncio.Semaphore(max_concurrency)
-        times, last_end = ScoringTimes(), 0.0
+        last_end = 0.0
 
         async def run(trajectory_id: str, prompt: Prompt) -> Trajectory:
             nonlocal last_end
@@ -166,7 +168,7 @@ class RolloutStage:
                 trajectory = await self._episode(trajectory_id, prompt, sampling)
             last_end = time.monotonic()
             if teacher is not None:
-                await _score_by(teacher, trajectory, times)
+                await _score_by(teacher, trajectory, self.scoring)
             on_done()
             return trajectory
 
@@ -176,8 +178,8 @@ class RolloutStage:
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__
-        times.tail_s = time.monotonic() - last_end
-        self.scoring = times
+        if teacher is not None:
+            self.scoring.tail_s += time.monotonic() - last_end
         return [task.result() for task in tasks]
 
     async def _close(self) -> None:

@@ -68,15 +68,13 @@ class RunState:
             self.entropy_weight = max(0.0, self.entropy_coef(algorithm) + change)
 
 
-def count_skipped(state: RunState, result: UpdateResult, limit: int, counter: str = "skipped_in_a_row") -> None:
-    """Count skipped updates.
-
-    Args:
-        counter: the field of the state that counts those in a row.
+def count_skipped(state: RunState, result: UpdateResult, limit: int, *, critic: bool = False) -> None:
+    """Count skipped updates, those in a row of the policy and of its critic apart.
 
     Raises:
         RunError: `limit` updates in a row were skipped.
     """
+    counter = "critic_skipped_in_a_row" if critic else "skipped_in_a_row"
     if not result.skipped:
         setattr(state, counter, 0)
         return
@@ -84,9 +82,10 @@ def count_skipped(state: RunState, result: UpdateResult, limit: int, counter: st
     setattr(state, counter, in_a_row)
     state.skipped_steps += 1
     if in_a_row >= limit:
+        whose, setting = ("of the critic ", "critic.trainer") if critic else ("", "trainer")
         raise RunError(
-            f"{in_a_row} optimizer updates in a row had a gradient norm of {result.grad_norm}; max_skipped_updates "
-            "stops the run here"
+            f"{in_a_row} optimizer updates {whose}in a row had a gradient norm of {result.grad_norm}; "
+            f"{setting}.max_skipped_updates stops the run here"
         )
 
 

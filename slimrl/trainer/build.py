@@ -51,6 +51,8 @@ def build_model(
     """
     config = transformer_config(trainer, model, mtp=mtp)
     if critic:
+        # Its head defers no gradient.
+        config.defer_embedding_wgrad_compute = False
         # The last pipeline stage needs no copy of the embedding.
         model = replace(model, tie_embeddings=False)
     chunks = []

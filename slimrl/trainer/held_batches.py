@@ -25,7 +25,7 @@ from slimrl.data.packing import (
     VALUES,
     MicroBatch,
 )
-from slimrl.data.pieces import Piece, cut, join, pieces_of, sampled_places
+from slimrl.data.pieces import Piece, cut, join, pieces_of, scattered
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.trainer.exchange import by_trajectory, over_data, sums
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
@@ -119,16 +119,15 @@ class HeldBatches:
         return [p for batch in batches for p in pieces_of(batch, {name: batch.added[name] for name in names})]
 
     def place(self, update: int, pieces: Iterable[Piece]) -> None:
-        """Add arrays from the pieces of all sequences of an update, which may have been packed for another layout."""
-        if not self.runner.layout.is_last_stage:
-            return
+        """On the last pipeline stage: add arrays from the pieces of all sequences of an update.
+
+        These may have been packed for another layout.
+        """
         found = {piece.sequence: piece.values for piece in pieces}
         names = {name for values in found.values() for name in values}
         for batch in self.updates[update]:
-            batch.added |= {name: np.zeros(len(batch.tokens), np.float32) for name in names}
-            for sequence, places in zip(batch.sequences.tolist(), sampled_places(batch), strict=True):
-                for name in names:
-                    batch.added[name][places] = found[sequence][name]
+            for name in names:
+                batch.added[name] = scattered(batch, {sequence: values[name] for sequence, values in found.items()})
 
     def add_values(self, update: int) -> None:
         """Of a critic: add its present values."""
@@ -166,10 +165,7 @@ class HeldBatches:
             returns |= cut(returns_S, pieces)
         for batch in batches:
             for name, found in ((ADVANTAGES, advantages), (RETURNS, returns)):
-                batch.added[name] = np.zeros(len(batch.tokens), np.float32)
-                for sequence, places in zip(batch.sequences.tolist(), sampled_places(batch), strict=True):
-                    if len(places):
-                        batch.added[name][places] = found[sequence]
+                batch.added[name] = scattered(batch, found)
 
     def accumulate(
         self, update: int, loss_function: LossFunction, denominator: float, temperature: float, logprobs: bool = False
@@ -209,9 +205,7 @@ class HeldBatches:
             returns_S = kl_returns(values[OLD_LOGPROBS], values[REFERENCE_LOGPROBS], coefficient)
             charged |= cut(returns_S, pieces)
         for batch in batches:
-            for sequence, places in zip(batch.sequences.tolist(), sampled_places(batch), strict=True):
-                if len(places):
-                    batch.added[ADVANTAGES][places] += charged[sequence]
+            batch.added[ADVANTAGES] += scattered(batch, charged)
 
     def _whiten(self) -> None:
         batches = [batch for of_update in self.updates for batch in of_update]

@@ -57,6 +57,25 @@ def test_a_step_of_fixed_work_is_timed(tmp_path: Path):
 
 
 @pytest.mark.full
+def test_algorithms_are_compared_and_results_are_not_measured_again(tmp_path: Path):
+    out, plot = tmp_path / "algorithms.json", tmp_path / "curves.png"
+    arguments = [
+        "--folder", str(tmp_path / "bench"), "--case", "gspo", "--case", "ppo", "--seeds", "1", "--steps", "1",
+        "--sft-updates", "1", "--problems", "8", "--plot", str(plot),
+        "rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=8", "rollout.num_engines=1",
+    ]  # fmt: skip
+    figures = figures_of("algorithms", out, *arguments)
+    for name in ("gspo", "ppo"):
+        curve = figures["results"][name]["0"]["curve"]
+        assert [step for step, _ in curve] == [0, 1]
+        assert figures["table"][name]["area"] == pytest.approx((curve[0][1] + curve[1][1]) / 2)
+    assert plot.stat().st_size > 10_000
+    written = out.stat().st_mtime_ns
+    assert figures_of("algorithms", out, *arguments)["results"] == figures["results"]
+    assert out.stat().st_mtime_ns == written
+
+
+@pytest.mark.full
 def test_both_engines_decode_the_same_tokens_and_leave_no_shared_memory(tmp_path: Path):
     before = left_by_sglang()
     figures = figures_of("decode", tmp_path / "decode.json", "--repeats", "1", "--batches", "1")

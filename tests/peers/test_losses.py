@@ -19,6 +19,7 @@ from slimrl.algorithms.kl import kl
 from slimrl.algorithms.objective import denominator, policy_objective
 from slimrl.algorithms.policy_tokens import LossBatch
 from slimrl.algorithms.token_advantages import whitening_deviation
+from slimrl.algorithms.values import estimate_advantages, value_objective
 from slimrl.config.schema import (
     Aggregation,
     AlgorithmConfig,
@@ -50,28 +51,41 @@ class Rows:
 
     def ours(self, settings: AlgorithmConfig) -> tuple[float, np.ndarray]:
         """Value and gradient [N, WIDTH] of the whole update."""
-        at = torch.from_numpy(self.present)
         new = torch.from_numpy(self.new).requires_grad_()
-        added = {"old_logprobs": torch.from_numpy(self.old)[at]}
+        added = {"old_logprobs": self.old}
         if settings.kl_coef:
-            added["reference_logprobs"] = torch.from_numpy(self.reference)[at]
-        batch = LossBatch(
-            mask_T=torch.from_numpy(self.mask)[at],
-            trajectory_ids_T=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),
-            rollout_logprobs_T=torch.from_numpy(self.old)[at],
-            added_T=added,
-            num_sampled_N=torch.from_numpy(self.mask.sum(1)),
-            advantages_N=torch.from_numpy(self.advantages),
-            remote_N={},
-            sum_over_ranks=None,
+            added["reference_logprobs"] = self.reference
+        packed = self._packed(added)
+        found = policy_objective(
+            new[self.present], torch.zeros(sum(LENGTHS)), packed, settings=settings, entropy_coef=0.0
         )
-        found = policy_objective(new[at], torch.zeros(sum(LENGTHS)), batch, settings=settings, entropy_coef=0.0)
         by = denominator(
             settings.aggregation, num_trajectories=len(LENGTHS), num_tokens=int(self.mask.sum()), length=WIDTH
         )
         (found.loss / by).backward()
         assert new.grad is not None
         return found.loss.item() / by, new.grad.numpy()
+
+    def our_value_loss(self, value_clip: float) -> tuple[tuple[float, np.ndarray], float]:
+        """Value and gradient by token, and the fraction that is clipped. `new` and `old` are values, and what they are
+        trained toward is `reference`."""
+        new, count = torch.from_numpy(self.new).requires_grad_(), int(self.mask.sum())
+        packed = self._packed({"values": self.old, "returns": self.reference})
+        found = value_objective(new[self.present], torch.zeros(sum(LENGTHS)), packed, value_clip=value_clip)
+        return _with_gradient(found.loss / count, new), float(found.reported["clipped"]) / count
+
+    def _packed(self, added: dict[str, np.ndarray]) -> LossBatch:
+        """All tokens that are present, one row after the other."""
+        return LossBatch(
+            mask_T=torch.from_numpy(self.mask[self.present]),
+            trajectory_ids_T=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),
+            rollout_logprobs_T=torch.from_numpy(self.old[self.present]),
+            added_T={name: torch.from_numpy(values[self.present]) for name, values in added.items()},
+            num_sampled_N=torch.from_numpy(self.mask.sum(1)),
+            advantages_N=torch.from_numpy(self.advantages),
+            remote_N={},
+            sum_over_ranks=None,
+        )
 
     def verl(self, name: str, mode: str, **settings: float) -> tuple[float, np.ndarray]:
         new = torch.from_numpy(self.new).requires_grad_()
@@ -237,6 +251,53 @@ def test_whitening_of_verl():
     found_S = centred_S / whitening_deviation(len(values_S), float(np.square(centred_S).sum()))
     unbiased = np.sqrt((len(values_S) - 1) / len(values_S))
     np.testing.assert_allclose(found_S * unbiased, theirs[_mask(lengths).bool()], rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 1.0), (0.9, 0.7), (1.0, 0.0)])
+def test_generalised_advantages_of_verl_and_their_whitening(discount, gae_lambda, seed):
+    """Rewards of each sampled token, `reference`, and values, `old`; both skip what the policy did not sample.
+
+    verl returns whitened advantages, and returns from which the values can be taken away again.
+    """
+    rows = Rows(seed)
+    whitened, returns = core_algos.compute_gae_advantage_return(
+        token_level_rewards=torch.from_numpy(np.where(rows.mask, rows.reference, 0.0)),
+        values=torch.from_numpy(rows.old),
+        response_mask=torch.from_numpy(rows.mask).double(),
+        gamma=discount,
+        lam=gae_lambda,
+    )
+    found = [
+        estimate_advantages(reward[sampled], old[sampled], discount=discount, gae_lambda=gae_lambda)
+        for reward, old, sampled in zip(rows.reference, rows.old, rows.mask, strict=True)
+    ]
+    advantages_S, returns_S = (np.concatenate(part) for part in zip(*found, strict=True))
+    np.testing.assert_allclose(returns_S, returns[rows.mask], rtol=1e-9)
+    np.testing.assert_allclose(advantages_S, (returns.numpy() - rows.old)[rows.mask], rtol=1e-9, atol=1e-12)
+    centred_S = advantages_S - advantages_S.mean()
+    count = len(centred_S)
+    found_S = centred_S / whitening_deviation(count, float(np.square(centred_S).sum()))
+    # verl's deviation is the unbiased one.
+    np.testing.assert_allclose(found_S * np.sqrt((count - 1) / count), whitened[rows.mask], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("value_clip", [0.1, 0.0])
+def test_the_value_loss_of_verl(value_clip, seed):
+    rows = Rows(seed)
+    new = torch.from_numpy(rows.new).requires_grad_()
+    loss, clip_fraction = core_algos.compute_value_loss(
+        vpreds=new,
+        returns=torch.from_numpy(rows.reference),
+        values=torch.from_numpy(rows.old),
+        response_mask=torch.from_numpy(rows.mask).double(),
+        cliprange_value=value_clip or 1e9,
+    )
+    ours, clipped = rows.our_value_loss(value_clip)
+    assert_same(ours, _with_gradient(loss, new))
+    assert clipped == pytest.approx(float(clip_fraction))
+    assert (clipped > 0) == bool(value_clip)
 
 
 def _mask(lengths: np.ndarray) -> Tensor:

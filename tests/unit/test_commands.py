@@ -9,7 +9,7 @@ import pytest
 
 from slimrl.config.schema import Recipe, TruncationMode
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt
+from slimrl.data.trajectory import Prompt, Status
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.statistics import EvalResult
@@ -97,7 +97,9 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     def started(recipe, folder, progress, **how):
         made.started = how
         teachers = "teachers" if how.get("with_teacher") else None
-        yield Processes(engines=made if how.get("with_engines") else None, trainers=made, teachers=teachers)
+        critics = "critics" if how.get("with_critic") else None
+        engines = made if how.get("with_engines") else None
+        yield Processes(engines=engines, trainers=made, teachers=teachers, critics=critics)
 
     def logs_of_command(directory, command, loaded):
         made.noted.append(("logs", directory, command))
@@ -146,16 +148,17 @@ def test_a_fresh_run_trains_from_the_first_prompt_for_all_its_updates(parts: Par
     runs = []
 
     def loop(run):
-        runs.append((run.state.step, [p.prompt_id for p in run.data.take(2)]))
+        runs.append((run.state.step, [p.prompt_id for p in run.data.take(2)], run.critics))
         run.state.step = 4
 
     monkeypatch.setattr(commands, "train_loop", loop)
     commands.train(Path("r.yaml"), ["a=1"], **HOW, ray_address="head:1")
-    assert runs == [(0, ["0", "1"])]
+    assert runs == [(0, ["0", "1"], "critics")]
     assert parts.prepared == (["a=1"], "train", {"train": True, "evaluate": True}, {"ray_address": "head:1"})
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": True, "with_teacher": True, "total_updates": 12, "checkpoint": None, "ray_address": "head:1"
+        "with_engines": True, "with_teacher": True, "with_critic": True, "total_updates": 12, "checkpoint": None,
+        "ray_address": "head:1",
     }  # fmt: skip
     assert parts.teachers == "teachers"
     assert (parts.keep, parts.total_steps) == (-1, 4)
@@ -178,6 +181,19 @@ def test_a_resumed_run_goes_on_with_its_state_and_says_from_where(parts: Parts, 
     assert (parts.started["checkpoint"], parts.keep) == (path, 2)
     taken = [] if has_checksums else [f"{path} has no checksums: its files are not checked"]
     assert parts.said == [*taken, f"continuing after step 2 of 4, from {path}"]
+
+
+def test_a_run_with_a_critic_continues_only_from_a_checkpoint_that_has_one(parts: Parts, monkeypatch):
+    path = checkpointed(monkeypatch, parts, 2)
+    parts.recipe.algorithm.advantage = "gae"
+    monkeypatch.setattr(commands, "train_loop", lambda run: None)
+    with pytest.raises(ValueError, match=r"step_000002 has no critic: its run had none\. Give that run's export"):
+        commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
+    assert parts.started == {}
+    (path / "critic").mkdir()
+    with pytest.raises(Preempted):
+        commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
+    assert parts.started["checkpoint"] == path
 
 
 def test_a_checkpoint_of_a_file_with_another_number_of_lines_is_refused(parts: Parts, monkeypatch):
@@ -209,9 +225,27 @@ def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts:
     assert given == [(2, ["3"], True)]
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": False, "with_teacher": False, "total_updates": 4, "checkpoint": path, "ray_address": "head:1"
+        "with_engines": False, "with_teacher": False, "with_critic": False, "total_updates": 4, "checkpoint": path,
+        "ray_address": "head:1",
     }  # fmt: skip
     assert (parts.keep, parts.total_steps) == (2, 4)
+
+
+def on_file(status: Status, teacher: float | None = None) -> SimpleNamespace:
+    return SimpleNamespace(status=status, segments=[SimpleNamespace(teacher_logprobs=teacher)])
+
+
+def test_training_on_a_file_toward_a_teacher_needs_its_log_probs_of_all_that_is_trained_on(parts: Parts, monkeypatch):
+    parts.recipe.algorithm.teacher_coef = 0.5
+    monkeypatch.setattr(commands, "shape_rewards", lambda *_: pytest.fail("it goes on"))
+    whole = [on_file(Status.completed, -1.0), on_file(Status.failed)]
+    for batch, said in ((whole, "it goes on"), ([*whole, on_file(Status.truncated)], "needs the log-probs of a teach")):
+        monkeypatch.setattr(commands, "read_trajectories", lambda path, batch=batch: batch)
+        with pytest.raises((ValueError, pytest.fail.Exception), match=said):
+            commands.train_on_file(
+                Path("r.yaml"), [], trajectories=Path("t.jsonl"), steps=2, overwrite=True, ray_address=None
+            )
+    assert parts.started == {}
 
 
 def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the_first_mismatch_alone(
@@ -220,8 +254,8 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     learned = []
 
     class Learner:
-        def __init__(self, recipe, trainers, state, filters) -> None:
-            assert (state.step, filters) == (0, ["filter"])
+        def __init__(self, recipe, trainers, state, filters, critics) -> None:
+            assert (state.step, filters, critics) == (0, ["filter"], "critics")
 
         def prepare(self, step, batch):
             learned.append(("prepare", step.number, batch))
@@ -233,7 +267,7 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
         def train(self, step, updates, *, enforce_limit):
             learned.append(("train", updates, enforce_limit))
 
-    batch = ["t"]
+    batch = [on_file(Status.completed)]
     ruled = []
     monkeypatch.setattr(commands, "Learner", Learner)
     monkeypatch.setattr(commands, "read_trajectories", lambda path: batch)
@@ -251,7 +285,7 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     assert ruled == [(batch, parts.recipe.algorithm)]
     assert parts.prepared[:3] == (["a=1", "steps=2"], "train --trajectories", {"train": False, "evaluate": False})
     assert (parts.opened, parts.keep) == ({"overwrite": True}, -1)
-    assert parts.started == {"total_updates": 6, "ray_address": "head:1"}
+    assert parts.started == {"with_critic": True, "total_updates": 6, "ray_address": "head:1"}
     timed = {"time/logprobs_s", "time/train_s"}
     assert parts.noted == [
         ("log", 1, timed), ("summary", 1), ("log", 2, timed), ("summary", 2), ("export", parts.folder.export),

@@ -321,6 +321,8 @@ def test_a_size_that_a_refusal_proposes_is_not_refused(folder, key):
         *(f"trainer.parallel.{name}" for name in ("tensor", "pipeline", "expert", "expert_tensor", "context")),
         *("trainer.num_ranks", "rollout.engine_tp", "rollout.engine_ep"),
         *(f"trainer.megatron.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
+        *("critic.trainer.parallel.expert", "critic.trainer.num_ranks"),
+        "critic.trainer.megatron.num_layers_in_first_pipeline_stage",
     ],
 )
 def test_a_size_of_nothing_is_all_that_is_said_since_other_rules_divide_by_it(folder, key):
@@ -332,15 +334,19 @@ def test_a_size_of_nothing_is_all_that_is_said_since_other_rules_divide_by_it(fo
     ("keys", "taken", "refused"),
     [
         ("steps rollout.num_engines resync.bucket_bytes resync.keep sft.max_tokens checkpoint.keep "
-         "trainer.max_skipped_updates rollout.max_turns trainer.updates_per_rollout", [1], [0, -1]),
+         "trainer.max_skipped_updates rollout.max_turns trainer.updates_per_rollout critic.trainer.num_ranks",
+         [1], [0, -1]),
         ("trainer.optimizer.lr trainer.optimizer.eps algorithm.clip_low rollout.request_timeout_s resync.timeout_s "
-         "algorithm.max_logprob_mismatch checkpoint.grace_s trainer.timeout_s", [1e-9, 5.0], [0, -1]),
+         "algorithm.max_logprob_mismatch checkpoint.grace_s trainer.timeout_s stop.grad_norm stop.entropy_min",
+         [1e-9, 5.0], [0, -1]),
         ("seed trainer.optimizer.warmup_updates trainer.optimizer.weight_decay rollout.sampling.temperature "
          "eval.every_steps checkpoint.every_steps rollout.max_replacements tracking.trajectories_per_step "
-         "trainer.optimizer.clip_grad trainer.optimizer.min_lr", [0, 1], [-1]),
+         "trainer.optimizer.clip_grad trainer.optimizer.min_lr critic.warmup_steps critic.value_clip", [0, 1], [-1]),
         ("agent.max_result_chars", [16], [15]),
-        ("rollout.max_failed_fraction trainer.megatron.optimizer_offload_fraction", [0, 1], [-0.01, 1.01]),
-        ("trainer.optimizer.beta1 trainer.optimizer.beta2", [0, 0.999], [-0.1, 1]),
+        ("rollout.max_failed_fraction trainer.megatron.optimizer_offload_fraction critic.gae_lambda",
+         [0, 1], [-0.01, 1.01]),
+        ("algorithm.credit.discount critic.discount", [0.01, 1], [0, 1.01]),
+        ("trainer.optimizer.beta1 trainer.optimizer.beta2 critic.trainer.optimizer.beta1", [0, 0.999], [-0.1, 1]),
         ("rollout.sampling.top_p rollout.eval_sampling.top_p", [0.01, 1], [0, 1.01]),
         ("rollout.sampling.top_k rollout.eval_sampling.top_k", [-1, 1], [0, -2]),
     ],

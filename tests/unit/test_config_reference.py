@@ -22,7 +22,8 @@ def test_every_setting_has_a_row_with_what_it_means():
     rows = [line.split(" | ") for line in reference_page().splitlines() if line.startswith("| `")]
     settings = [key for key, kind in KEY_TYPES.items() if not dataclasses.is_dataclass(kind)]
     named = {row[0].strip("| `") for row in rows if len(row) >= 4}
-    assert {key.rpartition(".")[2] for key in settings} == named
+    # One row stands for all settings of the critic's trainer.
+    assert {key.rpartition(".")[2] for key in (*settings, "critic.trainer")} == named
     assert any(is_section(key) for key in KEY_TYPES)
     assert [row[0] for row in rows if not row[-1].strip(" |")] == []
 
@@ -32,3 +33,9 @@ def test_settings_of_one_section_used_twice_have_the_defaults_of_their_place():
     rows = {section.splitlines()[0]: section for section in sections}
     assert "| `temperature` | `float` | `1.0` |" in rows["rollout.sampling"]
     assert "| `temperature` | `float` | `0.0` |" in rows["rollout.eval_sampling"]
+
+
+def test_the_critic_s_trainer_is_a_reference_to_the_trainer_s_settings():
+    sections = {section.splitlines()[0]: section for section in reference_page().split("\n## ")}
+    assert "| `trainer` | [trainer](#trainer) | those of `trainer` |" in sections["critic"]
+    assert not [name for name in sections if name.startswith("critic.")]

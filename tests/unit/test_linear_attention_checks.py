@@ -29,6 +29,7 @@ def problems(
     recipe = SimpleNamespace(
         rollout=SimpleNamespace(sglang=sglang or {}),
         deterministic=deterministic,
+        has_critic=False,
         model=SimpleNamespace(path=str(toy), megatron=None),
         trainer=TrainerConfig(megatron=megatron, precision=Precision.fp32),
         resync=SimpleNamespace(bucket_bytes=10**9),

@@ -14,7 +14,7 @@ from algorithm_cases import CASES, PPO, config
 
 from slimrl.algorithms.losses import LOSSES
 from slimrl.algorithms.objective import denominator, loss_function, policy_objective
-from slimrl.algorithms.passes import needs_sums
+from slimrl.algorithms.passes import needs_old, needs_sums
 from slimrl.algorithms.policy_tokens import LossBatch
 from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.config.algorithms import SETTINGS
@@ -26,8 +26,11 @@ from slimrl.config.schema import (
     CorrectionLevel,
     CorrectionMode,
     KlPlace,
+    LoraConfig,
     LossName,
     OldPolicy,
+    Recipe,
+    TrainerConfig,
 )
 from slimrl.data.packing import MicroBatch
 
@@ -294,6 +297,20 @@ def test_a_sum_elsewhere_is_needed_where_a_sequence_matters_and_is_not_0():
     algorithms = [config(**PPO), config(), CASES["icepop"], CASES["sequences masked"], CASES["vetoed"]]
     assert [needs_sums(one, 0) for one in algorithms] == [False, False, False, True, True]
     assert [needs_sums(one, 1) for one in algorithms] == [False, True, False, True, True]
+    # The engine's policy is another one before the first update too.
+    against_engine = [config(**settings, old_policy=OldPolicy.rollout) for settings in (PPO, {})]
+    assert [needs_sums(one, 0) for one in against_engine] == [False, True]
+
+
+def test_dropout_of_the_model_or_of_adapters_needs_a_pass_without_it():
+    def needs(**trainer) -> bool:
+        return needs_old(Recipe(trainer=TrainerConfig(**trainer)), 0)
+
+    assert not needs()
+    assert not needs(lora=LoraConfig(dropout=0.1))
+    assert not needs(lora=LoraConfig(rank=4))
+    assert needs(lora=LoraConfig(rank=4, dropout=0.1))
+    assert needs(megatron={"attention_dropout": 0.1})
 
 
 def test_every_loss_has_a_name_and_every_name_a_loss():

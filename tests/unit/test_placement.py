@@ -224,3 +224,71 @@ def test_a_planned_cluster_has_room_for_the_teacher():
         ValueError, match=r"teacher.engine_tp = 16, and each engine is on 1 node. Raise teacher.engine_n"
     ):
         place_on_fewest(with_teacher(tp=16), 8, num_ranks=8, num_engines=8, num_teachers=1)
+
+
+def with_critic(*, sizes: ParallelConfig | None = None, **changes) -> Recipe:
+    made = recipe(**changes)
+    made.critic.trainer.parallel = sizes or ParallelConfig()
+    return made
+
+
+def of_critic(placement: Placement) -> str:
+    return "".join(f"{slot.node.name}{slot.number}" for slot in placement.critics)
+
+
+def test_a_critic_s_ranks_take_slots_that_nobody_else_has_and_come_after_the_teacher():
+    made = with_critic(engine_tp=4)
+    made.teacher.path, made.teacher.engine_tp = "teacher", 2
+    placement = place(made, cluster(8, 8), num_ranks=8, num_engines=2, num_teachers=1, num_critics=3)
+    assert shown(placement) == ("a" * 8, ["a0a1a2a3", "a4a5a6a7"])
+    assert (of_teachers(placement), of_critic(placement)) == (["b0b1"], "b2b3b4")
+    assert [placement.num_processes[slot] for slot in placement.slots] == [2] * 8 + [1] * 5
+    # A node that others leave half empty, and the next one.
+    beside = place(with_critic(colocated=False), cluster(4, 4), num_ranks=2, num_engines=1, num_critics=4)
+    assert (shown(beside), of_critic(beside)) == (("aa", ["a2"]), "a3b0b1b2")
+    assert len(set(beside.slots)) == 7
+    # Without engines, as `train --trajectories` runs.
+    assert of_critic(place(with_critic(), cluster(3), num_ranks=1, num_engines=0, num_critics=2)) == "a1a2"
+    # A critic that the recipe sets up and the command does not start.
+    assert place(with_critic(), cluster(3), num_ranks=1, num_engines=0).critics == ()
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic", "expected"),
+    [
+        # Two slots of the first node are free, and three of the next ones: none of the critic's groups is cut.
+        ({}, ParallelConfig(tensor=2), "a6a7b0b1"),
+        ({}, ParallelConfig(tensor=4), "b0b1b2b3"),
+        ({}, ParallelConfig(expert=4), "b0b1b2b3"),
+        # The policy's groups are none of the critic's.
+        ({"tensor": 2}, ParallelConfig(), "a6a7b0b1"),
+        ({"tensor": 3}, ParallelConfig(), "a6a7b0b1"),
+    ],
+)
+def test_a_critic_s_own_parallel_groups_stay_on_a_node(policy, critic, expected):
+    placement = place(with_critic(sizes=critic, **policy), cluster(8, 5), num_ranks=6, num_engines=6, num_critics=4)
+    assert of_critic(placement) == expected
+
+
+def test_a_cluster_without_room_for_the_critic_is_refused_with_what_is_free():
+    made = with_critic()
+    made.teacher.path = "teacher"
+    counts = {"num_ranks": 4, "num_engines": 4, "num_teachers": 1}
+    with pytest.raises(StageError) as raised:
+        place(made, cluster(4, 4), **counts, num_critics=4, unit="GPUs")
+    assert str(raised.value) == (
+        "the cluster is too small: the critic needs 4 GPUs of its own; free beside the run's other processes are GPUs "
+        "on: a 0, b 3"
+    )
+    assert of_critic(place(made, cluster(4, 4), **counts, num_critics=3)) == "b1b2b3"
+
+
+def test_a_planned_cluster_has_room_for_the_critic():
+    made = with_critic()
+    counts = {"num_ranks": 8, "num_engines": 8}
+    assert place_on_fewest(made, 8, **counts)[1] == 1
+    placement, count = place_on_fewest(made, 8, **counts, num_critics=9)
+    assert (count, [slot.node.name for slot in placement.critics]) == (3, ["node1"] * 8 + ["node2"])
+    assert most_slots(made, **counts, num_critics=9) == 25
+    # The most that a plan tries is enough.
+    assert place_on_fewest(made, 1, num_ranks=1, num_engines=1, num_critics=3)[1] == 4

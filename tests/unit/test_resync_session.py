@@ -72,13 +72,13 @@ def test_one_group_serves_all_versions_and_a_new_one_other_engines():
 
 
 def test_a_received_bucket_is_loaded_while_the_next_is_broadcast():
-    """Loads that take 50 ms each, and a source that waits for one at every bucket but the first."""
+    """Loads that take 0.2 s each, and a source that waits for one at every bucket but the first."""
     loading, overlapped = threading.Event(), []
 
     class Slow(Engine):
         def load_received(self, group, number, parts):
             loading.set()
-            time.sleep(0.05)
+            time.sleep(0.2)
             super().load_received(group, number, parts)
             loading.clear()
 

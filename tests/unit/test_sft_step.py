@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from slimrl.algorithms.objective import cross_entropy
 from slimrl.config.schema import Recipe, WandbMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.training import UpdateResult
@@ -23,6 +24,7 @@ from slimrl.runtime.step_metrics import Step
 class Trainers:
     """One rank; the loss of each token is 0.5, and tokens that are not learned from count in `num_tokens`."""
 
+    role = "trainer"
     layout = SimpleNamespace(alignment=4, data=1, micro_batch_multiple=1)
 
     def __init__(self) -> None:
@@ -34,8 +36,8 @@ class Trainers:
     def put_batches(self, updates):
         self.held = updates
 
-    def train_update(self, update, objective, *, denominator, temperature):
-        assert (objective, temperature) == ("sft", 1.0)
+    def train_update(self, update, loss, *, denominator, temperature):
+        assert (loss, temperature) == (cross_entropy, 1.0)
         parts = self.held[update]
         self.denominators.append(denominator)
         self.budgets += [len(batch.tokens) for part in parts for batch in part]

@@ -104,7 +104,6 @@ def test_a_stopped_run_keeps_its_step_and_a_resumed_one_counts_on(tmp_path):
     ("command", "stop", "key", "message"),
     [
         ("sft", {"kl": 0.1}, "kl", "supervised training does not record this metric. Use null."),
-        ("train", {"grad_norm": 0.0}, "grad_norm", "0.0: must be greater than 0, or null for no limit."),
         ("train", {"mismatch": 0.05}, "mismatch",
          "0.05 is not below algorithm.max_logprob_mismatch 0.05, above which the run stops at once."),
         ("train", {"entropy_min": 0.5, "entropy_max": 0.5}, "entropy_min", "0.5 is not below stop.entropy_max 0.5."),

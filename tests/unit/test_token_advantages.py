@@ -10,7 +10,7 @@ from slimrl.config.schema import AlgorithmConfig, KlEstimator, KlPlace
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, pack
 from slimrl.data.pieces import cut, join, pieces_of
 from slimrl.data.trajectory import Segment
-from slimrl.trainer import held_batches
+from slimrl.trainer import exchange, held_batches
 from slimrl.trainer.held_batches import HeldBatches
 
 COEFFICIENT = 0.3
@@ -75,8 +75,8 @@ def held(segments_N, advantages_N, budget: int, ranks: int) -> list[HeldBatches]
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("budget", [20, 256])
 def test_one_rank_gives_each_token_what_the_formula_says(monkeypatch, whiten, budget):
-    monkeypatch.setattr(held_batches, "_over_data", lambda value: [value])
-    monkeypatch.setattr(held_batches, "_sums", lambda values: [float(value) for value in values])
+    monkeypatch.setattr(exchange, "over_data", lambda value: [value])
+    monkeypatch.setattr(held_batches, "sums", lambda values: [float(value) for value in values])
     segments_N, advantages_N = trajectories(0), np.float32([1.0, -0.5, 0.25, 2.0, -1.0])
     settings = replace(KL, whiten=whiten)
     (rank,) = held(segments_N, advantages_N, budget, 1)
@@ -106,7 +106,7 @@ def test_a_trajectory_on_two_ranks_is_charged_as_a_whole(monkeypatch):
                 sent[number] = value
                 return [sent.get(other, []) for other in range(3)]
 
-            monkeypatch.setattr(held_batches, "_over_data", over_data)
+            monkeypatch.setattr(exchange, "over_data", over_data)
             if first:
                 # What it would send is known before the others answer.
                 try:

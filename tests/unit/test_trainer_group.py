@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 
-from slimrl.algorithms.objective import cross_entropy
+from slimrl.algorithms.objective import cross_entropy, loss_function
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema import Recipe, TransportName
 from slimrl.data.packing import pack
@@ -61,10 +61,12 @@ class ActorClass:
     """Notes with which options and arguments actors are made."""
 
     def __init__(self) -> None:
-        self.made = []
+        self.made, self.critics = [], []
 
     def options(self, **options):
-        return SimpleNamespace(remote=lambda *arguments: self.made.append((options, arguments)))
+        return SimpleNamespace(
+            remote=lambda *arguments, critic: self.made.append((options, arguments)) or self.critics.append(critic)
+        )
 
 
 @contextmanager
@@ -82,6 +84,13 @@ def actor_class(monkeypatch) -> ActorClass:
 @pytest.fixture
 def group(monkeypatch, actor_class) -> TrainerGroup:
     """Four ranks that have started, two on each of two nodes."""
+    made = make(monkeypatch, "trainer")
+    made.start()
+    return made
+
+
+def make(monkeypatch, role: str) -> TrainerGroup:
+    """Ranks that have not started."""
     monkeypatch.setattr(trainer_group, "ActorGroup", Ranks)
     monkeypatch.setattr(ray, "put", lambda value: value)
     recipe = Recipe()
@@ -89,14 +98,13 @@ def group(monkeypatch, actor_class) -> TrainerGroup:
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     recipe.trainer.startup_timeout_s, recipe.trainer.timeout_s, recipe.trainer.threads_per_rank = 11.0, 22.0, 3
-    slots = [SimpleNamespace(rank=rank, node=SimpleNamespace(name=f"node{rank // 2}")) for rank in range(4)]
+    slots = [SimpleNamespace(rank=rank, node=SimpleNamespace(name=f"node{rank // 2}")) for rank in range(6)]
     places = SimpleNamespace(
-        placement=SimpleNamespace(ranks=slots), options=lambda slot, variables: {"slot": slot.rank, **variables}
+        placement=SimpleNamespace(ranks=slots[:4], critics=slots[4:]),
+        options=lambda slot, variables: {"slot": slot.rank, **variables},
     )
     folder = SimpleNamespace(log_file=lambda name: Path(f"{name}.log"))
-    made = TrainerGroup(recipe, folder, SimpleNamespace(phase=no_phase), places, total_updates=40)
-    made.start()
-    return made
+    return TrainerGroup(recipe, folder, SimpleNamespace(phase=no_phase), places, role, total_updates=40)
 
 
 def batch_of_two_ranks():
@@ -111,12 +119,42 @@ def test_an_actor_is_made_for_each_rank_in_its_place(group, actor_class):
     for rank, (_, (_, log_file, _, number, node, total_updates)) in enumerate(actor_class.made):
         assert log_file == Path(f"trainer_{rank}.log").absolute()
         assert (number, node, total_updates) == (rank, f"node{rank // 2}", 40)
+    assert actor_class.critics == [False] * 4
     assert group.roles == (
         ("trainer 0 on node0", 100),
         ("trainer 1 on node0", 101),
         ("trainer 2 on node1", 102),
         ("trainer 3 on node1", 103),
     )
+
+
+def test_a_critic_s_ranks_are_on_its_slots_under_its_name_and_load_its_part_of_a_checkpoint(monkeypatch, actor_class):
+    group = make(monkeypatch, "critic")
+    assert [options["slot"] for options, _ in actor_class.made] == [4, 5]
+    assert [(log_file.name, number) for _, (_, log_file, _, number, *_) in actor_class.made] == [
+        ("critic_0.log", 0),
+        ("critic_1.log", 1),
+    ]
+    assert actor_class.critics == [True] * 2
+    group.start(Path("runs/checkpoints/step_000004"))
+    given, _ = group._actors.last("load_checkpoint")
+    assert given == dict.fromkeys(("critic 0", "critic 1"), (Path("runs/checkpoints/step_000004/critic").absolute(),))
+    assert group.roles == (("critic 0 on node2", 100), ("critic 1 on node2", 101))
+
+
+def test_pieces_of_an_update_go_from_the_ranks_of_one_group_to_all_ranks_of_another(group):
+    group._actors.answers["give"] = lambda rank, update, names: [f"{names} of {update} on {rank}"] if rank % 2 else []
+    pieces = group.pieces(1, ("old_logprobs", "values"))
+    assert pieces == [f"['old_logprobs', 'values'] of 1 on {rank}" for rank in (1, 3)]
+    group.place(2, pieces)
+    given, timeout_s = group._actors.last("take")
+    assert (list(given.values()), timeout_s) == ([(2, pieces)] * 4, 22.0)
+    group._recipe.critic.gae_lambda = 0.9
+    group.add_values(1)
+    group.estimate(1, group._recipe.algorithm)
+    assert list(group._actors.last("add_values")[0].values()) == [(1,)] * 4
+    given, timeout_s = group._actors.last("estimate")
+    assert (list(given.values()), timeout_s) == ([(1, group._recipe.algorithm, group._recipe.critic)] * 4, 22.0)
 
 
 def test_all_ranks_meet_where_the_first_one_says_before_weights_are_loaded(group):
@@ -170,14 +208,15 @@ def test_every_rank_makes_the_update_with_the_loss_of_the_recipe_and_the_same_de
     group._recipe.algorithm.clip_high = 0.25
     group._actors.answers["accumulate"] = lambda rank, *given: [DATA_RANKS[rank]] if rank % 2 else None
     group._actors.answers["step"] = lambda rank: "the result"
-    found = group.accumulate(1, "policy", denominator=4, temperature=0.7, entropy_coef=0.5, logprobs=True)
+    policy = loss_function("policy", group._recipe.algorithm, 0.5)
+    found = group.accumulate(1, policy, denominator=4, temperature=0.7, logprobs=True)
     assert found == [0, 1]
     given, timeout_s = group._actors.last("accumulate")
     assert (len(given), timeout_s) == (4, 22.0)
     update, loss, *rest = given["trainer 2"]
     assert (update, rest) == (1, [4, 0.7, True])
     assert (loss.keywords["settings"].clip_high, loss.keywords["entropy_coef"]) == (0.25, 0.5)
-    assert group.train_update(0, "sft", denominator=4, temperature=1.0) == "the result"
+    assert group.train_update(0, cross_entropy, denominator=4, temperature=1.0) == "the result"
     assert group._actors.last("accumulate")[0]["trainer 0"] == (0, cross_entropy, 4, 1.0, False)
 
 

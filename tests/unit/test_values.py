@@ -83,5 +83,18 @@ def test_metrics_are_means_over_tokens_and_the_variance_that_values_explain():
     assert found["critic/value_mean"] == pytest.approx(old.mean())
     assert found["critic/return_mean"] == pytest.approx(wanted.mean())
     assert found["critic/explained_variance"] == pytest.approx(1 - np.square(wanted - old).mean() / wanted.var())
-    equal = {**sums, "tokens": 4.0, "return": 8.0, "return_squared": 16.0}
+    equal = {name: float(value) for name, value in of_equal_returns().items()}
     assert value_metrics(equal)["critic/explained_variance"] == 0.0
+
+
+def of_equal_returns() -> dict[str, torch.Tensor]:
+    """Returns that are alike, of a value that float32 rounds."""
+    tokens = 20_000
+    everywhere = torch.ones(tokens, dtype=torch.bool)
+    added = {"values": torch.full((tokens,), 0.1), "returns": torch.full((tokens,), 0.3)}
+    batch = LossBatch(
+        mask_T=everywhere, trajectory_ids_T=torch.zeros(tokens, dtype=torch.long),
+        rollout_logprobs_T=torch.zeros(tokens), added_T=added, num_sampled_N=torch.tensor([tokens]),
+        advantages_N=torch.zeros(1), remote_N={}, sum_over_ranks=None,
+    )  # fmt: skip
+    return value_objective(added["values"], torch.zeros(tokens), batch, value_clip=0.0).reported

@@ -1,12 +1,15 @@
 """Checks a recipe against the model in `model.path` before anything starts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from slimrl import device
 from slimrl.checkpoints.hf_check import check_checkpoint
+from slimrl.config.critic_rules import with_critic
 from slimrl.config.load import LoadedRecipe, trains
-from slimrl.config.problems import Problem
+from slimrl.config.problems import Problem, Violation
+from slimrl.config.schema import Recipe
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.families import qwen3_next
 from slimrl.models.family import family_of
@@ -66,11 +69,17 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
             problems.append(loaded.problem("trainer.mtp.train", lacks))
         if devices and not device.has_transformer_engine():
             problems += [loaded.problem(*violation) for violation in transformer_engine_violations(loaded)]
-        elif devices and loaded.recipe.trainer.fp8_emulation:
-            problems.append(loaded.problem("trainer.fp8_emulation", NOT_EMULATED_HERE))
+        elif devices:
+            refused = with_critic(_emulates, loaded.recipe, loaded.command)
+            problems += [loaded.problem(*violation) for violation in refused]
         if devices and device.has_transformer_engine() and loaded.recipe.trainer.lora.rank:
             problems.append(loaded.problem("trainer.lora.rank", LOCAL_LAYERS_ONLY))
     return problems
+
+
+def _emulates(recipe: Recipe) -> Iterator[Violation]:
+    if recipe.trainer.fp8_emulation:
+        yield "trainer.fp8_emulation", NOT_EMULATED_HERE
 
 
 def _delta_net_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimrl.config.load import LoadedRecipe
+from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema import Recipe
 from slimrl.models.architecture import check_architecture, trained_architecture
@@ -76,20 +76,23 @@ def check_later_start(loaded: LoadedRecipe) -> None:
     read_files(loaded, [], read_examples if loaded.command == "sft" else read, shared_only=True, devices=False)
 
 
-def check_run(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+def check_run(loaded: LoadedRecipe, *, resume: bool, overwrite: bool) -> None:
     """Refuse a run folder that `open_run` would refuse now, and a checkpoint that cannot be continued.
 
     Compares only the sizes of the checkpoint's files.
 
     Raises:
-        ValueError: see `check_run_folder` and `resume_point`.
+        ValueError: see `check_run_folder`, `resume_point` and `check_critic`.
     """
+    recipe = loaded.recipe
     run = RunFolder(Path(recipe.run.dir) / recipe.run.name)
     # A run that ended before its first step gives way to any other.
     if resume or not run.ended_early.is_file():
         check_run_folder(run, resume=resume, overwrite=overwrite)
     if resume:
-        resume_point(run, recipe, contents=False)
+        found = resume_point(run, recipe, contents=False)
+        if found is not None and is_needed("critic", loaded.command):
+            check_critic(found.path, recipe)
 
 
 def resume_point(folder: RunFolder, recipe: Recipe, *, contents: bool) -> WholeCheckpoint | None:

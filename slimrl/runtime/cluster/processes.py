@@ -71,7 +71,11 @@ def start_processes(
     if places.placement.engines and not in_turn:
         engines = _start_engines(recipe, folder, places, engine_ends)
     if total_updates is not None:
-        trainers = TrainerGroup(recipe, folder, progress, places, total_updates=total_updates)
+        of_policy = total_updates
+        if places.placement.critics:
+            # Its schedule begins with its first update.
+            of_policy -= recipe.critic.warmup_steps * recipe.trainer.updates_per_rollout
+        trainers = TrainerGroup(recipe, folder, progress, places, total_updates=of_policy)
         ends.callback(trainers.kill)
         if places.placement.critics:
             critics = TrainerGroup(critic_recipe(recipe), folder, progress, places, CRITIC, total_updates=total_updates)

@@ -106,7 +106,8 @@ class TrainerActor:
 
     def take(self, update: int, references: list[Any]) -> None:
         """Add what `give` has given on other ranks."""
-        self.worker.place(update, [piece for pieces in ray.get(references) for piece in pieces])
+        if self.worker.layout.is_last_stage:
+            self.worker.place(update, [piece for pieces in ray.get(references) for piece in pieces])
 
     def connect_engines(self, engines: list[EngineAddress]) -> None:
         """Name the engines that `resync` updates; again when some were restarted, with the same names and addresses."""
