@@ -219,6 +219,8 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "trainer.megatron.first_last_layers_bf16", "megatron-core refuses it with delayed scaling. Leave it out."),
         ("trainer.fp8=delayed trainer.fp8_emulation=true trainer.megatron.fp8_wgrad=false",
          "trainer.megatron.fp8_wgrad", "false is not emulated. Leave it out."),
+        ("trainer.fp8=delayed trainer.fp8_emulation=true trainer.mtp.train=true", "trainer.fp8_emulation",
+         "with delayed scaling layers for multi-token prediction are not emulated. Use mtp.train false."),
         ("trainer.fp8=delayed trainer.fp8_emulation=true trainer.megatron.recompute_granularity=selective",
          "trainer.fp8_emulation",
          "with delayed scaling a recomputed layer would round with later scales. Leave out "

@@ -251,7 +251,11 @@ def test_a_rollout_is_scored_but_for_what_failed_and_an_evaluation_is_not():
         scored = [t.segments[0] for t in batch if t.status is not Status.failed]
         assert [float(s.teacher_logprobs[1]) for s in scored] == [-4, -6, -7, -8]
         assert (len(stage.scoring.scores_s), 0 <= stage.scoring.tail_s < 1) == (4, True)
+        # A rollout that refills the step's first one adds its times.
+        refill = stage.rollout(PROMPTS[:1], label="step_000001/refill_1", earlier=batch)
+        assert (len(refill), len(stage.scoring.scores_s)) == (1, 5)
         _, evaluated = stage.evaluate("heldout", PROMPTS, label="eval_000001")
+        assert len(stage.scoring.scores_s) == 5
         assert {t.segments[0].teacher_logprobs for t in evaluated} == {None}
     assert engine.closed
 
