@@ -28,7 +28,7 @@ from slimrl.observability.metrics import read_metrics
 RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
 HELDOUT = "eval/heldout/reward_mean"
 SEQUENCE_LR, TOKEN_LR, CRITIC_LR = 2e-4, 2e-4, 1e-3
-"""The best of the sweep for GSPO's kind of ratio and for ratios of tokens (docs/algorithms.md)."""
+"""For GSPO's kind of ratio, for ratios of tokens, and of the critic; the cases of SWEEP try others."""
 SWEEP = (1e-4, 2e-4, 4e-4)
 RUN_TIMEOUT_S = 3600.0
 
