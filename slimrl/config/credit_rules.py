@@ -80,7 +80,7 @@ def _refill_violations(recipe: Recipe) -> Iterator[Violation]:
     refill, algorithm = recipe.algorithm.dynamic_sampling.refill, recipe.algorithm
     if refill is RefillMode.off:
         return
-    if not algorithm.skip_zero_variance:
+    if not algorithm.skip_zero_variance and not recipe.has_critic:
         yield (
             "algorithm.dynamic_sampling.refill",
             f"{refill.value} replaces groups without a signal, which algorithm.skip_zero_variance false keeps. Use "

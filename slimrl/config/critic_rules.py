@@ -6,7 +6,7 @@ from slimrl.config.critic import critic_key, critic_recipe
 from slimrl.config.keys import flatten
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation
-from slimrl.config.schema import CriticConfig, LossName, Recipe, SelectionMode
+from slimrl.config.schema import CriticConfig, LossName, Recipe, RefillMode, SelectionMode
 
 
 def critic_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -16,7 +16,7 @@ def critic_violations(recipe: Recipe) -> Iterator[Violation]:
         yield from _unused(recipe)
         return
     if algorithm.credit.by_turn:
-        message = f"{algorithm.credit.name.value} with turns of their own, but a critic gives credit to each token. "
+        message = f"{algorithm.credit.name.value}: turns would differ, but a critic gives credit to each token. "
         yield "algorithm.credit.name", message + "Use trajectory, without turn_weights."
     if algorithm.selection.mode is SelectionMode.best:
         yield "algorithm.selection.mode", "best gives every trajectory the advantage 1. Use all with a critic."
@@ -25,6 +25,9 @@ def critic_violations(recipe: Recipe) -> Iterator[Violation]:
     if algorithm.skip_zero_variance:
         message = "true would drop groups whose rewards are 0, which a critic learns from too. Use false."
         yield "algorithm.skip_zero_variance", message
+    if algorithm.dynamic_sampling.refill is not RefillMode.off:
+        message = "replaces groups without a signal, which a critic learns from too. Use off."
+        yield "algorithm.dynamic_sampling.refill", f"{algorithm.dynamic_sampling.refill.value} {message}"
     if critic.warmup_steps >= recipe.steps:
         yield "critic.warmup_steps", f"{critic.warmup_steps} leave none of the {recipe.steps} steps to the policy."
     for key in _own(recipe):
@@ -60,7 +63,8 @@ def _unused(recipe: Recipe) -> Iterator[Violation]:
     changed = [f"critic.{name}" for name, value in vars(unset).items() if getattr(recipe.critic, name) != value]
     if changed:
         key = changed[0] if changed[0] != "critic.trainer" else _own(recipe)[0]
-        yield key, "there is no critic. Set algorithm.name: ppo, or algorithm.advantage: gae."
+        advantage = recipe.algorithm.advantage
+        yield key, f"algorithm.advantage {advantage} has no critic. Set it to gae, or leave out the section critic."
 
 
 def _own(recipe: Recipe) -> list[str]:

@@ -1,7 +1,7 @@
 """The keys of a recipe, from the schema: their types, which are sections, and suggestions for misspelt ones."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from copy import deepcopy
 from difflib import get_close_matches
 from enum import Enum
@@ -87,15 +87,18 @@ def keys_with_choice(section: str, value: Any) -> list[str]:
     ]
 
 
-def flatten(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+def flatten(recipe: Recipe, given: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every setting in schema order; an empty free section is one entry.
 
     Settings that the critic has from the trainer are left out.
+
+    Args:
+        given: keys that a recipe gives, which are not left out.
     """
     settings = list(_flatten(recipe, ""))
     shared = {f"critic.{key}": value for key, value in settings if key.startswith("trainer.")}
     for key, value in settings:
-        if key not in shared or shared[key] != value:
+        if key in given or key not in shared or shared[key] != value:
             yield key, value
 
 

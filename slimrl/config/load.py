@@ -145,7 +145,7 @@ def read_recipe(
     container = nest(literal, container)
     _share_with_critic(container, values)
     recipe = _build(Recipe, container)
-    provenance = {key: known[key].where if key in values else DEFAULT for key, _ in flatten(recipe)}
+    provenance = {key: known[key].where if key in values else DEFAULT for key, _ in flatten(recipe, values)}
     loaded = LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command, environment=environment)
     return loaded, problems
 

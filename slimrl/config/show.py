@@ -25,7 +25,7 @@ def resolved_dict(loaded: LoadedRecipe) -> dict[str, Any]:
     return nest(
         (
             (key, references.get(key, escaped(_plain(value))))
-            for key, value in flatten(loaded.recipe)
+            for key, value in flatten(loaded.recipe, loaded.provenance)
             if value != MISSING
         ),
         {},
@@ -43,7 +43,7 @@ def show(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:
     references = loaded.environment.references
     return [
         (key, "-" if value == MISSING else str(references.get(key, _plain(value))), loaded.provenance[key])
-        for key, value in flatten(loaded.recipe)
+        for key, value in flatten(loaded.recipe, loaded.provenance)
     ]
 
 

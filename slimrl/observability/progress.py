@@ -29,6 +29,7 @@ HEADER_EVERY_ROWS = 20
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward/mean", "{:.3f}"),
     ("clip", "policy/clip_fraction", "{:.3f}"),
+    ("explained", "critic/explained_variance", "{:.2f}"),
     ("mismatch", "mismatch/logprob_abs_mean", "{:.1e}"),
     ("load", "moe/expert_load_worst", "{:.1f}"),
     ("dead", "moe/dead_experts", "{:.0f}"),

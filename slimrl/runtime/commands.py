@@ -81,9 +81,7 @@ def _train(
     with open_run(loaded, progress, **how) as folder:
         for note in () if task is None else task.notes:
             log.info(note)
-        checkpoint, state = _resume_point(folder, recipe, progress)
-        if checkpoint is not None and task is not None:
-            check_critic(checkpoint, recipe)
+        checkpoint, state = _resume_point(folder, recipe, progress, learns=task is not None)
         data = _sampler(items, recipe, state)
         with (
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
@@ -253,16 +251,23 @@ def _say_all(notes: Sequence[str], progress: Progress) -> None:
         progress.say(note)
 
 
-def _resume_point(folder: RunFolder, recipe: Recipe, progress: Progress) -> tuple[Path | None, RunState]:
+def _resume_point(
+    folder: RunFolder, recipe: Recipe, progress: Progress, *, learns: bool = False
+) -> tuple[Path | None, RunState]:
     """The newest checkpoint and its state; None and a new state if there is no checkpoint.
 
+    Args:
+        learns: the run is one of reinforcement learning, which may have a critic.
+
     Raises:
-        ValueError: see `resume_point`.
+        ValueError: see `resume_point` and `check_critic`.
     """
     found = None
     if folder.has_checkpoint:
         with progress.stage("checking the checkpoint"):
             found = resume_point(folder, recipe, contents=True)
+            if found is not None and learns:
+                check_critic(found.path, recipe)
     folder.note_checkpoint(None if found is None else found.state.step)
     if found is None:
         return None, RunState()

@@ -183,17 +183,20 @@ def test_a_resumed_run_goes_on_with_its_state_and_says_from_where(parts: Parts, 
     assert parts.said == [*taken, f"continuing after step 2 of 4, from {path}"]
 
 
-def test_a_run_with_a_critic_continues_only_from_a_checkpoint_that_has_one(parts: Parts, monkeypatch):
+def test_a_run_continues_with_the_critic_that_its_checkpoint_has_or_without_one(parts: Parts, monkeypatch):
     path = checkpointed(monkeypatch, parts, 2)
     parts.recipe.algorithm.advantage = "gae"
     monkeypatch.setattr(commands, "train_loop", lambda run: None)
-    with pytest.raises(ValueError, match=r"step_000002 has no critic: its run had none\. Give that run's export"):
+    with pytest.raises(ValueError, match=r"step_000002 has no critic, as its run had none\. Give that run's export"):
         commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
     assert parts.started == {}
     (path / "critic").mkdir()
     with pytest.raises(Preempted):
         commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
     assert parts.started["checkpoint"] == path
+    parts.recipe.algorithm.advantage = "grpo"
+    with pytest.raises(ValueError, match=r"step_000002 has a critic, which would be dropped\."):
+        commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
 
 
 def test_a_checkpoint_of_a_file_with_another_number_of_lines_is_refused(parts: Parts, monkeypatch):

@@ -100,6 +100,15 @@ def test_settings_of_its_own_say_where_they_come_from_and_shared_ones_are_not_re
     }
 
 
+def test_a_setting_that_is_given_with_the_trainer_s_value_is_shown_with_its_own_place():
+    given = f"critic.trainer.num_ranks={load().recipe.trainer.num_ranks}"
+    found = load(given)
+    assert [origin for key, _, origin in show(found) if key == "critic.trainer.num_ranks"] == ["command line"]
+    assert resolved_dict(found)["critic"]["trainer"] == {"num_ranks": found.recipe.trainer.num_ranks}
+    assert found.where("critic.trainer.num_ranks") == "command line"
+    assert found.where("critic.trainer.optimizer.lr") == found.where("trainer.optimizer.lr")
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -170,10 +179,10 @@ def test_ppo_has_no_problems_and_needs_one_sample_of_a_prompt():
     ("overrides", "key", "message"),
     [
         ("algorithm.credit.turn_weights=[1,2]", "algorithm.credit.name",
-         "trajectory with turns of their own, but a critic gives credit to each token. Use trajectory, without "
+         "trajectory: turns would differ, but a critic gives credit to each token. Use trajectory, without "
          "turn_weights."),
         ("algorithm.credit.name=turn", "algorithm.credit.name",
-         "turn with turns of their own, but a critic gives credit to each token. Use trajectory, without "
+         "turn: turns would differ, but a critic gives credit to each token. Use trajectory, without "
          "turn_weights."),
         ("algorithm.selection.mode=best", "algorithm.selection.mode",
          "best gives every trajectory the advantage 1. Use all with a critic."),
@@ -273,7 +282,7 @@ def test_a_field_that_a_setting_of_the_trainer_sets_is_refused_with_the_critic_s
 )
 def test_settings_of_a_critic_that_is_not_there_are_refused(override: str):
     assert problems_of("algorithm.name=grpo") == []
-    expected = "there is no critic. Set algorithm.name: ppo, or algorithm.advantage: gae."
+    expected = "algorithm.advantage grpo has no critic. Set it to gae, or leave out the section critic."
     assert problems_of("algorithm.name=grpo", override) == [(override.partition("=")[0], expected)]
 
 

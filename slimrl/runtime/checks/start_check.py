@@ -114,11 +114,11 @@ def resume_point(folder: RunFolder, recipe: Recipe, *, contents: bool) -> WholeC
 
 
 def check_critic(checkpoint: Path, recipe: Recipe) -> None:
-    """Raises ValueError if the recipe's critic cannot continue from a run's checkpoint."""
-    if recipe.has_critic and not (checkpoint / "critic").is_dir():
+    """Raises ValueError if a run's checkpoint lacks the recipe's critic, or has one that would be dropped."""
+    if recipe.has_critic != (checkpoint / "critic").is_dir():
+        what = "has no critic, as its run had none" if recipe.has_critic else "has a critic, which would be dropped"
         raise ValueError(
-            f"{checkpoint} has no critic: its run had none. Give that run's export as model.path of a new run, or use "
-            "the algorithm that it had."
+            f"{checkpoint} {what}. Give that run's export as model.path of a new run, or use the algorithm that it had."
         )
 
 
