@@ -52,7 +52,11 @@ R3 = ("rollout.routed_experts=true", "algorithm.routing_replay=rollout", "algori
 FP8 = ("algorithm.max_logprob_mismatch=1.0",)
 CORRECTED = ("algorithm.correction.level=token", "algorithm.correction.high=2")
 CASES = {
-    **{f"sweep: {name}, {lr:g}": algorithm(name, lr=lr) for name in ("gspo", "grpo") for lr in SWEEP},
+    **{
+        f"sweep: {name}, {lr:g}": algorithm(name, lr=lr)
+        for name, own in (("gspo", SEQUENCE_LR), ("grpo", TOKEN_LR))
+        for lr in SWEEP if lr != own
+    },
     "gspo": algorithm("gspo", lr=SEQUENCE_LR, seeds=3),
     "grpo": algorithm("grpo", seeds=3),
     "ppo": algorithm(

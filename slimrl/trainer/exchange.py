@@ -36,7 +36,7 @@ def over_data(value: Any) -> list[Any]:
     return of_ranks
 
 
-def sums(values: Sequence[float]) -> list[float]:
+def sum_over_data(values: Sequence[float]) -> list[float]:
     """Sums over the data-parallel ranks."""
     totals = torch.tensor(values, dtype=torch.float64, device=device.compute_device())
     dist.all_reduce(totals, group=mpu.get_data_parallel_group())

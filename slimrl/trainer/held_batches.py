@@ -27,7 +27,7 @@ from slimrl.data.packing import (
 )
 from slimrl.data.pieces import Piece, cut, join, pieces_of, scattered
 from slimrl.data.training import LogProbs, UpdateResult
-from slimrl.trainer.exchange import by_trajectory, over_data, sums
+from slimrl.trainer.exchange import by_trajectory, over_data, sum_over_data
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.routing_replay import engine_experts
 
@@ -125,9 +125,10 @@ class HeldBatches:
         """
         found = {piece.sequence: piece.values for piece in pieces}
         names = {name for values in found.values() for name in values}
-        for batch in self.updates[update]:
-            for name in names:
-                batch.added[name] = scattered(batch, {sequence: values[name] for sequence, values in found.items()})
+        for name in names:
+            values = {sequence: of_sequence[name] for sequence, of_sequence in found.items()}
+            for batch in self.updates[update]:
+                batch.added[name] = scattered(batch, values)
 
     def add_values(self, update: int) -> None:
         """Of a critic: add its present values."""
@@ -211,9 +212,9 @@ class HeldBatches:
         batches = [batch for of_update in self.updates for batch in of_update]
         sampled = [batch.added[ADVANTAGES][batch.mask].astype(np.float64) for batch in batches]
         values_S = np.concatenate(sampled) if sampled else np.zeros(0)
-        count, total = sums([len(values_S), values_S.sum()])
+        count, total = sum_over_data([len(values_S), values_S.sum()])
         mean = total / count
-        (squares,) = sums([np.square(values_S - mean).sum()])
+        (squares,) = sum_over_data([np.square(values_S - mean).sum()])
         deviation = whitening_deviation(count, squares)
         for batch in batches:
             values_T = batch.added[ADVANTAGES]

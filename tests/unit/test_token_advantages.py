@@ -76,7 +76,7 @@ def held(segments_N, advantages_N, budget: int, ranks: int) -> list[HeldBatches]
 @pytest.mark.parametrize("budget", [20, 256])
 def test_one_rank_gives_each_token_what_the_formula_says(monkeypatch, whiten, budget):
     monkeypatch.setattr(exchange, "over_data", lambda value: [value])
-    monkeypatch.setattr(held_batches, "sums", lambda values: [float(value) for value in values])
+    monkeypatch.setattr(held_batches, "sum_over_data", lambda values: [float(value) for value in values])
     segments_N, advantages_N = trajectories(0), np.float32([1.0, -0.5, 0.25, 2.0, -1.0])
     settings = replace(KL, whiten=whiten)
     (rank,) = held(segments_N, advantages_N, budget, 1)
