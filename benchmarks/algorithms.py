@@ -1,10 +1,13 @@
 """Algorithms compared on the calculator task made harder: learning curves of a toy from the same cold start.
 
 1. A toy is trained by imitation for fewer updates than the quickstart's, so that it solves about a fifth of the
-   problems.
+   problems. So is a smaller one, the student of the distillation.
 2. Each case is one run of `slimrl train` from there: 40 steps of 4 optimizer updates, the accuracy on held-out problems
-   every 5 steps. Cases differ in the settings of CASES alone.
+   every 5 steps. Cases differ in the settings of CASES alone. The learning rates are the best of the sweep's by the
+   area under the curve, one for ratios of sequences and one for ratios of tokens.
 3. The table has each case's final accuracy and the area under its curve; `--plot` draws the curves.
+
+A run has one trainer rank and one engine; `--parallel 2` keeps two cores busy with two runs at a time.
 
 It takes hours, so it continues: results in the file of `--json` are not measured again, and a run that was ended goes
 on from its checkpoint.
@@ -15,8 +18,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -28,7 +33,7 @@ from slimrl.observability.metrics import read_metrics
 RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
 HELDOUT = "eval/heldout/reward_mean"
 SEQUENCE_LR, TOKEN_LR, CRITIC_LR = 2e-4, 2e-4, 1e-3
-"""For GSPO's kind of ratio, for ratios of tokens, and of the critic; the cases of SWEEP try others."""
+"""For ratios of sequences, for ratios of tokens, and of the critic; the cases of SWEEP try others."""
 SWEEP = (1e-4, 2e-4, 4e-4)
 RUN_TIMEOUT_S = 3600.0
 
@@ -39,13 +44,22 @@ class Case:
     seeds: int = 1
     model: str = "start"
     """Folder of the initial weights"""
+    teacher: str = ""
+    """Case whose trained model of seed 0 is the teacher"""
     recipe: str = "gspo_calculator.yaml"
+    panel: str = "algorithms, one seed"
+    """Of the plot; empty to leave it out there"""
 
 
 def algorithm(name: str, *more: str, lr: float = TOKEN_LR, **options: Any) -> Case:
     return Case(settings=(f"algorithm.name={name}", f"trainer.optimizer.lr={lr}", *more), **options)
 
 
+def gspo(*more: str, panel: str, **options: Any) -> Case:
+    return algorithm("gspo", *more, lr=SEQUENCE_LR, panel=panel, **options)
+
+
+SEEDS: dict[str, Any] = {"seeds": 3, "panel": "algorithms, three seeds"}
 NOISY = ("trainer.megatron={moe_input_jitter_eps: 0.03}", "algorithm.max_logprob_mismatch=1.0")
 """The trainer's routers see their inputs times a random number near 1, the engines' do not."""
 R3 = ("rollout.routed_experts=true", "algorithm.routing_replay=rollout", "algorithm.replay_gap_every_steps=0")
@@ -53,16 +67,14 @@ FP8 = ("algorithm.max_logprob_mismatch=1.0",)
 CORRECTED = ("algorithm.correction.level=token", "algorithm.correction.high=2")
 CASES = {
     **{
-        f"sweep: {name}, {lr:g}": algorithm(name, lr=lr)
+        f"sweep: {name}, {lr:g}": algorithm(name, lr=lr, panel="")
         for name, own in (("gspo", SEQUENCE_LR), ("grpo", TOKEN_LR))
         for lr in SWEEP if lr != own
     },
-    "gspo": algorithm("gspo", lr=SEQUENCE_LR, seeds=3),
-    "grpo": algorithm("grpo", seeds=3),
-    "ppo": algorithm(
-        "ppo", f"critic.trainer.optimizer.lr={CRITIC_LR}", seeds=3, recipe="ppo_calculator.yaml",
-    ),
-    "cispo": algorithm("cispo", seeds=3),
+    "gspo": algorithm("gspo", lr=SEQUENCE_LR, **SEEDS),
+    "grpo": algorithm("grpo", **SEEDS),
+    "ppo": algorithm("ppo", f"critic.trainer.optimizer.lr={CRITIC_LR}", recipe="ppo_calculator.yaml", **SEEDS),
+    "cispo": algorithm("cispo", **SEEDS),
     "gspo_token": algorithm("gspo_token", lr=SEQUENCE_LR),
     "dr_grpo": algorithm("dr_grpo"),
     "dapo": algorithm("dapo"),
@@ -75,10 +87,14 @@ CASES = {
     "gmpo": algorithm("gmpo", lr=SEQUENCE_LR),
     "vspo": algorithm("vspo"),
     "rejection_sampling": algorithm("rejection_sampling"),
-    "gspo, noisy router": algorithm("gspo", *NOISY, lr=SEQUENCE_LR),
-    "gspo, noisy router, R3": algorithm("gspo", *NOISY, *R3, lr=SEQUENCE_LR),
-    "gspo, FP8 rollout": algorithm("gspo", *FP8, lr=SEQUENCE_LR, model="start_fp8"),
-    "gspo, FP8 rollout, corrected": algorithm("gspo", *FP8, *CORRECTED, lr=SEQUENCE_LR, model="start_fp8"),
+    "gspo, noisy router": gspo(*NOISY, panel="a noisy router"),
+    "gspo, noisy router, R3": gspo(*NOISY, *R3, panel="a noisy router"),
+    "gspo, FP8 rollout": gspo(*FP8, model="start_fp8", panel="engines in FP8"),
+    "gspo, FP8 rollout, corrected": gspo(*FP8, *CORRECTED, model="start_fp8", panel="engines in FP8"),
+    "gspo, smaller model": gspo(model="start_small", panel="a smaller model"),
+    "distillation, smaller model": algorithm(
+        "distillation", model="start_small", teacher="gspo", panel="a smaller model"
+    ),
 }  # fmt: skip
 
 
@@ -88,42 +104,56 @@ class Bench:
     def __init__(self, folder: Path, results: Path | None, steps: int, extra: Sequence[str]) -> None:
         self.folder, self.file, self.steps, self.extra = folder, results, steps, list(extra)
         self.results: dict[str, dict[str, Any]] = {}
+        self.lock = Lock()
+        """Held by the run whose results are written"""
         if results is not None and results.is_file():
             self.results = json.loads(results.read_text())["results"]
 
     def prepare(self, sft_updates: int, problems: int) -> None:
         """Models and data, unless they are there."""
-        data, model, start = self.folder / "data", self.folder / "model", self.folder / "start"
+        data = self.folder / "data"
         if not data.is_dir():
             _tools("calculator-data", str(data), "--num-heldout", str(problems))
+        self._start("start", sft_updates, hidden=128, layers=3)
+        self._start("start_small", sft_updates, hidden=64, layers=2)
+        if not (self.folder / "start_fp8").is_dir():
+            _tools("quantize", str(self.folder / "start"), str(self.folder / "start_fp8"))
+
+    def _start(self, name: str, sft_updates: int, *, hidden: int, layers: int) -> None:
+        """The initial weights of runs: a random model after the cold start."""
+        model, start = self.folder / f"{name}_random", self.folder / name
         if not model.is_dir():
-            _tools("toy", "qwen3_moe", str(model), "--hidden", "128", "--moe-intermediate", "128", "--layers", "3")
+            sizes = ["--hidden", str(hidden), "--moe-intermediate", str(hidden), "--layers", str(layers)]
+            _tools("toy", "qwen3_moe", str(model), *sizes)
         if not start.is_dir():
             settings = [
-                f"steps={sft_updates}", f"model.path={model}", f"data.train={data / 'sft.jsonl'}", "run.name=sft",
-                f"run.dir={self.folder / 'runs'}", "tracking.wandb=disabled", "checkpoint.every_steps=100",
+                f"steps={sft_updates}", f"model.path={model}", f"data.train={self.folder / 'data' / 'sft.jsonl'}",
+                f"run.name={name}", f"run.dir={self.folder / 'runs'}", "tracking.wandb=disabled",
+                "checkpoint.every_steps=100",
                 # Every machine starts from the same weights.
                 "deterministic=true",
             ]  # fmt: skip
             _slimrl("sft", str(RECIPES / "sft.yaml"), *settings, "--resume-or-start")
-            (self.folder / "runs" / "sft" / "export" / "hf").rename(start)
-        if not (self.folder / "start_fp8").is_dir():
-            _tools("quantize", str(start), str(self.folder / "start_fp8"))
+            self.export_of(name).rename(start)
+
+    def export_of(self, run: str) -> Path:
+        return self.folder / "runs" / run / "export" / "hf"
 
     def measure(self, name: str, seed: int) -> None:
         """Run one case with one seed, or go on with its run, and keep its curve."""
         if str(seed) in self.results.get(name, {}):
             return
-        case = CASES[name]
-        run = f"{name}-{seed}".replace(" ", "_").replace(",", "").replace(":", "")
-        data = self.folder / "data"
+        case, run, data = CASES[name], _run_name(name, seed), self.folder / "data"
         settings = [
             f"steps={self.steps}", f"seed={seed}", f"run.name={run}", f"run.dir={self.folder / 'runs'}",
             f"model.path={self.folder / case.model}", f"data.train={data / 'train.jsonl'}",
             f"data.eval.heldout={data / 'heldout.jsonl'}", "eval.every_steps=5",
+            "trainer.num_ranks=1", "trainer.parallel.expert=1", "rollout.num_engines=1", "rollout.router=false",
             "trainer.updates_per_rollout=4", "trainer.optimizer.schedule=constant", "trainer.optimizer.min_lr=0",
             "checkpoint.every_steps=10", "checkpoint.keep=1", "tracking.wandb=disabled",
         ]  # fmt: skip
+        if case.teacher:
+            settings.append(f"teacher.path={self.export_of(_run_name(case.teacher, 0))}")
         arguments = [str(RECIPES / case.recipe), *settings, *case.settings, *self.extra]
         _slimrl("train", *arguments, "--resume-or-start")
         metrics = read_metrics(self.folder / "runs" / run / "metrics.jsonl")
@@ -131,11 +161,29 @@ class Bench:
         kept = ("mismatch/logprob_abs_mean", "policy/clip_fraction", "policy/effective_sample_size")
         means = {key: float(np.mean([step[key] for step in metrics if key in step] or [np.nan])) for key in kept}
         hours = sum(step["time/step_s"] + step.get("time/eval_s", 0.0) for step in metrics) / 3600
-        self.results.setdefault(name, {})[str(seed)] = {"curve": curve, "means": means, "hours": hours}
-        self.write()
+        with self.lock:
+            self.results.setdefault(name, {})[str(seed)] = {"curve": curve, "means": means, "hours": hours}
+            self.write()
+
+    def measure_all(self, cases: Sequence[str], seeds: int, parallel: int) -> None:
+        """Cases and their seeds, `parallel` runs at a time; students after all others, among which is their teacher."""
+        jobs = {(seed, name) for name in cases for seed in range(min(CASES[name].seeds, seeds))}
+        jobs |= {(0, CASES[name].teacher) for name in cases if CASES[name].teacher}
+        # All cases with one seed first, so that an early end leaves a whole table.
+        in_order = sorted(jobs, key=lambda job: (job[0], list(CASES).index(job[1])))
+        for students in (False, True):
+            with ThreadPoolExecutor(parallel) as pool:
+                wave = [(name, seed) for seed, name in in_order if bool(CASES[name].teacher) is students]
+                runs = [pool.submit(self.measure, *job) for job in wave]
+            for run in runs:
+                run.result()
 
     def write(self) -> None:
         write_figures(self.file, {"steps": self.steps, "results": self.results, "table": table_of(self.results)})
+
+
+def _run_name(case: str, seed: int) -> str:
+    return f"{case}-{seed}".replace(" ", "_").replace(",", "").replace(":", "")
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -169,23 +217,22 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
 
 
 def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
-    """The curves of the cases with several seeds, of the others, and of the studies."""
+    """The curves of the cases, a panel for each of their kinds; of several seeds the mean and the range."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels = {
-        "three seeds": [name for name, by_seed in results.items() if len(by_seed) > 1],
-        "one seed": [n for n, by_seed in results.items() if len(by_seed) == 1 and "," not in n],
-        "noisy router, FP8 rollout": [name for name in results if name.startswith("gspo,")] + ["gspo"],
-    }
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), sharey=True, layout="constrained")
-    for axis, (title, names) in zip(axes, panels.items(), strict=True):
+    panels: dict[str, list[str]] = {}
+    for name in CASES:
+        if name in results and CASES[name].panel:
+            panels.setdefault(CASES[name].panel, []).append(name)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(5 * len(panels), 4.6), sharey=True, layout="constrained", squeeze=False
+    )
+    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
         for name in names:
-            runs = [np.array(run["curve"]) for run in results.get(name, {}).values()]
-            if not runs:
-                continue
+            runs = [np.array(run["curve"]) for run in results[name].values()]
             values = np.stack([run[:, 1] for run in runs])
             (line,) = axis.plot(runs[0][:, 0], values.mean(0), label=name)
             if len(runs) > 1:
@@ -194,7 +241,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
         axis.set_xlabel("step")
         axis.grid(color="#e5e7eb", linewidth=0.6)
         axis.legend(fontsize=7)
-    axes[0].set_ylabel("accuracy on held-out problems")
+    axes[0, 0].set_ylabel("accuracy on held-out problems")
     figure.savefig(out, dpi=110, facecolor="white")
     plt.close(figure)
 
@@ -218,20 +265,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="results, from which a later start continues")
     parser.add_argument("--plot", type=Path, help="PNG of the curves")
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
-    parser.add_argument("--seeds", type=int, help="at most so many of each case")
+    parser.add_argument("--seeds", type=int, default=3, help="at most so many of each case")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--sft-updates", type=int, default=510)
+    parser.add_argument("--sft-updates", type=int, default=473)
     parser.add_argument("--problems", type=int, default=256, help="held-out problems")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of every run")
     options = parser.parse_args()
     bench = Bench(options.folder, options.json, options.steps, options.settings)
     bench.prepare(options.sft_updates, options.problems)
-    chosen = options.case or list(CASES)
-    # All cases with one seed first, so that an early end leaves a whole table.
-    for seed in range(max(CASES[name].seeds for name in chosen)):
-        for name in chosen:
-            if seed < min(CASES[name].seeds, options.seeds or CASES[name].seeds):
-                bench.measure(name, seed)
+    bench.measure_all(options.case or list(CASES), options.seeds, options.parallel)
     print_table(bench.results)
     if options.plot is not None:
         draw(bench.results, options.plot)

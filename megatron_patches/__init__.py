@@ -35,6 +35,9 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
 )
 """Let Megatron's own layers and torch's Adam do what Transformer Engine's do, on any device."""
 
+WITH_TRANSFORMER_ENGINE: tuple[Patch, ...] = (layers.offer_attention_of_transformer_engine,)
+"""Put Transformer Engine's modules beside Megatron's own layers, where a model has these."""
+
 CPU_ONLY: tuple[Patch, ...] = (
     cuda_calls.replace_torch_cuda,
     cuda_calls.make_cuda_moves_identity,
@@ -58,7 +61,8 @@ _applied: list[str] = []
 
 def patches(*, cuda: bool, transformer_engine: bool) -> tuple[Patch, ...]:
     """Those for a machine with or without a GPU, and with or without Transformer Engine."""
-    return ANY_DEVICE + (() if transformer_engine else WITHOUT_TRANSFORMER_ENGINE) + (() if cuda else CPU_ONLY)
+    engine = WITH_TRANSFORMER_ENGINE if transformer_engine else WITHOUT_TRANSFORMER_ENGINE
+    return ANY_DEVICE + engine + (() if cuda else CPU_ONLY)
 
 
 def apply() -> list[str]:

@@ -114,6 +114,17 @@ def offer_core_attention() -> None:
     patch_attr(LocalSpecProvider, "core_attention", lambda self: CoreAttention)
 
 
+def offer_attention_of_transformer_engine() -> None:
+    """models/backends.py offers DotProductAttention, which refuses packed sequences and context parallelism.
+
+    A model with adapters has Megatron's own linear layers also where Transformer Engine is installed. Its attention is
+    Transformer Engine's there, as with all other layers.
+    """
+    from megatron.core.models import backends
+
+    patch_attr(backends.LocalSpecProvider, "core_attention", lambda self: backends.TEDotProductAttention)
+
+
 def replicate_mla_down_projections() -> None:
     """models/gpt/gpt_layer_specs.py: the local spec of multi-latent attention has wrong gradients under TP.
 

@@ -2,7 +2,14 @@
 
 import inspect
 
-from megatron_patches import ANY_DEVICE, CPU_ONLY, VERSION, WITHOUT_TRANSFORMER_ENGINE, Patch
+from megatron_patches import (
+    ANY_DEVICE,
+    CPU_ONLY,
+    VERSION,
+    WITH_TRANSFORMER_ENGINE,
+    WITHOUT_TRANSFORMER_ENGINE,
+    Patch,
+)
 
 _INTRODUCTION = f"""# Changes to megatron-core
 
@@ -19,6 +26,7 @@ changed version cannot run unpatched. Tests that compare numbers guard the patch
 def patches_page() -> str:
     """The page in Markdown."""
     parts = [_INTRODUCTION, "## Faults on any device\n", *map(_entry, ANY_DEVICE)]
+    parts += ["## With Transformer Engine\n", *map(_entry, WITH_TRANSFORMER_ENGINE)]
     parts += ["## Without Transformer Engine\n", *map(_entry, WITHOUT_TRANSFORMER_ENGINE)]
     return "\n".join([*parts, "## Without CUDA\n", *map(_entry, CPU_ONLY)])
 

@@ -19,6 +19,7 @@ LINEAR_LAYERS = (*GROUPED_QUERY, *LATENT_QUERY, *LATENT_KEYS, "o_proj", *MLP)
 layer, routers, gates of shared experts, gated delta nets."""
 
 NOT_WITH_ADAPTERS = {
+    "moe_grouped_gemm": "computes the experts of a rank in one layer, which takes no adapters",
     "moe_shared_expert_overlap": "calls the linear layers of shared experts apart from their communication",
 }
 """Fields of `trainer.megatron` that are refused with adapters -> why."""

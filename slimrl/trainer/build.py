@@ -25,6 +25,11 @@ from slimrl.trainer.mtp import GptWithMtp, mtp_block_spec
 from slimrl.trainer.passthrough import converted, fields_for
 from slimrl.trainer.value_head import attach_value_head
 
+LOCAL_LAYERS = {"transformer_impl": "local", "moe_grouped_gemm": False}
+"""Fields of TransformerConfig for Megatron's own layers."""
+ENGINE_LAYERS = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True}
+"""The same for Transformer Engine's."""
+
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:
     """Rows of the embedding: the smallest multiple of the tensor-parallel size that holds the vocabulary."""
@@ -101,9 +106,9 @@ def build_local_chunk(
         max_tokens_per_rank=1,
         optimizer=OptimizerConfig(lr=0.0),
         # Grouped experts need kernels that may be missing; checkpoints store them like single ones.
-        megatron={**(megatron or {}), "perform_initialization": False, "moe_grouped_gemm": False},
+        megatron={**(megatron or {}), "perform_initialization": False, **LOCAL_LAYERS},
     )
-    return _gpt(parallel, model, transformer_config(trainer, model, mtp=mtp), index, fused=False)
+    return _gpt(parallel, model, transformer_config(trainer, model, mtp=mtp), index)
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
@@ -138,7 +143,7 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
     dtype = getattr(torch, trainer.precision.dtype)
     precision = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
     try:
-        defaults = _defaults(latent_attention=model.multi_latent_attention)
+        defaults = _defaults(latent_attention=model.multi_latent_attention, engine=takes_engine_layers(trainer))
         return kind(**{**defaults, **family, **_layout(trainer.parallel), **precision, **megatron_fp8(trainer), **user})
     except AssertionError as error:
         raise ValueError(f"trainer.parallel, trainer.megatron: megatron-core refuses them: {error}") from error
@@ -155,9 +160,17 @@ def ddp_config(trainer: TrainerConfig) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(**{**ours, **user})
 
 
-def _defaults(*, latent_attention: bool) -> dict[str, Any]:
-    """Defaults of slimrl: packed sequences, per-token loss, fused kernels where available."""
-    fused = device.has_transformer_engine()
+def takes_engine_layers(trainer: TrainerConfig) -> bool:
+    """Whether linear layers and norms are Transformer Engine's here; Megatron's own ones take adapters."""
+    return device.has_transformer_engine() and not trainer.lora.rank
+
+
+def _defaults(*, latent_attention: bool, engine: bool) -> dict[str, Any]:
+    """Defaults of slimrl: packed sequences, per-token loss, fused kernels where available.
+
+    Args:
+        engine: with Transformer Engine's layers.
+    """
     return {
         "calculate_per_token_loss": True,
         "hidden_dropout": 0.0,
@@ -167,8 +180,7 @@ def _defaults(*, latent_attention: bool) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         # The expert bias stays as in the checkpoint, so trainer and engines route alike.
         "moe_router_bias_update_rate": 0.0,
-        "moe_grouped_gemm": fused,
-        "transformer_impl": "transformer_engine" if fused else "local",
+        **(ENGINE_LAYERS if engine else LOCAL_LAYERS),
         "persist_layer_norm": False,
         **fusions(latent_attention=latent_attention),
     }
@@ -192,19 +204,12 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def _gpt(
-    parallel: ParallelConfig,
-    model: MegatronModelConfig,
-    config: TransformerConfig,
-    index: int,
-    fused: bool | None = None,
-) -> GPTModel:
-    """`fused`: Transformer Engine's layers (True) or Megatron's local ones (False); None for this machine's default."""
+def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: TransformerConfig, index: int) -> GPTModel:
     stage = index if config.virtual_pipeline_model_parallel_size is not None else None
     place: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
-    fused = device.has_transformer_engine() if fused is None else fused
-    spec = get_gpt_decoder_block_spec(config, fused, normalization=config.normalization, vp_stage=stage)
-    mtp = mtp_block_spec(config, spec, fused, stage) if config.mtp_num_layers else None
+    engine = config.transformer_impl == "transformer_engine"
+    spec = get_gpt_decoder_block_spec(config, engine, normalization=config.normalization, vp_stage=stage)
+    mtp = mtp_block_spec(config, spec, engine, stage) if config.mtp_num_layers else None
     return (GptWithMtp if config.mtp_num_layers else GPTModel)(
         config,
         spec,

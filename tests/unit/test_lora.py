@@ -9,6 +9,7 @@ from slimrl_tools.toy.toy_configs import ToySize, toy_config
 from slimrl.config.hf_config import num_experts
 from slimrl.config.lora_rules import (
     LINEAR_LAYERS,
+    NOT_WITH_ADAPTERS,
     adapter_targets,
     linear_layers,
     lora_model_violations,
@@ -84,6 +85,13 @@ def test_wrong_targets_are_refused(lora, key, message):
     assert found == key
     assert message in said
     assert list(lora_violations(recipe(**lora, rank=0))) == []
+
+
+@pytest.mark.parametrize("name", NOT_WITH_ADAPTERS)
+def test_layers_that_take_no_adapters_are_refused(name):
+    plain = recipe()
+    asked = replace(plain, trainer=replace(plain.trainer, megatron={name: True}))
+    assert [key for key, _ in lora_violations(asked)] == [f"trainer.megatron.{name}"]
 
 
 def test_targets_are_those_of_the_model():

@@ -39,11 +39,12 @@ def noting(done, letter):
     return patch
 
 
-@pytest.mark.parametrize(("cuda", "engine", "groups"), [(True, True, "a"), (True, False, "ab"), (False, False, "abc")])
+@pytest.mark.parametrize(("cuda", "engine", "groups"), [(True, True, "at"), (True, False, "ab"), (False, False, "abc")])
 def test_a_gpu_without_transformer_engine_gets_what_stands_in_for_it(monkeypatch, cuda, engine, groups):
     """A GPU alone does not make Megatron's own layers take packed sequences."""
     done = []
-    for letter, name in (("a", "ANY_DEVICE"), ("b", "WITHOUT_TRANSFORMER_ENGINE"), ("c", "CPU_ONLY")):
+    groups_of = {"a": "ANY_DEVICE", "t": "WITH_TRANSFORMER_ENGINE", "b": "WITHOUT_TRANSFORMER_ENGINE", "c": "CPU_ONLY"}
+    for letter, name in groups_of.items():
         monkeypatch.setattr(megatron_patches, name, (noting(done, letter),))
     monkeypatch.setattr(megatron_patches, "_applied", [])
     monkeypatch.setattr(megatron_patches, "import_megatron", lambda: None)
@@ -57,6 +58,16 @@ def test_what_stands_in_for_transformer_engine_is_not_left_out_with_a_gpu():
     names = {patch.__name__ for patch in megatron_patches.patches(cuda=True, transformer_engine=False)}
     assert names >= {"offer_core_attention", "keep_steps_of_torch_adam", "name_replicated_linear"}
     assert not names & {"replace_torch_cuda", "accept_cpu_shards", "track_the_cpu_generator"}
+
+
+def test_layers_of_megatron_attend_with_transformer_engine_where_it_is_installed(monkeypatch):
+    from megatron.core.models import backends
+
+    monkeypatch.setattr(backends.LocalSpecProvider, "core_attention", None)
+    attention = type("Attention", (), {})
+    monkeypatch.setattr(backends, "TEDotProductAttention", attention)
+    megatron_patches.layers.offer_attention_of_transformer_engine()
+    assert backends.get_backend("local").core_attention() is attention
 
 
 def test_a_function_that_megatron_compiles_runs_as_it_is_without_a_gpu():

@@ -22,7 +22,15 @@ from slimrl_tools.toy.toy_configs import ToySize, toy_config
 from slimrl import device
 from slimrl.config.alignment import tile_tokens
 from slimrl.config.passthrough import DELTA_NETS, LATENT_ATTENTION
-from slimrl.config.schema import Fp8Scaling, LrSchedule, OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema import (
+    Fp8Scaling,
+    LoraConfig,
+    LrSchedule,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    TrainerConfig,
+)
 from slimrl.config.trainer_rules import RECOMPUTABLE, STATE_DTYPES
 from slimrl.models.architecture import FACTS_FILE, architecture_of, check_architecture
 from slimrl.models.family import family_of
@@ -234,6 +242,14 @@ def test_a_layout_reaches_megatron_with_the_messages_that_it_needs(settings, fie
     assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (4, 2)
 
 
+def test_a_model_with_adapters_has_megatrons_layers_where_transformer_engine_is(monkeypatch):
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    plain = transformer_config(trainer(), MODEL)
+    adapted = transformer_config(dataclasses.replace(trainer(), lora=LoraConfig(rank=4)), MODEL)
+    assert (plain.transformer_impl, plain.moe_grouped_gemm) == ("transformer_engine", True)
+    assert (adapted.transformer_impl, adapted.moe_grouped_gemm) == ("local", False)
+
+
 def test_a_model_trains_without_dropout_on_losses_of_tokens_and_with_routers_as_they_came():
     config = transformer_config(trainer(), MODEL)
     assert config.calculate_per_token_loss
@@ -318,16 +334,14 @@ def built(monkeypatch):
 @pytest.mark.parametrize("engine", [False, True])
 def test_layers_are_transformer_engine_s_where_it_is_and_megatron_s_own_for_looking_at(monkeypatch, built, engine):
     monkeypatch.setattr(device, "has_transformer_engine", lambda: engine)
+    monkeypatch.setattr(megatron_utils, "_te_version", Version("2.3"))
     facts = family_of(toy_config("llama", ToySize())).megatron_config(
         toy_config("llama", ToySize()) | {"vocab_size": 9}
     )
-    config = SimpleNamespace(virtual_pipeline_model_parallel_size=None, normalization="RMSNorm", mtp_num_layers=None)
-    build._gpt(ParallelConfig(tensor=4), facts, config, 0)
+    build._gpt(ParallelConfig(), facts, transformer_config(trainer(), facts), 0)
     assert built.spec[0] == engine
     assert built.mtp is None
-    monkeypatch.setattr(build, "transformer_config", lambda *given, mtp: config)
-    config.mtp_num_layers = 1
-    build_local_chunk(ParallelConfig(), facts, mtp=True)
+    build_local_chunk(ParallelConfig(), dataclasses.replace(facts, mtp_layers=1), mtp=True)
     assert built.spec[0] is False
     assert built.mtp == ("a spec", False, None)
     assert built.model[1]["mtp_block_spec"] == "an mtp spec"
@@ -338,7 +352,9 @@ def test_a_chunk_has_its_ends_its_vocabulary_and_the_model_s_positions(built):
         family_of(toy_config("llama", ToySize())).megatron_config(toy_config("llama", ToySize()) | {"vocab_size": 9}),
         rotary_base=5e5, rotary_percent=0.5, tie_embeddings=True, max_position=77,
     )  # fmt: skip
-    config = SimpleNamespace(virtual_pipeline_model_parallel_size=3, normalization="RMSNorm", mtp_num_layers=None)
+    config = SimpleNamespace(
+        virtual_pipeline_model_parallel_size=3, normalization="RMSNorm", mtp_num_layers=None, transformer_impl="local",
+    )  # fmt: skip
     build._gpt(ParallelConfig(tensor=4), facts, config, 2)
     assert built.place == {"ignore_virtual": False, "vp_stage": 2}
     assert built.spec[1] == {"normalization": "RMSNorm", "vp_stage": 2}

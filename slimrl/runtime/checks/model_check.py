@@ -33,7 +33,6 @@ NOT_EMULATED_HERE = (
     "in FP8."
 )
 
-LOCAL_LAYERS_ONLY = "Transformer Engine's layers, which this machine has, take no adapters. Use 0."
 
 NOT_DETERMINISTIC = "megatron-core's deterministic mode has no packed sequences in gated delta nets."
 
@@ -72,8 +71,6 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
         elif devices:
             refused = with_critic(_emulates, loaded.recipe, loaded.command)
             problems += [loaded.problem(*violation) for violation in refused]
-        if devices and device.has_transformer_engine() and loaded.recipe.trainer.lora.rank:
-            problems.append(loaded.problem("trainer.lora.rank", LOCAL_LAYERS_ONLY))
     return problems
 
 

@@ -31,7 +31,7 @@ def attach_adapters(chunk: GPTModel, *, family: Family, hf_config: dict[str, Any
     Call it before data parallelism wraps the chunk.
 
     Raises:
-        ValueError: the chunk has Transformer Engine's layers, or experts in one grouped layer.
+        ValueError: a weight with adapters is in a layer that is not Megatron's own.
     """
     if not lora.rank:
         return

@@ -13,7 +13,7 @@ from small_models import small_model
 
 from slimrl import device
 from slimrl.config.environment import FP8_SCALES
-from slimrl.config.schema import Fp8Scaling, ParallelConfig, Precision
+from slimrl.config.schema import Fp8Scaling, LoraConfig, ParallelConfig, Precision
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -39,6 +39,18 @@ def test_updates_in_fp8_follow_those_in_bf16(tmp_path, figure, monkeypatch):
     assert fp8 != plain
     figure("losses in bf16 " + ", ".join(f"{loss:.3f}" for loss in plain))
     figure("losses in FP8  " + ", ".join(f"{loss:.3f}" for loss in fp8))
+
+
+@pytest.mark.proves("adapters learn on Megatron's layers with Transformer Engine's attention")
+def test_adapters_start_from_the_model_of_transformer_engine_and_learn(tmp_path, figure):
+    path = small_model("qwen3_moe", tmp_path / "hf", **SIZES)
+    cases = [{"precision": Precision.bf16, **settings} for settings in ({}, {"lora": LoraConfig(rank=8, alpha=64)})]
+    # The same batch at each update
+    plain, adapted = (run_ranks(updates, 1, path, settings, [0] * 4, timeout_s=120)[0][0] for settings in cases)
+    assert adapted[0] == pytest.approx(plain[0], rel=0.01)
+    assert adapted[-1] < adapted[0]
+    figure("losses of the model " + ", ".join(f"{loss:.3f}" for loss in plain))
+    figure("losses of adapters  " + ", ".join(f"{loss:.3f}" for loss in adapted))
 
 
 @pytest.mark.proves("a converted checkpoint has what Transformer Engine's modules look for, `_extra_state` included")
