@@ -1,6 +1,6 @@
 """Algorithms compared on the calculator task made harder: learning curves of a toy from the same cold start.
 
-1. A toy is trained by imitation for fewer updates than the quickstart's, so that it solves about a fifth of the
+1. A toy is trained by imitation for fewer updates than the quickstart's, so that it solves about a quarter of the
    problems. So is a smaller one, the student of the distillation.
 2. Each case is one run of `slimrl train` from there: 40 steps of 4 optimizer updates, the accuracy on held-out problems
    every 5 steps. Cases differ in the settings of CASES alone. The learning rates are the best of the sweep's by the
@@ -148,6 +148,9 @@ class Bench:
             f"steps={self.steps}", f"seed={seed}", f"run.name={run}", f"run.dir={self.folder / 'runs'}",
             f"model.path={self.folder / case.model}", f"data.train={data / 'train.jsonl'}",
             f"data.eval.heldout={data / 'heldout.jsonl'}", "eval.every_steps=5",
+            "rollout.prompts_per_step=16",
+            # The accuracy of the policy that is trained, not of its likeliest tokens.
+            "rollout.eval_sampling.temperature=1",
             "trainer.num_ranks=1", "trainer.parallel.expert=1", "rollout.num_engines=1", "rollout.router=false",
             "trainer.updates_per_rollout=4", "trainer.optimizer.schedule=constant", "trainer.optimizer.min_lr=0",
             "checkpoint.every_steps=10", "checkpoint.keep=1", "tracking.wandb=disabled",
@@ -268,7 +271,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="at most so many of each case")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--sft-updates", type=int, default=473)
+    parser.add_argument("--sft-updates", type=int, default=560)
     parser.add_argument("--problems", type=int, default=256, help="held-out problems")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of every run")
     options = parser.parse_args()
