@@ -2,7 +2,7 @@
 
 from chat_templates import MODELS, Model
 
-from slimrl.chat.chat_format import CallName
+from slimrl.chat.chat_format import CallName, tool_results
 
 
 def rows() -> list[str]:
@@ -16,7 +16,8 @@ def _row(model: Model) -> tuple[str, ...]:
     ends = ", ".join(f"`{text}`" + " (calls too)" * (token in chat.call_ends)
                      for text, token in zip(model.stops, chat.stop_token_ids, strict=True))  # fmt: skip
     (call_end,) = chat.call_ends
-    join = chat.join(call_end, [CallName(id="functions.f:0", name="f")], ["RESULT"], None)
+    calls = [CallName(id="functions.f:0", name="f")]
+    join = chat.join(call_end, calls, tool_results(calls, ["RESULT"]), None)
     return (
         model.like,
         f"`{model.model_type}`",

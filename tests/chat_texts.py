@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from functools import partial
 
 from chat_templates import MODELS, Model
 
-from slimrl.agent.dialogue import make_dialogue
+from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.parsers import make_parser
+from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.schema import AgentConfig, HistoryMode, RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateResult
@@ -119,10 +121,10 @@ class Script:
 def play(model: Model, engine: Script, *, tools=TOOLS, history="keep", messages=(QUESTION,), **limits):
     """The trajectory of an episode."""
     rollout = RolloutConfig(**{"max_trajectory_tokens": 100_000, "stop_at_tool_call": False, **limits})
-    parser = make_parser(model.parser, tools.schemas)
-    dialogue = make_dialogue(model.chat(), tools, parser, stop_at_call=rollout.stop_at_tool_call)
+    dialogues = Dialogues(model.chat(), partial(make_parser, model.parser), stop_at_call=rollout.stop_at_tool_call)
     agent = AgentConfig(history=HistoryMode(history), max_result_chars=100_000)
-    runner = EpisodeRunner(engine=engine, dialogue=dialogue, rollout=rollout, agent=agent)
+    environment = partial(ToolEnvironment, tools, agent, rollout.tool_timeout_s)
+    runner = EpisodeRunner(engine=engine, dialogues=dialogues, environment=environment, rollout=rollout, agent=agent)
     prompt = Prompt(prompt_id="p", messages=list(messages), label=None)
     return asyncio.run(runner.run(prompt, trajectory_id="t", sampling=SamplingConfig(), seed=None))
 

@@ -1,45 +1,68 @@
-"""How a policy talks: its chat format, its tools, the parser of its calls, and the tokens at which a turn ends."""
+"""How a policy talks: its chat format, the tools that it is shown, the parser of its calls, and where a turn ends."""
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from slimrl.agent.parsers import Parser
 from slimrl.chat.chat_format import ChatFormat
 
-
-class Tools(Protocol):
-    """What an episode needs of the tools, as `ToolBox` has it."""
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]: ...
-
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Raises ToolError or ToolCrash."""
-        ...
+MakeParser = Callable[[Sequence[dict[str, Any]]], Parser]
+"""The parser of the model's calls to tools with these schemas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
     chat: ChatFormat
-    tools: Tools
+    schemas: Sequence[dict[str, Any]]
+    """Of the tools"""
     parser: Parser
     stop_token_ids: tuple[int, ...]
     """The engine stops at these."""
     call_ends: frozenset[int]
-    """Tools may answer after these; the others end the whole text."""
+    """A turn with calls can be answered after these, one of words alone after `chat.answer_ends`; the other tokens end
+    the whole text."""
 
 
-def make_dialogue(chat: ChatFormat, tools: Tools, parser: Parser, *, stop_at_call: bool) -> Dialogue:
-    """A turn ends at the model's own stop tokens and, with tools, at the marker that closes a call if it is one token.
+class Dialogues:
+    """The dialogues of one policy, one for each set of tools.
 
     Args:
-        stop_at_call: end a turn at its first closed call.
+        stop_at_call: with tools, end a turn at its first closed call.
+    """
+
+    def __init__(self, chat: ChatFormat, make_parser: MakeParser, *, stop_at_call: bool) -> None:
+        self.chat, self._make_parser, self._stop_at_call = chat, make_parser, stop_at_call
+        self._made: dict[str, Dialogue] = {}
+
+    def of(self, schemas: Sequence[dict[str, Any]]) -> Dialogue:
+        """
+        Args:
+            schemas: of the tools.
+
+        Raises:
+            ValueError: there are tools, and the chat template writes none of the tokens that end a turn after a call,
+                or no parser reads its calls.
+        """
+        key = json.dumps(schemas, sort_keys=True)
+        if key not in self._made:
+            self._made[key] = make_dialogue(
+                self.chat, schemas, self._make_parser(schemas), stop_at_call=self._stop_at_call
+            )
+        return self._made[key]
+
+
+def make_dialogue(
+    chat: ChatFormat, schemas: Sequence[dict[str, Any]], parser: Parser, *, stop_at_call: bool
+) -> Dialogue:
+    """A turn ends at the model's own stop tokens and, with tools, at the marker that closes a call if it is one token.
 
     Raises:
         ValueError: there are tools, and the chat template writes none of these tokens after a call.
     """
     stops, call_ends = chat.stop_token_ids, frozenset[int]()
-    if tools.schemas:
+    if schemas:
         call_ends = chat.call_ends
         close = chat.token_id(parser.close_marker) if stop_at_call and parser.close_marker else None
         if close is not None and close not in stops:
@@ -47,4 +70,4 @@ def make_dialogue(chat: ChatFormat, tools: Tools, parser: Parser, *, stop_at_cal
         if not call_ends:
             texts = ", ".join(repr(chat.template.decode([token])) for token in stops)
             raise ValueError(f"the chat template writes none of the tokens that end a turn after a tool call: {texts}")
-    return Dialogue(chat=chat, tools=tools, parser=parser, stop_token_ids=stops, call_ends=call_ends)
+    return Dialogue(chat=chat, schemas=schemas, parser=parser, stop_token_ids=stops, call_ends=call_ends)

@@ -25,6 +25,7 @@ class MalformedCall:
 
     problem: str
     """An error message for the model."""
+    id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

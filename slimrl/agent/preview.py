@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from slimrl.agent.dialogue import Dialogue
-from slimrl.agent.episode import EpisodeRunner, first_messages
+from slimrl.agent.dialogue import Dialogue, Dialogues
+from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn, answers
+from slimrl.agent.environment_host import EnvironmentHost
+from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.example_arguments import example_arguments
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import Schemas
@@ -14,31 +16,45 @@ from slimrl.chat.thinking import CLOSE, OPEN
 from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult
 from slimrl.data.preview import Preview, PreviewToken, Source
-from slimrl.data.trajectory import Prompt, Segment
+from slimrl.data.trajectory import Prompt, Segment, Status
 
 RESULT = "(the tool's answer)"
 THINKING = "(thinking)"
 CALLING, ANSWERING = "(words before a call)", "(the answer)"
 
 
-async def preview_episode(dialogue: Dialogue, rollout: RolloutConfig, agent: AgentConfig, prompt: Prompt) -> Preview:
+async def preview_episode(
+    dialogues: Dialogues, make: MakeEnvironment, rollout: RolloutConfig, agent: AgentConfig, prompt: Prompt
+) -> Preview:
     """Play an episode in which the policy calls the first tool, if there is one, and then answers.
 
+    The environment starts for real; what it answers is made up.
+
     Raises:
-        ValueError: the chat template cannot write such an episode.
+        ValueError: the environment cannot start, or the chat template cannot write such an episode.
     """
-    schemas = dialogue.tools.schemas
+    host = EnvironmentHost(make, agent)
+    try:
+        first = await host.start(prompt, seed=0, scratch={})
+    except EnvironmentFailure as failure:
+        raise ValueError(str(failure)) from failure
+    finally:
+        await host.close()
+    schemas = list(first.tools or ())
+    dialogue = dialogues.of(schemas)
     turns = [_call_turn(schemas[0])] if schemas else []
     turns.append({"role": "assistant", "content": ANSWERING, "reasoning_content": THINKING})
-    limits = replace(rollout, max_turns=len(turns), max_trajectory_tokens=2**31 - 1)
     runner = EpisodeRunner(
-        engine=_ScriptedEngine(dialogue, first_messages(prompt, agent.system_prompt), turns),
-        dialogue=replace(dialogue, tools=_ScriptedTools(schemas)),
-        rollout=limits,
+        engine=_ScriptedEngine(dialogue, list(first.messages), turns),
+        dialogues=dialogues,
+        environment=lambda: _ScriptedEnvironment(first),
+        rollout=replace(rollout, max_turns=len(turns), max_trajectory_tokens=2**31 - 1),
         agent=agent,
     )
     sampling = SamplingConfig(max_new_tokens=2**30)
     trajectory = await runner.run(prompt, trajectory_id="preview", sampling=sampling, seed=None)
+    if trajectory.status is Status.failed:
+        raise ValueError(trajectory.metadata["error"])
     return Preview(
         stop_token_ids=dialogue.stop_token_ids,
         segments=[_tokens(segment, dialogue.chat) for segment in trajectory.segments],
@@ -62,7 +78,7 @@ class _ScriptedEngine:
         self._dialogue = dialogue
         self._messages = messages
         self._turns = turns
-        self._opened = dialogue.chat.prompt(messages, dialogue.tools.schemas).opens_thinking
+        self._opened = dialogue.chat.prompt(messages, dialogue.schemas).opens_thinking
 
     def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
         return
@@ -73,7 +89,7 @@ class _ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         turn = self._turns.pop(0)
         chat = self._dialogue.chat
-        text = _text_of_turn(chat, self._messages, turn, self._dialogue.tools.schemas, opened=self._opened)
+        text = _text_of_turn(chat, self._messages, turn, self._dialogue.schemas, opened=self._opened)
         tokens = chat.template.encode(text)
         ends = self._dialogue.call_ends if turn.get("tool_calls") else chat.stop_token_ids
         tokens = tokens[: next(place for place, token in enumerate(tokens) if token in ends) + 1]
@@ -93,11 +109,19 @@ class _ScriptedEngine:
 
 
 @dataclass(frozen=True)
-class _ScriptedTools:
-    schemas: list[dict[str, Any]]
+class _ScriptedEnvironment:
+    """Answers the first turn, if it is a call."""
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        return RESULT
+    first: Observation
+
+    async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
+        return self.first
+
+    async def step(self, turn: Turn) -> Observation:
+        return Observation(messages=answers(turn, [RESULT] * len(turn.calls)), done=not turn.calls)
+
+    async def close(self) -> None:
+        return
 
 
 def _call_turn(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,26 +1,35 @@
 """Tools: plain Python functions that the model may call by name.
 
 A function's annotations and docstring (Google style, with an `Args:` section) become the JSON schema that the model
-sees. A synchronous function runs in its own thread, so one that hangs blocks neither the others nor the end of the
-process. Python cannot end the thread: after its deadline it continues in the background.
+sees. A parameter annotated with EpisodeInfo is not part of it: the call gets the episode's prompt, seed and scratch.
+A synchronous function runs in its own thread, so one that hangs blocks neither the others nor the end of the process.
+Python cannot end the thread: after its deadline it continues in the background.
 """
 
 import asyncio
 import functools
 import inspect
+import itertools
+import json
+import typing
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pydantic
-from transformers.utils import get_json_schema
+from pydantic_core import core_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
+from slimrl.agent.tool_schema import tool_schema
 from slimrl.data.import_path import resolve
 from slimrl.data.threads import in_thread, reportable
+from slimrl.data.trajectory import Prompt
 
 ELLIPSIS = " ... "
 """Replaces the middle of a result that is too long."""
+CACHED_ANSWERS = 10_000
+"""Of pure tools, in a process."""
 
 
 class ToolError(Exception):
@@ -31,6 +40,50 @@ class ToolCrash(Exception):
     """A tool raised an unexpected exception; the trajectory fails."""
 
 
+class EpisodeInfo:
+    """The episode that calls a tool.
+
+    Args:
+        seed: of its trajectory; all randomness comes from it.
+        scratch: of its trajectory; the reward finds it as `trajectory.scratch`.
+    """
+
+    def __init__(self, *, prompt: Prompt, seed: int, scratch: dict[str, Any]) -> None:
+        self.prompt, self.seed, self.scratch = prompt, seed, scratch
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        """Taken as it is where a call's arguments are checked."""
+        return core_schema.is_instance_schema(cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolAnswer:
+    text: str
+    from_cache: bool = False
+    is_error: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolOptions:
+    """What `tool` says of a function."""
+
+    pure: bool = False
+    """Its answer follows from its arguments alone, so an answer of the same run is given again."""
+    retries: int = 0
+    """Further attempts after an exception that is neither a ToolError nor a ValueError"""
+
+
+def tool[F: Callable[..., Any]](*, pure: bool = False, retries: int = 0) -> Callable[[F], F]:
+    """Decorates a function that is a tool with options; see `ToolOptions`."""
+
+    def mark(function: F) -> F:
+        function.tool_options = ToolOptions(pure=pure, retries=retries)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tool:
     """A function that the model may call."""
@@ -39,6 +92,9 @@ class Tool:
     function: Callable[..., Any]
     schema: dict[str, Any]
     """For the chat template: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    options: ToolOptions = ToolOptions()
+    info_parameter: str = ""
+    """The parameter that gets the EpisodeInfo, if there is one"""
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
@@ -49,15 +105,24 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     """
     if not inspect.isroutine(function):
         raise ValueError(f"{function!r}: a tool is a function")
+    options = getattr(function, "tool_options", ToolOptions())
     try:
-        schema = get_json_schema(function)
+        info = _info_parameter(function)
+        schema = tool_schema(function, info)
         checked = pydantic.validate_call(function)
     except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error}") from error
     except pydantic.PydanticUserError as error:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error.message}") from error
-    schema["function"].pop("return", None)  # not part of the schema that models are trained with
-    return Tool(name=schema["function"]["name"], function=checked, schema=schema)
+    if info and options.pure:
+        raise ValueError(f"tool {function.__module__}:{function.__qualname__}: is not pure, since it gets the episode")
+    return Tool(name=schema["function"]["name"], function=checked, schema=schema, options=options, info_parameter=info)
+
+
+def _info_parameter(function: Callable[..., Any]) -> str:
+    """Name of the parameter that is annotated with EpisodeInfo; empty if there is none."""
+    hints = typing.get_type_hints(function)
+    return next((name for name, kind in hints.items() if kind is EpisodeInfo), "")
 
 
 class ToolBox:
@@ -72,6 +137,8 @@ class ToolBox:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
+        self._cache: OrderedDict[str, str] = OrderedDict()
+        """Answers of pure tools, the oldest first"""
         if len(self._tools) < len(tools):
             raise ValueError(f"two tools have one name: {', '.join(tool.name for tool in tools)}")
 
@@ -84,31 +151,65 @@ class ToolBox:
     def schemas(self) -> list[dict[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
+    @property
+    def caches(self) -> bool:
+        """Whether a tool is pure."""
+        return any(tool.options.pure for tool in self._tools.values())
+
+    async def call(
+        self, name: str, arguments: dict[str, Any], timeout_s: float, info: EpisodeInfo | None = None
+    ) -> ToolAnswer:
         """The tool's answer as text (`str` of what the function returns).
+
+        Args:
+            timeout_s: deadline of each attempt.
 
         Raises:
             ToolError: an unknown tool, wrong arguments, the tool's own ToolError or ValueError, or no answer in time.
-            ToolCrash: the tool raised anything else.
+            ToolCrash: the tool raised anything else, also in its last attempt.
         """
         tool = self._tools.get(name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
             raise ToolError(f"unknown tool {name}; known: {known}")
-        call = functools.partial(tool.function, **arguments)
-        running: asyncio.Future[Any]
-        if inspect.iscoroutinefunction(inspect.unwrap(tool.function)):
-            running = asyncio.ensure_future(_await(call))
-        else:
-            running = in_thread(call)
+        key = json.dumps([name, arguments], sort_keys=True, default=repr) if tool.options.pure else ""
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return ToolAnswer(text=self._cache[key], from_cache=True)
+        given = {**arguments, tool.info_parameter: info} if tool.info_parameter else arguments
+        text = await _call(tool, given, timeout_s)
+        if tool.options.pure:
+            self._cache[key] = text
+            if len(self._cache) > CACHED_ANSWERS:
+                self._cache.popitem(last=False)
+        return ToolAnswer(text=text)
+
+
+async def _call(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> str:
+    for attempt in itertools.count():
         try:
-            done, _ = await asyncio.wait([running], timeout=timeout_s)
-        finally:
-            # Does nothing to a call that has ended.
-            running.cancel()
-        if not done:
-            raise ToolError(f"{name} gave no answer within {timeout_s:g} s")
-        return _answer(name, running)
+            return await _attempt(tool, arguments, timeout_s)
+        except ToolCrash:
+            if attempt >= tool.options.retries:
+                raise
+    raise AssertionError("unreachable")
+
+
+async def _attempt(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> str:
+    call = functools.partial(tool.function, **arguments)
+    running: asyncio.Future[Any]
+    if inspect.iscoroutinefunction(inspect.unwrap(tool.function)):
+        running = asyncio.ensure_future(_await(call))
+    else:
+        running = in_thread(call)
+    try:
+        done, _ = await asyncio.wait([running], timeout=timeout_s)
+    finally:
+        # Does nothing to a call that has ended.
+        running.cancel()
+    if not done:
+        raise ToolError(f"{tool.name} gave no answer within {timeout_s:g} s")
+    return _answer(tool.name, running)
 
 
 def shortened(text: str, limit: int) -> str:

@@ -37,6 +37,14 @@ class Context:
     """Whether they end within thinking, which the policy continues."""
 
 
+def tool_results(calls: Sequence[CallName], results: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages of tools, one for each call."""
+    return [
+        {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
+        for call, result in zip(calls, results, strict=True)
+    ]
+
+
 class ChatFormat:
     """The format of one model's conversations.
 
@@ -72,25 +80,27 @@ class ChatFormat:
             header = header if own is None else own
         return Context(tokens=self.template.encode(text), opens_thinking=opens_thinking(header))
 
-    def join(self, last_token: int, calls: Sequence[CallName], results: Sequence[str], schemas: Schemas) -> Context:
-        """What stands between the policy's turn and its next one, with the tools' results.
+    def join(self, last_token: int, calls: Sequence[CallName], messages: Messages, schemas: Schemas) -> Context:
+        """What stands between the policy's turn and its next one.
 
         Args:
             last_token: the token at which the policy stopped: the end of the turn, or of its call.
-            calls: the calls of the turn.
-            results: one text per call, in order, with reserved tokens escaped.
+            calls: the calls of the turn; none if it was words alone.
+            messages: what the policy is told, at least one message, with reserved tokens escaped.
 
         Raises:
-            ValueError: the template does not write `last_token` after a call, or refuses calls like these.
+            ValueError: the template does not write `last_token` after such a turn, or refuses the messages.
         """
-        calls_end, text = self._with_results(calls, results, schemas)
+        said_end, text = self._followed(calls, messages, schemas)
         end = self.template.decode([last_token])
-        position = text.find(end, calls_end)
+        position = text.find(end, said_end)
         if position < 0:
-            raise ValueError(f"the chat template writes no {end!r} after a tool call")
+            raise ValueError(f"the chat template writes no {end!r} after {'a tool call' if calls else 'an answer'}")
         first, *tokens = self.template.encode(text[position:])
         assert first == last_token, "a token that ends a turn is split from what follows"
-        return Context(tokens=tokens, opens_thinking=self.opens_thinking_after_results)
+        by_tool = messages[-1]["role"] == "tool"
+        opens = self.opens_thinking_after_results if by_tool else opens_thinking(self._header)
+        return Context(tokens=tokens, opens_thinking=opens)
 
     @cached_property
     def call_ends(self) -> frozenset[int]:
@@ -100,10 +110,17 @@ class ChatFormat:
         return frozenset(token for token in self.stop_token_ids if self.template.decode([token]) in between)
 
     @cached_property
+    def answer_ends(self) -> frozenset[int]:
+        """The stop tokens that the template writes after an answer, so that a next question may follow them."""
+        said_end, text = self._followed([], [_QUESTION], None)
+        return frozenset(token for token in self.stop_token_ids if self._stop_text(token) in text[said_end:])
+
+    @cached_property
     def takes_parallel_calls(self) -> bool:
         """Whether the template writes several calls in one turn."""
+        calls = [CallName(id=f"functions.f:{i}", name="f") for i in range(2)]
         try:
-            self._with_results([CallName(id=f"functions.f:{i}", name="f") for i in range(2)], [_RESULT] * 2, None)
+            self._followed(calls, tool_results(calls, [_RESULT] * 2), None)
         except ValueError:
             return False
         return True
@@ -180,33 +197,30 @@ class ChatFormat:
             if stop in words:
                 raise ValueError(f"its text holds {stop!r}, which ends a turn")
 
-    def _with_results(self, calls: Sequence[CallName], results: Sequence[str], schemas: Schemas) -> tuple[int, str]:
-        """The end of the calls in a rendered conversation, and the text, up to the header of the next turn."""
-        made_up = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [
+    def _followed(self, calls: Sequence[CallName], messages: Messages, schemas: Schemas) -> tuple[int, str]:
+        """The end of a turn's words in a rendered conversation, and the text, up to the header of the next turn."""
+        made_up = _ANSWER
+        if calls:
+            written = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {"x": _LAST}}}
                 for call in calls
-            ],
-        }
-        answers = [
-            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
-            for call, result in zip(calls, results, strict=True)
-        ]
+            ]
+            made_up = {"role": "assistant", "content": "", "tool_calls": written}
         before = self.template.render([_QUESTION], schemas, generate=False)
-        text = self.template.render([_QUESTION, made_up, *answers], schemas, generate=True)
+        text = self.template.render([_QUESTION, made_up, *messages], schemas, generate=True)
         position = len(before) if text.startswith(before) else 0
-        for _ in calls:
-            position = text.find(_LAST, position) + len(_LAST)
-            if position < len(_LAST):
-                raise ValueError("the chat template does not write tool calls")
+        last = _LAST if calls else _ANSWER["content"]
+        for _ in range(len(calls) or 1):
+            position = text.find(last, position) + len(last)
+            if position < len(last):
+                raise ValueError(f"the chat template does not write {'tool calls' if calls else 'an answer'}")
         return position, text
 
     @cached_property
     def _one_call(self) -> tuple[int, str]:
-        """A conversation with one call and its result; see `_with_results`."""
-        return self._with_results([CallName(id="functions.f:0", name="f")], [_RESULT], None)
+        """A conversation with one call and its result; see `_followed`."""
+        calls = [CallName(id="functions.f:0", name="f")]
+        return self._followed(calls, tool_results(calls, [_RESULT]), None)
 
     @cached_property
     def _header(self) -> str:

@@ -68,6 +68,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "algorithm.entropy_target": (lambda value: value > 0, "must be greater than 0"),
     "data.max_prompt_tokens": _AT_LEAST_1,
+    "agent.start_retries": (lambda value: value >= 0, "must be at least 0"),
     "agent.max_result_chars": (lambda value: value >= 16, "must be at least 16"),
     "trainer.megatron.num_layers_in_first_pipeline_stage": _AT_LEAST_1,
     "trainer.megatron.num_layers_in_last_pipeline_stage": _AT_LEAST_1,
@@ -131,8 +132,9 @@ def bound_violations(recipe: Recipe) -> Iterator[Violation]:
     if parser and parser not in tool_call_parsers() and not MODULE_FUNCTION.fullmatch(parser):
         meant = suggestion(parser, tool_call_parsers()) or f" SGLang has {', '.join(tool_call_parsers())}."
         yield "agent.parser", f"{parser!r} is neither a parser of SGLang nor an import path module:name.{meant}"
-    for name in ("reward.function", "reward.group_filters", "agent.tools"):
+    for name in ("reward.function", "reward.group_filters", "agent.tools", "agent.environment", "agent.episode"):
         paths = values[name] if isinstance(values[name], list) else [values[name]]
+        kind = "Class" if name == "agent.environment" else "function"
         for path in paths:
-            if not MODULE_FUNCTION.fullmatch(path) and path != "???":
-                yield name, f"{path!r} is not an import path; write module:function."
+            if not MODULE_FUNCTION.fullmatch(path) and path not in ("???", ""):
+                yield name, f"{path!r} is not an import path; write module:{kind}."

@@ -15,6 +15,7 @@ from slimrl.config.schema import Recipe
 
 NO_CLASS = {
     "agent.tools": "A tool is a function.",
+    "agent.episode": "An episode is an asynchronous function.",
     "reward.function": "A reward is a function, or an object that can be called.",
     "reward.group_filters": "A filter is a function, or an object that can be called.",
     "algorithm.loss": "A loss is a function, or an object that can be called.",
@@ -47,6 +48,8 @@ def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str,
     """Key, import path, module and name of each function that the recipe names and the command needs."""
     paths = {
         "agent.tools": recipe.agent.tools,
+        "agent.environment": [recipe.agent.environment],
+        "agent.episode": [recipe.agent.episode],
         "agent.parser": [recipe.agent.parser],
         "reward.function": [recipe.reward.function],
         "algorithm.loss": [recipe.algorithm.loss],

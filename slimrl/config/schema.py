@@ -745,6 +745,23 @@ class TeacherConfig:
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
+    max_tool_calls: int | None = None
+    """Most calls of a trajectory that tools answer; further ones are answered with an error message."""
+    environment: str = ""
+    """Import path `module:Class` of the environment, instead of tools (docs/environments.md)."""
+    environment_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of each instance of the environment."""
+    start_timeout_s: float = 120.0
+    """Deadline of an environment's start."""
+    start_retries: int = 2
+    """Further attempts to start an environment, each with a new instance."""
+    step_timeout_s: float = 120.0
+    """Deadline of an environment's answer to a turn."""
+    close_timeout_s: float = 30.0
+    """Deadline of an environment's close, after which it is left behind."""
+    episode: str = ""
+    """Import path `module:function` of a function that plays an episode, instead of turn and answer in turn
+    (docs/environments.md)."""
     parser: str = ""
     """Format of tool calls: a parser of SGLang by its name there (`qwen25`, `deepseekv31`, `glm45`, `kimi_k2`), or the
     import path `module:name` of a function or class that returns a `Parser` (slimrl/agent/parsers.py); empty for the

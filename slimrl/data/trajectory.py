@@ -104,7 +104,9 @@ class Trajectory:
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `num_cached_tokens`, `num_retries`,
-    `error`, `reward_timed_out` and the task's own keys."""
+    `num_prompt_messages`, `environment`, `error`, `reward_timed_out` and the task's own keys."""
+    scratch: dict[str, Any] = field(default_factory=dict)
+    """What the environment left for the reward; not part of the file format."""
 
     @property
     def num_tokens(self) -> int:
@@ -148,12 +150,17 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
         {name: None if (value := getattr(segment, name)) is None else value.tolist() for name in _DTYPES}
         for segment in trajectory.segments
     ]
-    return {**vars(trajectory), "status": trajectory.status.value, "segments": segments}
+    values = {name: value for name, value in vars(trajectory).items() if name != "scratch"}
+    return {**values, "status": trajectory.status.value, "segments": segments}
 
 
 def from_json(value: dict[str, Any]) -> Trajectory:
     """Raises ValueError for an object that is not a trajectory; says why."""
-    known = {one.name: one.default is MISSING and one.default_factory is MISSING for one in fields(Trajectory)}
+    known = {
+        one.name: one.default is MISSING and one.default_factory is MISSING
+        for one in fields(Trajectory)
+        if one.name != "scratch"
+    }
     _check_keys(value, known)
     if value["status"] not in [status.value for status in Status]:
         raise ValueError(f"`status` is {value['status']!r}; known are {', '.join(Status)}")

@@ -50,6 +50,8 @@ METRIC_NAMES = (
     "rollout/tool_error_fraction",
     "rollout/malformed_call_fraction",
     "rollout/retries",
+    "rollout/env_start_retries",
+    "env/<metric>",
     "rollout/zero_variance_fraction",
     "rollout/groups_sampled",
     "rollout/groups_useful",
@@ -81,6 +83,9 @@ METRIC_NAMES = (
     "sft/loss",
     "sft/tokens",
     "time/rollout_s",
+    "time/env_start_s",
+    "time/env_step_s",
+    "time/env_close_s",
     "time/teacher_s",
     "time/logprobs_s",
     "time/train_s",
@@ -88,9 +93,11 @@ METRIC_NAMES = (
     "time/eval_s",
     "time/step_s",
 )
-"""Every metric. The recipe names a `<set>`, the reward function a `<part>`, which may hold slashes: `format/think`."""
+"""Every metric. The recipe names a `<set>`, the reward function a `<part>`, the environment a `<metric>`; the latter
+two may hold slashes: `format/think`."""
+_KINDS = {"<set>": "[^/]+", "<part>": ".+", "<metric>": ".+"}
 _PATTERNS = [
-    re.compile(re.escape(name).replace("<set>", "[^/]+").replace("<part>", ".+"), re.DOTALL) for name in METRIC_NAMES
+    re.compile(re.sub("<.+?>", lambda kind: _KINDS[kind[0]], re.escape(name)), re.DOTALL) for name in METRIC_NAMES
 ]
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-from slimrl.agent.episode import first_messages
 from slimrl.algorithms.selection import check_credit
 from slimrl.algorithms.turn_states import observed_states
 from slimrl.config.schema import CreditName, Recipe, SamplingConfig
@@ -198,7 +197,7 @@ class RolloutStage:
         self._engine.close(trajectory_id)
         try:
             await score(trajectory, prompt, self._task.reward, self._recipe.rollout.trajectory_timeout_s)
-            self._complete_credit(trajectory, prompt)
+            self._complete_credit(trajectory)
         except Exception as error:
             # A task's own code may raise anything. The recipe limits how many trajectories may fail.
             cause = f"{self._recipe.reward.function} failed: {type(error).__name__}: {error}"
@@ -207,8 +206,8 @@ class RolloutStage:
             trajectory.metadata["error"] = cause
         return trajectory
 
-    def _complete_credit(self, trajectory: Trajectory, prompt: Prompt) -> None:
-        """Add the states that GiGPO needs where the task gives none.
+    def _complete_credit(self, trajectory: Trajectory) -> None:
+        """Add the states that GiGPO needs where the reward gives none: the environment's, or what the policy was told.
 
         Raises:
             ValueError: the task gave less than the recipe's advantages need.
@@ -216,8 +215,10 @@ class RolloutStage:
         if trajectory.status is Status.failed:
             return
         if self._recipe.algorithm.credit.name is CreditName.gigpo and not trajectory.turn_states:
-            count = len(first_messages(prompt, self._recipe.agent.system_prompt))
-            trajectory.turn_states = observed_states(trajectory.messages, count, trajectory.num_turns)
+            count = trajectory.metadata["num_prompt_messages"]
+            trajectory.turn_states = trajectory.metadata["environment"].get("states") or observed_states(
+                trajectory.messages, count, trajectory.num_turns
+            )
         check_credit(trajectory, self._recipe.algorithm)
 
 

@@ -9,6 +9,7 @@ from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.samples import write_samples
+from slimrl.rollout.environment_metrics import environment_metrics
 from slimrl.rollout.statistics import rollout_metrics, teacher_metrics
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.engine_group import EngineGroup
@@ -75,6 +76,7 @@ class TrainRun(Run):
         batch = self._sampler.rollout(step.number, self.preemption.check)
         seconds = time.monotonic() - start
         step.record({**rollout_metrics(batch.sampled, seconds), **batch.metrics})
+        step.record(environment_metrics(batch.sampled))
         step.record(teacher_metrics(batch.sampled, self.stage.scoring))
         if self.recipe.data.max_prompt_tokens is not None:
             step.record({"data/left_out_prompts": self.task.num_left_out})

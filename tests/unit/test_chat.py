@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from slimrl.agent.calculator import calculator
 from slimrl.agent.tools import make_tool
-from slimrl.chat.chat_format import CallName, ChatFormat
+from slimrl.chat.chat_format import CallName, ChatFormat, tool_results
 from slimrl.chat.stop_tokens import stop_token_ids
 from slimrl.chat.template import ChatTemplate
 from slimrl.chat.tokenizer import load_tokenizer
@@ -45,7 +45,7 @@ def chat_of(tokenizer, stops=("<|im_end|>",), **options):
 
 def joined(chat, last_token, *results):
     calls = [CallName(id=f"call_{i}", name="calculator") for i in range(len(results))]
-    return chat.join(last_token, calls, results, SCHEMAS).tokens
+    return chat.join(last_token, calls, tool_results(calls, results), SCHEMAS).tokens
 
 
 def whole(tokenizer, messages, **options):

@@ -21,6 +21,7 @@ from chat_texts import (
 
 from slimrl.agent.dialogue import make_dialogue
 from slimrl.agent.parsers import ToolCall, make_parser
+from slimrl.agent.tools import ToolAnswer
 from slimrl.data.trajectory import Status
 from slimrl.runtime.checks.dialogue import load_parser
 
@@ -141,9 +142,10 @@ class _Noted:
     def __init__(self, words: str) -> None:
         self.words = words
         self.schemas = TOOLS.schemas
+        self.caches = False
 
-    async def call(self, name, arguments, timeout_s):
-        return self.words
+    async def call(self, name, arguments, timeout_s, info):
+        return ToolAnswer(text=self.words)
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if not MODELS[key].parallel])
@@ -222,7 +224,7 @@ def test_a_closing_marker_of_several_tokens_lets_the_turn_go_on_to_its_end():
     chat = MODELS["deepseek_v31"].chat()
     assert len(chat.template.encode("</tool_call>")) > 1
     for name, marker in (("qwen25", None), ("deepseekv31", "<｜tool▁call▁end｜>")):
-        dialogue = make_dialogue(chat, TOOLS, make_parser(name, TOOLS.schemas), stop_at_call=True)
+        dialogue = make_dialogue(chat, TOOLS.schemas, make_parser(name, TOOLS.schemas), stop_at_call=True)
         added = [chat.token_id(marker)] if marker else []
         assert list(dialogue.stop_token_ids) == [*chat.stop_token_ids, *added]
 

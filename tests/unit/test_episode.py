@@ -3,15 +3,17 @@
 import asyncio
 import dataclasses
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.agent.calculator import calculator
-from slimrl.agent.dialogue import make_dialogue
+from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.parsers import NoCalls, make_parser
+from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool, shortened
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import ChatTemplate
@@ -83,11 +85,21 @@ def lookup(word: str) -> str:
 TOOLS = ToolBox([make_tool(calculator), make_tool(lookup)])
 
 
-def runner_of(engine, tools=TOOLS, chat=CHAT, agent=None, **limits):
+def runner_of(engine, tools=TOOLS, chat=CHAT, agent=None, environment=None, play=None, **limits):
     rollout = RolloutConfig(**{"max_trajectory_tokens": 512, **limits})
-    parser = make_parser("qwen25", tools.schemas) if tools.schemas else NoCalls()
-    dialogue = make_dialogue(chat, tools, parser, stop_at_call=rollout.stop_at_tool_call)
-    return EpisodeRunner(engine=engine, dialogue=dialogue, rollout=rollout, agent=agent or AgentConfig())
+    agent = agent or AgentConfig()
+    return EpisodeRunner(
+        engine=engine,
+        dialogues=Dialogues(chat, parser_of, stop_at_call=rollout.stop_at_tool_call),
+        environment=environment or partial(ToolEnvironment, tools, agent, rollout.tool_timeout_s),
+        rollout=rollout,
+        agent=agent,
+        **({"play": play} if play else {}),
+    )
+
+
+def parser_of(schemas):
+    return make_parser("qwen25", schemas) if schemas else NoCalls()
 
 
 def play(engine, tools=TOOLS, seed=11, max_result_chars=4000, sampling=None, max_new_tokens=64, **limits):

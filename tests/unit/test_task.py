@@ -46,7 +46,7 @@ def num_tokens(model: Path, messages: list[dict], *overrides: str) -> int:
     """Of a prompt, with the recipe's tools and a system prompt of the recipe before it."""
     task = load_task(loaded(model, Path("none.jsonl"), *overrides), train=False, evaluate=False)
     return len(build_tokenizer().apply_chat_template(
-        messages, tools=task.dialogue.tools.schemas, add_generation_prompt=True, return_dict=False
+        messages, tools=task.tools.schemas, add_generation_prompt=True, return_dict=False
     ))  # fmt: skip
 
 
@@ -65,7 +65,8 @@ def test_a_turn_stops_at_a_call_where_its_marker_is_one_token_and_there_are_tool
     end, close = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</tool_call>"])
 
     def stops(*overrides: str) -> tuple[int, ...]:
-        return load_task(loaded(model, train, *overrides), train=True, evaluate=False).dialogue.stop_token_ids
+        task = load_task(loaded(model, train, *overrides), train=True, evaluate=False)
+        return task.dialogues.of(task.tools.schemas).stop_token_ids
 
     assert stops() == (end, close)
     assert stops("rollout.stop_at_tool_call=false") == (end,)

@@ -1,20 +1,25 @@
 """Tools: schemas, deadlines and errors; the calculator against Python's own integers and fractions."""
 
 import asyncio
+import dataclasses
+import enum
 import functools
 import operator
 import random
 import re
 import sys
 import time
+import typing
 from fractions import Fraction
 
 import pytest
 
+from slimrl.agent import tools
 from slimrl.agent.calculator import MAX_BITS, calculator
 from slimrl.agent.parsers import ParsedTurn, ToolCall, make_parser
-from slimrl.agent.tools import ToolBox, ToolCrash, ToolError, make_tool
+from slimrl.agent.tools import EpisodeInfo, ToolAnswer, ToolBox, ToolCrash, ToolError, make_tool, tool
 from slimrl.data.import_path import resolve
+from slimrl.data.trajectory import Prompt
 
 
 def scale(value: int, factor: float = 2.0) -> float:
@@ -129,8 +134,8 @@ def test_two_tools_of_one_name_are_refused():
 
 
 async def test_synchronous_and_asynchronous_tools_answer_with_text():
-    assert await TOOLS.call("scale", {"value": 4}, 5) == "8.0"
-    assert await TOOLS.call("slow_echo", {"text": "hi", "delay_s": 0}, 5) == "hi"
+    assert await TOOLS.call("scale", {"value": 4}, 5) == ToolAnswer(text="8.0")
+    assert await TOOLS.call("slow_echo", {"text": "hi", "delay_s": 0}, 5) == ToolAnswer(text="hi")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +170,7 @@ async def test_hanging_tools_do_not_hold_up_others():
     hanging = [asyncio.create_task(TOOLS.call("sleep", {"seconds": 3}, 2)) for _ in range(40)]
     await asyncio.sleep(0)
     start = time.monotonic()
-    assert await TOOLS.call("scale", {"value": 1}, 5) == "2.0"
+    assert await TOOLS.call("scale", {"value": 1}, 5) == ToolAnswer(text="2.0")
     assert time.monotonic() - start < 1.5
     for task in hanging:
         task.cancel()
@@ -375,3 +380,138 @@ def test_a_parser_may_be_a_class_or_a_function_of_the_users(name):
 def test_an_import_path_that_makes_no_parser_is_refused(path, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
         make_parser(path, [])
+
+
+class Colour(enum.Enum):
+    red = "red"
+    blue = "blue"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    title: float = 0.5
+
+
+class Node(typing.TypedDict):
+    children: list["Node"]
+
+
+def paint(colour: Colour, where: list[Point], episode: EpisodeInfo, times: int | None = None) -> str:
+    """Paint.
+
+    Args:
+        colour: In this colour.
+        where: There.
+        times: So often.
+    """
+    episode.scratch["painted"] = [colour.name, where[0].title]
+    return f"{episode.prompt.label} {episode.seed} {colour.value} {where[0].x} {times}"
+
+
+def grow(node: Node) -> str:
+    """Grow.
+
+    Args:
+        node: The first.
+    """
+    return str(node)
+
+
+async def test_types_with_parts_are_described_and_made_and_the_episode_is_given():
+    made = make_tool(paint)
+    assert made.schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "colour": {"type": "string", "enum": ["red", "blue"], "description": "In this colour."},
+            "where": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"x": {"type": "integer"}, "title": {"type": "number", "default": 0.5}},
+                    "required": ["x"],
+                },
+                "description": "There.",
+            },
+            "times": {"type": "integer", "nullable": True, "description": "So often."},
+        },
+        "required": ["colour", "where"],
+    }
+    info = EpisodeInfo(prompt=Prompt(prompt_id="p", messages=[], label="door"), seed=3, scratch={})
+    arguments = {"colour": "blue", "where": [{"x": 4}], "episode": "mine"}
+    answer = await ToolBox([made]).call("paint", arguments, 5, info)
+    assert answer == ToolAnswer(text="door 3 blue 4 None")
+    assert info.scratch == {"painted": ["blue", 0.5]}
+    with pytest.raises(ToolError, match=r"colour: .*'red' or 'blue'"):
+        await ToolBox([made]).call("paint", {**arguments, "colour": "green"}, 5, info)
+
+
+def test_a_type_that_refers_to_itself_makes_no_tool():
+    with pytest.raises(ValueError, match="Node refers to itself"):
+        make_tool(grow)
+
+
+async def test_a_pure_tool_runs_once_for_the_same_arguments_and_only_answers_are_kept():
+    ran = []
+
+    @tool(pure=True)
+    def double(x: int, y: int = 0) -> int:
+        """Double.
+
+        Args:
+            x: This.
+            y: And this.
+        """
+        ran.append(x)
+        if x < 0:
+            raise ToolError("negative")
+        return 2 * x + y
+
+    box = ToolBox([make_tool(double)])
+    assert box.caches
+    assert not TOOLS.caches
+    first, again = [await box.call("double", given, 5) for given in ({"x": 2, "y": 1}, {"y": 1, "x": 2})]
+    assert (first, again) == (ToolAnswer(text="5"), ToolAnswer(text="5", from_cache=True))
+    assert (await box.call("double", {"x": 3}, 5)).text == "6"
+    for _ in range(2):
+        with pytest.raises(ToolError, match="negative"):
+            await box.call("double", {"x": -1}, 5)
+    assert ran == [2, 3, -1, -1]
+
+
+async def test_a_pure_tool_forgets_what_was_longest_not_asked_for(monkeypatch):
+    monkeypatch.setattr(tools, "CACHED_ANSWERS", 2)
+    box = ToolBox([make_tool(tool(pure=True)(scale))])
+    given = [{"value": value} for value in (1, 2, 1, 3, 1, 2)]
+    assert [(await box.call("scale", one, 5)).from_cache for one in given] == [False, False, True, False, True, False]
+    del scale.tool_options
+
+
+async def test_a_tool_is_tried_again_after_a_crash_as_often_as_it_says():
+    tries = []
+
+    @tool(retries=2)
+    async def flaky(until: int) -> str:
+        """Flake.
+
+        Args:
+            until: Attempts that fail.
+        """
+        tries.append(until)
+        if len(tries) <= until:
+            raise ConnectionError("reset")
+        return "done"
+
+    box = ToolBox([make_tool(flaky)])
+    assert (await box.call("flaky", {"until": 2}, 5)).text == "done"
+    assert len(tries) == 3
+    tries.clear()
+    with pytest.raises(ToolCrash, match="reset"):
+        await box.call("flaky", {"until": 3}, 5)
+    assert len(tries) == 3
+
+
+def test_a_pure_tool_that_gets_the_episode_is_refused():
+    with pytest.raises(ValueError, match="not pure, since it gets the episode"):
+        make_tool(tool(pure=True)(paint))
+    del paint.tool_options

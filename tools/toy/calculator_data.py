@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.agent.calculator import calculator
-from slimrl.agent.episode import error_text
+from slimrl.agent.environment import error_text
 from slimrl.agent.sglang_parser import UNREADABLE
 from slimrl.agent.tools import make_tool
 from slimrl.data.atomic import atomic_folder

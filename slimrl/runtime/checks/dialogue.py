@@ -1,9 +1,10 @@
 """How the policy of a recipe talks: chat format, tools, and the parser of its calls, from the files of its model."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimrl.agent.dialogue import Dialogue, make_dialogue
+from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.parsers import NoCalls, Parser, ToolCall, make_parser
 from slimrl.agent.tools import ToolBox
 from slimrl.chat.chat_format import ChatFormat
@@ -26,7 +27,7 @@ _PROBE: dict[str, Any] = {
 }
 
 
-def load_dialogue(loaded: LoadedRecipe) -> Dialogue:
+def load_dialogues(loaded: LoadedRecipe) -> tuple[Dialogues, ToolBox]:
     """Resolve the tools, and read the tokenizer and the chat template.
 
     Raises:
@@ -38,15 +39,13 @@ def load_dialogue(loaded: LoadedRecipe) -> Dialogue:
     tools = attempts.get("agent.tools", lambda: ToolBox.from_import_paths(recipe.agent.tools))
     if chat is None or tools is None:
         raise RecipeError(attempts.problems)
-    folder, schemas = Path(recipe.model.path), tools.schemas
-    parser = attempts.get("agent.parser", lambda: load_parser(recipe.agent.parser, folder, chat, schemas))
-    if parser is None:
+    make_parser = partial(load_parser, recipe.agent.parser, Path(recipe.model.path), chat)
+    if attempts.get("agent.parser", lambda: make_parser(tools.schemas)) is None:
         raise RecipeError(attempts.problems)
-    stop_at_call = recipe.rollout.stop_at_tool_call
-    dialogue = attempts.get("agent.tools", lambda: make_dialogue(chat, tools, parser, stop_at_call=stop_at_call))
-    if dialogue is None:
+    dialogues = Dialogues(chat, make_parser, stop_at_call=recipe.rollout.stop_at_tool_call)
+    if attempts.get("agent.tools", lambda: dialogues.of(tools.schemas)) is None:
         raise RecipeError(attempts.problems)
-    return dialogue
+    return dialogues, tools
 
 
 def load_chat_format(loaded: LoadedRecipe) -> ChatFormat:

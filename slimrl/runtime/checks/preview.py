@@ -9,7 +9,8 @@ from slimrl.config.problems import RecipeError
 from slimrl.data.preview import Preview
 from slimrl.data.prompts import read_conversations, read_prompts
 from slimrl.data.trajectory import Prompt
-from slimrl.runtime.checks.dialogue import load_chat_format, load_dialogue
+from slimrl.runtime.checks.dialogue import load_chat_format, load_dialogues
+from slimrl.runtime.checks.environment import load_environment
 
 QUESTION = Prompt(prompt_id="preview", messages=[{"role": "user", "content": "(the question)"}], label=None)
 
@@ -36,9 +37,10 @@ async def preview(loaded: LoadedRecipe) -> Preview:
                 stop_token_ids=chat.stop_token_ids,
                 segments=[preview_example(tokens, mask, chat) for tokens, mask in sequences],
             )
-        dialogue = load_dialogue(loaded)
+        dialogues, tools = load_dialogues(loaded)
+        environment = load_environment(recipe, tools)
         prompt = read_prompts(data, recipe.data.keys)[0] if loaded.command == "train" and data.is_file() else QUESTION
-        return await preview_episode(dialogue, recipe.rollout, recipe.agent, prompt)
+        return await preview_episode(dialogues, environment, recipe.rollout, recipe.agent, prompt)
     except RecipeError:
         raise
     except ValueError as error:

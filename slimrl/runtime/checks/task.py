@@ -6,8 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimrl.agent.dialogue import Dialogue
-from slimrl.agent.episode import EpisodeRunner, first_messages
+from slimrl.agent.dialogue import Dialogue, Dialogues
+from slimrl.agent.environment import MakeEnvironment
+from slimrl.agent.episode import EpisodeRunner, Play
+from slimrl.agent.tool_environment import first_messages
+from slimrl.agent.tools import ToolBox
 from slimrl.algorithms.advantages import load_advantage
 from slimrl.algorithms.losses import load_loss
 from slimrl.config.load import LoadedRecipe, is_needed
@@ -20,7 +23,8 @@ from slimrl.data.rows import summary
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.scoring import RewardFunction
 from slimrl.runtime.checks.attempts import Attempts
-from slimrl.runtime.checks.dialogue import load_dialogue
+from slimrl.runtime.checks.dialogue import load_dialogues
+from slimrl.runtime.checks.environment import load_environment, load_play
 
 GroupFilter = Callable[[list[Trajectory]], bool]
 """Given the trajectories of one group, returns whether to train on them."""
@@ -28,7 +32,10 @@ GroupFilter = Callable[[list[Trajectory]], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    dialogue: Dialogue
+    dialogues: Dialogues
+    tools: ToolBox
+    environment: MakeEnvironment
+    play: Play
     reward: RewardFunction
     group_filters: list[GroupFilter]
     train: dict[str, list[Prompt]]
@@ -40,7 +47,14 @@ class Task:
     """Prompts left out of the files to train on"""
 
     def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner:
-        return EpisodeRunner(engine=engine, dialogue=self.dialogue, rollout=recipe.rollout, agent=recipe.agent)
+        return EpisodeRunner(
+            engine=engine,
+            dialogues=self.dialogues,
+            environment=self.environment,
+            rollout=recipe.rollout,
+            agent=recipe.agent,
+            play=self.play,
+        )
 
 
 def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
@@ -52,8 +66,12 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     """
     recipe = loaded.recipe
     data, attempts = recipe.data, Attempts(loaded)
+    dialogues, tools = attempts.get("model.path", lambda: load_dialogues(loaded)) or (None, ToolBox([]))
     values: dict[str, Any] = {
-        "dialogue": attempts.get("model.path", lambda: load_dialogue(loaded)),
+        "dialogues": dialogues,
+        "tools": tools,
+        "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools)),
+        "play": attempts.get("agent.episode", lambda: load_play(recipe.agent.episode)),
         "reward": attempts.get("reward.function", lambda: resolve(recipe.reward.function)),
         "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "train": {
@@ -85,12 +103,12 @@ def _read_training(name: str, path: Path, keys: dict[str, str]) -> list[Prompt]:
 
 def _without_long_prompts(task: Task, recipe: Recipe, attempts: Attempts) -> Task:
     """The task without prompts that are longer than `data.max_prompt_tokens`, and what was left out; adds problems."""
-    notes = []
+    notes, dialogue = [], task.dialogues.of(task.tools.schemas)
 
     def fitting(sets: dict[str, list[Prompt]], key_of: Callable[[str], str]) -> dict[str, list[Prompt]]:
         kept = {}
         for name, prompts in sets.items():
-            kept[name] = attempts.get(key_of(name), partial(_fitting, prompts, task.dialogue, recipe)) or []
+            kept[name] = attempts.get(key_of(name), partial(_fitting, prompts, dialogue, recipe)) or []
             limit, count = recipe.data.max_prompt_tokens, len(prompts) - len(kept[name])
             if limit is not None:
                 notes.append(f"{key_of(name)}: left out {count} of {len(prompts)} prompts, longer than {limit} tokens")
@@ -113,7 +131,7 @@ def _fitting(prompts: list[Prompt], dialogue: Dialogue, recipe: Recipe) -> list[
     for prompt in prompts:
         try:
             messages = first_messages(prompt, recipe.agent.system_prompt)
-            count = len(dialogue.chat.prompt(messages, dialogue.tools.schemas).tokens)
+            count = len(dialogue.chat.prompt(messages, dialogue.schemas).tokens)
         except ValueError as error:
             broken.append(f"{prompt.source}: {error}")
             continue

@@ -1,0 +1,205 @@
+"""The policy's side of an episode: what it is told and what it says, tokens in, tokens out.
+
+1. The chat template renders the first messages once, tools included.
+2. The engine continues the tokens until the end of the turn or the end of a tool call.
+3. The turn is split into thinking and answer; calls are only looked for in the answer.
+4. What the policy is told next is appended as tokens that the loss masks. Where `agent.history` lets the template
+   rewrite what the policy said, a new segment begins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slimrl.agent.dialogue import Dialogue
+from slimrl.agent.environment import Message, Turn, call_name
+from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.agent.tools import shortened
+from slimrl.agent.transcript import Transcript
+from slimrl.chat.chat_format import CallName, Context
+from slimrl.chat.thinking import split_thinking
+from slimrl.config.schema import AgentConfig, HistoryMode, RolloutConfig, SamplingConfig
+from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
+from slimrl.data.seeds import derive_seed
+from slimrl.data.trajectory import Segment, Status
+
+
+class Conversation:
+    """One conversation, which grows.
+
+    Args:
+        session_id: of the engine's requests.
+        seed: the seeds of the requests are derived from it; None lets the engine choose.
+
+    Raises:
+        ValueError: the chat template refuses the messages.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        *,
+        engine: Engine,
+        dialogue: Dialogue,
+        rollout: RolloutConfig,
+        agent: AgentConfig,
+        sampling: SamplingConfig,
+        session_id: str,
+        seed: int | None,
+    ) -> None:
+        self._engine, self._dialogue, self._rollout, self._agent = engine, dialogue, rollout, agent
+        self._sampling, self._session_id, self._seed = sampling, session_id, seed
+        self.messages = list(messages)
+        self.num_prompt_messages = len(messages)
+        """Those before the first turn"""
+        context = dialogue.chat.prompt(self.messages, dialogue.schemas)
+        self.transcript = Transcript(context.tokens)
+        self._in_thinking = context.opens_thinking
+        """Whether the context of the next turn ends within thinking."""
+        self._turn_tokens: list[int] = []
+        """What the policy has sampled of a turn that goes on."""
+        self._finished: list[Segment] = []
+        self.num_calls = 0
+        self.num_malformed_calls = 0
+        self.num_cached_tokens = 0
+        self.num_retries = 0
+
+    @property
+    def segments(self) -> list[Segment]:
+        """All tokens so far."""
+        return [*self._finished, self.transcript.segment()]
+
+    async def sample_turn(self) -> Turn | Status:
+        """The policy's next turn, or how the trajectory ends because there is none.
+
+        Raises:
+            EngineError: the engine refused, ended, or did not answer before the deadline.
+        """
+        while True:
+            room = self._rollout.max_trajectory_tokens - len(self.transcript.tokens)
+            wanted = self._sampling.max_new_tokens - len(self._turn_tokens)
+            no_turn_left = not self._turn_tokens and self.transcript.num_turns >= self._rollout.max_turns
+            if room <= 0 or wanted <= 0 or no_turn_left:
+                return Status.truncated
+            result = await self._engine.generate(self._request(min(room, wanted)))
+            turn = self._record(result)
+            if turn is None:
+                continue
+            if result.finish_reason == "abort":
+                return Status.aborted
+            return Status.truncated if result.finish_reason == "length" else turn
+
+    def hear(self, turn: Turn, messages: Sequence[Message]) -> bool:
+        """Append what the policy is told after a turn.
+
+        Returns:
+            Whether there is room for another turn.
+
+        Raises:
+            ValueError: the chat template refuses such messages there.
+        """
+        told = [self._cleaned(message) for message in messages]
+        self.messages += told
+        tokens, limit = self.transcript.tokens, self._rollout.max_trajectory_tokens
+        written = self._written_context()
+        if written is not None and written.tokens[: len(tokens)] != tokens:
+            if len(written.tokens) >= limit:
+                return False
+            self._finished.append(self.transcript.segment())
+            self.transcript = Transcript(written.tokens, num_turns=self.transcript.num_turns)
+            self._in_thinking = written.opens_thinking
+            return True
+        calls = [CallName(id=call.id, name=call_name(call)) for call in turn.calls]
+        joined = self._dialogue.chat.join(tokens[-1], calls, told, self._dialogue.schemas)
+        if len(tokens) + len(joined.tokens) >= limit:
+            return False
+        self.transcript.add_tool_results(joined.tokens)
+        self._in_thinking = joined.opens_thinking
+        return True
+
+    def _request(self, max_new_tokens: int) -> GenerateRequest:
+        turn = self.transcript.num_turns
+        path = (turn, len(self._turn_tokens)) if self._turn_tokens else (turn,)
+        return GenerateRequest(
+            session_id=self._session_id,
+            input_ids=list(self.transcript.tokens),
+            temperature=self._sampling.temperature,
+            top_p=self._sampling.top_p,
+            top_k=self._sampling.top_k,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=() if self._sampling.ignore_end_of_turn else self._dialogue.stop_token_ids,
+            timeout_s=self._rollout.request_timeout_s,
+            seed=None if self._seed is None else derive_seed(self._seed, "turn", *path),
+            experts_from=self.transcript.num_expert_rows,
+        )
+
+    def _record(self, result: GenerateResult) -> Turn | None:
+        """Keep what was sampled, and read it. None if the turn goes on: it stopped at a call within its thinking."""
+        chat, parser = self._dialogue.chat, self._dialogue.parser
+        self.transcript.add_turn(result, goes_on=bool(self._turn_tokens))
+        self.num_cached_tokens += result.cached_tokens
+        self.num_retries += result.num_retries
+        self._turn_tokens += result.tokens
+        thought = split_thinking(chat.turn_text(self._turn_tokens), opened=self._in_thinking)
+        last = self._turn_tokens[-1] if self._turn_tokens else None
+        at_call = last in self._dialogue.stop_token_ids and last not in chat.stop_token_ids
+        if at_call and not thought.closed and result.finish_reason == "stop":
+            return None
+        self._turn_tokens = []
+        parsed = parser.parse(thought.answer)
+        if len(parsed.calls) > 1 and not chat.takes_parallel_calls:
+            parsed = ParsedTurn(content=parsed.content, calls=[MalformedCall(problem="only one tool call at a time")])
+        calls = tuple(
+            replace(call, id=call.id or _call_id(self.num_calls + number)) for number, call in enumerate(parsed.calls)
+        )
+        malformed = any(isinstance(call, MalformedCall) for call in calls)
+        text = thought.answer if malformed else parsed.content
+        self.messages.append(_message(text, thought.thinking, () if malformed else calls))
+        index = self.transcript.num_turns - 1
+        return Turn(
+            index=index,
+            text=text,
+            reasoning=thought.thinking,
+            calls=calls,
+            finish_reason="stop" if last in (self._dialogue.call_ends if calls else chat.answer_ends) else "end",
+            is_last=index + 1 >= self._rollout.max_turns,
+        )
+
+    def count_calls(self, turn: Turn) -> None:
+        """Count the calls of a turn as answered."""
+        self.num_calls += len(turn.calls)
+        self.num_malformed_calls += sum(isinstance(call, MalformedCall) for call in turn.calls)
+
+    def _cleaned(self, message: Message) -> Message:
+        """A message whose text a tokenizer can encode and whose words end no turn; a tool's not too long."""
+        # Half of a surrogate pair is no character that a tokenizer could encode.
+        text = str(message["content"]).encode("utf-8", "replace").decode()
+        if message["role"] == "tool":
+            text = shortened(text, self._agent.max_result_chars)
+        return {**message, "content": self._dialogue.chat.template.escape(text)}
+
+    def _written_context(self) -> Context | None:
+        """The conversation so far as the template writes it; None if the sampled tokens are kept."""
+        if self._agent.history is HistoryMode.keep:
+            return None
+        try:
+            return self._dialogue.chat.prompt(self.messages, self._dialogue.schemas)
+        except ValueError:
+            return None  # it has no words for a malformed call, which then stays as it was sampled
+
+
+def _message(text: str, thinking: str | None, calls: Sequence[ToolCall | MalformedCall]) -> Message:
+    message: Message = {"role": "assistant", "content": text}
+    if thinking is not None:
+        message["reasoning_content"] = thinking
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+            if isinstance(call, ToolCall)
+        ]
+    return message
+
+
+def _call_id(number: int) -> str:
+    """Id of a call whose format has none."""
+    return f"call_{number}"

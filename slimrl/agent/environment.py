@@ -1,0 +1,95 @@
+"""What an episode does in: an environment, of which each trajectory has an instance of its own.
+
+1. `start` says what the policy is told first, and which tools it is shown.
+2. `step` takes each turn of the policy and says what it is told next, or that the episode is over.
+3. `close` frees what the instance holds. It is called once, however the episode ended, and also after a start that
+   failed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from slimrl.agent.parsers import MalformedCall, ToolCall
+from slimrl.data.trajectory import Prompt
+
+Message = dict[str, Any]
+"""As chat templates take them: `role`, `content`, and of a tool's result `name` and `tool_call_id`"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of the policy."""
+
+    index: int
+    """0-based, in the trajectory"""
+    text: str
+    """Without thinking and calls; the whole answer if a call is malformed"""
+    reasoning: str | None = None
+    """Its thinking, if there is any"""
+    calls: tuple[ToolCall | MalformedCall, ...] = ()
+    finish_reason: Literal["stop", "end"] = "stop"
+    """`stop`: it can be answered. `end`: the policy ended the whole text, so the episode is over in any case."""
+    is_last: bool = False
+    """No turn is left after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What an environment answers."""
+
+    messages: Sequence[Message] = ()
+    """What the policy is told: of roles `tool` (`answers` makes them) and `user`, after the start also `system`. Not
+    needed if the episode is over."""
+    tools: Sequence[dict[str, Any]] | None = None
+    """JSON schemas of the tools that the policy is shown; read at the start alone. None for no tools."""
+    reward: float | None = None
+    """Of this turn"""
+    done: bool = False
+    """The episode is completed."""
+    truncated: bool = False
+    """The episode is over without being completed."""
+    state_id: str | None = None
+    """Equal texts for equal states, which GiGPO compares (`algorithm.credit.name: gigpo`)"""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Become `env/<name>`; a later value of a name replaces an earlier one of the trajectory."""
+    num_tool_errors: int = 0
+    """Calls of the turn that were answered with an error"""
+
+
+class Environment(Protocol):
+    async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
+        """
+        Args:
+            seed: of this trajectory; all randomness comes from it.
+            scratch: of this trajectory. The reward finds it as `trajectory.scratch`; it is not written to files.
+        """
+        ...
+
+    async def step(self, turn: Turn) -> Observation: ...
+
+    async def close(self) -> None: ...
+
+
+MakeEnvironment = Callable[[], Environment]
+
+
+class EnvironmentFailure(Exception):
+    """An environment raised, was too late, or gave something else than an observation; the trajectory fails."""
+
+
+def answers(turn: Turn, results: Sequence[str]) -> list[Message]:
+    """Messages that answer the calls of a turn, one text for each."""
+    return [
+        {"role": "tool", "name": call_name(call), "tool_call_id": call.id, "content": result}
+        for call, result in zip(turn.calls, results, strict=True)
+    ]
+
+
+def call_name(call: ToolCall | MalformedCall) -> str:
+    return call.name if isinstance(call, ToolCall) else "unknown"
+
+
+def error_text(problem: str) -> str:
+    """The answer to a call that failed."""
+    return f"error: {problem}"

@@ -1,0 +1,179 @@
+"""Calls one environment within deadlines, and keeps what it reported for the trajectory.
+
+An environment that cannot start is closed and replaced by a new instance, `agent.start_retries` times. Its code is the
+task's own and may raise anything: what it raises becomes an EnvironmentFailure, which fails the trajectory.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from slimrl.agent.environment import Environment, EnvironmentFailure, MakeEnvironment, Observation, Turn
+from slimrl.agent.tools import ToolCrash
+from slimrl.config.schema import AgentConfig
+from slimrl.data.threads import reportable
+from slimrl.data.trajectory import Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class EnvironmentReport:
+    """What an environment did in a trajectory; `Trajectory.metadata["environment"]`."""
+
+    start_s: float = 0.0
+    """Of all attempts"""
+    start_retries: int = 0
+    step_s: float = 0.0
+    """Of all steps"""
+    close_s: float = 0.0
+    num_tool_errors: int = 0
+    rewards: list[float] = field(default_factory=list)
+    """Of each step; empty if it gave none"""
+    states: list[str] = field(default_factory=list)
+    """Before each turn; empty if one of them is unknown"""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What is not empty."""
+        return {name: value for name, value in vars(self).items() if value and name != "num_tool_errors"}
+
+
+class EnvironmentHost:
+    """The environment of one trajectory."""
+
+    def __init__(self, make: MakeEnvironment, agent: AgentConfig) -> None:
+        self._make, self._agent = make, agent
+        self._name = agent.environment or "the tools"
+        # Each call of a tool has a deadline of its own.
+        self._step_timeout_s = agent.step_timeout_s if agent.environment else None
+        self._environment: Environment | None = None
+        self._rewards: list[float | None] = []
+        self._states: list[str | None] = []
+        self.report = EnvironmentReport()
+
+    async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
+        """Raises EnvironmentFailure: it could not start, retries included."""
+        begun = time.monotonic()
+        try:
+            first = await self._started(lambda made: made.start(prompt, seed=seed, scratch=scratch), scratch)
+        finally:
+            self.report.start_s = time.monotonic() - begun
+        if not first.messages:
+            raise EnvironmentFailure(f"{self._name}: start gave no messages, so the policy has nothing to answer")
+        self._states.append(first.state_id)
+        self._keep(first)
+        return first
+
+    async def _started(
+        self, start: Callable[[Environment], Awaitable[Observation]], scratch: dict[str, Any]
+    ) -> Observation:
+        """The first observation of the first instance that starts."""
+        while True:
+            try:
+                made = self._environment = self._call_now("()", self._make)
+                return await self._call("start", partial(start, made), self._agent.start_timeout_s)
+            except EnvironmentFailure as failure:
+                await self.close()
+                if self.report.start_retries >= self._agent.start_retries:
+                    raise
+                log.warning("%s; tried again", failure)
+                scratch.clear()
+                self.report.start_retries += 1
+
+    async def step(self, turn: Turn) -> Observation:
+        """Raises EnvironmentFailure or ToolCrash."""
+        assert self._environment is not None
+        begun = time.monotonic()
+        try:
+            observation = await self._call("step", partial(self._environment.step, turn), self._step_timeout_s)
+        finally:
+            self.report.step_s += time.monotonic() - begun
+        if not (observation.messages or observation.done or observation.truncated):
+            raise EnvironmentFailure(f"{self._name}: step gave no messages, and the episode is not over")
+        self._rewards.append(None if observation.reward is None else self._number(observation.reward, "reward"))
+        self._states.append(observation.state_id)
+        self._keep(observation)
+        return observation
+
+    async def close(self) -> None:
+        """Close the environment, if there is one. What goes wrong is logged: the trajectory is over."""
+        environment, self._environment = self._environment, None
+        if environment is None:
+            return
+        begun = time.monotonic()
+        try:
+            await self._within("close", environment.close, self._agent.close_timeout_s)
+        except EnvironmentFailure as failure:
+            log.warning("%s", failure)
+        self.report.close_s += time.monotonic() - begun
+
+    def finished_report(self, num_turns: int) -> EnvironmentReport:
+        """The report with an entry for each turn; a turn that the environment never saw has no reward."""
+        if any(reward is not None for reward in self._rewards):
+            rewards = [reward or 0.0 for reward in self._rewards]
+            self.report.rewards = rewards + [0.0] * (num_turns - len(rewards))
+        states = self._states[:num_turns]
+        if len(states) == num_turns and all(state is not None for state in states):
+            self.report.states = [str(state) for state in states]
+        return self.report
+
+    def _keep(self, observation: Observation) -> None:
+        self.report.num_tool_errors += observation.num_tool_errors
+        if not isinstance(observation.metrics, Mapping):
+            raise EnvironmentFailure(f"{self._name}: metrics are {observation.metrics!r}, not a dict")
+        for name, value in observation.metrics.items():
+            self.report.metrics[str(name)] = self._number(value, f"metrics[{name!r}]")
+
+    def _number(self, value: Any, what: str) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailure(f"{self._name}: {what} is {value!r}, not a number") from error
+        if not math.isfinite(number):
+            raise EnvironmentFailure(f"{self._name}: {what} is {value!r}, not a finite number")
+        return number
+
+    async def _call(
+        self, name: str, call: Callable[[], Awaitable[Observation]], timeout_s: float | None
+    ) -> Observation:
+        observation = await self._within(name, call, timeout_s)
+        if not isinstance(observation, Observation):
+            raise EnvironmentFailure(f"{self._name}: {name} returned {observation!r}, not an Observation")
+        return observation
+
+    async def _within(self, name: str, call: Callable[[], Awaitable[Any]], timeout_s: float | None) -> Any:
+        """The call's result; a call that is late is cancelled and left behind."""
+        running = asyncio.ensure_future(_own_task(lambda: self._call_now(name, call)))
+        try:
+            done, _ = await asyncio.wait([running], timeout=timeout_s)
+        finally:
+            # Does nothing to a call that has ended.
+            running.cancel()
+        if not done:
+            raise EnvironmentFailure(f"{self._name}: {name} took longer than {timeout_s:g} s")
+        error = None if running.cancelled() else running.exception()
+        if running.cancelled() or error is not None:
+            if isinstance(error, ToolCrash | EnvironmentFailure):
+                raise error
+            raise EnvironmentFailure(f"{self._name}: {name} raised {error or 'CancelledError'!r}") from error
+        return running.result()
+
+    def _call_now[T](self, name: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except Exception as error:
+            raise EnvironmentFailure(f"{self._name}: {name} raised {error!r}") from error
+
+
+async def _own_task(call: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await call()
+    except SystemExit as error:
+        # A SystemExit in a task would end the event loop, and the run with it.
+        raise reportable(error) from error

@@ -1,0 +1,129 @@
+"""The environment and the episode of docs/environments.md, made of the page's own blocks."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from test_episode import PROMPT, ScriptedEngine, runner_of
+
+from slimrl.agent.tools import ToolBox
+from slimrl.config.check import check_loaded
+from slimrl.config.functions import function_violations
+from slimrl.config.load import load_recipe
+from slimrl.config.schema import AgentConfig, Recipe, SamplingConfig
+from slimrl.data.seeds import derive_seed
+from slimrl.data.trajectory import Status
+from slimrl.runtime.checks.environment import load_environment, load_play
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The working directory of the page's reader."""
+    game, recipe, episode = re.findall(
+        r"```(?:python|yaml)\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.S
+    )
+    (tmp_path / "guess.py").write_text(game)
+    (tmp_path / "guess.yaml").write_text(recipe)
+    (tmp_path / "own_play.py").write_text(episode)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in ("guess", "own_play"):
+        sys.modules.pop(name, None)
+
+
+def episode_of(recipe: Recipe, *turns: str, play: str = ""):
+    runner = runner_of(
+        ScriptedEngine(*turns), ToolBox([]), agent=recipe.agent, environment=load_environment(recipe, ToolBox([])),
+        play=load_play(play), max_turns=6,
+    )  # fmt: skip
+    return asyncio.run(runner.run(PROMPT, trajectory_id="t", sampling=SamplingConfig(), seed=5))
+
+
+def guesses(recipe: Recipe) -> list[str]:
+    """Two wrong guesses and the right one."""
+    game = load_environment(recipe, ToolBox([]))()
+    asyncio.run(game.start(PROMPT, seed=derive_seed(5, "environment"), scratch={}))
+    return [f"I say {number}<|im_end|>" for number in (game.number - 1, game.number + 1, game.number)]
+
+
+def test_its_recipe_is_accepted_and_its_game_is_played_and_rewarded(page):
+    import guess
+
+    loaded = load_recipe("guess.yaml", ["model.path=absent"], "train")
+    keys = {problem.key for problem in check_loaded(loaded) if not problem.warning}
+    assert keys <= {"model.path", "data.train", "data.eval.heldout"}
+    trajectory = episode_of(loaded.recipe, *guesses(loaded.recipe))
+    assert trajectory.status is Status.completed
+    told = [message["content"] for message in trajectory.messages if message["role"] == "user"]
+    assert told == ["Guess my number, 1 to 20.", "Higher.", "Lower."]
+    assert trajectory.metadata["environment"]["rewards"] == [0.0, 0.0, 1.0]
+    assert guess.reward(trajectory, PROMPT) == pytest.approx(1 / 3)
+
+
+def test_its_episode_of_two_turns_ends_before_the_third(page):
+    recipe = load_recipe("guess.yaml", ["model.path=absent"], "train").recipe
+    trajectory = episode_of(recipe, *guesses(recipe), play="own_play:best_of_two")
+    assert trajectory.status is Status.truncated
+    assert trajectory.metadata["num_turns"] == 2
+
+
+class NoStep:
+    async def start(self, prompt, *, seed, scratch): ...
+
+    async def close(self): ...
+
+
+def not_asynchronous(episode): ...
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ({"environment": f"{__name__}:NoStep"}, "has no `async def step`"),
+        ({"environment": f"{__name__}:Nowhere"}, "has no Nowhere"),
+        ({"environment": "guess:Guess", "environment_args": {"lowest": 3}}, "cannot be made with lowest: .*lowest"),
+    ],
+)
+def test_what_is_no_environment_is_refused_before_anything_starts(page, agent, said):
+    recipe = Recipe()
+    recipe.agent = AgentConfig(**agent)
+    with pytest.raises(ValueError, match=said):
+        load_environment(recipe, ToolBox([]))
+
+
+def test_what_is_no_episode_is_refused_before_anything_starts():
+    with pytest.raises(ValueError, match="is not `async def`"):
+        load_play(f"{__name__}:not_asynchronous")
+    with pytest.raises(ValueError, match=r"cannot be called as episode_of\(episode\)|takes|async"):
+        load_play(f"{__name__}:episode_of")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("agent.tools=[slimrl.agent.calculator:calculator]", "agent.tools"),
+        ("agent.max_tool_calls=3", "agent.max_tool_calls"),
+        ("agent.system_prompt=x", "agent.system_prompt"),
+        ("agent.environment=guess", "agent.environment"),
+        ("agent.environment=''", "agent.environment_args"),
+        ("agent.start_retries=-1", "agent.start_retries"),
+    ],
+)
+def test_settings_that_contradict_an_environment_are_named(page, override, key):
+    loaded = load_recipe("guess.yaml", ["model.path=absent", override], "train")
+    assert key in {problem.key for problem in check_loaded(loaded) if not problem.warning}
+
+
+def test_names_that_their_modules_do_not_have_are_named_without_running_them(page):
+    overrides = ["model.path=absent", "agent.environment=guess:Gues", "agent.episode=own_play:best_of_tow"]
+    recipe = load_recipe("guess.yaml", overrides, "train").recipe
+    assert dict(function_violations(recipe, "train")) == {
+        "agent.environment": "guess:Gues: guess has no Gues. Did you mean Guess?",
+        "agent.episode": "own_play:best_of_tow: own_play has no best_of_tow. Did you mean best_of_two?",
+    }
