@@ -32,9 +32,9 @@ from slimrl.observability.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
 HELDOUT = "eval/heldout/reward_mean"
-SEQUENCE_LR, TOKEN_LR, CRITIC_LR = 2e-4, 2e-4, 1e-3
+SEQUENCE_LR, TOKEN_LR, CRITIC_LR = 1e-4, 1e-4, 1e-3
 """For ratios of sequences, for ratios of tokens, and of the critic; the cases of SWEEP try others."""
-SWEEP = (1e-4, 2e-4, 4e-4)
+SWEEP = (5e-5, 1e-4, 2e-4, 4e-4)
 RUN_TIMEOUT_S = 3600.0
 
 

@@ -135,6 +135,7 @@ def no_figures_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_sampling, "shape_rewards", nothing)
     monkeypatch.setattr(train_run, "rollout_metrics", lambda trajectories, seconds: {"rollout/trajectories": 1})
     monkeypatch.setattr(train_run, "teacher_metrics", lambda trajectories, times: {})
+    monkeypatch.setattr(train_run, "environment_metrics", lambda trajectories: {})
     monkeypatch.setattr(train_run, "write_samples", lambda path, trajectories, limit: None)
     monkeypatch.setattr(train_run, "write_curve", lambda files, path, *, title: path.touch())
 
@@ -391,6 +392,7 @@ def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tm
     monkeypatch.setattr(dynamic_sampling, "shape_rewards", noted("rule"))
     monkeypatch.setattr(train_run, "rollout_metrics", noted("figures", {"rollout/tokens": 5}))
     monkeypatch.setattr(train_run, "teacher_metrics", lambda trajectories, times: {})
+    monkeypatch.setattr(train_run, "environment_metrics", lambda trajectories: {})
     monkeypatch.setattr(train_run, "write_samples", noted("samples"))
     recipe = recipe_of(1)
     recipe.tracking.trajectories_per_step = 3

@@ -16,6 +16,7 @@ from chat_texts import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slimrl.agent.tools import ToolAnswer
 from slimrl.data.trajectory import Status
 
 ANY = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -42,8 +43,10 @@ class Answers:
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
 
-    async def call(self, name, arguments, timeout_s):
-        return self.texts.pop(0)
+    caches = False
+
+    async def call(self, name, arguments, timeout_s, info):
+        return ToolAnswer(text=self.texts.pop(0))
 
 
 def check(key: str, turns) -> None:

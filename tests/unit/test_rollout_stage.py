@@ -71,6 +71,8 @@ class Episodes:
                 "num_tool_errors": 0,
                 "num_malformed_calls": 0,
                 "num_retries": 0,
+                "num_prompt_messages": 1,
+                "environment": {},
             }
             | ({} if status is Status.completed else {"error": f"cause of {status.value}"}),
         )
