@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slimrl.config.keys import KEY_TYPES, flatten
+from slimrl.config.keys import KEY_TYPES, NAME, NAMED_SECTIONS, flatten, schema_key
 from slimrl.config.package_fields import tool_call_parsers
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema import Recipe
@@ -35,6 +35,7 @@ _NOT_NEGATIVE = (
     "rollout.eval_sampling.temperature",
     "rollout.max_replacements",
     "algorithm.replay_gap_every_steps",
+    "reward.retries",
     "eval.every_steps",
     "checkpoint.every_steps",
     "tracking.trajectories_per_step",
@@ -69,6 +70,9 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "algorithm.entropy_target": (lambda value: value > 0, "must be greater than 0"),
     "data.max_prompt_tokens": _AT_LEAST_1,
     "agent.start_retries": (lambda value: value >= 0, "must be at least 0"),
+    **{f"{section}.{NAME}.weight": (lambda value: True, "") for section in NAMED_SECTIONS},
+    **{f"{section}.{NAME}.cap": (lambda value: value > 0, "must be greater than 0") for section in NAMED_SECTIONS},
+    "reward.alarm_steps": (lambda value: value == 0 or value >= 4, "must be at least 4, or 0 for off"),
     "agent.max_result_chars": (lambda value: value >= 16, "must be at least 16"),
     "trainer.megatron.num_layers_in_first_pipeline_stage": _AT_LEAST_1,
     "trainer.megatron.num_layers_in_last_pipeline_stage": _AT_LEAST_1,
@@ -92,6 +96,8 @@ DIVISORS = (
 """Sizes that other rules divide by; those rules are left out while one of these is below 1."""
 
 MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+MAY_BE_EMPTY = ("reward.function", "agent.environment", "agent.episode")
+"""Import paths without which a recipe does something else."""
 PATHS = (
     "run.dir",
     "model.path",
@@ -111,7 +117,8 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def bound_violations(recipe: Recipe) -> Iterator[Violation]:
     """Numbers outside their range, and names that cannot be a folder, a metric or an import path."""
     values = dict(flatten(recipe))
-    for key, (holds, rule) in BOUNDS.items():
+    chosen = {key: BOUNDS[known] for key in values if (known := schema_key(key)) != key and known in BOUNDS}
+    for key, (holds, rule) in (BOUNDS | chosen).items():
         value = values.get(key)
         if isinstance(value, int | float) and not holds(value):
             yield key, f"{value}: {rule}."
@@ -136,5 +143,5 @@ def bound_violations(recipe: Recipe) -> Iterator[Violation]:
         paths = values[name] if isinstance(values[name], list) else [values[name]]
         kind = "Class" if name == "agent.environment" else "function"
         for path in paths:
-            if not MODULE_FUNCTION.fullmatch(path) and path not in ("???", ""):
+            if not MODULE_FUNCTION.fullmatch(path) and (path or name not in MAY_BE_EMPTY):
                 yield name, f"{path!r} is not an import path; write module:{kind}."

@@ -23,6 +23,7 @@ from slimrl.config.load import LoadedRecipe, is_needed, trains
 from slimrl.config.lora_rules import lora_model_violations, lora_violations
 from slimrl.config.model_rules import model_violations, model_warnings
 from slimrl.config.problems import Problem, Violation
+from slimrl.config.reward_rules import reward_violations
 from slimrl.config.rollout_rules import (
     colocation_violations,
     colocation_warnings,
@@ -86,6 +87,7 @@ def check_recipe(
     warnings: list[Violation] = []
     experts = 0 if hf_config is None else num_experts(hf_config) or 1
     violations += [*eval_violations(recipe, command), *data_violations(recipe, command)]
+    violations += reward_violations(recipe, command)
     teaches = is_needed("teacher", command)
     violations += environment_violations(
         recipe, trainer=trains(command), engines=command not in ("sft", "export"), teacher=teaches

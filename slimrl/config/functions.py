@@ -11,16 +11,19 @@ from pathlib import Path
 from slimrl.config.bounds import MODULE_FUNCTION
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation, suggestion
+from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema import Recipe
 
 NO_CLASS = {
     "agent.tools": "A tool is a function.",
     "agent.episode": "An episode is an asynchronous function.",
-    "reward.function": "A reward is a function, or an object that can be called.",
     "reward.group_filters": "A filter is a function, or an object that can be called.",
     "algorithm.loss": "A loss is a function, or an object that can be called.",
     "algorithm.advantage": "An advantage is a function, or an object that can be called.",
 }
+
+
+CALLED = "A reward is a function, an object that can be called, or a class of such objects."
 
 
 def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
@@ -35,6 +38,8 @@ def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
             yield key, f"{path}: {module} has no {name}." + suggestion(name, public)
         elif key in NO_CLASS and isinstance(names[name], ast.ClassDef):
             yield key, f"{path}: {name} is a class. {NO_CLASS[key]}"
+        elif key not in NO_CLASS and key.endswith(".function") and _cannot_be_called(names[name]):
+            yield key, f"{path}: {name} is a class without __call__. {CALLED}"
 
 
 def absent_modules(recipe: Recipe, command: str) -> Iterator[Violation]:
@@ -52,6 +57,8 @@ def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str,
         "agent.episode": [recipe.agent.episode],
         "agent.parser": [recipe.agent.parser],
         "reward.function": [recipe.reward.function],
+        **{f"{key}.function": [part.function] for key, part in reward_parts(recipe.reward)},
+        "reward.retry_on": recipe.reward.retry_on,
         "algorithm.loss": [recipe.algorithm.loss],
         "algorithm.advantage": [recipe.algorithm.advantage],
         "reward.group_filters": recipe.reward.group_filters,
@@ -61,6 +68,13 @@ def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str,
             if MODULE_FUNCTION.fullmatch(path):
                 module, _, name = path.partition(":")
                 yield key, path, module, name
+
+
+def _cannot_be_called(node: ast.AST) -> bool:
+    """Whether a class has no __call__, nor a base that may have it."""
+    if not isinstance(node, ast.ClassDef) or node.bases:
+        return False
+    return "__call__" not in dict(_names(node.body))
 
 
 def _find(module: str) -> Path | None:

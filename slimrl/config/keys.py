@@ -6,7 +6,7 @@ from copy import deepcopy
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache
-from typing import Any, cast, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -17,9 +17,14 @@ EXTENDS = "extends"
 
 PASSTHROUGH = ("trainer.megatron", "critic.trainer.megatron", "rollout.sglang", "teacher.sglang")
 ENVIRONMENTS = ("trainer.env", "critic.trainer.env", "rollout.env", "teacher.env")
+NAME = "NAME"
+"""Stands in keys of the schema for a name that a recipe chooses: `reward.parts.NAME.weight`."""
+NAMED_SECTIONS = ("reward.parts", "reward.by_name", "reward.group")
+"""Sections of sections with names that a recipe chooses, all of one type."""
 FREE_SECTIONS = (
     *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),
     "agent.chat_template_kwargs",
+    *(f"{section}.{NAME}.args" for section in NAMED_SECTIONS),
     *ENVIRONMENTS,
     *PASSTHROUGH,
 )
@@ -33,11 +38,40 @@ def _schema_types(cls: type, prefix: str) -> dict[str, Any]:
         types[key] = annotation
         if dataclasses.is_dataclass(annotation):
             types |= _schema_types(cast(type, annotation), key)
+        elif (inner := named_type(annotation)) is not None:
+            types |= {f"{key}.{NAME}": inner, **_schema_types(inner, f"{key}.{NAME}")}
     return types
+
+
+def named_type(annotation: Any) -> type | None:
+    """The dataclass of a section of sections, `dict[str, dataclass]`; None for any other type."""
+    inner = get_args(annotation)[-1] if get_origin(annotation) is dict else None
+    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
 
 
 KEY_TYPES = _schema_types(Recipe, "")
 """Dotted key -> annotated type of every section and every value."""
+
+
+def schema_key(key: str) -> str:
+    """The key with NAME in place of a name that the recipe chose: `reward.parts.math` is `reward.parts.NAME`."""
+    for section in NAMED_SECTIONS:
+        if key.startswith(f"{section}."):
+            _, dot, rest = key.removeprefix(f"{section}.").partition(".")
+            return f"{section}.{NAME}{dot}{rest}"
+    return key
+
+
+def chosen_sections(keys: Iterable[str]) -> list[str]:
+    """The sections of sections that these keys are in: `reward.parts.math` for `reward.parts.math.weight`."""
+    return list(
+        dict.fromkeys(
+            ".".join(key.split(".")[: section.count(".") + 2])
+            for key in keys
+            for section in NAMED_SECTIONS
+            if key.startswith(f"{section}.")
+        )
+    )
 
 
 def default_config() -> DictConfig:
@@ -51,10 +85,12 @@ def _default_config() -> DictConfig:
 
 
 def is_section(key: str) -> bool:
-    return key in FREE_SECTIONS or dataclasses.is_dataclass(KEY_TYPES.get(key))
+    key = schema_key(key)
+    return key in FREE_SECTIONS or key in NAMED_SECTIONS or dataclasses.is_dataclass(KEY_TYPES.get(key))
 
 
 def is_known(key: str) -> bool:
+    key = schema_key(key)
     return key in KEY_TYPES or key.rpartition(".")[0] in FREE_SECTIONS
 
 
@@ -63,6 +99,9 @@ def meant_key(key: str) -> str | None:
 
     For a key of an unknown section, else any similar key.
     """
+    if (schema := schema_key(key)) != key:
+        meant, chosen = meant_key(schema), chosen_sections([key])[0]
+        return meant and meant.replace(schema_key(chosen), chosen)
     parent, _, name = key.rpartition(".")
     if same_name := [other for other in KEY_TYPES if other.rpartition(".")[2] == name]:
         return get_close_matches(key, same_name, n=1, cutoff=0.0)[0]
@@ -106,7 +145,10 @@ def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _flatten(getattr(value, field.name), f"{prefix}.{field.name}".lstrip("."))
-    elif prefix in FREE_SECTIONS and value:
+    elif prefix in NAMED_SECTIONS and value:
+        for name, inner in value.items():
+            yield from _flatten(inner, f"{prefix}.{name}")
+    elif schema_key(prefix) in FREE_SECTIONS and value:
         for name, inner in value.items():
             yield f"{prefix}.{name}", inner
     else:

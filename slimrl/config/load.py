@@ -25,13 +25,16 @@ from slimrl.config.keys import (
     FREE_SECTIONS,
     KEY_TYPES,
     PASSTHROUGH,
+    chosen_sections,
     default_config,
     flatten,
     is_known,
     is_section,
     keys_with_choice,
     meant_key,
+    named_type,
     nest,
+    schema_key,
 )
 from slimrl.config.passthrough import field_problem, passthrough_fields
 from slimrl.config.problems import Problem, RecipeError, suggestion
@@ -126,6 +129,8 @@ def read_recipe(
     for key in _check_passthrough(known, values, problems):
         del values[key]
     config = default_config()
+    for section in chosen_sections(values):
+        OmegaConf.update(config, section, KEY_TYPES[schema_key(section)], force_add=True)
     for key, value in values.items():
         _assign(config, known[key], value, environment, problems)
     problems[:] = [replace(problem, message=environment.hide(problem.message)) for problem in problems]
@@ -265,7 +270,7 @@ def _assign(config: Any, entry: Entry, value: Any, environment: FromEnvironment,
 
 def _annotation(key: str) -> Any:
     """Type of a key's value; None in a free section of any values."""
-    return str if key.rpartition(".")[0] in ENVIRONMENTS else KEY_TYPES.get(key)
+    return str if key.rpartition(".")[0] in ENVIRONMENTS else KEY_TYPES.get(schema_key(key))
 
 
 def _is_other_scalar(annotation: Any, value: Any) -> bool:
@@ -295,9 +300,12 @@ def _type_message(key: str, annotation: Any, value: Any, reason: str) -> str:
 def _build(cls: type, values: dict[str, Any]) -> Any:
     """A dataclass from a plain container; unlike OmegaConf.to_object it accepts missing values."""
     hints = get_type_hints(cls)
-    return cls(
-        **{
-            name: _build(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
-            for name, value in values.items()
-        }
-    )
+    return cls(**{name: _value(hints[name], value) for name, value in values.items()})
+
+
+def _value(annotation: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(annotation):
+        return _build(cast(type, annotation), value)
+    if (inner := named_type(annotation)) is not None:
+        return {name: _build(inner, one) for name, one in value.items()}
+    return value

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING
 
 from slimrl.config import schema
+from slimrl.config.keys import NAME, named_type
 from slimrl.config.schema import Recipe, TrainerConfig
 
 HEADER = r"""# Settings
@@ -70,6 +71,9 @@ def _section(defaults: Any, prefix: str, choices: dict[str, type[Enum]]) -> Iter
         if dataclasses.is_dataclass(kind):
             below.append((default, key))
             continue
+        # Sections of one type, next to each other, share a table.
+        if (named := named_type(kind)) is not None and named not in [type(inner) for inner, _ in below]:
+            below.append((named(), f"{key}.{NAME}"))
         if isinstance(kind, type) and issubclass(kind, Enum):
             choices[kind.__name__] = kind
         rows.append(
@@ -86,6 +90,8 @@ def _section(defaults: Any, prefix: str, choices: dict[str, type[Enum]]) -> Iter
 def _type_text(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"[{kind.__name__}](#{kind.__name__.lower()})"
+    if (named := named_type(kind)) is not None:
+        return f"{named.__name__} by name"
     text = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
     return "`" + text.replace("|", "\\|") + "`"
 

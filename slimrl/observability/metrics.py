@@ -17,6 +17,8 @@ METRIC_NAMES = (
     "reward/parts/<part>",
     "reward/turns",
     "reward/timeouts",
+    "reward/retries",
+    "reward/hacking_alarm",
     "eval/<set>/reward_mean",
     "policy/loss",
     "policy/clip_fraction",

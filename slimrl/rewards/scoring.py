@@ -22,6 +22,8 @@ class Score:
     reward: Reward
     turn_rewards: Sequence[float] = ()
     """Reward of each turn, which `reward` does not include"""
+    parts: Mapping[str, float] | None = None
+    """What is kept as the named parts of a `reward` that is a number and not their plain sum"""
     turn_states: Sequence[str] = ()
     """State of the environment before each turn, for GiGPO"""
     advantage: float | None = None
@@ -48,28 +50,36 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
         return
     try:
         async with asyncio.timeout(timeout_s) as deadline:
-            value = await _call(function, trajectory, prompt)
+            value = await call_reward(function, trajectory, prompt)
     except TimeoutError as error:
         if deadline.expired():
             raise TimeoutError(f"no reward within {timeout_s:g} s") from error
         raise
     if isinstance(value, Score):
         _set_turns(trajectory, value)
-        value = value.reward
+        parts, value = dict(value.parts or {}), value.reward
+        trajectory.rewards = {part_name(name): finite_number(part, name) for name, part in parts.items()}
     if isinstance(value, Mapping):
-        parts = {_name(name): _number(part, name) for name, part in value.items()}
-        trajectory.reward = _number(math.fsum(parts.values()), "the sum of its parts")
+        parts = {part_name(name): finite_number(part, name) for name, part in value.items()}
+        trajectory.reward = finite_number(math.fsum(parts.values()), "the sum of its parts")
         trajectory.rewards = parts
     else:
-        trajectory.reward = _number(value, "reward")
+        trajectory.reward = finite_number(value, "reward")
 
 
-async def _call(function: RewardFunction, trajectory: Trajectory, prompt: Prompt) -> Any:
+async def call_reward(function: Callable[..., Any], subject: Any, prompt: Prompt) -> Any:
+    """What a function returns of a trajectory, or of a group's trajectories, and their prompt.
+
+    A synchronous one runs in its own thread.
+
+    Raises:
+        TaskCodeExited: the function called sys.exit(), for example; and whatever it raises.
+    """
     try:
-        if inspect.iscoroutinefunction(function):
-            return await function(trajectory, prompt)
-        value = await in_thread(partial(function, trajectory, prompt))
-        # An object with an asynchronous __call__ returns an awaitable.
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(subject, prompt)
+        value = await in_thread(partial(function, subject, prompt))
+        # So does a lambda around an asynchronous function.
         return await value if inspect.isawaitable(value) else value
     except (SystemExit, asyncio.CancelledError) as error:
         task = asyncio.current_task()
@@ -81,16 +91,17 @@ async def _call(function: RewardFunction, trajectory: Trajectory, prompt: Prompt
 def _set_turns(trajectory: Trajectory, given: Score) -> None:
     """Set what belongs to turns, or nothing if it does not fit them."""
     values: dict[str, Any] = {
-        "turn_rewards": [_number(one, "turn_rewards") for one in given.turn_rewards],
+        "turn_rewards": [finite_number(one, "turn_rewards") for one in given.turn_rewards],
         "turn_states": [_text(one) for one in given.turn_states],
-        "advantage": None if given.advantage is None else _number(given.advantage, "advantage"),
-        "turn_advantages": [_number(one, "turn_advantages") for one in given.turn_advantages],
+        "advantage": None if given.advantage is None else finite_number(given.advantage, "advantage"),
+        "turn_advantages": [finite_number(one, "turn_advantages") for one in given.turn_advantages],
     }
     replace(trajectory, **values).check_turns()
     vars(trajectory).update(values)
 
 
-def _name(name: Any) -> str:
+def part_name(name: Any) -> str:
+    """A part's name; raises ValueError if it is no name."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"the reward function named a part {name!r}; it must be a non-empty string")
     return name
@@ -102,7 +113,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _number(value: Any, name: str) -> float:
+def finite_number(value: Any, name: str) -> float:
     """A finite float from anything that `float` takes except text, such as numbers of numpy and torch."""
     try:
         number = float(value) if hasattr(value, "__float__") else math.nan

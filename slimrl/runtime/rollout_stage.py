@@ -3,7 +3,8 @@
 1. Each prompt gives `samples_per_prompt` trajectories, whose ids follow from step, prompt and sample.
 2. Each trajectory is one coroutine; a semaphore limits how many run at once.
 3. A finished trajectory is rewarded, and if there is a teacher, scored by it.
-4. The result is ordered by prompt and sample, whichever finished first.
+4. When the last trajectory of a prompt has ended, the rewards of groups are added, but not in an evaluation.
+5. The result is ordered by prompt and sample, whichever finished first.
 """
 
 import asyncio
@@ -19,7 +20,10 @@ from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
+from slimrl.rewards.groups import PendingGroups, score_group
+from slimrl.rewards.parts import PartFailed
 from slimrl.rewards.scoring import score
+from slimrl.rewards.services import NotStarted, RewardServices
 from slimrl.rollout.statistics import EvalResult, evaluate
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.checks.task import Task
@@ -60,9 +64,17 @@ class RolloutStage:
         self._teacher = teacher
         self.scoring = ScoringTimes()
         """Of the last rollout, and of those before it that it refills."""
+        self._services = RewardServices(task.rewards.parts, timeout_s=recipe.reward.startup_timeout_s)
+        self._service_tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.Runner()
 
     def __enter__(self) -> Self:
+        """Start the rewards; raises RunError if one does not start."""
+        try:
+            self._loop.run(self._start())
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +104,7 @@ class RolloutStage:
         samples = self._recipe.rollout.samples_per_prompt
         planned = planned_trajectories(prompts, samples_per_prompt=samples, label=label)
         sampling = self._recipe.rollout.sampling
-        return self._collect("rollout", planned, sampling, check_cancelled, earlier, teacher=self._teacher)
+        return self._collect("rollout", planned, sampling, check_cancelled, earlier, trains=True)
 
     def evaluate(self, name: str, prompts: Sequence[Prompt], *, label: str) -> tuple[EvalResult, list[Trajectory]]:
         """One trajectory of each prompt under the evaluation sampling settings.
@@ -112,12 +124,12 @@ class RolloutStage:
         check_cancelled: Callable[[], None] | None = None,
         earlier: Sequence[Trajectory] = (),
         *,
-        teacher: Teacher | None = None,
+        trains: bool = False,
     ) -> list[Trajectory]:
         if self._recipe.deterministic:
             self._flush_caches()
         with self._progress.phase(name, len(planned), "trajectories") as phase:
-            episodes = self._run_episodes(planned, sampling, phase.advance, teacher)
+            episodes = self._run_episodes(planned, sampling, phase.advance, trains=trains)
             trajectories = self._loop.run(self._watched(episodes, check_cancelled))
         counted = [*earlier, *trajectories]
         failed = [t for t in counted if t.status in (Status.failed, Status.aborted)]
@@ -149,9 +161,11 @@ class RolloutStage:
         planned: Mapping[str, Prompt],
         sampling: SamplingConfig,
         on_done: Callable[[], None],
-        teacher: Teacher | None,
+        *,
+        trains: bool,
     ) -> list[Trajectory]:
-        """Run all episodes, and score them if there is a teacher; their trajectories in the order of `planned`.
+        """Run all episodes; their trajectories in the order of `planned`. Those to train on are scored by the teacher,
+        if there is one, and get the rewards of their groups.
 
         An exception of one episode (a fault of ours, since the failure of an engine, a tool or a reward is a status)
         cancels the others and is raised.
@@ -159,6 +173,8 @@ class RolloutStage:
         max_concurrency = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.num_engines
         self._engine.open(list(planned), at_once=max_concurrency)
         slots = asyncio.Semaphore(max_concurrency)
+        teacher = self._teacher if trains else None
+        groups = PendingGroups(planned) if trains and self._task.rewards.group else None
         last_end = 0.0
 
         async def run(trajectory_id: str, prompt: Prompt) -> Trajectory:
@@ -166,6 +182,8 @@ class RolloutStage:
             async with slots:
                 trajectory = await self._episode(trajectory_id, prompt, sampling)
             last_end = time.monotonic()
+            if groups is not None and (ended := groups.add(trajectory)):
+                await self._score_group(ended, prompt)
             if teacher is not None:
                 await _score_by(teacher, trajectory, self.scoring)
             on_done()
@@ -181,12 +199,20 @@ class RolloutStage:
             self.scoring.tail_s += time.monotonic() - last_end
         return [task.result() for task in tasks]
 
+    async def _start(self) -> None:
+        try:
+            await self._services.start()
+        except NotStarted as error:
+            raise RunError(str(error)) from error
+        self._service_tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+
     async def _close(self) -> None:
         """End episodes that an interrupted rollout left running, then close the connections."""
-        left = asyncio.all_tasks() - {asyncio.current_task()}
+        left = asyncio.all_tasks() - {asyncio.current_task()} - self._service_tasks
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        await self._services.close()
         await self._engine.aclose()
         if self._teacher is not None:
             await self._teacher.aclose()
@@ -196,15 +222,27 @@ class RolloutStage:
         trajectory = await self._episodes.run(prompt, trajectory_id=trajectory_id, sampling=sampling, seed=seed)
         self._engine.close(trajectory_id)
         try:
-            await score(trajectory, prompt, self._task.reward, self._recipe.rollout.trajectory_timeout_s)
+            await score(trajectory, prompt, self._task.rewards.function, self._recipe.rollout.trajectory_timeout_s)
             self._complete_credit(trajectory)
         except Exception as error:
             # A task's own code may raise anything. The recipe limits how many trajectories may fail.
-            cause = f"{self._recipe.reward.function} failed: {type(error).__name__}: {error}"
+            name = self._recipe.reward.function or "the reward"
+            whole = f"{name} failed: {type(error).__name__}: {error}"
+            cause = str(error) if isinstance(error, PartFailed) else whole
             log.warning("%s: %s", trajectory_id, cause, exc_info=error)
-            trajectory.status = Status.failed
-            trajectory.metadata["error"] = cause
+            _fail(trajectory, cause)
         return trajectory
+
+    async def _score_group(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
+        """Add the rewards of groups to a prompt's trajectories, all of which fail if one of these rewards does."""
+        rewards, timeout_s = self._task.rewards, self._recipe.rollout.trajectory_timeout_s
+        try:
+            await score_group(trajectories, prompt, rewards.group, timeout_s, rewards.retries)
+        except PartFailed as error:
+            log.warning("%s: %s", prompt.prompt_id, error, exc_info=error)
+            for trajectory in trajectories:
+                if trajectory.status is not Status.failed:
+                    _fail(trajectory, str(error))
 
     def _complete_credit(self, trajectory: Trajectory) -> None:
         """Add the states that GiGPO needs where the reward gives none: the environment's, or what the policy was told.
@@ -222,6 +260,11 @@ class RolloutStage:
         check_credit(trajectory, self._recipe.algorithm)
 
 
+def _fail(trajectory: Trajectory, cause: str) -> None:
+    trajectory.status = Status.failed
+    trajectory.metadata["error"] = cause
+
+
 async def _score_by(teacher: Teacher, trajectory: Trajectory, times: ScoringTimes) -> None:
     """A trajectory that the teacher cannot score fails."""
     if trajectory.status is Status.failed:
@@ -233,8 +276,7 @@ async def _score_by(teacher: Teacher, trajectory: Trajectory, times: ScoringTime
     except EngineError as error:
         cause = f"the teacher failed: {error}"
         log.warning("%s: %s", trajectory.trajectory_id, cause)
-        trajectory.status = Status.failed
-        trajectory.metadata["error"] = cause
+        _fail(trajectory, cause)
 
 
 def planned_trajectories(prompts: Sequence[Prompt], *, samples_per_prompt: int, label: str) -> dict[str, Prompt]:

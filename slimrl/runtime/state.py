@@ -54,6 +54,8 @@ class RunState:
     """Of the entropy bonus, where `algorithm.entropy_target` adapts it; None before the first step."""
     crossed: dict[str, list[float]] = field(default_factory=dict)
     """Limits of the section `stop` -> the values beyond them in the last steps in a row (stop_rule.py)."""
+    reward_series: dict[str, list[float]] = field(default_factory=dict)
+    """Means of the reward's parts in the last steps, for reward/hacking_alarm (rewards/alarm.py)."""
     unwritten: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step while they wait for its evaluation; empty once its line is written."""
 

@@ -17,6 +17,7 @@ from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.dynamic_sampling import StepSampler
 from slimrl.runtime.group_filters import GroupFilters
 from slimrl.runtime.learner import Learner
+from slimrl.runtime.reward_watch import RewardWatch
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.run import Run
 from slimrl.runtime.step_metrics import Step
@@ -43,6 +44,7 @@ class TrainRun(Run):
             GroupFilters(self.recipe.reward.group_filters, self.task.group_filters),
             self.state.prompt_results,
         )
+        self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
         self._weights = WeightSync(self.recipe, self.state, self.trainers, self.engines, self._memory, self.progress)
 
@@ -77,6 +79,7 @@ class TrainRun(Run):
         seconds = time.monotonic() - start
         step.record({**rollout_metrics(batch.sampled, seconds), **batch.metrics})
         step.record(environment_metrics(batch.sampled))
+        step.record(self._reward_watch.metrics(batch.sampled))
         step.record(teacher_metrics(batch.sampled, self.stage.scoring))
         if self.recipe.data.max_prompt_tokens is not None:
             step.record({"data/left_out_prompts": self.task.num_left_out})

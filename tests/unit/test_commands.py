@@ -76,8 +76,9 @@ class Parts:
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     made = Parts(tmp_path)
     task = SimpleNamespace(
-        train={"train": PROMPTS}, eval_sets={"one": PROMPTS[:2], "two": PROMPTS[:3]}, group_filters=["filter"], notes=[]
-    )
+        train={"train": PROMPTS}, eval_sets={"one": PROMPTS[:2], "two": PROMPTS[:3]}, group_filters=["filter"],
+        notes=[], rewards=SimpleNamespace(parts=()),
+    )  # fmt: skip
 
     @contextmanager
     def progress(total_steps):
@@ -204,7 +205,9 @@ def test_a_checkpoint_of_a_file_with_another_number_of_lines_is_refused(parts: P
     monkeypatch.setattr(commands, "train_loop", lambda run: pytest.fail("it trains"))
     monkeypatch.setattr("test_commands.PROMPTS", PROMPTS)
     parts.recipe.data.train = "data.jsonl"
-    other = SimpleNamespace(train={"train": PROMPTS[:5]}, eval_sets={}, group_filters=[], notes=[])
+    other = SimpleNamespace(
+        train={"train": PROMPTS[:5]}, eval_sets={}, group_filters=[], notes=[], rewards=SimpleNamespace(parts=())
+    )
     monkeypatch.setattr(commands, "prepare", lambda *_, **__: (SimpleNamespace(recipe=parts.recipe), other))
     with pytest.raises(ValueError, match=r"^data\.train = data\.jsonl: "):
         commands.train(Path("r.yaml"), [], **HOW, ray_address=None)

@@ -8,6 +8,7 @@ import pytest
 from slimrl.config.schema import Recipe
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
+from slimrl.rewards.loading import Rewards
 from slimrl.runtime.rollout_stage import RolloutStage
 
 
@@ -52,7 +53,7 @@ def test_trajectories_under_way_are_so_many_times_the_engines(engines: int, at_o
     recipe = Recipe(steps=1)
     recipe.rollout.samples_per_prompt, recipe.rollout.num_engines = 2, engines
     recipe.rollout.max_concurrency_per_engine = 3
-    task = SimpleNamespace(episode_runner=lambda *_: episodes, reward=lambda *_: 1.0)
+    task = SimpleNamespace(episode_runner=lambda *_: episodes, rewards=Rewards(function=lambda trajectory, prompt: 1.0))
     prompts = [Prompt(prompt_id=str(index), messages=[], label="") for index in range(5)]
     with (
         Progress(1) as progress,

@@ -342,7 +342,7 @@ def test_sft_needs_no_rollout_and_train_no_sft_settings(folder):
     with pytest.raises(RecipeError) as caught:
         load_recipe("sft.yaml", command="train")
     assert {problem.key for problem in caught.value.problems} == {
-        "algorithm.max_logprob_mismatch", "rollout.max_trajectory_tokens", "reward.function",
+        "algorithm.max_logprob_mismatch", "rollout.max_trajectory_tokens",
     }  # fmt: skip
 
 

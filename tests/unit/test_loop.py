@@ -158,7 +158,12 @@ def play(recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, s
         run = TrainRun(
             recipe=recipe,
             folder=folder,
-            task=SimpleNamespace(eval_sets={name: ["a prompt"] for name in sets}, group_filters=[], train={}),
+            task=SimpleNamespace(
+                eval_sets={name: ["a prompt"] for name in sets},
+                group_filters=[],
+                train={},
+                rewards=SimpleNamespace(parts=()),
+            ),
             trainers=stages,
             engines=stages,
             stage=stages,

@@ -43,8 +43,8 @@ def refused(*overrides: str, files: bool = False) -> list[str]:
         ("agent.tools=[slimrl.agent.parsers:NoCalls]",
          "slimrl.agent.parsers:NoCalls: NoCalls is a class. A tool is a function."),
         ("reward.function=slimrl.agent.parsers:NoCalls",
-         "slimrl.agent.parsers:NoCalls: NoCalls is a class. "
-         "A reward is a function, or an object that can be called."),
+         "slimrl.agent.parsers:NoCalls: NoCalls is a class without __call__. "
+         "A reward is a function, an object that can be called, or a class of such objects."),
         ("agent.parser=slimrl.agent.parsers:NoCallz",
          "slimrl.agent.parsers:NoCallz: slimrl.agent.parsers has no NoCallz. Did you mean NoCalls?"),
         ("resync.bucket_bytes=1",

@@ -13,6 +13,7 @@ from slimrl.config.schema import Recipe
 from slimrl.data.engine import EngineError
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
+from slimrl.rewards.loading import Rewards
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.errors import StageError
@@ -65,9 +66,7 @@ class Task:
 
         return SimpleNamespace(run=run)
 
-    @staticmethod
-    def reward(trajectory: Trajectory, prompt: Prompt) -> float:
-        return 1.0
+    rewards = Rewards(function=lambda trajectory, prompt: 1.0)
 
 
 @contextmanager

@@ -69,8 +69,11 @@ def play(where: Path, stage: Stage, refill: RefillMode, *, until: int, resume: b
     with Trackers(folder, recipe.tracking, {}, keep_through_step=state.step if resume else -1) as trackers:
         run = TrainRun(
             recipe=recipe, folder=folder, trainers=trainers, engines=SimpleNamespace(), stage=stage, data=data,
-            task=SimpleNamespace(group_filters=[], train={"train": PROMPTS}, eval_sets={}), trackers=trackers,
-            progress=silent, state=state, preemption=SimpleNamespace(check=lambda: None, asked=False),
+            task=SimpleNamespace(
+                group_filters=[], train={"train": PROMPTS}, eval_sets={}, rewards=SimpleNamespace(parts=())
+            ),
+            trackers=trackers, progress=silent, state=state,
+            preemption=SimpleNamespace(check=lambda: None, asked=False),
         )  # fmt: skip
         while state.step < until:
             before = state.step

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema import Recipe, RewardConfig
 from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.rewards.loading import Rewards
+from slimrl.rewards.parts import Part, PartsReward, SingleReward
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.rollout_stage import RolloutStage
 
@@ -23,7 +25,7 @@ class Episodes:
             trajectory_id=trajectory_id,
             segments=[],
             status=Status.completed,
-            metadata={"num_turns": 1},
+            metadata={"num_turns": 1, "num_tool_calls": 0},
         )
 
 
@@ -44,13 +46,17 @@ class Progress:
         yield SimpleNamespace(advance=lambda: None)
 
 
-def rollout(reward, *, limit=0.1):
+def stage_of(rewards, *, limit=0.1, samples=1, **settings):
     recipe = Recipe()
-    recipe.rollout.samples_per_prompt = 1
+    recipe.rollout.samples_per_prompt = samples
     recipe.rollout.max_failed_fraction = limit
-    recipe.reward.function = "task:judge"
-    task = SimpleNamespace(reward=reward, episode_runner=lambda *_: Episodes())
-    with RolloutStage(recipe, task, Engine(), Progress(), watch=lambda: None, flush_caches=lambda: None) as stage:
+    recipe.reward = RewardConfig(function="task:judge", **settings)
+    task = SimpleNamespace(rewards=rewards, episode_runner=lambda *_: Episodes())
+    return RolloutStage(recipe, task, Engine(), Progress(), watch=lambda: None, flush_caches=lambda: None)
+
+
+def rollout(reward, *, limit=0.1):
+    with stage_of(Rewards(function=reward), limit=limit) as stage:
         return stage.rollout(PROMPTS, label="step_000001")
 
 
@@ -92,3 +98,80 @@ def test_rewards_that_fail_above_the_limit_stop_the_run_with_their_cause():
         RunError, match=r"^rollout: 3 of 10 .* = 0\.2 allows: task:judge failed: Connection.*the judge is away$"
     ):
         rollout(fails_for({1, 2, 3}), limit=0.2)
+
+
+def test_a_part_that_fails_is_named_with_the_trajectory_s_other_causes():
+    part = Part(name="judge", function=fails_for({3}), path="task:judge")
+    with stage_of(Rewards(function=PartsReward(parts=[part]))) as stage:
+        trajectories = stage.rollout(PROMPTS, label="step_000001")
+    assert trajectories[3].metadata["error"] == ("judge (task:judge) failed: ConnectionRefusedError: the judge is away")
+    with stage_of(
+        Rewards(function=SingleReward(part=Part(name="", function=fails_for({3}), path="task:one")))
+    ) as stage:
+        trajectories = stage.rollout(PROMPTS, label="step_000001")
+    assert trajectories[3].metadata["error"] == "task:one failed: ConnectionRefusedError: the judge is away"
+
+
+def ranks(trajectories, prompt):
+    """The samples of a prompt in their order, those of prompt 3 not at all."""
+    if prompt.label == 3:
+        raise ConnectionRefusedError("no ranking")
+    return [float(number) for number in range(len(trajectories))]
+
+
+def test_a_group_is_rewarded_when_it_has_ended_and_fails_as_a_whole_but_evaluations_have_none():
+    rewards = Rewards(
+        function=lambda trajectory, prompt: 1.0,
+        group=[Part(name="rank", function=ranks, path="task:ranks", weight=0.1)],
+    )
+    with stage_of(rewards, samples=3) as stage:
+        trajectories = stage.rollout(PROMPTS, label="step_000001")
+        _, evaluated = stage.evaluate("heldout", PROMPTS, label="eval")
+    assert [t.rewards for t in trajectories[:3]] == [{"rank": 0.0}, {"rank": 1.0}, {"rank": 2.0}]
+    assert [t.reward for t in trajectories[:3]] == [1.0, 1.1, 1.2]
+    failed = {t.metadata["error"] for t in trajectories if t.status is Status.failed}
+    assert failed == {"rank (task:ranks) failed: ConnectionRefusedError: no ranking"}
+    assert [t.status is Status.failed for t in trajectories] == [9 <= number < 12 for number in range(30)]
+    assert [(t.reward, t.rewards) for t in evaluated] == [(1.0, {})] * 10
+
+
+class Service:
+    """Counts in a task of its own, which nobody but itself may end."""
+
+    def __init__(self, *, starts=True):
+        self.starts, self.journal = starts, []
+
+    async def start(self):
+        if not self.starts:
+            raise OSError("no route to the judge")
+        self.task = asyncio.get_running_loop().create_task(asyncio.sleep(60))
+        self.journal.append("start")
+
+    async def close(self):
+        self.journal.append("close" if not self.task.done() else "its task was ended before it")
+        self.task.cancel()
+
+    async def __call__(self, trajectory, prompt):
+        self.journal.append("score")
+        return 1.0
+
+
+def test_a_reward_is_started_before_the_first_rollout_and_closed_at_the_end():
+    service = Service()
+    part = Part(name="judge", function=service, path="task:Judge")
+    with stage_of(Rewards(function=PartsReward(parts=[part]), parts=[part])) as stage:
+        assert service.journal == ["start"]
+        for label in ("step_000001", "step_000002"):
+            stage.rollout(PROMPTS[:1], label=label)
+    assert service.journal == ["start", "score", "score", "close"]
+
+
+def test_a_reward_that_does_not_start_stops_the_run_and_closes_the_others():
+    service = Service()
+    parts = [Part(name=f"p{n}", function=one, path="task:S") for n, one in enumerate([service, Service(starts=False)])]
+    with (
+        pytest.raises(RunError, match=r"^p1 \(task:S\): start failed: OSError: no route to the judge$"),
+        stage_of(Rewards(function=PartsReward(parts=parts), parts=parts)),
+    ):
+        pytest.fail("it started")
+    assert service.journal == ["start", "close"]

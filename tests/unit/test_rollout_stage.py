@@ -10,6 +10,7 @@ import pytest
 
 from slimrl.config.schema import CreditName, Recipe
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.rewards.loading import Rewards
 from slimrl.runtime import rollout_stage
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
 from slimrl.runtime.rollout_stage import RolloutStage
@@ -98,7 +99,9 @@ def start() -> Iterator[Start]:
         recipe.rollout.samples_per_prompt = 2
         for name, value in settings.items():
             setattr(recipe.rollout, name, value)
-        task = SimpleNamespace(episode_runner=lambda recipe, engine: episodes, reward=episodes.reward)
+        task = SimpleNamespace(
+            episode_runner=lambda recipe, engine: episodes, rewards=Rewards(function=episodes.reward)
+        )
         stages.append(RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None))
         return stages[-1].__enter__()
 

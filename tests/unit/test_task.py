@@ -124,3 +124,27 @@ def test_a_line_that_the_chat_template_refuses_is_named(model, tmp_path):
     conversations = write(tmp_path / "c.jsonl", {"messages": [USER, ANSWER]}, {"messages": [USER, answer]})
     with pytest.raises(RecipeError, match=r"c\.jsonl:2: messages\[1\]: the chat template refuses it: this word"):
         read_examples(loaded(model, conversations, command="sft"))
+
+
+def test_a_reward_that_a_prompt_names_and_the_recipe_lacks_is_refused_by_its_line(model, tmp_path):
+    rows = [{"messages": [USER], "label": 2, "metadata": {"reward": name}} for name in ("math", "mth")]
+    train, heldout = write(tmp_path / "t.jsonl", *rows), write(tmp_path / "h.jsonl", rows[1])
+    named = 'reward.by_name={math: {function: "slimrl.rewards.math:boxed_exact", args: {}}}'
+    given = ['reward.function=""', named, f"data.eval.heldout={heldout}"]
+    with pytest.raises(RecipeError) as caught:
+        load_task(loaded(model, train, *given), train=True, evaluate=True)
+    said = "metadata.reward is 'mth'; reward.by_name has math. Did you mean math?"
+    assert [(problem.key, problem.message) for problem in caught.value.problems] == [
+        ("data.train", f"{train}:2: {said}"),
+        ("data.eval.heldout", f"{heldout}:1: {said}"),
+    ]
+    right = write(tmp_path / "r.jsonl", rows[0])
+    task = load_task(loaded(model, right, *given[:2]), train=True, evaluate=False)
+    assert [part.name for part in task.rewards.parts] == ["math"]
+
+
+def test_parts_of_the_reward_are_refused_under_their_keys(model, tmp_path):
+    train = write(tmp_path / "t.jsonl", {"messages": [USER], "label": 2})
+    wrong = 'reward.parts={math: {function: "slimrl.rewards.math:boxed_exact", args: {digits: 3}}}'
+    with pytest.raises(RecipeError, match=r"reward\.parts\.math\.function: .*unexpected keyword argument 'digits'"):
+        load_task(loaded(model, train, 'reward.function=""', wrong), train=True, evaluate=False)

@@ -15,6 +15,7 @@ from slimrl.config.teacher import teacher_recipe
 from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.metrics import is_metric
+from slimrl.rewards.loading import Rewards
 from slimrl.rollout import client
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.servers.ports import free_ports
@@ -238,7 +239,9 @@ def stage_of(engine: Scores, *, endings: dict[int, Status] | None = None) -> Rol
     recipe, parts = Recipe(), Stage(endings or {})
     recipe.rollout.samples_per_prompt = 1
     recipe.rollout.max_failed_fraction = 1.0
-    task = SimpleNamespace(episode_runner=lambda recipe, engine: parts, reward=lambda trajectory, prompt: 1.0)
+    task = SimpleNamespace(
+        episode_runner=lambda recipe, engine: parts, rewards=Rewards(function=lambda trajectory, prompt: 1.0)
+    )
     teacher = Teacher([engine], slots_per_engine=3, timeout_s=1.0)
     return RolloutStage(recipe, task, parts, parts, watch=lambda: None, flush_caches=lambda: None, teacher=teacher)
 

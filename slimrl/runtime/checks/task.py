@@ -21,7 +21,7 @@ from slimrl.data.import_path import resolve
 from slimrl.data.prompts import read_prompts
 from slimrl.data.rows import summary
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.scoring import RewardFunction
+from slimrl.rewards.loading import Rewards, load_rewards, refuse_unknown_names
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_dialogues
 from slimrl.runtime.checks.environment import load_environment, load_play
@@ -36,7 +36,7 @@ class Task:
     tools: ToolBox
     environment: MakeEnvironment
     play: Play
-    reward: RewardFunction
+    rewards: Rewards
     group_filters: list[GroupFilter]
     train: dict[str, list[Prompt]]
     """By the file's name; empty if the command does not train"""
@@ -72,14 +72,14 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
         "tools": tools,
         "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools)),
         "play": attempts.get("agent.episode", lambda: load_play(recipe.agent.episode)),
-        "reward": attempts.get("reward.function", lambda: resolve(recipe.reward.function)),
+        "rewards": load_rewards(recipe.reward, attempts.get),
         "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "train": {
-            name: attempts.get(data.train_key(name), partial(_read_training, name, Path(path), data.keys))
+            name: attempts.get(data.train_key(name), partial(_read_training, name, Path(path), recipe))
             for name, path in (data.train_files.items() if train else ())
         },
         "eval_sets": {
-            name: attempts.get(f"data.eval.{name}", partial(read_prompts, Path(path), data.keys_of_eval))
+            name: attempts.get(f"data.eval.{name}", partial(_read, Path(path), data.keys_of_eval, recipe))
             for name, path in (data.eval.items() if evaluate else ())
         },
     }
@@ -95,9 +95,17 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
     return task
 
 
-def _read_training(name: str, path: Path, keys: dict[str, str]) -> list[Prompt]:
-    """The prompts of a file; ids of those of `data.more` begin with its name, since other files may have the same."""
+def _read(path: Path, keys: dict[str, str], recipe: Recipe) -> list[Prompt]:
+    """The prompts of a file; raises ValueError for broken lines, and for rewards that the recipe does not have."""
     prompts = read_prompts(path, keys)
+    if unknown := refuse_unknown_names(prompts, recipe.reward):
+        raise ValueError(summary(unknown))
+    return prompts
+
+
+def _read_training(name: str, path: Path, recipe: Recipe) -> list[Prompt]:
+    """The prompts of a file; ids of those of `data.more` begin with its name, since other files may have the same."""
+    prompts = _read(path, recipe.data.keys, recipe)
     return prompts if name == "train" else [replace(one, prompt_id=f"{name}/{one.prompt_id}") for one in prompts]
 
 

@@ -1,0 +1,81 @@
+"""Rewards of a whole group: functions that get all trajectories of a prompt when the last of them has ended.
+
+Failed trajectories are left out. A function returns one number for each of the others, which is added to the
+trajectory's reward as a part. If it fails, all of them fail with its cause.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.rewards.parts import Part, count_retry, failure
+from slimrl.rewards.retries import Retries
+from slimrl.rewards.scoring import call_reward, finite_number
+
+GroupReward = Callable[[Sequence[Trajectory], Prompt], Sequence[float] | Awaitable[Sequence[float]]]
+"""One finite number for each trajectory of a prompt, in order."""
+
+
+class PendingGroups:
+    """Collects the trajectories of each prompt until all of them have ended."""
+
+    def __init__(self, planned: Mapping[str, Prompt]) -> None:
+        """`planned` has the prompt of each trajectory by its id."""
+        self._members: dict[str, dict[str, Trajectory | None]] = {}
+        for trajectory_id, prompt in planned.items():
+            self._members.setdefault(prompt.prompt_id, {})[trajectory_id] = None
+
+    def add(self, trajectory: Trajectory) -> list[Trajectory]:
+        """The trajectories of the prompt in the order of the plan if this was the last one of them, else none."""
+        members = self._members[trajectory.group_id]
+        members[trajectory.trajectory_id] = trajectory
+        ended = [member for member in members.values() if member is not None]
+        return ended if len(ended) == len(members) else []
+
+
+async def score_group(
+    trajectories: Sequence[Trajectory], prompt: Prompt, parts: Sequence[Part], timeout_s: float, retries: Retries
+) -> None:
+    """Add the parts to the rewards of a prompt's trajectories, all of them or none.
+
+    Args:
+        trajectories: scored on their own, in a fixed order; failed ones may be among them.
+        timeout_s: deadline of all parts together.
+
+    Raises:
+        PartFailed: a function raised, missed the deadline, or returned something else than one finite number for each
+            trajectory.
+    """
+    scored = [trajectory for trajectory in trajectories if trajectory.status is not Status.failed]
+    if not scored:
+        return
+    values = [await _values(part, scored, prompt, timeout_s, retries) for part in parts]
+    for part, numbers in zip(parts, values, strict=True):
+        for trajectory, number in zip(scored, numbers, strict=True):
+            trajectory.reward += part.counted(number)
+            trajectory.rewards[part.name] = number
+
+
+async def _values(
+    part: Part, scored: Sequence[Trajectory], prompt: Prompt, timeout_s: float, retries: Retries
+) -> list[float]:
+    async def attempt() -> Any:
+        return await call_reward(part.function, scored, prompt)
+
+    def on_retry() -> None:
+        for trajectory in scored:
+            count_retry(trajectory)
+
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            values = list(await retries.call(attempt, f"{prompt.prompt_id}: {part.title}", on_retry))
+        if len(values) != len(scored):
+            raise ValueError(f"it returned {len(values)} numbers for {len(scored)} trajectories")
+        return [finite_number(value, part.name) for value in values]
+    except TimeoutError as error:
+        late = TimeoutError(f"no reward within {timeout_s:g} s") if deadline.expired() else error
+        raise failure(part, late) from error
+    except Exception as error:
+        # A task's own code may raise anything; the group fails with this cause.
+        raise failure(part, error) from error
