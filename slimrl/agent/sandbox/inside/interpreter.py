@@ -6,6 +6,7 @@ A session reads code from its channel, each piece ended by a NUL, and answers ea
 import atexit
 import builtins
 import gc
+import importlib
 import json
 import linecache
 import os
@@ -28,6 +29,11 @@ done
 WORK = "/tmp/work"
 """The private copy of a session's folder."""
 FILE_NAME = "<code>"
+COMMON = (
+    "numpy.random", "numpy.linalg", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions",
+    "functools", "heapq", "itertools", "json", "math", "operator", "re", "statistics", "string", "time", "typing",
+)  # fmt: skip
+"""Modules that are imported once, so that programs need not."""
 
 
 def run(task_file: int, channel: int | None, folder: int | None) -> NoReturn:
@@ -59,16 +65,26 @@ def _run_shell(code: str, channel: int | None) -> NoReturn:
     os.execvp(SHELL, [SHELL, "-c", SHELL_SESSION])
 
 
-def _fresh_interpreter() -> dict[str, Any]:
-    """Hide the warm interpreter, and give up what all forks would share: the states of random generators."""
+def warm(packages: list[str]) -> None:
+    """Import what programs use, then hide what the warm interpreter itself is made of. Done once, before any fork."""
+    for name in packages:
+        importlib.import_module(name)
+    for name in COMMON:
+        # Those of numpy only where that is; numpy itself imports them when they are first used.
+        if "." not in name or name.split(".")[0] in packages:
+            importlib.import_module(name)
     for name in [name for name in sys.modules if name.split(".")[0] == "slimrl"]:
         del sys.modules[name]
-    sys.path[:] = [path for path in sys.path if path != "/sandbox"]
-    sys.path.insert(0, os.getcwd())
+    sys.path.remove("/sandbox")
     sys.argv[:] = [""]
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
+
+
+def _fresh_interpreter() -> dict[str, Any]:
+    """The names of the module `__main__`, in an interpreter with streams and random generators of its own."""
+    sys.path.insert(0, os.getcwd())
     # The streams of the warm interpreter were made for other files.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         errors = "backslashreplace" if number else "surrogateescape"
@@ -76,10 +92,10 @@ def _fresh_interpreter() -> dict[str, Any]:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     gc.enable()
-    return main.__dict__
+    return sys.modules["__main__"].__dict__
 
 
 def _run_code(code: str, names: dict[str, Any]) -> int:

@@ -10,7 +10,6 @@
 
 import array
 import gc
-import importlib
 import json
 import os
 import select
@@ -165,8 +164,7 @@ def main() -> None:
     """Arguments: the control socket's descriptor, and the packages to import."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    for package in sys.argv[2:]:
-        importlib.import_module(package)
+    interpreter.warm(sys.argv[2:])
     assert len(os.listdir("/proc/self/task")) == 1, "a package has started a thread, which no fork would have"
     gc.collect()
     gc.freeze()
