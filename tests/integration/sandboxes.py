@@ -29,6 +29,6 @@ needs_namespaces = pytest.mark.skipif(without_namespaces() is not None, reason=s
 
 
 def processes_inside(sandbox: BubblewrapSandbox) -> int:
-    """How many processes the sandbox has besides bwrap: 2 between runs, bwrap's own first process and the interpreter."""
+    """How many processes a sandbox has besides bwrap: between runs 2, bwrap's first process and the interpreter."""
     assert sandbox.pid is not None
     return len(psutil.Process(sandbox.pid).children(recursive=True))
