@@ -25,7 +25,7 @@ from slimrl.agent.sandbox.remote import RemoteSandbox
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
-CONFIG = SandboxConfig(limits=SMALL)
+CONFIG = SandboxConfig(limits=SMALL, packages=())  # those take a second to import
 
 FAKE_DOCKER = """#!{python}
 import json, os, subprocess, sys

@@ -15,9 +15,11 @@ from pathlib import Path
 from slimrl.agent.sandbox.config import Limits
 from slimrl.agent.sandbox.interface import Ended, Language, Result, SessionEnded, check_code
 from slimrl.agent.sandbox.outcome import out_of_cpu_time, why
-from slimrl.agent.sandbox.zygote_client import END_S, Run, ZygoteClient
+from slimrl.agent.sandbox.zygote_client import Run, ZygoteClient
 
 MAX_STATUS_BYTES = 16
+EXIT_S = 1.0
+"""How long a process whose channel has ended may take to exit by itself."""
 
 
 class ForkedSession:
@@ -94,7 +96,7 @@ class ForkedSession:
         """What the session still had written. `wait`: it is about to exit itself, so that its status becomes known."""
         self._closed = True
         if wait:
-            await asyncio.wait([self._run.exited], timeout=END_S)
+            await asyncio.wait([self._run.exited], timeout=EXIT_S)
         self._channel.close()
         return await self._run.end()
 
