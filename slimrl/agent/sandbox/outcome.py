@@ -7,14 +7,14 @@ from slimrl.agent.sandbox.interface import Ended
 
 _KILLED = (-9, 128 + 9)
 """A process that SIGKILL ended, and a shell whose last command it ended."""
-_CPU_SLACK_S = 0.1
-"""The kernel counts CPU time in ticks."""
+_CPU_FRACTION = 0.5
+"""The kernel enforces the limit by whole ticks, and reports exact times, which may be shorter by a good part."""
 _MEMORY_ERROR = re.compile(r"^(\w+\.)*\w*MemoryError\b")
 
 
 def out_of_cpu_time(status: int, cpu_s: float, limits: Limits) -> bool:
     """Whether the kernel ended a program at its limit of CPU time."""
-    return status in _KILLED and cpu_s > limits.cpu_s - _CPU_SLACK_S
+    return status in _KILLED and cpu_s > _CPU_FRACTION * limits.cpu_s
 
 
 def why(status: int, stderr: str) -> Ended:
