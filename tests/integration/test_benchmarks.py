@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandboxes import needs_namespaces
 
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 
@@ -103,6 +104,15 @@ def test_logprobs_in_chunks_are_measured_against_plain_torch(tmp_path: Path):
         assert value == pytest.approx(chunked[key] / plain[key])
     assert_positive(plain["extra_bytes"], *(way[key] for way in (chunked, plain) for key in ("seconds", "cpu_seconds")))
     assert ratio["extra_bytes"] < figures["limits"]["memory"]
+
+
+@needs_namespaces
+def test_isolated_runs_are_timed_against_plain_processes(tmp_path: Path):
+    figures = figures_of("sandbox", tmp_path / "sandbox.json", "--runs", "10", "--workers", "2")
+    assert figures["ways"].keys() == {"warm", "bubblewrap", "process"}
+    for way in figures["ways"].values():
+        assert_positive(*way.values())
+        assert way["median_ms"] <= way["p99_ms"]
 
 
 @pytest.mark.full

@@ -1,0 +1,62 @@
+"""The command line of bwrap, in which the warm interpreter runs.
+
+It is root of a user namespace of its own, with the few capabilities that it needs to confine its forks; it runs no
+untrusted code itself. The root file system is read-only, with what visible.py shows; there is no network.
+"""
+
+from pathlib import Path
+
+from slimrl.agent.sandbox import visible
+
+_INSIDE = Path(__file__).with_name("inside")
+_PROGRAM = "; ".join(
+    (
+        f"import sys; sys.path[:0] = ['/sandbox', '{visible.PACKAGES}']",
+        "from slimrl.agent.sandbox.inside.zygote import main",
+        "main()",
+    )
+)
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "OPENBLAS_NUM_THREADS": "1",  # a fork has no other thread
+    "OMP_NUM_THREADS": "1",
+}
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_NAMESPACES = ("pid", "net", "ipc", "uts", "cgroup-try")
+
+
+def bwrap_command(control: int, namespace: int | None, packages: tuple[str, ...]) -> list[str]:
+    """Start the warm interpreter.
+
+    Args:
+        control: descriptor of the control socket.
+        namespace: descriptor of a user namespace of two users; None for a new one of one user.
+        packages: what it imports, if it is installed.
+    """
+    installed = visible.installed(packages)
+    command = ["bwrap", "--die-with-parent", "--new-session"]
+    command += ["--unshare-user"] if namespace is None else ["--userns", str(namespace)]
+    command += [f"--unshare-{kind}" for kind in _NAMESPACES]
+    command += ["--hostname", "sandbox", "--cap-drop", "ALL"]
+    for capability in ("SYS_ADMIN", "SYS_PTRACE", "KILL", *(() if namespace is None else ("SETUID", "SETGID"))):
+        command += ["--cap-add", f"CAP_{capability}"]
+    command += ["--clearenv", *(word for pair in _ENVIRONMENT.items() for word in ("--setenv", *pair))]
+    command += [*visible.arguments(installed), "--proc", "/proc", "--tmpfs", "/dev", "--dir", "/dev/shm"]
+    for device in _DEVICES:
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    command += ["--symlink", "/proc/self/fd", "/dev/fd", "--remount-ro", "/dev", "--dir", "/tmp"]
+    command += [
+        "--dir",
+        "/sandbox",
+        "--ro-bind",
+        str(_INSIDE),
+        "/sandbox/slimrl/agent/sandbox/inside",
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/",
+    ]
+    command += [str(visible.interpreter()), "-I", "-S", "-X", "utf8", "-c", _PROGRAM]
+    return [*command, str(control), *(name for name in installed if name in packages)]

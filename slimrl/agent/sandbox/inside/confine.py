@@ -1,0 +1,122 @@
+"""What a fork of the warm interpreter does before it runs a program, as process 1 of a new pid namespace.
+
+1. New mount, network, IPC and UTS namespaces. A fresh tmpfs is /tmp and /dev/shm, /proc is that of the new pid
+   namespace and read-only; the rest was read-only before.
+2. Resource limits. If the warm interpreter is root of its user namespace, another user.
+3. A new user namespace, which owns none of the others, with one unprivileged user; then no capabilities, no new
+   privileges, and the filter of system calls.
+
+Nothing here undoes a step: a failure ends the process before it runs the program.
+"""
+
+import ctypes
+import os
+import resource
+
+from slimrl.agent.sandbox.inside import seccomp
+
+USER = 65534
+"""User and group of a program, as it sees them."""
+RUN_USER = 1
+"""The user and group of a run in the warm interpreter's user namespace, if that has more than one."""
+OPEN_FILES = 256
+TMPFS_INODES = 20_000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND = 1, 2, 4, 8, 4096
+_MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
+_SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION_3 = 0x20080522
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog"""
+
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+_FILTER = seccomp.program()
+
+
+def confine(limits: dict[str, int]) -> None:
+    """Take from this process all that a program must not have. Raises OSError.
+
+    Args:
+        limits: the fields of Limits, with `address_space_bytes` in place of memory.
+    """
+    host_proc = os.open("/proc", os.O_PATH)
+    _write(host_proc, "oom_score_adj", "1000")  # the kernel ends programs before it ends the training
+    os.unshare(os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS)
+    _mount_private(limits["disk_bytes"])
+    _limit(limits)
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(RUN_USER, RUN_USER, RUN_USER)
+        os.setresuid(RUN_USER, RUN_USER, RUN_USER)
+        _call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # its files in /proc are its own again
+    user, group = os.getuid(), os.getgid()
+    os.unshare(os.CLONE_NEWUSER)
+    _write(host_proc, "setgroups", "deny")
+    _write(host_proc, "gid_map", f"{USER} {group} 1")
+    _write(host_proc, "uid_map", f"{USER} {user} 1")
+    os.close(host_proc)
+    # The new user namespace counts its own processes; before, the limit would have counted those of all runs.
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"], limits["processes"]))
+    _drop_capabilities()
+    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _filter_system_calls()
+
+
+def _mount_private(disk_bytes: int) -> None:
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
+    options = f"size={disk_bytes},nr_inodes={TMPFS_INODES},mode=1777"
+    _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    for name in ("shm", "tmp"):
+        os.mkdir(f"/tmp/{name}")
+        os.chmod(f"/tmp/{name}", 0o1777)
+    _mount("/tmp/shm", "/dev/shm", None, _MS_BIND, None)
+    _mount("/tmp/tmp", "/tmp", None, _MS_BIND, None)
+    _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
+    os.chdir("/tmp")
+
+
+def _limit(limits: dict[str, int]) -> None:
+    for kind, value in (
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_AS, limits["address_space_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+
+
+def _drop_capabilities() -> None:
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _call("capset", header, (ctypes.c_uint32 * 6)())
+
+
+def _filter_system_calls() -> None:
+    program = _Program(len(_FILTER) // 8, _FILTER)
+    _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    _call("mount", texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
+
+
+def _write(proc: int, name: str, text: str) -> None:
+    file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(_libc, name)(*arguments) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")

@@ -1,0 +1,177 @@
+"""The warm interpreter: imports packages once, and forks itself for each run.
+
+1. A request is one message on the control socket: JSON with the id and limits, and the run's descriptors. It holds
+   nothing of the program, whose code only the fork reads, so the warm interpreter's memory tells the next run nothing.
+2. The fork is process 1 of a new pid namespace. It confines itself (confine.py) and runs the program (interpreter.py).
+   If it ends, the kernel ends all processes of its namespace before this process is told.
+3. Every SAMPLE_S the memory of runs is summed, and a run above its limit is killed.
+4. `kill` ends a run; each end is reported. The end of the control socket ends this process, and with it the sandbox.
+"""
+
+import array
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from slimrl.agent.sandbox.inside import interpreter, memory
+from slimrl.agent.sandbox.inside.confine import confine
+
+SAMPLE_S = 0.1
+MAX_MESSAGE_BYTES = 4096
+MAX_DESCRIPTORS = 8
+MAX_DESCRIPTOR = 1 << 20
+DESCRIPTORS = ("task", "stdin", "stdout", "stderr", "channel", "folder")
+"""In the order of a request; the last two only if it names them."""
+
+
+@dataclass(eq=False)
+class _Run:
+    number: int
+    pid: int
+    memory_bytes: int
+    next_sample: float
+    over_memory: bool = False
+
+
+class Zygote:
+    """The loop of the warm interpreter."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._runs: dict[int, _Run] = {}
+        """By pid."""
+        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._base_bytes = _address_space_bytes()
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> None:
+        """Until the control socket ends."""
+        self._send({"ready": os.getpid()})
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        while True:
+            ready = {number for number, _ in poll.poll(1000 * SAMPLE_S if self._runs else None)}
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._reap()
+            if self._control.fileno() in ready and not self._receive():
+                return
+            self._check_memory()
+
+    def _receive(self) -> bool:
+        """Handle a message. False at the end of the socket."""
+        files = array.array("i")
+        space = socket.CMSG_SPACE(MAX_DESCRIPTORS * files.itemsize)
+        message, ancillary, _, _ = self._control.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            return False
+        for _, _, data in ancillary:
+            files.frombytes(data[: len(data) - len(data) % files.itemsize])
+        request = json.loads(message)
+        if "kill" in request:
+            for run in self._runs.values():
+                if run.number == request["kill"]:
+                    os.kill(run.pid, signal.SIGKILL)
+            return True
+        given = dict(zip(request["descriptors"], files, strict=True))
+        try:
+            self._fork(request, given)
+        except OSError as error:
+            self._send({"id": request["id"], "problem": str(error)})
+        finally:
+            for file in files:
+                os.close(file)
+        return True
+
+    def _fork(self, request: dict[str, Any], given: dict[str, int]) -> None:
+        os.unshare(os.CLONE_NEWPID)  # of the children, not of this process
+        try:
+            pid = os.fork()
+        finally:
+            # The child is in its own namespace already; there this fails, which it need not know.
+            if os.getpid() != 1:
+                os.setns(self._own_pids, os.CLONE_NEWPID)
+        if pid == 0:
+            self._become(request, given)
+        self._runs[pid] = _Run(request["id"], pid, request["limits"]["memory_bytes"], time.monotonic() + SAMPLE_S)
+
+    def _become(self, request: dict[str, Any], given: dict[str, int]) -> NoReturn:
+        """The rest of the child's life."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, name in enumerate(("stdin", "stdout", "stderr")):
+                os.dup2(given[name], number)
+            limits = request["limits"]
+            confine(limits | {"address_space_bytes": limits["memory_bytes"] + self._base_bytes})
+        except OSError as error:
+            self._send({"id": request["id"], "problem": f"cannot confine a program: {error}"})
+            os._exit(status)
+        kept = sorted(given[name] for name in ("task", "channel", "folder") if name in given)
+        first = 3
+        for file in kept:
+            os.closerange(first, file)
+            first = file + 1
+        os.closerange(first, MAX_DESCRIPTOR)
+        try:
+            interpreter.run(given["task"], given.get("channel"), given.get("folder"))
+        except BaseException:  # noqa: BLE001 - a fork never returns to the loop
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            run = self._runs.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            cpu_s = usage.ru_utime + usage.ru_stime
+            self._send({"id": run.number, "status": code, "cpu_s": cpu_s, "over_memory": run.over_memory})
+
+    def _check_memory(self) -> None:
+        now = time.monotonic()
+        for run in self._runs.values():
+            if now < run.next_sample:
+                continue
+            run.next_sample = now + SAMPLE_S
+            if memory.exceeds(run.pid, run.memory_bytes):
+                run.over_memory = True
+                os.kill(run.pid, signal.SIGKILL)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._control.sendall(json.dumps(message).encode())
+
+
+def main() -> None:
+    """Arguments: the control socket's descriptor, and the packages to import."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    interpreter.warm(sys.argv[2:])
+    assert len(os.listdir("/proc/self/task")) == 1, "a package has started a thread, which no fork would have"
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    Zygote(control).serve()
+
+
+def _address_space_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * memory.PAGE_BYTES

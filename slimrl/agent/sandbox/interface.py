@@ -1,0 +1,107 @@
+"""What every backend offers: runs of a program, and sessions that keep their state."""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from slimrl.agent.sandbox.config import Limits
+
+MAX_CODE_BYTES = 100_000
+"""Of a program; less than an argument of a process may have (128 KiB)."""
+
+
+class SandboxError(Exception):
+    """The sandbox itself failed; nothing is known of the program."""
+
+
+class SandboxBusy(SandboxError):
+    """Too many runs wait, or one has waited too long."""
+
+
+class SessionEnded(ValueError):
+    """A session was used after its end, by `exit`, a limit or `close`."""
+
+
+class Language(str, Enum):
+    python = "python"
+    shell = "shell"
+    """bash."""
+
+
+class Ended(str, Enum):
+    """Why a run ended."""
+
+    ok = "ok"
+    """Exit status 0."""
+    error = "error"
+    """Another exit status: an exception, a failed command."""
+    timeout = "timeout"
+    """The limit of wall clock or CPU time."""
+    memory = "memory"
+    """The limit of memory, or a MemoryError."""
+    output = "output"
+    """The limit of stdout and stderr."""
+    killed = "killed"
+    """A signal that the sandbox did not send: a crash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Untrusted code. Raises ValueError if it is too long or holds a NUL."""
+
+    code: str
+    language: Language = Language.python
+    stdin: bytes = b""
+
+    def __post_init__(self) -> None:
+        check_code(self.code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run left: its output, and nothing else."""
+
+    stdout: str
+    """Decoded as UTF-8; U+FFFD replaces bytes that are not. At a limit: what there was until then."""
+    stderr: str
+    exit_status: int | None
+    """As of a shell's `$?` for a program that ended itself; None if it was stopped or is not known."""
+    ended: Ended
+    seconds: float
+    """Wall clock, without waiting for a place."""
+
+
+class Session(Protocol):
+    """One process that keeps its state: an interpreter's variables, or a shell's directory and variables."""
+
+    async def run(self, code: str, *, wall_s: float | None = None) -> Result:
+        """Run code in the session; at a limit the session ends with it. Raises SessionEnded after that."""
+
+    async def close(self) -> None: ...
+
+
+class Sandbox(Protocol):
+    """Runs programs. `close` ends all that it has started."""
+
+    async def run(self, program: Program, limits: Limits | None = None) -> Result:
+        """Run a program from its start to its end; without limits, those of the sandbox.
+
+        Raises:
+            SandboxError: the sandbox itself failed.
+        """
+
+    async def session(
+        self, language: Language = Language.python, *, folder: Path | None = None, limits: Limits | None = None
+    ) -> Session:
+        """Open a session, in a private copy of `folder` if there is one; its changes are lost with the session."""
+
+    async def close(self) -> None: ...
+
+
+def check_code(code: str) -> None:
+    """Raises ValueError for code that is too long, or that no backend could pass on."""
+    if "\0" in code:
+        raise ValueError("the code holds a NUL character")
+    if len(code.encode("utf-8", "replace")) > MAX_CODE_BYTES:
+        raise ValueError(f"the code is longer than {MAX_CODE_BYTES} bytes")

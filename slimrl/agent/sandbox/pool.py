@@ -1,0 +1,74 @@
+"""The sandbox that the rest of slimrl uses: a backend, behind admission to it."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from slimrl.agent.sandbox.admission import Admission
+from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
+from slimrl.agent.sandbox.config import Backend, Limits, SandboxConfig
+from slimrl.agent.sandbox.container import ContainerSandbox
+from slimrl.agent.sandbox.interface import Language, Program, Result, Sandbox, Session
+from slimrl.agent.sandbox.remote import RemoteSandbox
+from slimrl.agent.sandbox.rlimited import SubprocessSandbox
+
+_BACKENDS: dict[Backend, Callable[[SandboxConfig], Sandbox]] = {
+    Backend.bubblewrap: BubblewrapSandbox,
+    Backend.subprocess: SubprocessSandbox,
+    Backend.remote: RemoteSandbox,
+    Backend.container: ContainerSandbox,
+}
+
+
+class SandboxPool:
+    """A sandbox with back-pressure: runs beyond `max_running` wait, and are refused rather than piled up.
+
+    Args:
+        sandbox: the backend; by default the one that the settings name.
+    """
+
+    def __init__(self, config: SandboxConfig, sandbox: Sandbox | None = None) -> None:
+        self._sandbox = sandbox or _BACKENDS[config.backend](config)
+        queue = partial(Admission, max_waiting=config.max_waiting, wait_s=config.wait_s)
+        self._runs, self._sessions = queue(max_running=config.max_running), queue(max_running=config.max_sessions)
+
+    async def run(self, program: Program, limits: Limits | None = None) -> Result:
+        """Raises SandboxBusy, besides what the backend raises."""
+        async with self._runs.place():
+            return await self._sandbox.run(program, limits)
+
+    async def session(
+        self, language: Language = Language.python, *, folder: Path | None = None, limits: Limits | None = None
+    ) -> "PooledSession":
+        """Raises SandboxBusy, besides what the backend raises."""
+        await self._sessions.enter()
+        try:
+            session = await self._sandbox.session(language, folder=folder, limits=limits)
+        except BaseException:
+            self._sessions.leave()
+            raise
+        return PooledSession(session, self._runs, self._sessions)
+
+    async def close(self) -> None:
+        await self._sandbox.close()
+
+
+class PooledSession:
+    """A session whose executions are admitted as runs are; it holds its own place until `close`."""
+
+    def __init__(self, session: Session, runs: Admission, sessions: Admission) -> None:
+        self._session, self._runs, self._sessions = session, runs, sessions
+        self._closed = False
+
+    async def run(self, code: str, *, wall_s: float | None = None) -> Result:
+        async with self._runs.place():
+            return await self._session.run(code, wall_s=wall_s)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._session.close()
+        finally:
+            self._sessions.leave()

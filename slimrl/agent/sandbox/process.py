@@ -1,0 +1,100 @@
+"""Runs one command of the host with a deadline and a limit of output: for backends that are command lines."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimrl.agent.sandbox.capture import Capture
+from slimrl.agent.sandbox.config import Limits
+from slimrl.agent.sandbox.interface import Ended, Result, SandboxError
+from slimrl.agent.sandbox.outcome import why
+from slimrl.agent.sandbox.zygote_client import memory_file
+
+END_S = 10.0
+"""How long a killed process may take to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What to start."""
+
+    argv: Sequence[str]
+    stdin: bytes = b""
+    env: Mapping[str, str] | None = None
+    """None: that of this process."""
+    cwd: Path | None = None
+
+
+async def run_command(command: Command, limits: Limits, stop: Callable[[], Awaitable[None]] | None = None) -> Result:
+    """Run a command to its end, or to its deadline or limit of output; its process group ends with it.
+
+    Args:
+        stop: called before the group is killed at a limit, for what the command has started elsewhere.
+
+    Raises:
+        SandboxError: there is no such command, or it does not end.
+    """
+    start = time.monotonic()
+    output = Capture(limits.output_bytes)
+    stdin = memory_file(command.stdin)
+    try:
+        process = subprocess.Popen(
+            command.argv,
+            stdin=stdin,
+            stdout=output.write_ends[0],
+            stderr=output.write_ends[1],
+            env=command.env,
+            cwd=command.cwd,
+            start_new_session=True,
+        )
+    except OSError as error:
+        output.close()
+        raise SandboxError(f"cannot start {command.argv[0]}: {error}") from error
+    finally:
+        os.close(stdin)
+        output.started()
+    in_time = False
+    try:
+        in_time = await _wait(process, output, limits.wall_s)
+        stopped = not in_time or output.full.is_set()
+        if stopped and stop is not None:
+            await stop()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what the command left behind
+        await asyncio.to_thread(process.wait, END_S)
+        stdout, stderr = output.take()
+        output.close()
+    status: int | None = process.returncode
+    if output.full.is_set():
+        ended = Ended.output
+    elif not in_time:
+        ended = Ended.timeout
+    else:
+        ended = why(process.returncode, stderr)
+    if stopped or process.returncode < 0:
+        status = None
+    return Result(stdout=stdout, stderr=stderr, exit_status=status, ended=ended, seconds=time.monotonic() - start)
+
+
+async def _wait(process: "subprocess.Popen[bytes]", output: Capture, timeout_s: float) -> bool:
+    """Until the process has ended or has written too much. False if the time was over."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    handle = os.pidfd_open(process.pid)
+    loop.add_reader(handle, ended.set)
+    waiting = [asyncio.ensure_future(event.wait()) for event in (ended, output.full)]
+    try:
+        done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+        for task in waiting:
+            task.cancel()
+    return bool(done)

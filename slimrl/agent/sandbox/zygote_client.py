@@ -1,0 +1,203 @@
+"""The host's end of a warm interpreter: starts it in bwrap, sends it runs, and hears how they end."""
+
+import array
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slimrl.agent.sandbox.bwrap import bwrap_command
+from slimrl.agent.sandbox.capture import Capture
+from slimrl.agent.sandbox.config import Limits
+from slimrl.agent.sandbox.interface import SandboxError
+from slimrl.agent.sandbox.user_namespace import open_user_namespace
+
+START_S = 60.0
+"""Deadline of the warm interpreter's start, with the import of its packages."""
+END_S = 10.0
+"""Deadline of an end after it was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How a run's first process ended."""
+
+    status: int
+    """Exit code, or the negative number of a signal."""
+    cpu_s: float
+    """Of it and the processes that it waited for."""
+    over_memory: bool
+
+
+class Run:
+    """A started run, until its end is reported."""
+
+    def __init__(self, client: "ZygoteClient", number: int, output: Capture) -> None:
+        self._client, self._number = client, number
+        self.output = output
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+
+    async def wait(self, timeout_s: float, *others: "asyncio.Future[Any]") -> bool:
+        """Until the run has ended, has written too much, or one of the others is done. False if the time was over."""
+        full = asyncio.ensure_future(self.output.full.wait())
+        try:
+            waiting: list[asyncio.Future[Any]] = [self.exited, full, *others]
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            full.cancel()
+        return bool(done)
+
+    async def end(self) -> tuple[str, str]:
+        """Kill what still runs, and close the pipes.
+
+        Returns:
+            What was still in them, (stdout, stderr).
+
+        Raises:
+            SandboxError: it did not end in time, and so the whole sandbox was ended.
+        """
+        try:
+            if not self.exited.done():
+                self._client.kill(self._number)
+                await asyncio.wait([self.exited], timeout=END_S)
+            if not self.exited.done():
+                await self._client.close()
+                raise SandboxError(f"a run did not end within {END_S:g} s; the sandbox was ended")
+            return self.output.take()
+        finally:
+            self.output.close()
+
+
+class ZygoteClient:
+    """One warm interpreter. Used within one event loop."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self._packages = packages
+        self._runs: dict[int, Run] = {}
+        self._count = 0
+        self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.broken = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Raises SandboxError: bwrap is missing, or namespaces are not allowed."""
+        namespace = open_user_namespace() if os.getuid() == 0 else None
+        with tempfile.TemporaryFile() as log:
+            try:
+                self._process = subprocess.Popen(
+                    bwrap_command(self._theirs.fileno(), namespace, self._packages),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=log,
+                    pass_fds=[self._theirs.fileno(), *([] if namespace is None else [namespace])],
+                    start_new_session=True,  # Ctrl-C reaches the driver alone
+                )
+            except OSError as error:
+                raise SandboxError(f"cannot start bwrap, install bubblewrap: {error}") from error
+            finally:
+                self._theirs.close()
+                if namespace is not None:
+                    os.close(namespace)
+            asyncio.get_running_loop().add_reader(self._control, self._receive)
+            await asyncio.wait([self._ready], timeout=START_S)
+            if not self._ready.done() or self._ready.exception():
+                await self.close()
+                log.seek(0)
+                problem = log.read().decode(errors="replace").strip() or f"no answer within {START_S:g} s"
+                raise SandboxError(f"the sandbox did not start: {problem}")
+
+    def spawn(
+        self, task: dict[str, str], limits: Limits, *, stdin: int, channel: int | None = None, folder: int | None = None
+    ) -> Run:
+        """Start a run. The descriptors stay the caller's."""
+        self._count += 1
+        output = Capture(limits.output_bytes)
+        run = Run(self, self._count, output)
+        task_file = memory_file(json.dumps(task).encode())
+        given = {"task": task_file, "stdin": stdin, "stdout": output.write_ends[0], "stderr": output.write_ends[1]}
+        given |= {name: file for name, file in (("channel", channel), ("folder", folder)) if file is not None}
+        request = {"id": self._count, "limits": asdict(limits), "descriptors": list(given)}
+        files = array.array("i", given.values())
+        try:
+            self._control.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        except OSError as error:
+            output.close()
+            raise SandboxError(f"the sandbox takes no run: {error}") from error
+        finally:
+            os.close(task_file)
+            output.started()
+        self._runs[self._count] = run
+        return run
+
+    def kill(self, number: int) -> None:
+        try:
+            self._control.send(json.dumps({"kill": number}).encode())
+        except OSError:
+            self._fail("it takes no message")
+
+    async def close(self) -> None:
+        """End the sandbox with all that runs in it: its first process ends with the control socket."""
+        self._fail("it was closed")
+        if self._process is None:
+            return
+        try:
+            await asyncio.to_thread(self._process.wait, END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait, END_S)
+
+    def _receive(self) -> None:
+        try:
+            message = self._control.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._fail("it has ended")
+            return
+        report = json.loads(message)
+        if "ready" in report:
+            self._ready.set_result(None)
+            return
+        number = report.pop("id")
+        if "problem" in report:
+            # Its end is reported next, unless it never began.
+            run = self._runs.pop(number)
+            run.exited.set_exception(SandboxError(report["problem"]))
+        elif number in self._runs:
+            self._runs.pop(number).exited.set_result(Exit(**report))
+
+    def _fail(self, why: str) -> None:
+        """Nothing more comes of this interpreter."""
+        if self.broken:
+            return
+        self.broken = True
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        error = SandboxError(f"the sandbox cannot say what became of a run: {why}")
+        futures: list[asyncio.Future[Any]] = [self._ready, *(run.exited for run in self._runs.values())]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # seen, also if nobody awaits it
+        self._runs = {}
+
+
+def memory_file(content: bytes) -> int:
+    """A descriptor of an unnamed file that holds these bytes, at its start."""
+    file = os.memfd_create("slimrl", os.MFD_CLOEXEC)
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(content)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file

@@ -1,0 +1,310 @@
+"""Every backend: plain runs, sessions, and how each ends; the remote server and the container command are stand-ins."""
+
+import asyncio
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from sandboxes import SMALL, needs_namespaces, processes_inside
+
+from slimrl.agent.sandbox import tools
+from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
+from slimrl.agent.sandbox.config import Backend, SandboxConfig
+from slimrl.agent.sandbox.container import ContainerSandbox
+from slimrl.agent.sandbox.interface import Ended, Language, Program, SandboxError, SessionEnded
+from slimrl.agent.sandbox.remote import RemoteSandbox
+from slimrl.agent.sandbox.rlimited import SubprocessSandbox
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+ROOMY = replace(SMALL, wall_s=20.0)  # a deadline that a busy machine keeps too
+CONFIG = SandboxConfig(limits=ROOMY, packages=())  # those take a second to import
+
+FAKE_DOCKER = """#!{python}
+import json, os, subprocess, sys
+with open({log!r}, "a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+command, *rest = sys.argv[1:]
+if command == "rm" or "--detach" in rest:
+    sys.exit(0)
+place = next(i for i, word in enumerate(rest) if word in ("python", "bash", "sh"))
+words = [word.replace("/tmp/work", {work!r}) for word in rest[place:]]
+os.execvp({python!r} if words[0] == "python" else words[0], words)
+"""
+
+
+@pytest.fixture
+async def bubblewrap():
+    sandbox = BubblewrapSandbox(CONFIG)
+    yield sandbox
+    await sandbox.close()
+
+
+@pytest.fixture
+def container(tmp_path):
+    """A sandbox whose docker is a script that writes down its arguments, and runs the command itself."""
+    log, command = tmp_path / "log", tmp_path / "docker"
+    command.write_text(FAKE_DOCKER.format(python=sys.executable, log=str(log), work=str(tmp_path / "work")))
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    return ContainerSandbox(SandboxConfig(limits=ROOMY, command=str(command), image="theirs")), log
+
+
+class Fusion(BaseHTTPRequestHandler):
+    """Answers as SandboxFusion does: it runs the program, or fails as its stdin asks."""
+
+    requests: ClassVar[list[dict]] = []
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(request | {"path": self.path})
+        run = {"status": "Finished", "execution_time": 0.25, "return_code": 0, "stdout": "", "stderr": ""}
+        status, message = "Success", ""
+        if request["stdin"] == "broken":
+            status, message, run = "SandboxError", "no space", None
+        else:
+            command = {"python": sys.executable, "bash": "bash"}[request["language"]]
+            try:
+                done = subprocess.run(
+                    [command, "-c", request["code"]],
+                    input=request["stdin"], capture_output=True, text=True, timeout=request["run_timeout"], check=False,
+                )  # fmt: skip
+                run |= {"return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+                status = "Failed" if done.returncode else "Success"
+            except subprocess.TimeoutExpired:
+                run |= {"status": "TimeLimitExceeded", "return_code": None}
+                status = "Failed"
+        body = {"status": status, "message": message, "compile_result": None, "run_result": run, "files": {}}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+async def remote():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Fusion)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sandbox = RemoteSandbox(SandboxConfig(limits=ROOMY, url=f"http://127.0.0.1:{server.server_port}"))
+    yield sandbox
+    await sandbox.close()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(params=[pytest.param("bubblewrap", marks=needs_namespaces), "subprocess", "remote", "container"])
+def sandbox(request):
+    if request.param == "subprocess":
+        return SubprocessSandbox(CONFIG)
+    made = request.getfixturevalue(request.param)
+    return made[0] if request.param == "container" else made
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "stdin", "stdout", "status", "ended"),
+    [
+        (Language.python, "print(6 * 7)", b"", "42\n", 0, Ended.ok),
+        (Language.python, "print(input()[::-1])", b"abc\n", "cba\n", 0, Ended.ok),
+        (Language.python, "print(1, flush=True); raise SystemExit(3)", b"", "1\n", 3, Ended.error),
+        (Language.python, "1 / 0", b"", "", 1, Ended.error),
+        (Language.python, "raise MemoryError", b"", "", 1, Ended.memory),
+        (Language.python, "import time; time.sleep(60)", b"", "", None, Ended.timeout),
+        (Language.python, "print('x' * 10**6)", b"", "x" * SMALL.output_bytes, None, Ended.output),
+        (Language.shell, "cat; exit 4", b"abc", "abc", 4, Ended.error),
+    ],
+)
+async def test_every_backend_gives_the_same_result(sandbox, language, code, stdin, stdout, status, ended):
+    limits = SMALL if ended is Ended.timeout else ROOMY
+    result = await sandbox.run(Program(code=code, language=language, stdin=stdin), limits)
+    assert (result.stdout, result.exit_status, result.ended) == (stdout, status, ended), result
+    assert (code == "1 / 0") == ("ZeroDivisionError" in result.stderr)
+    await sandbox.close()
+
+
+@needs_namespaces
+async def test_an_interpreter_keeps_its_variables_and_ends_at_a_limit(bubblewrap):
+    session = await bubblewrap.session()
+    other = await bubblewrap.session()
+    assert (await session.run("x = 20")).ended is Ended.ok
+    failed = await session.run("print(x + 1)\n1 / 0")
+    assert (failed.stdout, failed.ended) == ("21\n", Ended.error)
+    assert (await session.run("print(x + 2)")).stdout == "22\n"
+    assert "NameError" in (await other.run("x")).stderr
+    assert (await session.run("while True: pass", wall_s=0.3)).ended is Ended.timeout
+    with pytest.raises(SessionEnded):
+        await session.run("x")
+    assert (await other.run("print(1)")).stdout == "1\n"
+    await other.close()
+    assert processes_inside(bubblewrap) == 2
+
+
+@needs_namespaces
+async def test_a_shell_works_in_a_private_copy_of_a_folder(bubblewrap, tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/a.txt").write_text("original\n")
+    session = await bubblewrap.session(Language.shell, folder=tmp_path)
+    await session.run("cd inner; export NAME=there; echo changed > a.txt")
+    assert (await session.run("cat a.txt; echo $NAME; false")).stdout == "changed\nthere\n"
+    assert (await session.run("echo 'unclosed")).ended is Ended.error
+    assert (await session.run("pwd")).stdout == "/tmp/work/inner\n"
+    ended = await session.run("exit 7")
+    assert (ended.exit_status, ended.ended) == (7, Ended.error)
+    with pytest.raises(SessionEnded):
+        await session.run("pwd")
+    assert (tmp_path / "inner/a.txt").read_text() == "original\n"
+    again = await bubblewrap.session(Language.shell, folder=tmp_path)
+    assert (await again.run("cat inner/a.txt")).stdout == "original\n"
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "code", ["import os; os.write({n}, b'9' * 99)", "import os; os.write({n}, b'no')\nwhile 1: pass"]
+)
+async def test_a_session_that_breaks_its_protocol_harms_itself_alone(bubblewrap, code):
+    session = await bubblewrap.session()
+    find = (
+        "import os, stat\n"
+        "there = [i for i in range(3, 30) if os.path.exists(f'/proc/self/fd/{i}')]\n"
+        "(n,) = [i for i in there if stat.S_ISSOCK(os.fstat(i).st_mode)]\n"
+    )
+    await session.run(find + code.format(n="n"), wall_s=1.0)
+    with pytest.raises(SessionEnded):
+        await session.run("1")
+    assert (await bubblewrap.run(Program(code="print(1)"))).stdout == "1\n"
+
+
+@needs_namespaces
+async def test_a_cancelled_run_is_ended(bubblewrap):
+    await bubblewrap.run(Program(code=""))
+    task = asyncio.create_task(bubblewrap.run(Program(code="while True: pass")))
+    await asyncio.sleep(0.3)
+    assert processes_inside(bubblewrap) == 3
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert processes_inside(bubblewrap) == 2
+
+
+@needs_namespaces
+async def test_a_sandbox_that_was_killed_fails_its_runs_and_starts_again(bubblewrap):
+    await bubblewrap.run(Program(code=""))
+    first = bubblewrap.pid
+    running = asyncio.create_task(bubblewrap.run(Program(code="while True: pass")))
+    await asyncio.sleep(0.3)
+    os.kill(first, 9)
+    with pytest.raises(SandboxError):
+        await running
+    assert (await bubblewrap.run(Program(code="print(1)"))).stdout == "1\n"
+    assert bubblewrap.pid != first
+
+
+@needs_namespaces
+async def test_closing_leaves_no_process(bubblewrap):
+    await bubblewrap.session()
+    await bubblewrap.run(Program(code=""))
+    pid = bubblewrap.pid
+    await bubblewrap.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@needs_namespaces
+async def test_the_sandbox_ends_with_a_driver_that_is_killed():
+    code = (
+        "import asyncio, time\n"
+        "from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox\n"
+        "from slimrl.agent.sandbox.config import SandboxConfig\n"
+        "async def main():\n"
+        "    box = BubblewrapSandbox(SandboxConfig(packages=()))\n"
+        "    await box.start()\n"
+        "    print(box.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        pid = int(driver.stdout.readline())
+        driver.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+@needs_namespaces
+async def test_the_tool_runs_code_in_a_pool_of_its_own():
+    tools.configure(CONFIG)
+    try:
+        assert await tools.python("print(2 ** 10)") == "1024"
+        assert (await tools.python("print(1)\n[][1]")).endswith("IndexError: list index out of range")
+    finally:
+        await tools.close()
+        tools.configure(SandboxConfig())
+
+
+def test_the_plain_process_says_that_it_is_no_isolation(caplog):
+    with caplog.at_level(logging.WARNING):
+        SubprocessSandbox(SandboxConfig(backend=Backend.subprocess))
+    assert ["isolates nothing" in message for message in caplog.messages] == [True]
+
+
+async def test_a_server_gets_the_fields_of_its_interface_and_may_fail(remote):
+    Fusion.requests.clear()
+    with pytest.raises(SandboxError, match="no space"):
+        await remote.run(Program(code="", stdin=b"broken"))
+    (request,) = Fusion.requests
+    assert request == {
+        "path": "/run_code", "code": "", "language": "python", "stdin": "broken", "run_timeout": 20.0,
+        "memory_limit_MB": 128,
+    }  # fmt: skip
+
+
+async def test_a_server_that_is_not_there_is_an_error():
+    sandbox = RemoteSandbox(SandboxConfig(url="http://127.0.0.1:9"))
+    with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):
+        await sandbox.run(Program(code=""))
+    await sandbox.close()
+
+
+async def test_a_container_is_isolated_by_its_arguments_and_removed_at_a_limit(container):
+    sandbox, log = container
+    await sandbox.run(Program(code="import time; time.sleep(60)"), SMALL)
+    run, remove = map(json.loads, log.read_text().splitlines())
+    assert run[:3] == ["run", "--rm", "--interactive"]
+    assert run[-5:] == ["theirs", "python", "-I", "-c", "import time; time.sleep(60)"]
+    assert {
+        "--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--pids-limit=16",
+        f"--memory={SMALL.memory_bytes}", f"--memory-swap={SMALL.memory_bytes}", "--user=65534:65534", "--ulimit=cpu=1",
+    } <= set(run)  # fmt: skip
+    (name,) = [word.removeprefix("--name=") for word in run if word.startswith("--name=")]
+    assert remove == ["rm", "--force", name]
+
+
+async def test_a_container_of_a_trajectory_has_its_image_and_a_copy_of_the_folder(container, tmp_path):
+    sandbox, log = container
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.txt").write_text("original\n")
+    session = await sandbox.session(Language.shell, folder=source, image="of-the-trajectory")
+    await session.run(f"cd {tmp_path}/work; echo changed >> a.txt")
+    assert (await session.run(f"cat {tmp_path}/work/a.txt")).stdout == "original\nchanged\n"
+    assert (source / "a.txt").read_text() == "original\n"
+    await sandbox.close()
+    calls = [json.loads(line) for line in log.read_text().splitlines()]
+    assert calls[0][-3:] == ["of-the-trajectory", "sleep", "infinity"]
+    assert calls[-1][:2] == ["rm", "--force"]
+    with pytest.raises(SessionEnded):
+        await session.run("pwd")
+
+
+async def test_a_missing_container_command_is_an_error():
+    sandbox = ContainerSandbox(SandboxConfig(command="/nowhere/docker"))
+    with pytest.raises(SandboxError, match="/nowhere/docker"):
+        await sandbox.run(Program(code=""))

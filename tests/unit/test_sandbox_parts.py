@@ -1,0 +1,173 @@
+"""Parts of the sandbox that start no process: admission, why a run ended, the filter of system calls, settings."""
+
+import asyncio
+import struct
+
+import pytest
+
+from slimrl.agent.sandbox.admission import Admission
+from slimrl.agent.sandbox.config import Limits, SandboxConfig
+from slimrl.agent.sandbox.inside import seccomp
+from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxBusy
+from slimrl.agent.sandbox.outcome import out_of_cpu_time, why
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.sandbox.tools import answer
+from slimrl.agent.tools import make_tool
+from slimrl.data.import_path import resolve
+
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+X86_64 = 0xC000003E
+
+
+def verdict(number: int, *, arch: int = X86_64, argument: int = 0) -> int:
+    """What the filter returns, by an interpreter of the few instructions that it uses."""
+    data = struct.pack("<IIQQ", number, arch, 0, argument)
+    lines = list(struct.iter_unpack("<HBBI", seccomp.program()))
+    place = value = 0
+    while True:
+        code, if_true, if_false, operand = lines[place]
+        place += 1
+        if code == 0x06:
+            return operand
+        if code == 0x20:
+            (value,) = struct.unpack_from("<I", data, operand)
+            continue
+        true = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[code]
+        place += if_true if true else if_false
+
+
+def test_the_filter_refuses_what_is_denied_and_allows_the_rest():
+    refused = {number for number in range(500) if verdict(number) != ALLOW}
+    assert refused == {*seccomp.DENIED.values(), seccomp.CLONE3}
+    assert {verdict(number) for number in seccomp.DENIED.values()} == {EPERM}
+    assert verdict(435) == ENOSYS
+    assert {name: seccomp.DENIED[name] for name in ("ptrace", "mount", "bpf")} == {
+        "ptrace": 101,
+        "mount": 165,
+        "bpf": 321,
+    }
+
+
+@pytest.mark.parametrize("flag", [0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000])
+def test_clone_may_make_threads_and_processes_but_no_namespace(flag):
+    assert verdict(56, argument=17) == verdict(56, argument=0x3D0F00) == ALLOW
+    assert verdict(56, argument=17 | flag) == EPERM
+
+
+def test_other_architectures_are_ended_and_x32_is_refused():
+    assert verdict(1, arch=0x40000003) == KILL
+    assert verdict(0x40000000 + 1) == EPERM
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "ended"),
+    [
+        (0, "MemoryError", Ended.ok),
+        (1, "Traceback\nMemoryError\n", Ended.memory),
+        (1, "numpy._core._exceptions._ArrayMemoryError: no\n", Ended.memory),
+        (1, "MemoryError\nValueError\n", Ended.error),
+        (1, "", Ended.error),
+        (-11, "", Ended.killed),
+    ],
+)
+def test_why_a_program_ended_follows_from_its_status_and_last_line(status, stderr, ended):
+    assert why(status, stderr) is ended
+
+
+def test_a_kill_is_the_limit_of_cpu_time_only_if_that_was_used_up():
+    limits = Limits(cpu_s=2)
+    assert out_of_cpu_time(-9, 2.0, limits)
+    assert out_of_cpu_time(137, 1.95, limits)
+    assert not out_of_cpu_time(-9, 0.1, limits)
+    assert not out_of_cpu_time(1, 2.0, limits)
+
+
+@pytest.mark.parametrize("code", ["x" * 100_001, "a\0b"])
+def test_code_that_could_not_be_passed_on_is_refused(code):
+    with pytest.raises(ValueError, match="the code"):
+        Program(code=code)
+
+
+def test_a_limit_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="cpu_s: 0"):
+        Limits(cpu_s=0)
+
+
+class Recorder:
+    """A backend that counts how many runs it has at a time."""
+
+    def __init__(self) -> None:
+        self.running = self.most = 0
+
+    async def run(self, program, limits=None):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.01)
+        self.running -= 1
+        return Result(stdout=program.code, stderr="", exit_status=0, ended=Ended.ok, seconds=0.01)
+
+    async def session(self, language=Language.python, *, folder=None, limits=None):
+        return self
+
+    async def close(self):
+        pass
+
+
+async def test_runs_wait_for_a_place_and_all_are_answered():
+    backend = Recorder()
+    pool = SandboxPool(SandboxConfig(max_running=3), backend)
+    results = await asyncio.gather(*(pool.run(Program(code=str(number))) for number in range(20)))
+    assert [result.stdout for result in results] == [str(number) for number in range(20)]
+    assert backend.most == 3
+
+
+async def test_one_run_more_than_the_queue_holds_is_refused_at_once():
+    pool = SandboxPool(SandboxConfig(max_running=1, max_waiting=2), Recorder())
+    results = await asyncio.gather(*(pool.run(Program(code="")) for _ in range(4)), return_exceptions=True)
+    assert [type(result) for result in results] == [Result, Result, Result, SandboxBusy]
+
+
+async def test_a_wait_has_a_deadline_and_a_cancelled_wait_takes_no_place():
+    admission = Admission(max_running=1, max_waiting=5, wait_s=0.05)
+    await admission.enter()
+    with pytest.raises(SandboxBusy, match=r"no place within 0\.05 s"):
+        await admission.enter()
+    waiting = asyncio.create_task(admission.enter())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    admission.leave()
+    await admission.enter()
+    assert admission.num_waiting == 0
+
+
+async def test_a_session_holds_its_place_until_it_is_closed():
+    pool = SandboxPool(SandboxConfig(max_sessions=1, wait_s=0.05), Recorder())
+    first = await pool.session()
+    with pytest.raises(SandboxBusy):
+        await pool.session()
+    await first.close()
+    await first.close()
+    await pool.session()
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "status", "ended", "text"),
+    [
+        ("4\n", "", 0, Ended.ok, "4"),
+        ("", "", 0, Ended.ok, "no output"),
+        ("4\n", "a warning", 0, Ended.ok, "4"),
+        ("4\n", "".join(f"{n}\n" for n in range(20)), 1, Ended.error, "4\n" + "\n".join(map(str, range(12, 20)))),
+        ("", "", 3, Ended.error, "exit status 3"),
+        ("so far\n", "", None, Ended.timeout, "so far\nstopped: out of time"),
+    ],
+)
+def test_the_model_is_told_the_output_and_the_last_lines_of_an_error(stdout, stderr, status, ended, text):
+    result = Result(stdout=stdout, stderr=stderr, exit_status=status, ended=ended, seconds=0)
+    assert answer(result) == text
+
+
+def test_the_tool_has_a_schema():
+    function = make_tool(resolve("slimrl.agent.sandbox.tools:python")).schema["function"]
+    assert function["name"] == "python"
+    assert list(function["parameters"]["properties"]) == ["code"]
