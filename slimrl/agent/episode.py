@@ -25,6 +25,9 @@ from slimrl.data.engine import Engine, EngineError, GenerateRequest, GenerateRes
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 
+UNKNOWN_TOOL = "unknown"
+"""Name of a call that names no tool."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRunner:
@@ -79,6 +82,8 @@ class _Episode:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     num_malformed_calls: int = 0
+    tool_calls: dict[str, dict[str, int]] = field(default_factory=dict)
+    """`calls`, `errors` and `malformed` of each tool that was called, by its name."""
     num_cached_tokens: int = 0
     num_retries: int = 0
 
@@ -119,6 +124,7 @@ class _Episode:
             "num_tool_calls": self.num_tool_calls,
             "num_tool_errors": self.num_tool_errors,
             "num_malformed_calls": self.num_malformed_calls,
+            "tool_calls": self.tool_calls,
             "num_cached_tokens": self.num_cached_tokens,
             "num_retries": self.num_retries,
         }
@@ -183,25 +189,33 @@ class _Episode:
         return [
             CallName(id=call.id or _call_id(self.num_tool_calls + number), name=call.name)
             if isinstance(call, ToolCall)
-            else CallName(id=_call_id(self.num_tool_calls + number), name="unknown")
+            else CallName(id=_call_id(self.num_tool_calls + number), name=UNKNOWN_TOOL)
             for number, call in enumerate(turn.calls)
         ]
 
     async def _answer(self, call: ToolCall | MalformedCall) -> str:
         self.num_tool_calls += 1
+        name = call.name if call.name in self._tool_names() else UNKNOWN_TOOL
+        counts = self.tool_calls.setdefault(name, {"calls": 0, "errors": 0, "malformed": 0})
+        counts["calls"] += 1
         try:
             if isinstance(call, MalformedCall):
                 self.num_malformed_calls += 1
+                counts["malformed"] += 1
                 raise ToolError(call.problem)
             answer = await self.runner.dialogue.tools.call(
                 call.name, call.arguments, self.runner.rollout.tool_timeout_s
             )
         except ToolError as error:
             self.num_tool_errors += 1
+            counts["errors"] += 1
             answer = error_text(str(error))
         # Half of a surrogate pair is no character that a tokenizer could encode.
         answer = answer.encode("utf-8", "replace").decode()
         return self.runner.dialogue.chat.template.escape(shortened(answer, self.runner.agent.max_result_chars))
+
+    def _tool_names(self) -> set[str]:
+        return {schema["function"]["name"] for schema in self.runner.dialogue.tools.schemas}
 
     def _continue(self, calls: list[CallName], answers: list[str]) -> bool:
         """Append the answers, or begin a new segment if the template rewrites what the policy said.

@@ -25,6 +25,8 @@ class MalformedCall:
 
     problem: str
     """An error message for the model."""
+    name: str = ""
+    """The tool that it calls, if that can be read and there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
