@@ -15,9 +15,12 @@ METRIC_NAMES = (
     "data/left_out_prompts",
     "reward/mean",
     "reward/parts/<part>",
+    "reward/source/<source>",
     "reward/turns",
     "reward/timeouts",
     "eval/<set>/reward_mean",
+    "eval/<set>/accuracy",
+    "eval/<set>/pass_at_<k>",
     "policy/loss",
     "policy/clip_fraction",
     "policy/kl",
@@ -88,9 +91,12 @@ METRIC_NAMES = (
     "time/eval_s",
     "time/step_s",
 )
-"""Every metric. The recipe names a `<set>`, the reward function a `<part>`, which may hold slashes: `format/think`."""
+"""Every metric. The recipe names a `<set>`, a `<source>` and each `<k>`, the reward function a `<part>`, which may hold
+slashes: `format/think`."""
+_NAMED = {"<set>": "[^/]+", "<source>": "[^/]+", "<k>": "[1-9][0-9]*", "<part>": ".+"}
 _PATTERNS = [
-    re.compile(re.escape(name).replace("<set>", "[^/]+").replace("<part>", ".+"), re.DOTALL) for name in METRIC_NAMES
+    re.compile(re.sub("<[a-z]+>", lambda named: _NAMED[named.group()], re.escape(name)), re.DOTALL)
+    for name in METRIC_NAMES
 ]
 
 

@@ -13,12 +13,12 @@ import pytest
 
 from slimrl.config.schema import Recipe, WandbMode
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.evaluation.item import Item
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.statistics import EvalResult
 from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime import dynamic_sampling, train_run
 from slimrl.runtime.cluster.errors import RunError, StepDropped
@@ -84,10 +84,12 @@ class Stages:
             raise RunError(f"evaluation {name}: 3 of 4 trajectories failed")
         # Another figure for each step, whoever makes it.
         accuracy = int(label[-6:]) / 8
-        return EvalResult(
-            name=name, reward_mean=accuracy, num_prompts=1, turns_mean=1, tool_calls_mean=0, truncated_fraction=0,
-            failed_fraction=0,
-        ), None  # fmt: skip
+        return [
+            Item(
+                set=name, prompt_id="p", sample=0, status=Status.completed, reward=accuracy, rewards={}, num_turns=1,
+                num_sampled_tokens=1, turn_tokens=[1], tool_calls={}, error=None, messages=[],
+            )
+        ]  # fmt: skip
 
     def save_checkpoint(self, directory: Path):
         self._note("checkpoint")
@@ -200,6 +202,10 @@ def test_a_step_goes_round_the_ring_and_a_checkpoint_comes_before_the_evaluation
     first, second, third = read_metrics(folder.metrics)
     assert [line["step"] for line in (first, second, third)] == [0, 1, 2]
     assert (first["eval/hard/reward_mean"], third["eval/hard/reward_mean"]) == (0.0, 0.25)
+    # A quarter of a point is no accuracy.
+    assert ("eval/hard/accuracy" in first, "eval/hard/accuracy" in third) == (True, False)
+    shown = json.loads(folder.eval_sample_file(2, "hard").read_text())
+    assert (shown["set"], shown["reward"]) == ("hard", 0.25)
     assert [line["policy/loss"] for line in (second, third)] == [1.0, 2.0]
     assert [line["resync/version"] for line in (first, second, third)] == [0, 1, 2]
     for phase in ("rollout", "logprobs", "train", "resync", "step"):
