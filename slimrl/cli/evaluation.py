@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -18,7 +18,7 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures
 class GroupWithDefault(TyperGroup):
     """Runs `DEFAULT_COMMAND` where no command is named: `slimrl eval RECIPE` beside `slimrl eval compare A B`."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = bool(args) and args[0] in self.commands
         return super().parse_args(ctx, args if named else [DEFAULT_COMMAND, *args])
 

@@ -55,8 +55,8 @@ def compare(folder_a: EvalFolder, folder_b: EvalFolder) -> list[SetComparison]:
     a, b = _read(folder_a), _read(folder_b)
     record_a, record_b = read_record(folder_a.record), read_record(folder_b.record)
     both = f"{folder_a.path} and {folder_b.path}"
-    rewards = ({"reward": record["settings"]["reward"]} for record in (record_a, record_b))
-    if changes := list(changed_settings(*rewards)):
+    reward_a, reward_b = ({"reward": record["settings"]["reward"]} for record in (record_a, record_b))
+    if changes := list(changed_settings(reward_a, reward_b)):
         raise ValueError(f"{both} have other rewards, which cannot be compared: {'; '.join(changes)}.")
     if record_a["pass_reward"] != record_b["pass_reward"]:
         raise ValueError(
@@ -99,8 +99,8 @@ def _check_prompts(
     ids_a, ids_b = (items_by_prompt(items).keys() for items in (a, b))
     if lone := sorted(ids_a ^ ids_b):
         raise ValueError(
-            f"{both}: {len(lone)} prompts of {name} are in one of them alone, such as {lone[0]}. Evaluate both on the "
-            "same file."
+            f"{both}: {len(lone)} prompts of {name} are in one alone, such as {lone[0]}. "
+            "Evaluate both on the same file."
         )
     if record_a["sha256"] != record_b["sha256"]:
         raise ValueError(f"{both}: prompts of {name} have the same ids and other texts or labels.")

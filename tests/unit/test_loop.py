@@ -148,7 +148,9 @@ def saved_state(folder: RunFolder) -> RunState:
     return RunState(**{name: saved[name] for name in vars(RunState())})
 
 
-def play(recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, sets=("heldout",)) -> RunFolder:
+def play(
+    recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, sets=("heldout",), train_files=None
+) -> RunFolder:
     """A run from its start, or from its newest checkpoint, to wherever it comes."""
     folder = open_run_folder(where, "run", "seed: 1\n", resume=resume)
     state = saved_state(folder) if resume else RunState()
@@ -159,7 +161,9 @@ def play(recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, s
         run = TrainRun(
             recipe=recipe,
             folder=folder,
-            task=SimpleNamespace(eval_sets={name: ["a prompt"] for name in sets}, group_filters=[], train={}),
+            task=SimpleNamespace(
+                eval_sets={name: ["a prompt"] for name in sets}, group_filters=[], train=train_files or {}
+            ),
             trainers=stages,
             engines=stages,
             stage=stages,
@@ -386,6 +390,17 @@ def test_devices_that_are_shared_are_handed_over_at_every_turn(tmp_path: Path):
         "away with optimizer, weights", f"take {REQUESTS}",
         f"away with {REQUESTS}", "take weights", "export",
     ]  # fmt: skip
+
+
+def test_a_run_on_several_files_has_the_reward_of_each(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(
+        train_run, "source_metrics", lambda batch, sources: {f"reward/source/{name}": 1 for name in sources.values()}
+    )
+    files = {"train": [Prompt(prompt_id="0", messages=[], label=None)]}
+    (alone,) = lines(play(recipe_of(1), Stages(), tmp_path / "one", train_files=files))[1:]
+    files["gsm8k"] = [Prompt(prompt_id="gsm8k/0", messages=[], label=None)]
+    (both,) = lines(play(recipe_of(1), Stages(), tmp_path / "two", train_files=files))[1:]
+    assert both.keys() - alone.keys() == {"reward/source/train", "reward/source/gsm8k"}
 
 
 def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tmp_path: Path, monkeypatch):
