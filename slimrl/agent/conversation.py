@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slimrl.agent.dialogue import Dialogue
-from slimrl.agent.environment import Message, Turn, call_name
+from slimrl.agent.environment import UNKNOWN_TOOL, Message, Turn, call_name
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
 from slimrl.agent.tools import shortened
 from slimrl.agent.transcript import Transcript
@@ -59,7 +59,8 @@ class Conversation:
         """What the policy has sampled of a turn that goes on."""
         self._finished: list[Segment] = []
         self.num_calls = 0
-        self.num_malformed_calls = 0
+        self.tool_calls: dict[str, dict[str, int]] = {}
+        """`calls`, `errors` and `malformed` of each tool that was called, by its name"""
         self.num_cached_tokens = 0
         self.num_retries = 0
 
@@ -167,7 +168,20 @@ class Conversation:
     def count_calls(self, turn: Turn) -> None:
         """Count the calls of a turn as answered."""
         self.num_calls += len(turn.calls)
-        self.num_malformed_calls += sum(isinstance(call, MalformedCall) for call in turn.calls)
+        for call in turn.calls:
+            counts = self._counts_of(call.name)
+            counts["calls"] += 1
+            counts["malformed"] += isinstance(call, MalformedCall)
+
+    def count_errors(self, names: Sequence[str]) -> None:
+        """Count answers that were errors, by the tools' names."""
+        for name in names:
+            self._counts_of(name)["errors"] += 1
+
+    def _counts_of(self, name: str) -> dict[str, int]:
+        known = {schema["function"]["name"] for schema in self._dialogue.schemas}
+        empty = {"calls": 0, "errors": 0, "malformed": 0}
+        return self.tool_calls.setdefault(name if name in known else UNKNOWN_TOOL, empty)
 
     def _cleaned(self, message: Message) -> Message:
         """A message whose text a tokenizer can encode and whose words end no turn; a tool's not too long."""

@@ -53,8 +53,8 @@ class Observation:
     """Equal texts for equal states, which GiGPO compares (`algorithm.credit.name: gigpo`)"""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Become `env/<name>`; a later value of a name replaces an earlier one of the trajectory."""
-    num_tool_errors: int = 0
-    """Calls of the turn that were answered with an error"""
+    tool_errors: Sequence[str] = ()
+    """Names of the tools whose calls in the turn were answered with an error, one for each such call"""
 
 
 class Environment(Protocol):
@@ -70,6 +70,9 @@ class Environment(Protocol):
 
     async def close(self) -> None: ...
 
+
+UNKNOWN_TOOL = "unknown"
+"""Name of a call that names no tool"""
 
 MakeEnvironment = Callable[[], Environment]
 
@@ -87,7 +90,7 @@ def answers(turn: Turn, results: Sequence[str]) -> list[Message]:
 
 
 def call_name(call: ToolCall | MalformedCall) -> str:
-    return call.name if isinstance(call, ToolCall) else "unknown"
+    return call.name if isinstance(call, ToolCall) else UNKNOWN_TOOL
 
 
 def error_text(problem: str) -> str:

@@ -32,7 +32,6 @@ class EnvironmentReport:
     step_s: float = 0.0
     """Of all steps"""
     close_s: float = 0.0
-    num_tool_errors: int = 0
     rewards: list[float] = field(default_factory=list)
     """Of each step; empty if it gave none"""
     states: list[str] = field(default_factory=list)
@@ -41,7 +40,7 @@ class EnvironmentReport:
 
     def to_json(self) -> dict[str, Any]:
         """What is not empty."""
-        return {name: value for name, value in vars(self).items() if value and name != "num_tool_errors"}
+        return {name: value for name, value in vars(self).items() if value}
 
 
 class EnvironmentHost:
@@ -124,7 +123,6 @@ class EnvironmentHost:
         return self.report
 
     def _keep(self, observation: Observation) -> None:
-        self.report.num_tool_errors += observation.num_tool_errors
         if not isinstance(observation.metrics, Mapping):
             raise EnvironmentFailure(f"{self._name}: metrics are {observation.metrics!r}, not a dict")
         for name, value in observation.metrics.items():

@@ -38,7 +38,9 @@ class Episode:
         """What the environment makes of a turn. Raises EnvironmentFailure or ToolCrash."""
         if turn.finish_reason == "stop" and not turn.is_last:
             self.conversation.count_calls(turn)
-        return await self._host.step(turn)
+        observation = await self._host.step(turn)
+        self.conversation.count_errors(observation.tool_errors)
+        return observation
 
     def hear(self, turn: Turn, observation: Observation) -> bool:
         """Tell the policy what its turn led to.
@@ -146,7 +148,7 @@ class EpisodeRunner:
 
 def _complete(trajectory: Trajectory, conversation: Conversation | None, host: EnvironmentHost) -> None:
     """Add the tokens, the messages and the figures of an episode that has ended."""
-    counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+    counts: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "tool_calls": {}}
     num_turns = 0
     if conversation is not None:
         trajectory.segments, trajectory.messages = conversation.segments, conversation.messages
@@ -154,8 +156,9 @@ def _complete(trajectory: Trajectory, conversation: Conversation | None, host: E
         counts = {
             "num_turns": num_turns,
             "num_tool_calls": conversation.num_calls,
-            "num_tool_errors": host.report.num_tool_errors,
-            "num_malformed_calls": conversation.num_malformed_calls,
+            "num_tool_errors": sum(counts["errors"] for counts in conversation.tool_calls.values()),
+            "num_malformed_calls": sum(counts["malformed"] for counts in conversation.tool_calls.values()),
+            "tool_calls": conversation.tool_calls,
             "num_cached_tokens": conversation.num_cached_tokens,
             "num_retries": conversation.num_retries,
             "num_prompt_messages": conversation.num_prompt_messages,

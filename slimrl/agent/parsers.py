@@ -26,6 +26,8 @@ class MalformedCall:
     problem: str
     """An error message for the model."""
     id: str = ""
+    name: str = ""
+    """The tool that it calls, if that can be read and there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,12 +187,12 @@ class SGLangParser:
             refuse_unwritable(arguments)
             error = jsonschema.exceptions.best_match(self._parameters[name].iter_errors(arguments))
         except (ValueError, RecursionError):
-            return MalformedCall(problem=UNREADABLE)
+            return MalformedCall(problem=UNREADABLE, name=name)
         if error is not None:
             where = ".".join(map(str, error.absolute_path)) or "arguments"
-            return MalformedCall(problem=f"malformed tool call: {where}: {error.message}")
+            return MalformedCall(problem=f"malformed tool call: {where}: {error.message}", name=name)
         if not isinstance(arguments, dict):
-            return MalformedCall(problem="malformed tool call: arguments are no object")
+            return MalformedCall(problem="malformed tool call: arguments are no object", name=name)
         return ToolCall(name=name, arguments=arguments, id=call_id)
 
 

@@ -43,7 +43,7 @@ class ToolEnvironment:
         hits = self.num_cache_hits / max(self.num_calls, 1)
         return Observation(
             messages=answers(turn, [answer.text for answer in given]),
-            num_tool_errors=sum(answer.is_error for answer in given),
+            tool_errors=[call.name for call, answer in zip(turn.calls, given, strict=True) if answer.is_error],
             metrics={"tool_cache_hit_fraction": hits} if self.tools.caches else {},
         )
 

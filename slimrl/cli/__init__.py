@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slimrl.cli import config, inspect_chat, launch, plan, resync, runs
+from slimrl.cli import config, evaluation, inspect_chat, launch, plan, resync, runs
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.data.threads import end_process_if_calls_hang
 
@@ -28,6 +28,8 @@ class _App(typer.Typer):
 app = _App(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(config_app, name="config")
+eval_app = typer.Typer(cls=evaluation.GroupWithDefault, help="Measure a checkpoint, or compare two evaluations.")
+app.add_typer(eval_app, name="eval")
 resync_app = typer.Typer(
     no_args_is_help=True, help="Estimate or measure the transfer of weights from trainer to engines."
 )
@@ -38,7 +40,8 @@ app.add_typer(launch_app, name="launch")
 COMMANDS: tuple[tuple[typer.Typer, str, Callable[..., None]], ...] = (
     (app, "train", runs.train),
     (app, "sft", runs.sft),
-    (app, "eval", runs.evaluate),
+    (eval_app, evaluation.DEFAULT_COMMAND, evaluation.evaluate),
+    (eval_app, "compare", evaluation.compare),
     (app, "rollout", runs.rollout),
     (app, "export", runs.export),
     (app, "report", runs.report),

@@ -1,4 +1,4 @@
-"""`slimrl train`, `sft`, `eval`, `rollout`, `export` and `report`."""
+"""`slimrl train`, `sft`, `rollout`, `export` and `report`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -55,19 +55,6 @@ def sft(
 
     how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
     commands.sft(recipe, overrides or [], ray_address=ray_address, **how)
-
-
-def evaluate(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    checkpoint: Annotated[Path, typer.Option(help="Hugging Face checkpoint folder, such as RUN/export/hf.")] = ...,  # type: ignore[assignment]
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    ray_address: RayAddress = None,
-) -> None:
-    """Measure a checkpoint on the recipe's evaluation sets."""
-    from slimrl.runtime import commands
-
-    commands.evaluate(recipe, overrides or [], checkpoint=checkpoint, json_file=json_file, ray_address=ray_address)
 
 
 def rollout(

@@ -50,7 +50,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         (lambda value: 0 < value <= 1, "must be greater than 0 and at most 1"),
     ),
     "critic.gae_lambda": _FRACTION,
-    "algorithm.selection.min_reward": (lambda value: True, ""),
+    **dict.fromkeys(("algorithm.selection.min_reward", "eval.pass_reward"), (lambda value: True, "")),
     "algorithm.dynamic_sampling.oversampling": _AT_LEAST_1,
     "algorithm.dynamic_sampling.value_decay": _DECAY,
     "algorithm.dynamic_sampling.max_weight": _AT_LEAST_1,

@@ -15,6 +15,7 @@ from slimrl.config.critic import critic_recipe
 from slimrl.config.critic_rules import critic_violations, of_critic
 from slimrl.config.data_rules import data_violations
 from slimrl.config.environment import environment_violations
+from slimrl.config.eval_rules import eval_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations, trainer_tile_warnings
 from slimrl.config.fp8_training import fp8_violations
 from slimrl.config.hf_config import num_experts, read_hf_config
@@ -61,14 +62,6 @@ def file_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
     teacher = recipe.teacher.path
     if teacher and is_needed("teacher", command) and (reason := why_no_model(teacher)):
         yield "teacher.path", reason
-
-
-def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
-    """Evaluations without anything to evaluate on."""
-    if command == "eval" and not recipe.data.eval:
-        yield "data.eval", "names no evaluation set."
-    if command == "train" and recipe.eval.every_steps and not recipe.data.eval:
-        yield "eval.every_steps", f"{recipe.eval.every_steps}, but data.eval names no evaluation set. Use 0."
 
 
 def check_recipe(

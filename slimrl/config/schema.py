@@ -900,6 +900,12 @@ class EvalConfig:
     """Evaluate before the first step."""
     at_end: bool = True
     """Evaluate after the last step."""
+    samples_per_prompt: int = 1
+    """Trajectories of each prompt; more than one needs a temperature above 0 in `rollout.eval_sampling`."""
+    pass_at: list[int] = field(default_factory=list)
+    """Each k of which pass@k is estimated, at most `samples_per_prompt` (docs/evaluation.md)."""
+    pass_reward: float = 1.0
+    """Smallest reward with which a trajectory passes."""
 
 
 @dataclass(kw_only=True)

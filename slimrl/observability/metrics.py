@@ -15,11 +15,14 @@ METRIC_NAMES = (
     "data/left_out_prompts",
     "reward/mean",
     "reward/parts/<part>",
+    "reward/source/<source>",
     "reward/turns",
     "reward/timeouts",
     "reward/retries",
     "reward/hacking_alarm",
     "eval/<set>/reward_mean",
+    "eval/<set>/accuracy",
+    "eval/<set>/pass_at_<k>",
     "policy/loss",
     "policy/clip_fraction",
     "policy/kl",
@@ -95,11 +98,12 @@ METRIC_NAMES = (
     "time/eval_s",
     "time/step_s",
 )
-"""Every metric. The recipe names a `<set>`, the reward function a `<part>`, the environment a `<metric>`; the latter
-two may hold slashes: `format/think`."""
-_KINDS = {"<set>": "[^/]+", "<part>": ".+", "<metric>": ".+"}
+"""Every metric. The recipe names a `<set>`, a `<source>` and each `<k>`, the reward function a `<part>`, an environment a
+`<metric>`; the latter two may hold slashes: `format/think`."""
+_NAMED = {"<set>": "[^/]+", "<source>": "[^/]+", "<k>": "[1-9][0-9]*", "<part>": ".+", "<metric>": ".+"}
 _PATTERNS = [
-    re.compile(re.sub("<.+?>", lambda kind: _KINDS[kind[0]], re.escape(name)), re.DOTALL) for name in METRIC_NAMES
+    re.compile(re.sub("<[a-z]+>", lambda named: _NAMED[named.group()], re.escape(name)), re.DOTALL)
+    for name in METRIC_NAMES
 ]
 
 

@@ -44,7 +44,8 @@ def _curves(runs: Sequence[list[dict[str, Any]]]) -> list[str]:
     """Metrics of the large panel: rewards, or else a loss."""
     recorded = {name for steps in runs for line in steps for name, value in line.items() if value is not None}
     names = [name for name in ("reward/mean",) if name in recorded]
-    names += sorted(name for name in recorded if name.startswith("eval/"))
+    # The accuracy equals the mean reward.
+    names += sorted(name for name in recorded if name.startswith("eval/") and not name.endswith("/accuracy"))
     return names or [name for name in LOSSES if name in recorded][:1]
 
 

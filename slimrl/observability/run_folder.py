@@ -44,7 +44,7 @@ class RunFolder:
         self.logs = self.path / "logs"
         """One file per process."""
         self.trajectories = self.path / "trajectories"
-        """Readable samples, one file per step."""
+        """Readable samples, one file per step and one per evaluation set."""
         self.wandb = self.path / "wandb"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export" / "hf"
@@ -89,6 +89,9 @@ class RunFolder:
 
     def sample_file(self, step: int) -> Path:
         return self.trajectories / f"step_{step:06d}.jsonl"
+
+    def eval_sample_file(self, step: int, set_name: str) -> Path:
+        return self.trajectories / f"eval_{step:06d}_{set_name}.jsonl"
 
     def log_file(self, process: str) -> Path:
         return self.logs / f"{process}.log"

@@ -1,26 +1,11 @@
-"""Statistics of a rollout for metrics.jsonl, and of an evaluation set."""
+"""Statistics of a rollout for metrics.jsonl."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rollout.teacher import ScoringTimes
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalResult:
-    """Statistics of one evaluation set."""
-
-    name: str
-    reward_mean: float
-    """A failed trajectory counts as 0."""
-    num_prompts: int
-    turns_mean: float
-    tool_calls_mean: float
-    truncated_fraction: float
-    failed_fraction: float
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
@@ -55,6 +40,19 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     }
 
 
+def source_metrics(trajectories: Sequence[Trajectory], sources: Mapping[str, str]) -> dict[str, float]:
+    """`reward/source/<source>` of each source of which a trajectory is scored; as `reward/mean`.
+
+    Args:
+        sources: of each prompt, by its id.
+    """
+    rewards: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.status is not Status.failed:
+            rewards.setdefault(sources[trajectory.group_id], []).append(trajectory.reward)
+    return {f"reward/source/{source}": float(np.mean(values)) for source, values in sorted(rewards.items())}
+
+
 def teacher_metrics(trajectories: Sequence[Trajectory], times: ScoringTimes) -> dict[str, float]:
     """Metrics of the teacher's scores; empty if no sampled token has one.
 
@@ -74,19 +72,6 @@ def teacher_metrics(trajectories: Sequence[Trajectory], times: ScoringTimes) -> 
         "distill/score_s": float(np.mean(times.scores_s)),
         "time/teacher_s": times.tail_s,
     }
-
-
-def evaluate(name: str, trajectories: Sequence[Trajectory]) -> EvalResult:
-    """Statistics of the scored trajectories of evaluation set `name`, one trajectory per prompt."""
-    return EvalResult(
-        name=name,
-        reward_mean=float(np.mean([0.0 if t.status is Status.failed else t.reward for t in trajectories])),
-        num_prompts=len(trajectories),
-        turns_mean=_mean(trajectories, "num_turns"),
-        tool_calls_mean=_mean(trajectories, "num_tool_calls"),
-        truncated_fraction=_fraction(trajectories, Status.truncated),
-        failed_fraction=_fraction(trajectories, Status.failed),
-    )
 
 
 def _mean(trajectories: Sequence[Trajectory], key: str) -> float:

@@ -1,9 +1,7 @@
 """What each command of the CLI does, with its arguments as plain values."""
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -177,32 +175,6 @@ def train_on_file(
             train_on_file_loop(run, learner, batch)
 
 
-def evaluate(
-    path: Path, overrides: Sequence[str], *, checkpoint: Path, json_file: Path | None, ray_address: str | None
-) -> None:
-    """`slimrl eval`: the mean reward of a Hugging Face checkpoint on the recipe's evaluation sets."""
-    _refuse_other_folder(recipe=path, checkpoint=checkpoint)
-    with Progress(1) as progress:
-        read = partial(load_task, train=False, evaluate=True)
-        loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
-        recipe = loaded.recipe
-        _say_all(task.notes, progress)
-        folder = logs_of_command(recipe.run.dir, "eval", loaded)
-        with started(recipe, folder, progress, with_engines=True, ray_address=ray_address) as processes:
-            assert processes.engines is not None
-            with rollout_stage(recipe, task, processes.engines, progress) as stage:
-                results = [stage.evaluate(name, prompts, label="eval")[0] for name, prompts in task.eval_sets.items()]
-    for result in results:
-        progress.say(
-            f"{result.name}: mean reward {result.reward_mean:.3f} on {result.num_prompts} prompts, "
-            f"{result.turns_mean:.2f} turns and {result.tool_calls_mean:.2f} tool calls on average"
-        )
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        report = {"checkpoint": str(checkpoint), "sets": {result.name: asdict(result) for result in results}}
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
-
-
 def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str | None) -> None:
     """`slimrl rollout`: one step's trajectories into a file; no trainer runs."""
     if out.exists():
@@ -304,16 +276,3 @@ def _trackers(loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, 
     """Trackers that continue after the checkpoint's step, or start empty."""
     keep = BEFORE_STEP_0 if checkpoint is None else state.step
     return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded), keep_through_step=keep)
-
-
-def _refuse_other_folder(recipe: Path, checkpoint: Path) -> None:
-    """Raises ValueError if `--checkpoint` of `slimrl eval` is not in the Hugging Face format."""
-    if (checkpoint / "trainer").is_dir():
-        raise ValueError(
-            f"--checkpoint {checkpoint}: a training checkpoint of a run. Turn it into the Hugging Face format with "
-            f"`slimrl export {recipe} --checkpoint {checkpoint} --out DIR` and evaluate that."
-        )
-    if not checkpoint.is_dir():
-        raise ValueError(f"--checkpoint {checkpoint}: no such folder.")
-    if not (checkpoint / "config.json").is_file():
-        raise ValueError(f"--checkpoint {checkpoint}: holds no config.json; give a Hugging Face checkpoint folder.")

@@ -19,12 +19,13 @@ from slimrl.config.schema import CreditName, Recipe, SamplingConfig
 from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.evaluation.item import Item, item_keys, item_of
+from slimrl.evaluation.items import Items
 from slimrl.observability.progress import Progress
 from slimrl.rewards.groups import PendingGroups, score_group
 from slimrl.rewards.parts import PartFailed
 from slimrl.rewards.scoring import score
 from slimrl.rewards.services import NotStarted, RewardServices
-from slimrl.rollout.statistics import EvalResult, evaluate
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
@@ -106,15 +107,37 @@ class RolloutStage:
         sampling = self._recipe.rollout.sampling
         return self._collect("rollout", planned, sampling, check_cancelled, earlier, trains=True)
 
-    def evaluate(self, name: str, prompts: Sequence[Prompt], *, label: str) -> tuple[EvalResult, list[Trajectory]]:
-        """One trajectory of each prompt under the evaluation sampling settings.
+    def evaluate(self, name: str, prompts: Sequence[Prompt], *, label: str, items: Items | None = None) -> list[Item]:
+        """`eval.samples_per_prompt` trajectories of each prompt under the evaluation sampling settings.
+
+        Args:
+            items: those that are finished already, which are not sampled again; gets the others as they end. A
+                deterministic run samples a set again of which one is missing: the batches in which its trajectories
+                are computed depend on all of them.
+
+        Returns:
+            The set's items by prompt and sample.
 
         Raises:
             RunError: as `rollout`.
         """
-        planned = planned_trajectories(prompts, samples_per_prompt=1, label=f"{label}/{name}")
-        trajectories = self._collect(f"evaluation {name}", planned, self._recipe.rollout.eval_sampling)
-        return evaluate(name, trajectories), trajectories
+        items = items or Items()
+        samples = self._recipe.eval.samples_per_prompt
+        keys = item_keys(name, prompts, samples)
+        planned = planned_trajectories(prompts, samples_per_prompt=samples, label=f"{label}/{name}")
+        key_of = dict(zip(planned, keys, strict=True))
+        missing = set(items.missing(keys))
+        if missing and self._recipe.deterministic:
+            missing = set(keys)
+        left = {trajectory_id: prompt for trajectory_id, prompt in planned.items() if key_of[trajectory_id] in missing}
+
+        def keep(trajectory: Trajectory) -> None:
+            items.add(item_of(trajectory, key_of[trajectory.trajectory_id]))
+
+        if left:
+            sampling = self._recipe.rollout.eval_sampling
+            self._collect(f"evaluation {name}", left, sampling, on_done=keep, num_done=len(planned) - len(left))
+        return items.of(keys)
 
     def _collect(
         self,
@@ -125,19 +148,32 @@ class RolloutStage:
         earlier: Sequence[Trajectory] = (),
         *,
         trains: bool = False,
+        on_done: Callable[[Trajectory], None] = lambda trajectory: None,
+        num_done: int = 0,
     ) -> list[Trajectory]:
+        """
+        Args:
+            on_done: called with each trajectory as it ends.
+            num_done: trajectories that ended well in an interrupted evaluation; they count as `earlier` does.
+        """
         if self._recipe.deterministic:
             self._flush_caches()
         with self._progress.phase(name, len(planned), "trajectories") as phase:
-            episodes = self._run_episodes(planned, sampling, phase.advance, trains=trains)
+
+            def advance(trajectory: Trajectory) -> None:
+                on_done(trajectory)
+                phase.advance()
+
+            episodes = self._run_episodes(planned, sampling, advance, trains=trains)
             trajectories = self._loop.run(self._watched(episodes, check_cancelled))
         counted = [*earlier, *trajectories]
         failed = [t for t in counted if t.status in (Status.failed, Status.aborted)]
         limit = self._recipe.rollout.max_failed_fraction
-        if len(failed) > limit * len(counted):
+        num_counted = num_done + len(counted)
+        if len(failed) > limit * num_counted:
             causes = sorted({str(t.metadata.get("error")) for t in failed})
             raise RunError(
-                f"{name}: {len(failed)} of {len(counted)} trajectories failed or were aborted, more than "
+                f"{name}: {len(failed)} of {num_counted} trajectories failed or were aborted, more than "
                 f"rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
             )
         return trajectories
@@ -160,7 +196,7 @@ class RolloutStage:
         self,
         planned: Mapping[str, Prompt],
         sampling: SamplingConfig,
-        on_done: Callable[[], None],
+        on_done: Callable[[Trajectory], None],
         *,
         trains: bool,
     ) -> list[Trajectory]:
@@ -186,7 +222,7 @@ class RolloutStage:
                 await self._score_group(ended, prompt)
             if teacher is not None:
                 await _score_by(teacher, trajectory, self.scoring)
-            on_done()
+            on_done(trajectory)
             return trajectory
 
         try:

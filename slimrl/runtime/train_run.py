@@ -6,11 +6,13 @@ from itertools import chain
 
 from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.evaluation.estimates import eval_metrics
+from slimrl.evaluation.item import write_items
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.samples import write_samples
 from slimrl.rollout.environment_metrics import environment_metrics
-from slimrl.rollout.statistics import rollout_metrics, teacher_metrics
+from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_metrics
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
@@ -45,6 +47,7 @@ class TrainRun(Run):
             self.state.prompt_results,
         )
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
+        self._sources = {prompt.prompt_id: name for name, prompts in self.task.train.items() for prompt in prompts}
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
         self._weights = WeightSync(self.recipe, self.state, self.trainers, self.engines, self._memory, self.progress)
 
@@ -81,6 +84,8 @@ class TrainRun(Run):
         step.record(environment_metrics(batch.sampled))
         step.record(self._reward_watch.metrics(batch.sampled))
         step.record(teacher_metrics(batch.sampled, self.stage.scoring))
+        if len(self.task.train) > 1:
+            step.record(source_metrics(batch.sampled, self._sources))
         if self.recipe.data.max_prompt_tokens is not None:
             step.record({"data/left_out_prompts": self.task.num_left_out})
         write_samples(self.folder.sample_file(step.number), batch.sampled, self.recipe.tracking.trajectories_per_step)
@@ -96,7 +101,7 @@ class TrainRun(Run):
         return bool(self.state.unwritten)
 
     def evaluate(self) -> None:
-        """Evaluate the mean reward on every evaluation set, which completes the metrics of the last step.
+        """Measure the policy on every evaluation set, which completes the metrics of the last step.
 
         Raises:
             RunError: too many trajectories failed.
@@ -104,8 +109,10 @@ class TrainRun(Run):
         step = Step(self.state.step, self.state.unwritten)
         with step.timed("eval"):
             for name, prompts in self.task.eval_sets.items():
-                result, _ = self.stage.evaluate(name, prompts, label=f"eval_{step.number:06d}")
-                step.record({f"eval/{name}/reward_mean": result.reward_mean})
+                items = self.stage.evaluate(name, prompts, label=f"eval_{step.number:06d}")
+                step.record(eval_metrics(items, self.recipe.eval))
+                shown = [item for item in items if item.sample == 0][: self.recipe.tracking.trajectories_per_step]
+                write_items(self.folder.eval_sample_file(step.number, name), shown)
         self._write(step)
 
     def save_checkpoint(self) -> None:

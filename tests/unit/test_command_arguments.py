@@ -17,7 +17,7 @@ from slimrl.launch.reports import LaunchError
 from slimrl.planner import command as planner_command
 from slimrl.planner.hardware import Hardware
 from slimrl.resync.estimate.machine import Machine
-from slimrl.runtime import commands
+from slimrl.runtime import commands, evaluation
 from slimrl.runtime.checks import config_check
 from slimrl.runtime.cluster.errors import Interrupted, Preempted, RunError, StageError
 from slimrl.runtime.resync_tools import resync_bench
@@ -85,17 +85,22 @@ def test_training_on_a_file_is_told_which_and_how_often(told):
 @pytest.mark.parametrize(
     ("command", "function", "settings"),
     [
-        ("eval", "evaluate", {"checkpoint": Path("hf"), "json": Path("f.json"), "ray_address": "h:1"}),
+        (
+            "eval",
+            "evaluate",
+            {"checkpoint": Path("hf"), "out": Path("o"), "json": Path("f.json"), "ray_address": "h:1"},
+        ),
         ("rollout", "rollout", {"out": Path("t.jsonl"), "ray_address": "h:1"}),
         ("export", "export", {"checkpoint": Path("step"), "out": Path("hf"), "ray_address": "h:1"}),
     ],
 )
 def test_other_commands_are_told_their_settings_and_files(told, command, function, settings):
-    calls = told(commands, function)
+    calls = told(evaluation if command == "eval" else commands, function)
     assert invoke(command, "r.yaml", "a=1", *options_of(settings)).exit_code == 0
     given = {"json_file" if name == "json" else name: value for name, value in settings.items()}
     assert calls == [((Path("r.yaml"), ["a=1"]), given)]
-    needed = {name: value for name, value in settings.items() if name not in ("json", "ray_address")}
+    optional = ("json", "ray_address", *(["out"] if command == "eval" else []))
+    needed = {name: value for name, value in settings.items() if name not in optional}
     assert invoke(command, "r.yaml", *options_of(needed)).exit_code == 0
     assert calls[1] == ((Path("r.yaml"), []), {name: needed.get(name) for name in given})
 

@@ -1,6 +1,5 @@
 """What each command starts, gives to its parts and leaves behind; the parts are stand-ins that note it."""
 
-import json
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.statistics import EvalResult
 from slimrl.runtime import commands, start
 from slimrl.runtime.cluster.errors import Preempted, RunError, StageError
 from slimrl.runtime.cluster.processes import Processes
@@ -64,19 +62,12 @@ class Parts:
         self.noted.append(("rollout", [prompt.prompt_id for prompt in prompts], label))
         return ["a", "b"]
 
-    def evaluate(self, name, prompts, *, label):
-        self.noted.append(("evaluate", name, len(prompts), label))
-        return EvalResult(
-            name=name, reward_mean=0.5, num_prompts=len(prompts), turns_mean=1.25, tool_calls_mean=0.75,
-            truncated_fraction=0.0, failed_fraction=0.0,
-        ), None  # fmt: skip
-
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     made = Parts(tmp_path)
     task = SimpleNamespace(
-        train={"train": PROMPTS}, eval_sets={"one": PROMPTS[:2], "two": PROMPTS[:3]}, group_filters=["filter"],
+        train={"train": PROMPTS}, eval_sets={}, group_filters=["filter"],
         notes=[], rewards=SimpleNamespace(parts=()),
     )  # fmt: skip
 
@@ -296,31 +287,6 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     assert parts.noted == [
         ("log", 1, timed), ("summary", 1), ("log", 2, timed), ("summary", 2), ("export", parts.folder.export),
     ]  # fmt: skip
-
-
-def test_an_evaluation_reports_every_set_and_starts_no_trainer(parts: Parts, tmp_path: Path):
-    checkpoint, report = tmp_path / "model", tmp_path / "deep" / "report.json"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text("{}")
-    commands.evaluate(Path("r.yaml"), ["a=1"], checkpoint=checkpoint, json_file=report, ray_address="head:1")
-    assert parts.prepared[:3] == (["a=1", f"model.path={checkpoint}"], "eval", {"train": False, "evaluate": True})
-    assert parts.started == {"with_engines": True, "ray_address": "head:1"}
-    logs = ("logs", parts.recipe.run.dir, "eval")
-    assert parts.noted == [logs, ("evaluate", "one", 2, "eval"), ("evaluate", "two", 3, "eval")]
-    written = json.loads(report.read_text())
-    assert written["checkpoint"] == str(checkpoint)
-    assert {name: figures["num_prompts"] for name, figures in written["sets"].items()} == {"one": 2, "two": 3}
-    assert parts.said[0] == "one: mean reward 0.500 on 2 prompts, 1.25 turns and 0.75 tool calls on average"
-    commands.evaluate(Path("r.yaml"), [], checkpoint=checkpoint, json_file=None, ray_address=None)
-
-
-def test_only_a_hugging_face_folder_is_evaluated(parts: Parts, tmp_path: Path):
-    folder = tmp_path / "model"
-    for said in ("no such folder", "holds no config.json", "slimrl export r.yaml --checkpoint"):
-        with pytest.raises(ValueError, match=said):
-            commands.evaluate(Path("r.yaml"), [], checkpoint=folder, json_file=None, ray_address=None)
-        (folder / "trainer").mkdir(parents=True, exist_ok=True) if folder.is_dir() else folder.mkdir()
-    assert parts.started == {}
 
 
 def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(

@@ -42,7 +42,7 @@ class Walk:
         messages = answers(turn, told) if turn.calls else [{"role": "user", "content": told[0]}]
         return Observation(
             messages=messages, reward=self.at / 10, done=self.at >= 4, state_id=str(self.at),
-            metrics={"distance": 4 - self.at}, num_tool_errors=int(self.at == 2),
+            metrics={"distance": 4 - self.at}, tool_errors=["move"] * (self.at == 2),
         )  # fmt: skip
 
     async def close(self):

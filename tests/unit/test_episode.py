@@ -224,6 +224,22 @@ def test_a_call_that_cannot_be_answered_gets_an_error_as_its_tool_turn_and_the_m
     assert trajectory.segments[0].tokens[trajectory.segments[0].loss_mask].tolist() == sampled
 
 
+def test_calls_are_counted_by_tool_and_those_of_no_tool_apart():
+    look_up = '<tool_call>\n{"name": "lookup", "arguments": {"word": "a"}}\n</tool_call>'
+    turns = [
+        CALL, CALL.replace("34*17+2", "34*"), CALL.replace("expression", "expr"), CALL.replace("}}", "}"), look_up,
+        CALL.replace("calculator", "abacus"), ANSWER,
+    ]  # fmt: skip
+    trajectory = play(ScriptedEngine(*turns), max_turns=9, max_trajectory_tokens=4096)
+    assert trajectory.status is Status.completed
+    assert trajectory.metadata["tool_calls"] == {
+        "calculator": {"calls": 3, "errors": 2, "malformed": 1},
+        "unknown": {"calls": 2, "errors": 2, "malformed": 2},
+        "lookup": {"calls": 1, "errors": 0, "malformed": 0},
+    }
+    assert play(ScriptedEngine("5<|im_end|>")).metadata["tool_calls"] == {}
+
+
 def test_without_tools_whatever_is_written_is_the_answer():
     engine = ScriptedEngine(CALL + "<|im_end|>")
     trajectory = play(engine, tools=ToolBox([]))

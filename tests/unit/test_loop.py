@@ -13,12 +13,12 @@ import pytest
 
 from slimrl.config.schema import Recipe, WandbMode
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.evaluation.item import Item
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.statistics import EvalResult
 from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime import dynamic_sampling, train_run
 from slimrl.runtime.cluster.errors import RunError, StepDropped
@@ -84,10 +84,12 @@ class Stages:
             raise RunError(f"evaluation {name}: 3 of 4 trajectories failed")
         # Another figure for each step, whoever makes it.
         accuracy = int(label[-6:]) / 8
-        return EvalResult(
-            name=name, reward_mean=accuracy, num_prompts=1, turns_mean=1, tool_calls_mean=0, truncated_fraction=0,
-            failed_fraction=0,
-        ), None  # fmt: skip
+        return [
+            Item(
+                set=name, prompt_id="p", sample=0, status=Status.completed, reward=accuracy, rewards={}, num_turns=1,
+                num_sampled_tokens=1, turn_tokens=[1], tool_calls={}, error=None, messages=[],
+            )
+        ]  # fmt: skip
 
     def save_checkpoint(self, directory: Path):
         self._note("checkpoint")
@@ -147,7 +149,9 @@ def saved_state(folder: RunFolder) -> RunState:
     return RunState(**{name: saved[name] for name in vars(RunState())})
 
 
-def play(recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, sets=("heldout",)) -> RunFolder:
+def play(
+    recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, sets=("heldout",), train_files=None
+) -> RunFolder:
     """A run from its start, or from its newest checkpoint, to wherever it comes."""
     folder = open_run_folder(where, "run", "seed: 1\n", resume=resume)
     state = saved_state(folder) if resume else RunState()
@@ -161,7 +165,7 @@ def play(recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, s
             task=SimpleNamespace(
                 eval_sets={name: ["a prompt"] for name in sets},
                 group_filters=[],
-                train={},
+                train=train_files or {},
                 rewards=SimpleNamespace(parts=()),
             ),
             trainers=stages,
@@ -206,6 +210,10 @@ def test_a_step_goes_round_the_ring_and_a_checkpoint_comes_before_the_evaluation
     first, second, third = read_metrics(folder.metrics)
     assert [line["step"] for line in (first, second, third)] == [0, 1, 2]
     assert (first["eval/hard/reward_mean"], third["eval/hard/reward_mean"]) == (0.0, 0.25)
+    # A quarter of a point is no accuracy.
+    assert ("eval/hard/accuracy" in first, "eval/hard/accuracy" in third) == (True, False)
+    shown = json.loads(folder.eval_sample_file(2, "hard").read_text())
+    assert (shown["set"], shown["reward"]) == ("hard", 0.25)
     assert [line["policy/loss"] for line in (second, third)] == [1.0, 2.0]
     assert [line["resync/version"] for line in (first, second, third)] == [0, 1, 2]
     for phase in ("rollout", "logprobs", "train", "resync", "step"):
@@ -386,6 +394,17 @@ def test_devices_that_are_shared_are_handed_over_at_every_turn(tmp_path: Path):
         "away with optimizer, weights", f"take {REQUESTS}",
         f"away with {REQUESTS}", "take weights", "export",
     ]  # fmt: skip
+
+
+def test_a_run_on_several_files_has_the_reward_of_each(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(
+        train_run, "source_metrics", lambda batch, sources: {f"reward/source/{name}": 1 for name in sources.values()}
+    )
+    files = {"train": [Prompt(prompt_id="0", messages=[], label=None)]}
+    (alone,) = lines(play(recipe_of(1), Stages(), tmp_path / "one", train_files=files))[1:]
+    files["gsm8k"] = [Prompt(prompt_id="gsm8k/0", messages=[], label=None)]
+    (both,) = lines(play(recipe_of(1), Stages(), tmp_path / "two", train_files=files))[1:]
+    assert both.keys() - alone.keys() == {"reward/source/train", "reward/source/gsm8k"}
 
 
 def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tmp_path: Path, monkeypatch):

@@ -61,6 +61,7 @@ class Task:
                 trajectory_id=trajectory_id,
                 segments=[],
                 status=Status.completed,
+                messages=[{"role": "user", "cached": cached}],
                 metadata=counts,
             )
 
@@ -97,7 +98,8 @@ def test_in_a_deterministic_run_no_rollout_and_no_evaluation_set_meets_what_an_e
         for label in ("step_1", "step_2"):
             assert cached(stage.rollout(PROMPTS, label=label)) == [False] * 3
             for name in ("one", "other"):
-                assert cached(stage.evaluate(name, PROMPTS, label=label)[1]) == [False] * 3
+                items = stage.evaluate(name, PROMPTS, label=label)
+                assert [item.messages[0]["cached"] for item in items] == [False] * 3
 
 
 def test_other_runs_keep_their_caches():

@@ -1,4 +1,4 @@
-"""Figures of a rollout batch and of an evaluation, counted by hand."""
+"""Figures of a rollout batch, counted by hand."""
 
 import math
 from contextlib import closing
@@ -8,7 +8,7 @@ import pytest
 
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.observability.metrics import MetricsWriter, read_metrics
-from slimrl.rollout.statistics import evaluate, rollout_metrics
+from slimrl.rollout.statistics import rollout_metrics, source_metrics
 
 
 def trajectory(reward, status, sampled, turns, calls=0, errors=0, retries=0, **rewards) -> Trajectory:
@@ -87,8 +87,14 @@ def test_answers_that_ran_out_of_cpu_time_are_counted():
     assert rollout_metrics(batch, seconds=1.0)["reward/timeouts"] == 2
 
 
-def test_a_failed_trajectory_counts_as_wrong_in_an_evaluation():
-    result = evaluate("heldout", BATCH)
-    assert result.reward_mean == pytest.approx(3.0 / 4)
-    assert (result.num_prompts, result.turns_mean, result.tool_calls_mean) == (4, 2.0, 1.0)
-    assert (result.truncated_fraction, result.failed_fraction) == (0.25, 0.25)
+def test_each_training_file_has_the_mean_of_its_own_trajectories(tmp_path):
+    batch = [trajectory(*given) for given in [(1.5, Status.completed, 1, 1), (0.5, Status.truncated, 1, 1)] * 2]
+    batch += [trajectory(math.nan, Status.failed, 1, 1), trajectory(math.nan, Status.failed, 1, 1)]
+    for one, group in zip(batch, ("t:1", "gsm8k/t:1", "t:2", "t:2", "t:3", "more/t:1"), strict=True):
+        one.group_id = group
+    sources = {"t:1": "train", "t:2": "train", "t:3": "train", "gsm8k/t:1": "gsm8k", "more/t:1": "more"}
+    metrics = source_metrics(batch, sources)
+    # Of `more` no trajectory has a reward.
+    assert metrics == {"reward/source/gsm8k": 0.5, "reward/source/train": pytest.approx(3.5 / 3)}
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as writer:
+        writer.log(1, metrics)

@@ -10,6 +10,7 @@ import pytest
 
 from slimrl.config.schema import CreditName, Recipe
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.evaluation.items import Items
 from slimrl.rewards.loading import Rewards
 from slimrl.runtime import rollout_stage
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
@@ -158,9 +159,10 @@ def test_an_evaluation_has_the_same_limit_and_its_failure_is_named_as_one(start:
     episodes = Episodes()
     episodes.endings = {0: FAILED}
     stage = start(episodes, max_failed_fraction=0.2)
-    result, _ = stage.evaluate("heldout", PROMPTS, label="eval_000001")
-    # The first prompt's reward would be 0 too, and the others' are 1 to 4.
-    assert (result.reward_mean, result.num_prompts, result.failed_fraction) == (2.0, 5, 0.2)
+    evaluated = stage.evaluate("heldout", PROMPTS, label="eval_000001")
+    assert [(item.status is FAILED, item.reward) for item in evaluated] == [
+        (True, 0), (False, 1), (False, 2), (False, 3), (False, 4),
+    ]  # fmt: skip
     episodes.endings = {len(episodes.settings): FAILED, len(episodes.settings) + 1: ABORTED}
     with pytest.raises(RunError, match=r"^evaluation heldout: 2 of 5 trajectories"):
         stage.evaluate("heldout", PROMPTS, label="eval_000002")
@@ -172,10 +174,55 @@ def test_training_samples_each_prompt_several_times_and_an_evaluation_once_under
     batch = stage.rollout(PROMPTS, label="step_000001")
     assert [t.group_id for t in batch] == [name for i in range(5) for name in [f"p{i}"] * 2]
     assert [t.reward for t in batch] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    _, evaluated = stage.evaluate("heldout", PROMPTS, label="eval_000001")
-    assert [t.group_id for t in evaluated] == [f"p{i}" for i in range(5)]
+    evaluated = stage.evaluate("heldout", PROMPTS, label="eval_000001")
+    assert [item.key for item in evaluated] == [("heldout", f"p{i}", 0) for i in range(5)]
     assert [temperature for temperature, _ in episodes.settings] == [1.0] * 10 + [0.0] * 5
-    assert len({t.trajectory_id for t in [*batch, *evaluated]}) == 15
+    assert episodes.announced[1][0] == [f"eval_000001/heldout/{i:05d}/000" for i in range(5)]
+
+
+def test_an_evaluation_samples_only_what_is_missing_with_the_seeds_that_it_would_have_had(start: Start):
+    episodes = Episodes()
+    stage = start(episodes)
+    stage._recipe.eval.samples_per_prompt = 2
+    whole = stage.evaluate("heldout", PROMPTS, label="eval")
+    assert [item.key for item in whole] == [("heldout", f"p{i}", sample) for i in range(5) for sample in range(2)]
+    kept = Items()
+    for item in (whole[0], whole[3], whole[9]):
+        kept.add(item)
+    others = start(more := Episodes())
+    others._recipe.eval.samples_per_prompt = 2
+    assert others.evaluate("heldout", PROMPTS, label="eval", items=kept) == whole
+    assert more.settings == [episodes.settings[i] for i in (1, 2, 4, 5, 6, 7, 8)]
+    assert others.evaluate("heldout", PROMPTS, label="eval", items=kept) == whole
+    assert len(more.settings) == 7
+
+
+def test_a_deterministic_evaluation_samples_an_interrupted_set_again_as_a_whole(start: Start):
+    episodes = Episodes()
+    stage = start(episodes)
+    stage._recipe.deterministic = True
+    kept = Items()
+    kept.add(stage.evaluate("heldout", PROMPTS, label="eval")[2])
+    stage.evaluate("heldout", PROMPTS, label="eval", items=kept)
+    assert episodes.settings[5:] == episodes.settings[:5]
+    stage.evaluate("heldout", PROMPTS, label="eval", items=kept)
+    assert len(episodes.settings) == 10
+
+
+def test_what_went_well_before_an_interruption_counts_in_the_fraction_that_may_fail(start: Start):
+    episodes = Episodes()
+    stage = start(episodes, max_failed_fraction=0.2)
+    kept = Items()
+    for item in stage.evaluate("heldout", PROMPTS, label="eval")[:4]:
+        kept.add(item)
+    episodes.endings = {5: FAILED}
+    assert stage.evaluate("heldout", PROMPTS, label="eval", items=kept)[4].status is FAILED
+    # One of five, and now two of five.
+    for item in stage.evaluate("other", PROMPTS, label="eval")[:3]:
+        kept.add(item)
+    episodes.endings = {len(episodes.settings) + i: FAILED for i in range(2)}
+    with pytest.raises(RunError, match=r"^evaluation other: 2 of 5 trajectories"):
+        stage.evaluate("other", PROMPTS, label="eval", items=kept)
 
 
 def test_no_two_trajectories_of_a_run_share_a_seed(start: Start):

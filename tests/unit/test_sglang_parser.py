@@ -228,7 +228,7 @@ def test_text_that_repeats_itself_takes_no_time(name, text):
 def test_what_no_file_could_hold_is_malformed(name):
     deep = "[" * 60 + "]" * 60
     (call,) = parser_of(name).parse(written(name, GOOD).replace('"b": 2', f'"b": 2, "y": {deep}')).calls
-    assert call == MalformedCall(problem=UNREADABLE)
+    assert call == MalformedCall(problem=UNREADABLE, name="add")
     (call,) = parser_of(name).parse(written(name, GOOD).replace("add", "\\ud800")).calls
     assert isinstance(call, MalformedCall)
     call.problem.encode()

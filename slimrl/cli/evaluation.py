@@ -1,0 +1,60 @@
+"""`slimrl eval` and `slimrl eval compare`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from slimrl.cli.arguments import Overrides, RayAddress, Recipe
+
+DEFAULT_COMMAND = "run"
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+
+
+class GroupWithDefault(TyperGroup):
+    """Runs `DEFAULT_COMMAND` where no command is named: `slimrl eval RECIPE` beside `slimrl eval compare A B`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if named else [DEFAULT_COMMAND, *args])
+
+
+def evaluate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    checkpoint: Annotated[Path, typer.Option(help="Hugging Face checkpoint folder, such as RUN/export/hf.")] = ...,  # type: ignore[assignment]
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for every trajectory and the results; an interrupted evaluation goes on there."),
+    ] = None,
+    json_file: JsonFile = None,
+    ray_address: RayAddress = None,
+) -> None:
+    """Measure a checkpoint on the recipe's evaluation sets. `slimrl eval compare A B` compares two evaluations."""
+    from slimrl.runtime import evaluation
+
+    evaluation.evaluate(
+        recipe, overrides or [], checkpoint=checkpoint, out=out, json_file=json_file, ray_address=ray_address
+    )
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of an evaluation, its --out.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Folder of another one of the same prompts.")],
+    json_file: JsonFile = None,
+) -> None:
+    """Compare two evaluations prompt by prompt: the difference B - A with its interval."""
+    from slimrl.evaluation.comparison import compare
+    from slimrl.evaluation.folder import EvalFolder
+    from slimrl.evaluation.tables import print_comparison
+
+    comparisons = compare(EvalFolder(a), EvalFolder(b))
+    print_comparison(comparisons)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        sets = {one.name: asdict(one) for one in comparisons}
+        json_file.write_text(json.dumps({"a": str(a), "b": str(b), "sets": sets}, indent=2) + "\n")

@@ -1,0 +1,39 @@
+"""Rules of the section `eval`."""
+
+from collections.abc import Iterator
+
+from slimrl.config.problems import Violation
+from slimrl.config.schema import Recipe
+
+
+def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """Evaluations without anything to evaluate on, equal samples, pass@k of more samples than there are."""
+    if command == "eval" and not recipe.data.eval:
+        yield "data.eval", "names no evaluation set."
+    if command == "train" and recipe.eval.every_steps and not recipe.data.eval:
+        yield "eval.every_steps", f"{recipe.eval.every_steps}, but data.eval names no evaluation set. Use 0."
+    if command in ("train", "eval") and recipe.data.eval:
+        yield from _sample_violations(recipe)
+
+
+def _sample_violations(recipe: Recipe) -> Iterator[Violation]:
+    samples, sampling = recipe.eval.samples_per_prompt, recipe.rollout.eval_sampling
+    greedy = {"temperature": sampling.temperature == 0, "top_k": sampling.top_k == 1}
+    for name, holds in greedy.items():
+        if samples > 1 and holds:
+            value = f"{getattr(sampling, name):g}"
+            other = "a temperature such as 0.7" if name == "temperature" else "-1"
+            yield (
+                "eval.samples_per_prompt",
+                f"{samples} samples of a prompt would all be the same, since rollout.eval_sampling.{name} is {value}. "
+                f"Set that to {other}, or samples_per_prompt to 1.",
+            )
+    for k in recipe.eval.pass_at:
+        if k < 1:
+            yield "eval.pass_at", f"{k}: must be at least 1."
+        elif k > samples:
+            yield (
+                "eval.pass_at",
+                f"pass@{k} needs {k} samples of each prompt, and eval.samples_per_prompt is {samples}. "
+                "Raise that, or leave this k out.",
+            )

@@ -1,0 +1,129 @@
+"""Two evaluations of the same prompts, compared prompt by prompt.
+
+1. Each prompt has a difference, its score in B minus its score in A, whatever the number of samples there.
+2. The mean difference has the interval of its bootstrap over prompts. What is hard for both cancels, so the interval is
+   narrower than those of the two means.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slimrl.config.schema import EvalConfig
+from slimrl.config.show import changed_settings
+from slimrl.data.seeds import derive_seed
+from slimrl.evaluation.estimates import intervals, items_by_prompt, prompt_scores
+from slimrl.evaluation.folder import EvalFolder
+from slimrl.evaluation.item import Item
+from slimrl.evaluation.items import read_items
+from slimrl.evaluation.record import read_record
+
+EQUAL = 1e-9
+"""Scores that differ by less are equal: the same rewards in another order may add up to other last bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedMeasure:
+    a: float
+    b: float
+    difference: float
+    """b - a."""
+    interval: tuple[float, float]
+    """Ends of its 95% interval."""
+    better: int
+    """Prompts with a higher score in B."""
+    worse: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetComparison:
+    name: str
+    num_prompts: int
+    measures: dict[str, PairedMeasure]
+    """By the measures of `prompt_scores` that both evaluations have."""
+
+
+def compare(folder_a: EvalFolder, folder_b: EvalFolder) -> list[SetComparison]:
+    """The sets that both evaluations have.
+
+    Raises:
+        ValueError: one of them is no complete evaluation, or they cannot be paired: no set in common, other prompts,
+            another reward.
+    """
+    a, b = _read(folder_a), _read(folder_b)
+    record_a, record_b = read_record(folder_a.record), read_record(folder_b.record)
+    both = f"{folder_a.path} and {folder_b.path}"
+    reward_a, reward_b = ({"reward": record["settings"]["reward"]} for record in (record_a, record_b))
+    if changes := list(changed_settings(reward_a, reward_b)):
+        raise ValueError(f"{both} have other rewards, which cannot be compared: {'; '.join(changes)}.")
+    if record_a["pass_reward"] != record_b["pass_reward"]:
+        raise ValueError(
+            f"{both} have another eval.pass_reward: {record_a['pass_reward']:g} -> {record_b['pass_reward']:g}. "
+            "Evaluate one of them again with that of the other and the same --out, which samples nothing anew."
+        )
+    names = [name for name in record_a["sets"] if name in record_b["sets"]]
+    if not names:
+        only = (", ".join(record["sets"]) for record in (record_a, record_b))
+        raise ValueError(f"{both} have no set in common: {' -> '.join(only)}.")
+    for name in names:
+        _check_prompts(name, a[name], b[name], record_a["sets"][name], record_b["sets"][name], both)
+    settings = EvalConfig(
+        pass_at=[k for k in record_a["pass_at"] if k in record_b["pass_at"]], pass_reward=record_a["pass_reward"]
+    )
+    seed = int(record_a["settings"]["seed"])
+    return [_compare_set(name, a[name], b[name], settings, seed) for name in names]
+
+
+def _read(folder: EvalFolder) -> dict[str, list[Item]]:
+    """The items of each set of a complete evaluation."""
+    if not folder.record.is_file():
+        raise ValueError(f"{folder.path}: not an evaluation; give the --out of a `slimrl eval`.")
+    if not folder.summary.is_file():
+        raise ValueError(f"{folder.path}: the evaluation is not complete; the same `slimrl eval` continues it.")
+    sets: dict[str, list[Item]] = {}
+    for item in read_items(folder.items):
+        sets.setdefault(item.set, []).append(item)
+    return sets
+
+
+def _check_prompts(
+    name: str,
+    a: Sequence[Item],
+    b: Sequence[Item],
+    record_a: Mapping[str, Any],
+    record_b: Mapping[str, Any],
+    both: str,
+) -> None:
+    ids_a, ids_b = (items_by_prompt(items).keys() for items in (a, b))
+    if lone := sorted(ids_a ^ ids_b):
+        raise ValueError(
+            f"{both}: {len(lone)} prompts of {name} are in one alone, such as {lone[0]}. "
+            "Evaluate both on the same file."
+        )
+    if record_a["sha256"] != record_b["sha256"]:
+        raise ValueError(f"{both}: prompts of {name} have the same ids and other texts or labels.")
+
+
+def _compare_set(name: str, a: Sequence[Item], b: Sequence[Item], settings: EvalConfig, seed: int) -> SetComparison:
+    scores_a, scores_b = prompt_scores(a, settings), prompt_scores(b, settings)
+    place_b = {prompt_id: place for place, prompt_id in enumerate(items_by_prompt(b))}
+    order = [place_b[prompt_id] for prompt_id in items_by_prompt(a)]
+    gaps = {measure: scores_b[measure][order] - scores_a[measure] for measure in scores_a if measure in scores_b}
+    ends = intervals(gaps, derive_seed(seed, "bootstrap", name))
+    return SetComparison(
+        name=name,
+        num_prompts=len(order),
+        measures={
+            measure: PairedMeasure(
+                a=float(np.mean(scores_a[measure])),
+                b=float(np.mean(scores_b[measure])),
+                difference=float(np.mean(gap_P)),
+                interval=ends[measure],
+                better=int((gap_P > EQUAL).sum()),
+                worse=int((gap_P < -EQUAL).sum()),
+            )
+            for measure, gap_P in gaps.items()
+        },
+    )

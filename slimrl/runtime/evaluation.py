@@ -1,0 +1,118 @@
+"""`slimrl eval`: a checkpoint on the recipe's evaluation sets."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from slimrl.checkpoints.digests import file_digests
+from slimrl.config.load import LoadedRecipe
+from slimrl.config.show import resolved_dict
+from slimrl.evaluation.folder import EvalFolder
+from slimrl.evaluation.item import item_keys
+from slimrl.evaluation.items import Items
+from slimrl.evaluation.record import checkpoint_files, describe, open_record
+from slimrl.evaluation.result import SetResult, set_result
+from slimrl.evaluation.tables import print_results
+from slimrl.observability.folder_lock import folder_lock
+from slimrl.observability.progress import Progress
+from slimrl.runtime.checks.task import Task, load_task
+from slimrl.runtime.start import logs_of_command, prepare, rollout_stage, started
+
+
+def evaluate(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    checkpoint: Path,
+    json_file: Path | None,
+    out: Path | None,
+    ray_address: str | None,
+) -> None:
+    """Measure a Hugging Face checkpoint on the recipe's evaluation sets, and print the results.
+
+    Args:
+        out: folder of the items and the results, in which an interrupted evaluation goes on.
+
+    Raises:
+        ValueError: the recipe or the checkpoint is refused, or `out` has another evaluation.
+    """
+    _refuse_other_folder(recipe=path, checkpoint=checkpoint)
+    with Progress(1) as progress:
+        read = partial(load_task, train=False, evaluate=True)
+        loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
+        for note in task.notes:
+            progress.say(note)
+        settings = loaded.recipe.eval
+        keys = {name: item_keys(name, prompts, settings.samples_per_prompt) for name, prompts in task.eval_sets.items()}
+        with _items(out, loaded, task, checkpoint, progress) as items:
+            planned = [*chain(*keys.values())]
+            missing = items.missing(planned)
+            if num_done := len(planned) - len(missing):
+                progress.say(f"{num_done} of {len(planned)} trajectories are there already")
+            if missing:
+                _sample(loaded, task, items, progress, ray_address)
+            items.write_in_order(planned)
+            results = [set_result(items.of(keys[name]), settings, loaded.recipe.seed) for name in task.eval_sets]
+        _write(results, checkpoint, [json_file, None if out is None else EvalFolder(out).summary])
+    print_results(results)
+    if out is not None:
+        progress.say(f"items: {EvalFolder(out).items}")
+
+
+def _sample(loaded: LoadedRecipe, task: Task, items: Items, progress: Progress, ray_address: str | None) -> None:
+    """Start engines and finish the items that are missing."""
+    recipe = loaded.recipe
+    folder = logs_of_command(recipe.run.dir, "eval", loaded)
+    with started(recipe, folder, progress, with_engines=True, ray_address=ray_address) as processes:
+        assert processes.engines is not None
+        with rollout_stage(recipe, task, processes.engines, progress) as stage:
+            for name, prompts in task.eval_sets.items():
+                stage.evaluate(name, prompts, label="eval", items=items)
+
+
+@contextmanager
+def _items(out: Path | None, loaded: LoadedRecipe, task: Task, checkpoint: Path, progress: Progress) -> Iterator[Items]:
+    """The finished items of `out`, which is locked; without it none, kept in memory.
+
+    Raises:
+        ValueError: `out` has another evaluation, or another process writes it.
+    """
+    if out is None:
+        yield Items()
+        return
+    if out.exists() and not EvalFolder(out).record.is_file() and any(out.iterdir()):
+        raise ValueError(f"--out {out}: not the folder of an evaluation. Give one that is new or empty.")
+    with progress.stage("reading the checkpoint"):
+        digests = file_digests(checkpoint, checkpoint_files(checkpoint))
+    checksums = {name: digest.xxh3_128 for name, digest in digests.items()}
+    record = describe(resolved_dict(loaded), checkpoint, checksums, task.eval_sets)
+    out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        held.enter_context(folder_lock(out, say=progress.say))
+        open_record(EvalFolder(out).record, record)
+        items = held.enter_context(Items(EvalFolder(out).items))
+        EvalFolder(out).summary.unlink(missing_ok=True)
+        yield items
+
+
+def _write(results: Sequence[SetResult], checkpoint: Path, files: Sequence[Path | None]) -> None:
+    report = {"checkpoint": str(checkpoint), "sets": {result.name: result.to_json() for result in results}}
+    for file in filter(None, files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _refuse_other_folder(recipe: Path, checkpoint: Path) -> None:
+    """Raises ValueError if `--checkpoint` of `slimrl eval` is not in the Hugging Face format."""
+    if (checkpoint / "trainer").is_dir():
+        raise ValueError(
+            f"--checkpoint {checkpoint}: a training checkpoint of a run. Turn it into the Hugging Face format with "
+            f"`slimrl export {recipe} --checkpoint {checkpoint} --out DIR` and evaluate that."
+        )
+    if not checkpoint.is_dir():
+        raise ValueError(f"--checkpoint {checkpoint}: no such folder.")
+    if not (checkpoint / "config.json").is_file():
+        raise ValueError(f"--checkpoint {checkpoint}: holds no config.json; give a Hugging Face checkpoint folder.")
