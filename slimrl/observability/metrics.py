@@ -98,7 +98,7 @@ METRIC_NAMES = (
     "time/eval_s",
     "time/step_s",
 )
-"""Every metric. The recipe names a `<set>`, a `<source>` and each `<k>`, the reward function a `<part>`, an environment a
+"""Every metric. The recipe names a `<set>`, a `<source>` and each `<k>`, the reward a `<part>`, an environment a
 `<metric>`; the latter two may hold slashes: `format/think`."""
 _NAMED = {"<set>": "[^/]+", "<source>": "[^/]+", "<k>": "[1-9][0-9]*", "<part>": ".+", "<metric>": ".+"}
 _PATTERNS = [
