@@ -22,6 +22,7 @@ INTEGRATION = {
     "slimrl.config": ["test_plan.py", "test_run_quickstart.py"],
     "slimrl.data": ["test_trainer.py", "test_rollout.py", "test_run_quickstart.py"],
     "slimrl.device": ["test_trainer.py"],
+    "slimrl.evaluation": ["test_run_evaluation.py", "test_run_quickstart.py"],
     "slimrl.ipc": ["test_resync.py", "test_resync_collective.py"],
     "slimrl.launch": ["test_launch.py"],
     "slimrl.models": ["test_model_families.py", "test_weights.py", "test_coverage.py", "test_resync.py"],
