@@ -174,12 +174,15 @@ class Bench:
         jobs |= {(0, CASES[name].teacher) for name in cases if CASES[name].teacher}
         # All cases with one seed first, so that an early end leaves a whole table.
         in_order = sorted(jobs, key=lambda job: (job[0], list(CASES).index(job[1])))
-        for students in (False, True):
-            with ThreadPoolExecutor(parallel) as pool:
+        pool = ThreadPoolExecutor(parallel)
+        try:
+            for students in (False, True):
                 wave = [(name, seed) for seed, name in in_order if bool(CASES[name].teacher) is students]
-                runs = [pool.submit(self.measure, *job) for job in wave]
-            for run in runs:
-                run.result()
+                for run in [pool.submit(self.measure, *job) for job in wave]:
+                    run.result()
+        finally:
+            # After Ctrl-C or a run that failed no other begins.
+            pool.shutdown(cancel_futures=True)
 
     def write(self) -> None:
         write_figures(self.file, {"steps": self.steps, "results": self.results, "table": table_of(self.results)})

@@ -37,7 +37,7 @@ def planned(
     )  # fmt: skip
     rollout = replace(plain.rollout, num_engines=1, engine_tp=2, max_trajectory_tokens=100)
     rollout.sampling.max_new_tokens = rollout.eval_sampling.max_new_tokens = 50
-    plain.run.name = "toy"
+    plain.run.name, plain.reward.function = "toy", "toy:reward"
     recipe = replace(plain, trainer=trainer, rollout=rollout)
     recipe.resync.transport, recipe.trainer.optimizer.lr, recipe.algorithm.max_logprob_mismatch = transport, 1e-6, 0.05
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="toy.yaml", command="sft" if sft else "train")

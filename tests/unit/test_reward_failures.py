@@ -126,13 +126,13 @@ def test_a_group_is_rewarded_when_it_has_ended_and_fails_as_a_whole_but_evaluati
     )
     with stage_of(rewards, samples=3) as stage:
         trajectories = stage.rollout(PROMPTS, label="step_000001")
-        _, evaluated = stage.evaluate("heldout", PROMPTS, label="eval")
+        evaluated = stage.evaluate("heldout", PROMPTS, label="eval")
     assert [t.rewards for t in trajectories[:3]] == [{"rank": 0.0}, {"rank": 1.0}, {"rank": 2.0}]
     assert [t.reward for t in trajectories[:3]] == [1.0, 1.1, 1.2]
     failed = {t.metadata["error"] for t in trajectories if t.status is Status.failed}
     assert failed == {"rank (task:ranks) failed: ConnectionRefusedError: no ranking"}
     assert [t.status is Status.failed for t in trajectories] == [9 <= number < 12 for number in range(30)]
-    assert [(t.reward, t.rewards) for t in evaluated] == [(1.0, {})] * 10
+    assert [(item.reward, item.rewards) for item in evaluated] == [(1.0, {})] * 10
 
 
 class Service:
