@@ -29,6 +29,7 @@ class Walk:
 
     async def start(self, prompt, *, seed, scratch):
         self.log.append(("start", prompt.label, seed))
+        scratch["starts"] = scratch.get("starts", 0) + 1
         scratch["path"] = self.path = [0]
         await self.fault("start")
         return Observation(messages=FIRST, tools=self.tools, state_id="0")
@@ -106,7 +107,7 @@ def test_what_it_gives_reaches_the_trajectory_and_its_file():
     assert report["metrics"] == {"distance": 0.0}
     assert trajectory.metadata["num_tool_calls"] == trajectory.metadata["num_tool_errors"] == 1
     assert trajectory.metadata["num_prompt_messages"] == 2
-    assert trajectory.scratch == {"path": [0, 2, 3, 4]}
+    assert trajectory.scratch == {"starts": 1, "path": [0, 2, 3, 4]}
     written = json.loads(json.dumps(to_json(trajectory)))
     assert "scratch" not in written
     assert from_json(written).metadata == trajectory.metadata
@@ -117,6 +118,8 @@ def test_the_last_turn_is_stepped_and_truncates_what_it_does_not_complete():
     trajectory = walk(ScriptedEngine(MOVE, WORDS), log, max_turns=2)
     assert trajectory.status is Status.truncated
     assert [entry[0] for entry in log] == ["start", "step", "step", "close"]
+    assert trajectory.messages[-1] == {"role": "assistant", "content": "I go on."}
+    assert trajectory.segments[0].loss_mask[-1]
     assert walk(ScriptedEngine(MOVE, MOVE), max_turns=2).status is Status.completed
 
 
@@ -165,7 +168,7 @@ def test_a_start_is_tried_again_with_a_new_instance_and_a_clean_scratch():
     assert len(made) == 3
     assert trajectory.metadata["environment"]["start_retries"] == 2
     assert [entry[0] for entry in log] == ["start", "close", "start", "close", "start", "step", "step", "close"]
-    assert trajectory.scratch == {"path": [0, 2, 4]}
+    assert trajectory.scratch == {"starts": 1, "path": [0, 2, 4]}
 
 
 @pytest.mark.parametrize(
