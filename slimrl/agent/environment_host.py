@@ -26,12 +26,7 @@ log = logging.getLogger(__name__)
 class EnvironmentReport:
     """What an environment did in a trajectory; `Trajectory.metadata["environment"]`."""
 
-    start_s: float = 0.0
-    """Of all attempts"""
     start_retries: int = 0
-    step_s: float = 0.0
-    """Of all steps"""
-    close_s: float = 0.0
     rewards: list[float] = field(default_factory=list)
     """Of each step; empty if it gave none"""
     states: list[str] = field(default_factory=list)
@@ -55,6 +50,8 @@ class EnvironmentHost:
         self._rewards: list[float | None] = []
         self._states: list[str | None] = []
         self.report = EnvironmentReport()
+        self.times = dict.fromkeys(("start_s", "step_s", "close_s"), 0.0)
+        """Of all attempts to start, of all steps, and of the close"""
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         """Raises EnvironmentFailure: it could not start, retries included."""
@@ -62,7 +59,7 @@ class EnvironmentHost:
         try:
             first = await self._started(lambda made: made.start(prompt, seed=seed, scratch=scratch), scratch)
         finally:
-            self.report.start_s = time.monotonic() - begun
+            self.times["start_s"] = time.monotonic() - begun
         if not first.messages:
             raise EnvironmentFailure(f"{self._name}: start gave no messages, so the policy has nothing to answer")
         self._states.append(first.state_id)
@@ -92,7 +89,7 @@ class EnvironmentHost:
         try:
             observation = await self._call("step", partial(self._environment.step, turn), self._step_timeout_s)
         finally:
-            self.report.step_s += time.monotonic() - begun
+            self.times["step_s"] += time.monotonic() - begun
         if not (observation.messages or observation.done or observation.truncated):
             raise EnvironmentFailure(f"{self._name}: step gave no messages, and the episode is not over")
         self._rewards.append(None if observation.reward is None else self._number(observation.reward, "reward"))
@@ -110,7 +107,7 @@ class EnvironmentHost:
             await self._within("close", environment.close, self._agent.close_timeout_s)
         except EnvironmentFailure as failure:
             log.warning("%s", failure)
-        self.report.close_s += time.monotonic() - begun
+        self.times["close_s"] += time.monotonic() - begun
 
     def finished_report(self, num_turns: int) -> EnvironmentReport:
         """The report with an entry for each turn; a turn that the environment never saw has no reward."""

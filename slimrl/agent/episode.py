@@ -163,6 +163,7 @@ def _complete(trajectory: Trajectory, conversation: Conversation | None, host: E
             "num_retries": conversation.num_retries,
             "num_prompt_messages": conversation.num_prompt_messages,
         }
+    trajectory.times = host.times
     trajectory.metadata = {**counts, **trajectory.metadata, "environment": host.finished_report(num_turns).to_json()}
 
 

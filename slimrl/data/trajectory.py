@@ -107,6 +107,8 @@ class Trajectory:
     `num_retries`, `num_prompt_messages`, `environment`, `error`, `reward_timed_out` and the task's own keys."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """What the environment left for the reward; not part of the file format."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds of the environment: `start_s`, `step_s`, `close_s`; not part of the file format."""
 
     @property
     def num_tokens(self) -> int:
@@ -142,6 +144,8 @@ _DTYPES = {
 _OPTIONAL = ("routed_experts", "teacher_logprobs")
 """May be null."""
 
+_NOT_IN_FILES = ("scratch", "times")
+
 _TURN_LISTS = {"turn_rewards": (float, int), "turn_states": (str,), "turn_advantages": (float, int)}
 
 
@@ -150,7 +154,7 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
         {name: None if (value := getattr(segment, name)) is None else value.tolist() for name in _DTYPES}
         for segment in trajectory.segments
     ]
-    values = {name: value for name, value in vars(trajectory).items() if name != "scratch"}
+    values = {name: value for name, value in vars(trajectory).items() if name not in _NOT_IN_FILES}
     return {**values, "status": trajectory.status.value, "segments": segments}
 
 
@@ -159,7 +163,7 @@ def from_json(value: dict[str, Any]) -> Trajectory:
     known = {
         one.name: one.default is MISSING and one.default_factory is MISSING
         for one in fields(Trajectory)
-        if one.name != "scratch"
+        if one.name not in _NOT_IN_FILES
     }
     _check_keys(value, known)
     if value["status"] not in [status.value for status in Status]:

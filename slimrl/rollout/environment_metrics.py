@@ -18,9 +18,9 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     own = sorted({name for report in reports for name in report.get("metrics", {})})
     return {
-        "time/env_start_s": _mean([report.get("start_s", 0.0) for report in reports]),
-        "time/env_step_s": _mean([report.get("step_s", 0.0) for report in reports]),
-        "time/env_close_s": _mean([report.get("close_s", 0.0) for report in reports]),
+        "time/env_start_s": _mean([t.times.get("start_s", 0.0) for t in trajectories]),
+        "time/env_step_s": _mean([t.times.get("step_s", 0.0) for t in trajectories]),
+        "time/env_close_s": _mean([t.times.get("close_s", 0.0) for t in trajectories]),
         "rollout/env_start_retries": sum(report.get("start_retries", 0) for report in reports),
         **{f"env/{name}": _mean([r["metrics"][name] for r in reports if name in r.get("metrics", {})]) for name in own},
     }
