@@ -47,7 +47,7 @@ def test_a_recipe_is_refused_by_no_rule(name):
     assert ("trainer.fp8" in {note.key for note in planned.notes}) == ("fp8_training" in name)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FILES if "_gspo" in name))
+@pytest.mark.parametrize("name", sorted(name for name in FILES if re.search("_(gspo|ppo|distillation)", name)))
 def test_a_recipe_names_its_data_and_evaluates(name):
     loaded, problems = read_recipe(FILES[name], [], "train")
     assert loaded is not None, problems
@@ -91,7 +91,7 @@ def test_files_are_named_by_model_algorithm_and_variant_and_say_how_many_gpus_th
     for name, path in FILES.items():
         if name in TINY or name.startswith("single_gpu/"):
             continue
-        assert re.fullmatch(r"[a-z0-9_]+_(gspo|sft)(_[a-z0-9_]+)?\.yaml", path.name)
+        assert re.fullmatch(r"[a-z0-9_]+_(gspo|ppo|distillation|sft)(_[a-z0-9_]+)?\.yaml", path.name)
         comment = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
         assert re.search(r"\d+ (GPUs|H200|B200)|nodes? of 8", comment), name
         assert "Layout" in comment or "layout" in comment, name
