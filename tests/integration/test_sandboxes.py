@@ -1,4 +1,5 @@
-"""Every backend: plain runs, sessions, and how each ends; the remote server and the container command are stand-ins."""
+"""Every backend: plain runs, sessions, and how each ends; the remote server is a stand-in, and so is the container
+command where there is no podman."""
 
 import asyncio
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from podman_image import podman_config
 from sandboxes import SMALL, needs_namespaces, processes_inside
 
 from slimrl.agent.sandbox import tools
@@ -36,9 +38,9 @@ with open({log!r}, "a") as log:
 command, *rest = sys.argv[1:]
 if command == "rm" or "--detach" in rest:
     sys.exit(0)
-place = next(i for i, word in enumerate(rest) if word in ("python", "bash", "sh"))
+place = rest.index("sh")
 words = [word.replace("/tmp/work", {work!r}) for word in rest[place:]]
-os.execvp({python!r} if words[0] == "python" else words[0], words)
+os.execvp("sh", words)
 """
 
 
@@ -102,7 +104,23 @@ async def remote():
     server.server_close()
 
 
-@pytest.fixture(params=[pytest.param("bubblewrap", marks=needs_namespaces), "subprocess", "remote", "container"])
+@pytest.fixture
+async def podman(tmp_path_factory):
+    sandbox = ContainerSandbox(podman_config(tmp_path_factory, ROOMY))
+    yield sandbox
+    await sandbox.close()
+
+
+BACKENDS = [
+    pytest.param("bubblewrap", marks=needs_namespaces),
+    "subprocess",
+    "remote",
+    "container",
+    pytest.param("podman", marks=pytest.mark.full),
+]
+
+
+@pytest.fixture(params=BACKENDS)
 def sandbox(request):
     if request.param == "subprocess":
         return SubprocessSandbox(CONFIG)
@@ -126,6 +144,10 @@ def sandbox(request):
 async def test_every_backend_gives_the_same_result(sandbox, language, code, stdin, stdout, status, ended):
     limits = SMALL if ended is Ended.timeout else ROOMY
     result = await sandbox.run(Program(code=code, language=language, stdin=stdin), limits)
+    if ended is Ended.output:
+        # A container's first line of stderr counts too.
+        assert len(result.stdout) > SMALL.output_bytes - 50
+        stdout = stdout[: len(result.stdout)]
     assert (result.stdout, result.exit_status, result.ended) == (stdout, status, ended), result
     assert (code == "1 / 0") == ("ZeroDivisionError" in result.stderr)
     await sandbox.close()
@@ -278,7 +300,8 @@ async def test_a_container_is_isolated_by_its_arguments_and_removed_at_a_limit(c
     await sandbox.run(Program(code="import time; time.sleep(60)"), SMALL)
     run, remove = map(json.loads, log.read_text().splitlines())
     assert run[:3] == ["run", "--rm", "--interactive"]
-    assert run[-5:] == ["theirs", "python", "-I", "-c", "import time; time.sleep(60)"]
+    assert run[-4:] == ["python3", "-I", "-c", "import time; time.sleep(60)"]
+    assert run[-9:-7] == ["theirs", "sh"]
     assert {
         "--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--pids-limit=16",
         f"--memory={SMALL.memory_bytes}", f"--memory-swap={SMALL.memory_bytes}", "--user=65534:65534", "--ulimit=cpu=1",
@@ -302,6 +325,41 @@ async def test_a_container_of_a_trajectory_has_its_image_and_a_copy_of_the_folde
     assert calls[-1][:2] == ["rm", "--force"]
     with pytest.raises(SessionEnded):
         await session.run("pwd")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+async def test_podman_isolates_and_limits_and_leaves_no_container(podman, tmp_path):
+    (tmp_path / "a.txt").write_text("original\n")
+    said = {
+        "network": await podman.run(Program(code="import socket; socket.create_connection(('1.1.1.1', 80), 5)")),
+        "root": await podman.run(Program(code="open('/etc/x', 'w')")),
+        "forks": await podman.run(Program(code="import os\nwhile 1: os.fork()")),
+    }
+    assert "Network is unreachable" in said["network"].stderr
+    assert "Read-only file system" in said["root"].stderr
+    assert "Resource temporarily unavailable" in said["forks"].stderr
+    assert (await podman.run(Program(code="x = b'a' * 10**10"))).ended in (Ended.killed, Ended.memory)
+    assert (await podman.run(Program(code="import os; os.abort()"))).ended is Ended.killed
+    session = await podman.session(Language.shell, folder=tmp_path)
+    await session.run("echo changed > a.txt")
+    assert (await session.run("cat a.txt; id -u")).stdout == "changed\n65534\n"
+    assert (await session.run("sleep 60", wall_s=2.0)).ended is Ended.timeout
+    with pytest.raises(SessionEnded):
+        await session.run("pwd")
+    with pytest.raises(SandboxError, match="no-such-image"):
+        await podman.run(Program(code=""), image="localhost/no-such-image")
+    assert (tmp_path / "a.txt").read_text() == "original\n"
+    assert "slimrl-" not in subprocess.run(["podman", "ps", "--all"], capture_output=True, text=True).stdout
+
+
+async def test_a_command_that_starts_no_container_is_an_error_of_the_sandbox(tmp_path):
+    command = tmp_path / "docker"
+    command.write_text("#!/bin/sh\necho 'daemon is gone' >&2\nexit 125\n")
+    command.chmod(0o755)
+    sandbox = ContainerSandbox(SandboxConfig(command=str(command)))
+    with pytest.raises(SandboxError, match="daemon is gone"):
+        await sandbox.run(Program(code=""))
 
 
 async def test_a_missing_container_command_is_an_error():

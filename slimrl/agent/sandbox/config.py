@@ -61,4 +61,4 @@ class SandboxConfig:
     command: str = "docker"
     """Of the container backend: docker, podman or a path."""
     image: str = "python:3.12-slim"
-    """Of the container backend; holds python and bash."""
+    """Of the container backend; holds python3, sh, bash and, for sessions in a folder, tar."""

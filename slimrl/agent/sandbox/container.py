@@ -13,13 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from slimrl.agent.sandbox.config import Limits, SandboxConfig
-from slimrl.agent.sandbox.interface import Language, Program, Result, SandboxError, SessionEnded, check_code
+from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxError, SessionEnded, check_code
 from slimrl.agent.sandbox.process import Command, run_command
 
 COMMAND_S = 120.0
 """Deadline of the start of a container, which may load an image, and of its end."""
 WORK = "/tmp/work"
-INTERPRETERS = {Language.python: ["python", "-I", "-c"], Language.shell: ["bash", "-c"]}
+INTERPRETERS = {Language.python: ["python3", "-I", "-c"], Language.shell: ["bash", "-c"]}
+STARTED = "slimrl: started"
+"""First line of stderr, before the program can write any: without it the command failed, not the program."""
+_SIGNAL = 128
+"""Added by a container to the number of the signal that ended its program"""
+_DESCRIPTORS = 1024
+_REMOVALS, _RETRY_S = 3, 0.5
+"""podman refuses to remove a container that ends at that moment."""
 
 
 class ContainerSandbox:
@@ -31,9 +38,10 @@ class ContainerSandbox:
         limits = limits or self._config.limits
         name = f"slimrl-{uuid.uuid4().hex}"
         argv = [self._config.command, "run", "--rm", "--interactive", *_isolation(name, limits)]
-        argv += [image or self._config.image, *INTERPRETERS[program.language], program.code]
+        argv += [image or self._config.image, *_started(program.language, program.code)]
         try:
-            return await run_command(Command(argv=argv, stdin=program.stdin), limits, lambda: self._remove(name))
+            command = Command(argv=argv, stdin=program.stdin)
+            return _of_program(await run_command(command, limits, lambda: self._remove(name)), program.language)
         except asyncio.CancelledError:
             await self._remove(name)
             raise
@@ -70,7 +78,16 @@ class ContainerSandbox:
         await self._remove(name)
 
     async def _remove(self, name: str) -> None:
-        await self._control([self._config.command, "rm", "--force", name])
+        """End a container, if it has not ended by itself meanwhile."""
+        for _ in range(_REMOVALS):
+            try:
+                return await self._control([self._config.command, "rm", "--force", name])
+            except SandboxError as error:
+                if "no such container" in str(error).lower():
+                    return None
+                failure = error
+                await asyncio.sleep(_RETRY_S)
+        raise failure
 
     async def _control(self, argv: list[str], stdin: bytes = b"") -> None:
         """Raises SandboxError if the command fails or takes too long."""
@@ -96,8 +113,8 @@ class ContainerSession:
         if self._closed:
             raise SessionEnded("the session has ended")
         limits = replace(self._limits, wall_s=wall_s or self._limits.wall_s)
-        argv = [self._command, "exec", "--workdir", WORK, self._name, *INTERPRETERS[self._language], code]
-        return await run_command(Command(argv=argv), limits, self.close)
+        argv = [self._command, "exec", "--workdir", WORK, self._name, *_started(self._language, code)]
+        return _of_program(await run_command(Command(argv=argv), limits, self.close), self._language)
 
     async def close(self) -> None:
         if not self._closed:
@@ -114,17 +131,40 @@ def _isolation(name: str, limits: Limits) -> list[str]:
         f"--tmpfs=/tmp:rw,exec,nosuid,size={limits.disk_bytes},mode=1777",
         "--user=65534:65534",
         "--cap-drop=ALL",
+        "--stop-timeout=0",
         "--security-opt=no-new-privileges",
         f"--memory={limits.memory_bytes}",
         f"--memory-swap={limits.memory_bytes}",
         f"--pids-limit={limits.processes}",
         f"--ulimit=cpu={limits.cpu_s}",
         f"--ulimit=fsize={limits.disk_bytes}",
+        f"--ulimit=nofile={_DESCRIPTORS}:{_DESCRIPTORS}",
         "--ulimit=core=0",
         "--workdir=/tmp",
         "--env=HOME=/tmp",
         "--init",
     ]
+
+
+def _started(language: Language, code: str) -> list[str]:
+    """The program's command line in the container."""
+    return ["sh", "-c", f'echo "{STARTED}" >&2; exec "$@"', "sh", *INTERPRETERS[language], code]
+
+
+def _of_program(result: Result, language: Language) -> Result:
+    """What the program itself left; raises SandboxError if it was not started.
+
+    A container's exit status does not tell a signal that ended the program from a program that exits as if. Of Python
+    it is taken for the signal, and bash reports it in this way itself.
+    """
+    line, _, stderr = result.stderr.partition("\n")
+    if line == STARTED:
+        result = replace(result, stderr=stderr)
+        of_signal = language is Language.python and _SIGNAL + 1 <= (result.exit_status or 0) <= _SIGNAL + 64
+        return replace(result, ended=Ended.killed, exit_status=None) if of_signal else result
+    if result.ended is Ended.timeout:
+        raise SandboxError("the container did not start before the program's deadline")
+    raise SandboxError(f"the container did not start: {result.stderr.strip()}")
 
 
 def _archive(folder: Path) -> bytes:
