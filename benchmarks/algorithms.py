@@ -89,6 +89,7 @@ CASES = {
     "rejection_sampling": algorithm("rejection_sampling"),
     "gspo, noisy router": gspo(*NOISY, panel="a noisy router"),
     "gspo, noisy router, R3": gspo(*NOISY, *R3, panel="a noisy router"),
+    "gspo, FP32 rollout": gspo(model="start_tiles", panel="engines in FP8"),
     "gspo, FP8 rollout": gspo(*FP8, model="start_fp8", panel="engines in FP8"),
     "gspo, FP8 rollout, corrected": gspo(*FP8, *CORRECTED, model="start_fp8", panel="engines in FP8"),
     "gspo, smaller model": gspo(model="start_small", panel="a smaller model"),
@@ -116,15 +117,17 @@ class Bench:
             _tools("calculator-data", str(data), "--num-heldout", str(problems))
         self._start("start", sft_updates, hidden=128, layers=3)
         self._start("start_small", sft_updates, hidden=64, layers=2)
+        # Keys and values of 128 rows, whole tiles of block FP8.
+        self._start("start_tiles", sft_updates, hidden=128, layers=3, kv_heads=4)
         if not (self.folder / "start_fp8").is_dir():
-            _tools("quantize", str(self.folder / "start"), str(self.folder / "start_fp8"))
+            _tools("quantize", str(self.folder / "start_tiles"), str(self.folder / "start_fp8"))
 
-    def _start(self, name: str, sft_updates: int, *, hidden: int, layers: int) -> None:
+    def _start(self, name: str, sft_updates: int, *, hidden: int, layers: int, kv_heads: int = 2) -> None:
         """The initial weights of runs: a random model after the cold start."""
         model, start = self.folder / f"{name}_random", self.folder / name
         if not model.is_dir():
             sizes = ["--hidden", str(hidden), "--moe-intermediate", str(hidden), "--layers", str(layers)]
-            _tools("toy", "qwen3_moe", str(model), *sizes)
+            _tools("toy", "qwen3_moe", str(model), *sizes, "--kv-heads", str(kv_heads))
         if not start.is_dir():
             settings = [
                 f"steps={sft_updates}", f"model.path={model}", f"data.train={self.folder / 'data' / 'sft.jsonl'}",
