@@ -726,6 +726,8 @@ class TeacherConfig:
     """Deadline for the score of a segment, once it is its turn."""
     startup_timeout_s: float = 600.0
     """Deadline for an engine to start."""
+    max_replacements: int = 3
+    """Most of its engines that a run restarts, because they ended, before it stops."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of its engines' processes; those that slimrl sets are refused."""
     sglang: dict[str, Any] = field(default_factory=dict)

@@ -1,17 +1,20 @@
 """A teacher: engines that score the tokens which the policy sampled.
 
 Each segment of a trajectory is one request, from its first sampled token on. An engine has a fixed number of slots, and
-a request takes the slot that has been free for longest, so engines that answer faster score more.
+a request takes the slot that has been free for longest, so engines that answer faster score more. A request that fails
+while an engine is restarted is asked again when that is back.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from slimrl.data.engine import EngineError, Scorer, ScoreRequest
 from slimrl.data.trajectory import Segment, Trajectory
+
+RESTART_POLL_S = 0.5
 
 
 @dataclass(kw_only=True)
@@ -27,13 +30,24 @@ class ScoringTimes:
 class Teacher:
     """One per event loop."""
 
-    def __init__(self, engines: Sequence[Scorer], *, slots_per_engine: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Scorer],
+        *,
+        slots_per_engine: int,
+        timeout_s: float,
+        is_restarting: Callable[[], bool] = lambda: False,
+        restart_timeout_s: float = 0.0,
+    ) -> None:
         """
         Args:
             slots_per_engine: requests that an engine serves at a time.
             timeout_s: deadline of a request, once it has a slot.
+            is_restarting: whether an engine has ended and is being started again.
+            restart_timeout_s: how long a request that failed meanwhile waits for that.
         """
         self._engines, self._timeout_s = list(engines), timeout_s
+        self._is_restarting, self._restart_timeout_s = is_restarting, restart_timeout_s
         self._slots: asyncio.Queue[Scorer] = asyncio.Queue()
         for _ in range(slots_per_engine):
             for engine in self._engines:
@@ -66,12 +80,29 @@ class Teacher:
             raise EngineError(f"{name}: its first token was sampled, and nothing comes before it")
         tokens = segment.tokens[:end].tolist()
         request = ScoreRequest(session_id=name, tokens=tokens, start=first, timeout_s=self._timeout_s)
-        engine = await self._slots.get()
-        try:
-            logprobs_T[first:end] = await engine.score(request)
-        finally:
-            self._slots.put_nowait(engine)
+        logprobs_T[first:end] = await self._answer(request)
         return np.where(segment.loss_mask, logprobs_T, 0)
+
+    async def _answer(self, request: ScoreRequest) -> np.ndarray:
+        while True:
+            engine = await self._slots.get()
+            try:
+                return await engine.score(request)
+            except EngineError as error:
+                if not self._is_restarting():
+                    raise
+                await self._restarted(error)
+            finally:
+                self._slots.put_nowait(engine)
+
+    async def _restarted(self, failure: EngineError) -> None:
+        """Wait for the engine that is started again; raises EngineError if it takes too long."""
+        try:
+            async with asyncio.timeout(self._restart_timeout_s):
+                while self._is_restarting():
+                    await asyncio.sleep(RESTART_POLL_S)
+        except TimeoutError:
+            raise EngineError(f"{failure}; it was not restarted within {self._restart_timeout_s:g} s") from failure
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -272,6 +272,8 @@ def _teacher(recipe: Recipe, teachers: EngineGroup | None, vocab_size: int) -> T
         # The last bits of a score depend on what else is in the batch.
         slots_per_engine=1 if recipe.deterministic else settings.max_concurrency_per_engine,
         timeout_s=settings.request_timeout_s,
+        is_restarting=lambda: teachers is not None and teachers.is_restarting,
+        restart_timeout_s=settings.startup_timeout_s,
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs with a teacher: of the run's own, on servers of others, and one that dies."""
+"""Runs with a teacher: of the run's own, on servers of others, and one that dies and is restarted."""
 
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from cli_runs import (
     Workspace,
     engine_server,
     make_workspace,
+    num_logged_steps,
     run_cli,
     steps_without_times,
     succeed,
@@ -117,12 +118,20 @@ def test_a_teacher_on_a_server_of_others_scores_and_is_left_running(workspace: W
 
 
 @pytest.mark.full
-def test_a_run_whose_teacher_dies_ends_with_the_cause(workspace: Workspace):
-    overrides = workspace.overrides(*SMALL, "run.name=dies", "steps=1000", f"teacher.path={workspace.path / 'teacher'}")
+def test_a_teacher_that_dies_is_restarted_and_after_too_often_the_run_ends_with_the_cause(workspace: Workspace):
+    teacher = f"teacher.path={workspace.path / 'teacher'}"
+    limit = "teacher.max_replacements=1"
+    overrides = workspace.overrides(*SMALL, "run.name=dies", "steps=1000", teacher, limit)
     run = CliRun(["train", GSPO, *overrides])
     try:
         run.wait_until(workspace.run_folder("dies").sample_file(1).is_file, RUN_S)
         engine_server(run.members(ENGINE), "teacher_0.log").kill()
+        folder = workspace.run_folder("dies")
+        run.wait_until((folder.logs / "teacher_0_start_1.log").is_file, RUN_S)
+        steps = num_logged_steps(folder)
+        run.wait_until(lambda: num_logged_steps(folder) >= steps + 3, RUN_S)
+        assert all(step["rollout/failed_fraction"] == 0 for step in read_metrics(folder.metrics)[1:])
+        engine_server(run.members(ENGINE), "teacher_0_start_1.log").kill()
         assert run.wait(RUN_S) == 1, run.stderr
         assert "teacher 0 was ended by SIGKILL" in run.stderr
         assert not run.left()

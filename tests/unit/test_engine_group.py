@@ -15,6 +15,7 @@ from slimrl.rollout.client import SglangEngine, StickyEngines
 from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.servers.control import EngineMemory
 from slimrl.rollout.servers.process import ServerError
+from slimrl.rollout.servers.server import ENGINE, TEACHER
 from slimrl.runtime.cluster import engine_actor, engine_group
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.cluster.engine_group import EngineGroup
@@ -86,7 +87,7 @@ Start = Callable[..., tuple[EngineGroup, Actors]]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
-    def begin(engines: int = 3, **settings) -> tuple[EngineGroup, Actors]:
+    def begin(engines: int = 3, role: str = ENGINE, **settings) -> tuple[EngineGroup, Actors]:
         recipe = Recipe()
         recipe.rollout.num_engines = engines
         for name, value in settings.items():
@@ -104,11 +105,11 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         monkeypatch.setattr(engine_group, "Router", Router)
         slots = [[SimpleNamespace(node=SimpleNamespace(name="host"))] for _ in range(engines)]
         places = SimpleNamespace(
-            placement=SimpleNamespace(engines=slots),
+            placement=SimpleNamespace(engines=slots, teachers=slots),
             options=lambda slot, variables: given.append(variables) or {},
             devices=lambda slots: (),
         )
-        group = EngineGroup(recipe, RunFolder(tmp_path), places)
+        group = EngineGroup(recipe, RunFolder(tmp_path), places, role)
         group.wait_ready()
         return group, made[0]
 
@@ -187,6 +188,23 @@ def test_two_of_three_engines_may_end_where_two_may_be_replaced(start: Start):
     watch(group)
     group.replace(["engine 0", "engine 2"])
     assert group.num_replaced == 2
+
+
+def test_a_teacher_that_ends_is_restarted_while_the_rollout_goes_on(start: Start):
+    group, actors = start(engines=1, role=TEACHER, router=False, max_replacements=1)
+    watch(group)
+    assert not group.is_restarting
+    actors.kill("teacher 0")
+    watch(group)
+    assert group.is_restarting
+    assert group.addresses[0].pids == (1, 2)
+    group.watch()
+    assert not group.is_restarting
+    assert (group.addresses[0].pids, group.num_replaced) == ((1, 3), 1)
+    watch(group)
+    actors.kill("teacher 0")
+    with pytest.raises(StageError, match=r"SIGKILL.*; teacher.max_replacements = 1 allows no more"):
+        watch(group)
 
 
 def test_the_routers_end_stops_a_rollout(start: Start):

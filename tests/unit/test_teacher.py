@@ -17,6 +17,7 @@ from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.metrics import is_metric
 from slimrl.rewards.loading import Rewards
 from slimrl.rollout import client
+from slimrl.rollout import teacher as teacher_module
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.servers.ports import free_ports
 from slimrl.rollout.statistics import teacher_metrics
@@ -197,6 +198,23 @@ async def test_a_trajectory_with_a_segment_that_fails_has_no_scores_and_leaves_i
     await asyncio.wait_for(teacher.score(made), 1.0)
     with pytest.raises(EngineError, match="t, segment 0: its first token was sampled"):
         await teacher.score(trajectory(segment([1, 2], [0])))
+
+
+async def test_a_request_that_fails_while_an_engine_is_restarted_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(teacher_module, "RESTART_POLL_S", 0.01)
+    engine, looks = Scores(fails_at=0), iter([True, True, True, False])
+    teacher = Teacher(
+        [engine], slots_per_engine=1, timeout_s=1.0, is_restarting=lambda: next(looks), restart_timeout_s=5.0
+    )
+    made = trajectory(segment([1, 2], [1]))
+    await teacher.score(made)
+    assert made.segments[0].teacher_logprobs is not None
+    assert len(engine.asked) == 2
+    late = Teacher(
+        [Scores(fails_at=0)], slots_per_engine=1, timeout_s=1.0, is_restarting=lambda: True, restart_timeout_s=0.05
+    )
+    with pytest.raises(EngineError, match=r"gone; it was not restarted within 0\.05 s"):
+        await late.score(made)
 
 
 class Stage:

@@ -20,7 +20,7 @@ from slimrl.observability.logs import capture_output
 from slimrl.rollout.servers.control import EngineMemory, SglangControl
 from slimrl.rollout.servers.ports import free_port
 from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.server import ENGINE, EnginePart, EngineServer, part_name
+from slimrl.rollout.servers.server import ENGINE, TEACHER, EnginePart, EngineServer, part_name
 from slimrl.runtime.cluster.placement import Node
 
 ENDS_WITHIN_S = 2.0
@@ -90,14 +90,15 @@ class EngineActor:
         return self._start(None, meeting)
 
     def restart(self, meeting: str | None = None) -> EngineAddress:
-        """Replace the server, whatever its state, by a new one at the same address, and leave that paused.
+        """Replace the server, whatever its state, by a new one at the same address.
 
-        It has the checkpoint's weights, and holds the memory that engines hold during a resync.
+        It has the checkpoint's weights. One that a resync will give others is left paused, and holds the memory that
+        engines hold during a resync.
         """
         self.server.stop()
         self.control.close()
         address = self._start(self.server.port, meeting)
-        if self.part > 0:
+        if self.part > 0 or self.role == TEACHER:
             return address
         self.control.pause()
         if self.recipe.rollout.colocated:

@@ -43,7 +43,7 @@ class EngineGroup:
         Args:
             role: ENGINE; or TEACHER, and the recipe is that of its engines (`teacher_recipe`).
         """
-        self._recipe, self._folder = recipe, folder
+        self._recipe, self._folder, self._role = recipe, folder, role
         actors, logs, nodes = {}, {}, {}
         variables = engine_variables(recipe, os.environ)
         self._parts: dict[str, list[str]] = {}
@@ -59,6 +59,8 @@ class EngineGroup:
         self._actors = ActorGroup(actors, logs, nodes)
         self._starts = self._actors.begin("start", self._with_meetings(self._parts))
         self._asked: dict[str, Any] | None = None
+        self._restarts: tuple[list[str], dict[str, Any]] | None = None
+        """A teacher's engines that are being restarted, with what their actors were asked"""
         self._tolerated: set[str] = set()
         self.num_replaced = 0
         self._router: Router | None = None
@@ -84,6 +86,14 @@ class EngineGroup:
             log.warning("%s", ending or f"{name} is still running and is ended")
         timeout_s = self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
         restarted = self._actors.call("restart", self._with_meetings(names), timeout_s=timeout_s)
+        self._rejoin(names, restarted)
+        if self._router is not None:
+            # A running router keeps skipping an engine that failed some requests, even after its replacement.
+            self._router.stop()
+            self._start_router(port=self._router.port)
+
+    def _rejoin(self, names: Collection[str], restarted: Mapping[str, EngineAddress]) -> None:
+        """Count engines that were restarted, at the addresses that they had."""
         fresh = {name: self._joined(name, restarted) for name in names}
         self.addresses = [fresh.get(address.name, address) for address in self.addresses]
         self.num_replaced += len(fresh)
@@ -93,10 +103,11 @@ class EngineGroup:
         for address in fresh.values():
             for pid, node in zip(address.pids[1::2], address.nodes, strict=True):
                 log.info("process %d: %s, server on %s", pid, address.name, node)
-        if self._router is not None:
-            # A running router keeps skipping an engine that failed some requests, even after its replacement.
-            self._router.stop()
-            self._start_router(port=self._router.port)
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether `watch` restarts engines."""
+        return self._restarts is not None
 
     def flush_caches(self) -> None:
         """Flush the prefix cache of every engine; raises StageError if one has running requests."""
@@ -141,13 +152,19 @@ class EngineGroup:
     def watch(self) -> None:
         """Call it repeatedly while episodes run: it asks the engines, and reads their answers in a later call.
 
-        If an engine has ended, the router moves its sessions to the others, and the next resync replaces it.
+        If an engine has ended, the router moves its sessions to the others, and the next resync replaces it. A
+        teacher's engine, which no resync reaches, is restarted at once.
 
         Raises:
             StageError: the router or an engine's actor has ended; or an engine has ended and there is no router, no
                 other engine, or no replacement left (`rollout.max_replacements`).
         """
-        if self._asked is None:
+        if self._restarts is not None:
+            names, refs = self._restarts
+            if (restarted := self._actors.answers(refs, "restart")) is not None:
+                self._restarts = None
+                self._rejoin(names, restarted)
+        elif self._asked is None:
             self._asked = self._actors.begin("ending")
         elif (endings := self._actors.answers(self._asked, "ending")) is not None:
             self._asked = None
@@ -159,14 +176,19 @@ class EngineGroup:
         if ended.keys() <= self._tolerated:
             return
         causes = "; ".join(ended.values())
-        if self._router is None or len(ended) == len(self.addresses):
+        is_teacher = self._role == TEACHER
+        if not is_teacher and (self._router is None or len(ended) == len(self.addresses)):
             raise StageError(causes)
         limit = self._recipe.rollout.max_replacements
         if self.num_replaced + len(ended) > limit:
             raise StageError(
-                f"{causes}; rollout.max_replacements = {limit} allows no more replacements of engines "
-                f"({self.num_replaced} so far)"
+                f"{causes}; {'teacher' if is_teacher else 'rollout'}.max_replacements = {limit} allows no more "
+                f"replacements of engines ({self.num_replaced} so far)"
             )
+        if is_teacher:
+            log.warning("restarting: %s", causes)
+            self._restarts = list(ended), self._actors.begin("restart", self._with_meetings(ended))
+            return
         log.warning("the other engines continue, and the next resync replaces: %s", causes)
         broken = [name for name in ended if name not in self._tolerated and len(self._parts[name]) > 1]
         if broken:
