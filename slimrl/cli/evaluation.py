@@ -15,8 +15,21 @@ DEFAULT_COMMAND = "run"
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 
 
+class _GroupContext(typer.Context):
+    """Of the default command, whose name nobody writes."""
+
+    @property
+    def command_path(self) -> str:
+        assert self.parent is not None
+        return self.parent.command_path
+
+
 class GroupWithDefault(TyperGroup):
     """Runs `DEFAULT_COMMAND` where no command is named: `slimrl eval RECIPE` beside `slimrl eval compare A B`."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands[DEFAULT_COMMAND].context_class = _GroupContext
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = bool(args) and args[0] in self.commands

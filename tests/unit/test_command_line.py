@@ -18,6 +18,17 @@ def test_the_version_is_that_of_the_package():
     assert (result.exit_code, result.output) == (0, f"slimrl {version('slimrl')}\n")
 
 
+def test_the_command_that_eval_stands_for_is_not_named():
+    assert (
+        "Usage: slimrl eval [OPTIONS] {RECIPE}"
+        in CliRunner().invoke(app, ["eval", "--help"], prog_name="slimrl").output
+    )
+    refused = CliRunner().invoke(app, ["eval"], prog_name="slimrl").output
+    assert "Try 'slimrl eval --help'" in refused
+    compare = CliRunner().invoke(app, ["eval", "compare", "--help"], prog_name="slimrl").output
+    assert "Usage: slimrl eval compare [OPTIONS] {A} {B}" in compare
+
+
 def test_text_of_a_recipe_is_printed_as_it_is(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     recipe = "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml"
