@@ -16,7 +16,9 @@ from slimrl.data.atomic import write_whole
 from slimrl.data.trajectory import Prompt
 
 NO_EFFECT = (
-    *("run", "resync", "checkpoint", "tracking", "data", "model.path", "model.megatron", "reward.group_filters"),
+    *("run", "resync", "checkpoint", "tracking", "data", "model.path", "model.megatron"),
+    *("reward.group", "reward.group_filters", "reward.retries", "reward.retry_on", "reward.startup_timeout_s"),
+    "reward.alarm_steps",
     *("eval.every_steps", "eval.at_start", "eval.at_end", "eval.pass_at", "eval.pass_reward"),
     *("rollout.sampling", "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.colocated"),
     *("rollout.num_engines", "rollout.threads_per_engine", "rollout.max_concurrency_per_engine"),

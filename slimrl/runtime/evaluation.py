@@ -1,6 +1,7 @@
 """`slimrl eval`: a checkpoint on the recipe's evaluation sets."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from slimrl.checkpoints.digests import file_digests
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.show import resolved_dict
+from slimrl.data.atomic import write_whole
 from slimrl.evaluation.folder import EvalFolder
 from slimrl.evaluation.item import item_keys
 from slimrl.evaluation.items import Items
@@ -43,6 +45,8 @@ def evaluate(
     with Progress(1) as progress:
         read = partial(load_task, train=False, evaluate=True)
         loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
+        if json_file is not None:
+            _refuse_unwritable(json_file)
         for note in task.notes:
             progress.say(note)
         settings = loaded.recipe.eval
@@ -56,7 +60,7 @@ def evaluate(
                 _sample(loaded, task, items, progress, ray_address)
             items.write_in_order(planned)
             results = [set_result(items.of(keys[name]), settings, loaded.recipe.seed) for name in task.eval_sets]
-        _write(results, checkpoint, [json_file, None if out is None else EvalFolder(out).summary])
+            _write(results, checkpoint, [json_file, None if out is None else EvalFolder(out).summary])
     print_results(results)
     if out is not None:
         progress.say(f"items: {EvalFolder(out).items}")
@@ -83,7 +87,8 @@ def _items(out: Path | None, loaded: LoadedRecipe, task: Task, checkpoint: Path,
     if out is None:
         yield Items()
         return
-    if out.exists() and not EvalFolder(out).record.is_file() and any(out.iterdir()):
+    other = out.is_dir() and not EvalFolder(out).record.is_file() and any(out.iterdir())
+    if other or (out.exists() and not out.is_dir()):
         raise ValueError(f"--out {out}: not the folder of an evaluation. Give one that is new or empty.")
     with progress.stage("reading the checkpoint"):
         digests = file_digests(checkpoint, checkpoint_files(checkpoint))
@@ -102,7 +107,19 @@ def _write(results: Sequence[SetResult], checkpoint: Path, files: Sequence[Path 
     report = {"checkpoint": str(checkpoint), "sets": {result.name: result.to_json() for result in results}}
     for file in filter(None, files):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report, indent=2) + "\n")
+        write_whole(file, json.dumps(report, indent=2) + "\n")
+
+
+def _refuse_unwritable(json_file: Path) -> None:
+    """Raises ValueError if `--json` cannot be written, which would only show at the end."""
+    if json_file.is_dir():
+        raise ValueError(f"--json {json_file}: is a folder; give a file.")
+    try:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--json {json_file}: its folder cannot be made: {error.strerror}.") from error
+    if not os.access(json_file.parent, os.W_OK):
+        raise ValueError(f"--json {json_file}: its folder cannot be written.")
 
 
 def _refuse_other_folder(recipe: Path, checkpoint: Path) -> None:

@@ -130,6 +130,12 @@ def test_a_folder_of_something_else_is_refused_before_anything_starts(parts: Par
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ValueError, match=r"other: not the folder of an evaluation\. Give one that is new or empty"):
         evaluate(checkpoint, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"file: not the folder of an evaluation"):
+        evaluate(checkpoint, tmp_path / "other" / "file")
+    for json_file, said in ((tmp_path, "is a folder"), (tmp_path / "other/file/x.json", "folder cannot be made")):
+        with pytest.raises(ValueError, match=f"--json .*{said}"):
+            evaluate(checkpoint, None, json_file)
+    assert not parts.starts
     evaluate(checkpoint, out := tmp_path / "out")
     (checkpoint / "config.json").write_text("{} ")
     with pytest.raises(ValueError, match=r"is of another evaluation:\n  --checkpoint: .* differ in config\.json"):

@@ -213,6 +213,7 @@ def test_an_evaluation_goes_on_with_settings_that_change_no_item(tmp_path: Path)
     open_record(path, record_of())
     for settings in (
         changed("run", name="y"), changed("trainer", num_ranks=4), changed("rollout", num_engines=4),
+        changed("reward", alarm_steps=5, retries=2, startup_timeout_s=9.0),
         changed("eval", pass_at=[], every_steps=7), {**SETTINGS, "steps": 9},
     ):  # fmt: skip
         open_record(path, record_of(settings))
