@@ -41,7 +41,7 @@ async def score_group(
 
     Args:
         trajectories: scored on their own, in a fixed order; failed ones may be among them.
-        timeout_s: deadline of all parts together.
+        timeout_s: deadline of each part.
 
     Raises:
         PartFailed: a function raised, missed the deadline, or returned something else than one finite number for each

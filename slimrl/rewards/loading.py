@@ -82,14 +82,22 @@ def load_part(name: str, settings: RewardPartConfig, subject: str = "trajectory"
         subject: name of the first argument that the function gets, before the prompt.
 
     Raises:
-        ValueError: the import path leads nowhere, the function or class takes other arguments, or the class refuses
-            their values.
+        ValueError: the import path leads nowhere, the function or class takes other arguments, or the class cannot
+            be made with their values, or its `start` or `close` is not asynchronous.
     """
     path, arguments = settings.function, settings.args
     target = resolve(path, classes=True)
     if isinstance(target, type):
         _check_call(path, target, (), arguments)
-        function = target(**arguments)
+        try:
+            function = target(**arguments)
+        except Exception as error:
+            # A task's own code may raise anything, such as for a file that is missing.
+            raise ValueError(f"{path}: could not be made: {type(error).__name__}: {error}") from error
+        for called in ("start", "close"):
+            method = getattr(function, called, None)
+            if callable(method) and not inspect.iscoroutinefunction(method):
+                raise ValueError(f"{path}: its {called} is not `async def`, so it would not be called")
         if not callable(function):
             raise ValueError(f"{path}: an object of this class cannot be called; it has no __call__")
         _check_call(path, function, (subject, "prompt"), {})

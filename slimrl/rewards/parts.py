@@ -82,11 +82,16 @@ class PartsReward:
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Score:
         """Raises PartFailed, and ValueError if two parts give what only one may."""
         parts = [*self.parts, *self._named(prompt)]
+        tasks: list[asyncio.Task[Any]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_value(part, trajectory, prompt, self.retries)) for part in parts]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures.exceptions[0].__cause__
+        except asyncio.CancelledError as error:
+            # At the deadline, whose error names these parts.
+            late = [part.title for part, task in zip(parts, tasks, strict=True) if task.cancelled()]
+            raise asyncio.CancelledError(", ".join(late)) from error
         return _combined(parts, [_as_score(task.result()) for task in tasks])
 
     def _named(self, prompt: Prompt) -> list[Part]:

@@ -53,7 +53,8 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
             value = await call_reward(function, trajectory, prompt)
     except TimeoutError as error:
         if deadline.expired():
-            raise TimeoutError(f"no reward within {timeout_s:g} s") from error
+            late = [str(part) for part in getattr(error.__cause__, "args", ())]
+            raise TimeoutError(" from ".join([f"no reward within {timeout_s:g} s", *late])) from error
         raise
     if isinstance(value, Score):
         _set_turns(trajectory, value)

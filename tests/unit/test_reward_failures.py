@@ -46,8 +46,9 @@ class Progress:
         yield SimpleNamespace(advance=lambda: None)
 
 
-def stage_of(rewards, *, limit=0.1, samples=1, **settings):
+def stage_of(rewards, *, limit=0.1, samples=1, timeout_s=60.0, **settings):
     recipe = Recipe()
+    recipe.rollout.trajectory_timeout_s = timeout_s
     recipe.rollout.samples_per_prompt = samples
     recipe.rollout.max_failed_fraction = limit
     recipe.reward = RewardConfig(function="task:judge", **settings)
@@ -110,6 +111,23 @@ def test_a_part_that_fails_is_named_with_the_trajectory_s_other_causes():
     ) as stage:
         trajectories = stage.rollout(PROMPTS, label="step_000001")
     assert trajectories[3].metadata["error"] == "task:one failed: ConnectionRefusedError: the judge is away"
+
+
+async def hangs(trajectory, prompt):
+    await asyncio.sleep(60)
+
+
+def test_the_parts_that_miss_the_deadline_are_named():
+    parts = [
+        Part(name="quick", function=lambda trajectory, prompt: 1.0, path="task:quick"),
+        Part(name="slow", function=hangs, path="task:hangs"),
+    ]
+    with stage_of(Rewards(function=PartsReward(parts=parts)), limit=1.0, timeout_s=0.3) as stage:
+        (trajectory,) = stage.rollout(PROMPTS[:1], label="step_000001")
+    assert "no reward within 0.3 s from slow (task:hangs)" in trajectory.metadata["error"]
+    with stage_of(Rewards(function=SingleReward(part=parts[1])), limit=1.0, timeout_s=0.3) as stage:
+        (trajectory,) = stage.rollout(PROMPTS[:1], label="step_000001")
+    assert trajectory.metadata["error"] == "task:judge failed: TimeoutError: no reward within 0.3 s"
 
 
 def ranks(trajectories, prompt):

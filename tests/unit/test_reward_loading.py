@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -44,6 +45,17 @@ def task(monkeypatch):
 
     module.Scaled = Scaled
     module.Unused = type("Unused", (), {})
+
+    class Words:
+        def __init__(self, path):
+            self.words = Path(path).read_text()
+
+    class Server:
+        def start(self): ...
+
+        def __call__(self, trajectory, prompt): ...
+
+    module.Words, module.Server = Words, Server
     module.plain = lambda trajectory, prompt: float(prompt.label)
     module.scaled = lambda trajectory, prompt, factor=1.0: factor * prompt.label
     module.ranks = lambda trajectories, prompt: [1.0] * len(trajectories)
@@ -103,6 +115,8 @@ async def test_a_function_alone_is_the_reward_as_it_is():
         ),
         (part("Scaled"), "cannot be called with (): missing a required argument: 'factor'"),
         (part("Scaled", args={"factor": -1}), "factor -1 is negative"),
+        (part("Words", args={"path": "absent.txt"}), "Words: could not be made: FileNotFoundError: "),
+        (part("Server"), "own_rewards:Server: its start is not `async def`, so it would not be called"),
         (part("Unused"), "an object of this class cannot be called; it has no __call__"),
         (part("ranks", args={"n": 2}), "got an unexpected keyword argument 'n'"),
         (part("plainn"), "own_rewards has no plainn. Did you mean plain?"),

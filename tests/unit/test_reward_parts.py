@@ -122,8 +122,8 @@ def test_parts_that_are_too_slow_miss_the_deadline_of_the_trajectory():
     async def slow(trajectory, prompt):
         await asyncio.sleep(60)
 
-    with pytest.raises(TimeoutError, match=r"^no reward within 0\.05 s$"):
-        scored(PartsReward(parts=[Part(name="slow", function=slow, path="")]), timeout_s=0.05)
+    with pytest.raises(TimeoutError, match=r"^no reward within 0\.05 s from slow \(task:slow\)$"):
+        scored(PartsReward(parts=[Part(name="slow", function=slow, path="task:slow")]), timeout_s=0.05)
 
 
 class Flaky:
