@@ -32,6 +32,8 @@ from slimrl.runtime.cluster.errors import RunError
 
 log = logging.getLogger(__name__)
 
+END_S = 10.0
+"""For episodes that are cancelled to end, beyond the deadline of their environment's close."""
 WATCH_S = 1.0
 """Time between two checks that the engines are alive."""
 
@@ -79,8 +81,9 @@ class RolloutStage:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.run(self._close())
-        self._loop.close()
+        if self._loop.run(self._close()):
+            # Of a loop with tasks that do not end, the close would wait for them.
+            self._loop.close()
 
     def rollout(
         self,
@@ -242,16 +245,25 @@ class RolloutStage:
             raise RunError(str(error)) from error
         self._service_tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
-    async def _close(self) -> None:
-        """End episodes that an interrupted rollout left running, then close the connections."""
+    async def _close(self) -> bool:
+        """End episodes that an interrupted rollout left running, then close the connections.
+
+        Returns:
+            Whether all of them have ended: a task's own code may ignore that it is cancelled.
+        """
         left = asyncio.all_tasks() - {asyncio.current_task()} - self._service_tasks
         for task in left:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        if left:
+            ended = asyncio.gather(*left, return_exceptions=True)
+            await asyncio.wait([ended], timeout=self._recipe.agent.close_timeout_s + END_S)
+            if stuck := sum(not task.done() for task in left):
+                log.warning("%d calls of the task's own code do not end when they are cancelled; left behind", stuck)
         await self._services.close()
         await self._engine.aclose()
         if self._teacher is not None:
             await self._teacher.aclose()
+        return all(task.done() for task in left)
 
     async def _episode(self, trajectory_id: str, prompt: Prompt, sampling: SamplingConfig) -> Trajectory:
         seed = derive_seed(self._recipe.seed, "trajectory", trajectory_id)

@@ -1,8 +1,9 @@
 """A rollout as one call: how many failures it bears, who is told of its episodes, and what ends it."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -298,3 +299,38 @@ def test_a_recipe_with_gigpo_has_states_and_one_with_given_advantages_fails_with
     algorithm.credit.name, algorithm.advantage = CreditName.trajectory, "given"
     with pytest.raises(RunError, match=r"has no advantage: algorithm\.advantage given needs one"):
         stage.rollout(prompts, label="step_000002")
+
+
+def test_code_that_ignores_its_end_does_not_keep_the_run_from_ending(monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr(rollout_stage, "END_S", 0.1)
+    over = threading.Event()
+
+    class Stubborn(Episodes):
+        async def run(self, prompt, **how):
+            self.left = asyncio.create_task(self.go_on())
+            return await super().run(prompt, **how)
+
+        async def go_on(self):
+            while not over.is_set():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.01)
+
+    episodes = Stubborn()
+    recipe = Recipe()
+    recipe.agent.close_timeout_s = 0.1
+    task = SimpleNamespace(episode_runner=lambda *_: episodes, rewards=Rewards(function=episodes.reward))
+    stage = RolloutStage(recipe, task, episodes, episodes, watch=lambda: None, flush_caches=lambda: None)
+
+    def run():
+        with stage:
+            stage.rollout(PROMPTS[:1], label="step_000001")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(5)
+    ended = not thread.is_alive()
+    over.set()
+    thread.join()
+    assert ended
+    assert "do not end when they are cancelled" in caplog.text
+    assert episodes.journal[-1] == "connections closed"
