@@ -140,7 +140,20 @@ class EnvironmentHost:
         observation = await self._within(name, call, timeout_s)
         if not isinstance(observation, Observation):
             raise EnvironmentFailure(f"{self._name}: {name} returned {observation!r}, not an Observation")
+        self._check(name, observation)
         return observation
+
+    def _check(self, name: str, observation: Observation) -> None:
+        """Raises EnvironmentFailure if a field is of another type, which would end the run where it is read."""
+        for field_name, fits, wanted in (
+            ("messages", _is_message, 'a list of {"role": ..., "content": text}'),
+            ("tools", _is_schema, "a list of JSON schemas of functions"),
+            ("tool_errors", lambda one: isinstance(one, str), "a list of names"),
+        ):
+            value = getattr(observation, field_name)
+            empty = value is None and field_name == "tools"
+            if not empty and not (isinstance(value, list | tuple) and all(map(fits, value))):
+                raise EnvironmentFailure(f"{self._name}: {name}: {field_name} must be {wanted}, not {value!r}")
 
     async def _within(self, name: str, call: Callable[[], Awaitable[Any]], timeout_s: float | None) -> Any:
         """The call's result; a call that is late is cancelled and left behind."""
@@ -162,8 +175,20 @@ class EnvironmentHost:
     def _call_now[T](self, name: str, call: Callable[[], T]) -> T:
         try:
             return call()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvironmentFailure(f"{self._name}: {name} raised {error!r}") from error
+
+
+def _is_message(value: Any) -> bool:
+    """Whether a chat template could write it; the assistant's messages of a prompt may be calls without content."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return value["role"] == "assistant" or isinstance(value.get("content"), str)
+
+
+def _is_schema(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 async def _own_task(call: Callable[[], Awaitable[Any]]) -> Any:

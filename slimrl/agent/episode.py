@@ -36,10 +36,12 @@ class Episode:
 
     async def step(self, turn: Turn) -> Observation:
         """What the environment makes of a turn. Raises EnvironmentFailure or ToolCrash."""
-        if turn.finish_reason == "stop" and not turn.is_last:
+        is_answered = turn.finish_reason == "stop" and not turn.is_last
+        if is_answered:
             self.conversation.count_calls(turn)
         observation = await self._host.step(turn)
-        self.conversation.count_errors(observation.tool_errors)
+        if is_answered:
+            self.conversation.count_errors(observation.tool_errors)
         return observation
 
     def hear(self, turn: Turn, observation: Observation) -> bool:
@@ -129,7 +131,7 @@ class EpisodeRunner:
                 session_id=trajectory_id,
                 seed=seed,
             )
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise EnvironmentFailure(f"the environment's start does not fit the chat template: {error}") from error
 
     async def _played(self, episode: Episode) -> Status:
@@ -139,7 +141,7 @@ class EpisodeRunner:
             status = await self.play(episode)
         except (EngineError, ToolCrash, EnvironmentFailure):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvironmentFailure(f"{self.agent.episode} raised {error!r}") from error
         if not isinstance(status, Status):
             raise EnvironmentFailure(f"{self.agent.episode} returned {status!r}, not a Status")

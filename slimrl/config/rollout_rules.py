@@ -57,7 +57,7 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
     if recipe.agent.environment:
         for key in ("agent.tools", "agent.max_tool_calls", "agent.system_prompt"):
             if getattr(recipe.agent, key.removeprefix("agent.")):
-                yield key, "the environment of agent.environment says that itself. Leave it out."
+                yield key, "agent.environment says that itself. Leave it out, or set [] or null over an inherited one."
     elif recipe.agent.environment_args:
         yield "agent.environment_args", "there is no agent.environment to take them."
     for name in ("request_timeout_s", "tool_timeout_s"):

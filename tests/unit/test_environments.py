@@ -178,7 +178,14 @@ def test_a_start_is_tried_again_with_a_new_instance_and_a_clean_scratch():
         (Observation(), "gave no messages, and the episode is not over"),
         (Observation(messages=FIRST[1:], reward="much"), "reward is 'much', not a number"),
         (Observation(messages=FIRST[1:], reward=float("nan")), "reward is nan, not a finite number"),
-        (Observation(messages=[{"role": "narrator"}]), "cannot be written"),
+        (Observation(messages=[{"role": "assistant"}]), "cannot be written: 'content'"),
+        (Observation(messages=[{"role": "narrator"}]), "step: messages must be a list of"),
+        (Observation(messages="Go on."), "step: messages must be a list of .*, not 'Go on.'"),
+        (Observation(messages=FIRST[1]), "step: messages must be a list of"),
+        (Observation(messages=["Go on."]), "step: messages must be a list of"),
+        (Observation(messages=[{"role": "user", "content": None}]), "step: messages must be a list of"),
+        (Observation(messages=FIRST[1:], tool_errors="move"), "step: tool_errors must be a list of names, not 'move'"),
+        (Observation(messages=FIRST[1:], tool_errors=None), "step: tool_errors must be a list of names, not None"),
     ],
 )
 def test_an_answer_that_is_none_is_refused(observation, said):
@@ -188,7 +195,48 @@ def test_an_answer_that_is_none_is_refused(observation, said):
 
     trajectory = walk(ScriptedEngine(WORDS), walks=lambda: Odd([]))
     assert trajectory.status is Status.failed
-    assert said in trajectory.metadata["error"]
+    assert re.search(said, trajectory.metadata["error"])
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (Observation(messages="Walk."), "start: messages must be a list of"),
+        (Observation(messages=FIRST, tools=[walk]), "start: tools must be a list of JSON schemas"),
+        (Observation(messages=FIRST, tools=SCHEMA), "start: tools must be a list of JSON schemas"),
+        (Observation(messages=FIRST, tools=[{**SCHEMA, "strict": walk}]), "does not fit the chat template: .*JSON"),
+        (Observation(messages=[{"role": "user", "content": "\ud83d"}]), "does not fit the chat template"),
+    ],
+)
+def test_a_start_that_the_policy_cannot_be_shown_fails_the_trajectory_alone(first, said):
+    class Odd(Walk):
+        async def start(self, prompt, *, seed, scratch):
+            return first
+
+    trajectory = walk(ScriptedEngine(WORDS), walks=lambda: Odd([]))
+    assert trajectory.status is Status.failed
+    assert re.search(said, trajectory.metadata["error"])
+
+
+def test_an_environment_that_exits_where_it_is_made_fails_the_trajectory_alone():
+    def make():
+        raise SystemExit(3)
+
+    trajectory = walk(ScriptedEngine(WORDS), walks=make)
+    assert "raised SystemExit(3)" in trajectory.metadata["error"]
+
+
+def test_errors_are_counted_of_the_calls_that_are_counted():
+    class Errs(Walk):
+        async def step(self, turn):
+            return Observation(tool_errors=["move"], done=True)
+
+    def counts(**limits):
+        metadata = walk(ScriptedEngine(MOVE), walks=lambda: Errs([]), **limits).metadata
+        return metadata["num_tool_calls"], metadata["num_tool_errors"]
+
+    assert counts(max_turns=2) == (1, 1)
+    assert counts(max_turns=1) == (0, 0)
 
 
 def test_an_environment_is_closed_when_the_trajectory_meets_its_deadline():
@@ -233,6 +281,10 @@ async def breaks(episode):
     raise LookupError("lost")
 
 
+async def exits(episode):
+    raise SystemExit(4)
+
+
 def test_a_play_of_ones_own_has_the_episode_in_its_hands():
     def played(play):
         agent = AgentConfig(environment="walks:Walk", episode="plays:mine")
@@ -243,3 +295,4 @@ def test_a_play_of_ones_own_has_the_episode_in_its_hands():
     assert played(only_once).messages[-1] == {"role": "user", "content": "You are at 1."}
     assert played(gives_nothing).metadata["error"] == "plays:mine returned None, not a Status"
     assert played(breaks).metadata["error"] == "plays:mine raised LookupError('lost')"
+    assert played(exits).metadata["error"] == "plays:mine raised SystemExit(4)"

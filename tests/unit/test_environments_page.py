@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_episode import PROMPT, ScriptedEngine, runner_of
+from test_episode import CHAT, PROMPT, ScriptedEngine, encode, runner_of
 
 from slimrl.agent.tools import ToolBox
 from slimrl.config.check import check_loaded
@@ -37,10 +37,10 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name, None)
 
 
-def episode_of(recipe: Recipe, *turns: str, play: str = ""):
+def episode_of(recipe: Recipe, *turns: str | list[int], play: str = "", chat=CHAT):
     runner = runner_of(
         ScriptedEngine(*turns), ToolBox([]), agent=recipe.agent, environment=load_environment(recipe, ToolBox([])),
-        play=load_play(play), max_turns=6,
+        play=load_play(play), chat=chat, max_turns=6,
     )  # fmt: skip
     return asyncio.run(runner.run(PROMPT, trajectory_id="t", sampling=SamplingConfig(), seed=5))
 
@@ -73,10 +73,42 @@ def test_its_episode_of_two_turns_ends_before_the_third(page):
     assert trajectory.metadata["num_turns"] == 2
 
 
+def test_its_episode_is_complete_when_the_policy_ends_the_text(page):
+    recipe = load_recipe("guess.yaml", ["model.path=absent"], "train").recipe
+    end = CHAT.template.encode("<|im_end|>")[0]
+    other = next(token for token in range(20) if token != end)
+    chat = type(CHAT)(CHAT.template, [end, other])
+    trajectory = episode_of(recipe, [*encode("I say 0"), other], play="own_play:best_of_two", chat=chat)
+    assert (trajectory.status, trajectory.metadata["num_turns"]) == (Status.completed, 1)
+
+
 class NoStep:
     async def start(self, prompt, *, seed, scratch): ...
 
     async def close(self): ...
+
+
+class OldStart(NoStep):
+    async def start(self, prompt, seed): ...
+
+    async def step(self, turn): ...
+
+
+class LongStep(NoStep):
+    async def step(self, turn, more): ...
+
+
+class Static(NoStep):
+    async def step(self, turn): ...
+
+    @staticmethod
+    async def close(): ...
+
+
+def test_a_method_may_be_static():
+    recipe = Recipe()
+    recipe.agent = AgentConfig(environment=f"{__name__}:Static")
+    assert isinstance(load_environment(recipe, ToolBox([]))(), Static)
 
 
 def not_asynchronous(episode): ...
@@ -86,6 +118,8 @@ def not_asynchronous(episode): ...
     ("agent", "said"),
     [
         ({"environment": f"{__name__}:NoStep"}, "has no `async def step`"),
+        ({"environment": f"{__name__}:OldStart"}, r"cannot be called as start\(prompt, seed=\.\.\., scratch=\.\.\.\)"),
+        ({"environment": f"{__name__}:LongStep"}, r"cannot be called as step\(turn\)"),
         ({"environment": f"{__name__}:Nowhere"}, "has no Nowhere"),
         ({"environment": "guess:Guess", "environment_args": {"lowest": 3}}, "cannot be made with lowest: .*lowest"),
     ],

@@ -140,6 +140,26 @@ def test_a_template_that_cannot_be_used_is_refused(folder_of, tmp_path, template
     assert problem.replace("TEMPLATE", str(path)) in result.output
 
 
+class Away:
+    """An environment that does not start."""
+
+    async def start(self, prompt, *, seed, scratch):
+        raise OSError("the game is away")
+
+    async def step(self, turn): ...
+
+    async def close(self): ...
+
+
+def test_an_environment_that_does_not_start_is_named_by_its_key(folder_of):
+    arguments = [str(TINY), f"model.path={folder_of('qwen3')}", "agent.tools=[]", "agent.system_prompt=null"]
+    result = CliRunner().invoke(
+        app, ["inspect-chat", *arguments, f"agent.environment={__name__}:Away", "agent.start_retries=0"]
+    )
+    assert result.exit_code == 2
+    assert f"agent.environment: {__name__}:Away: start raised OSError('the game is away')" in result.output
+
+
 def test_a_template_may_need_a_variable_of_the_recipe(folder_of, tmp_path):
     (tmp_path / "given.jinja").write_text("{% if not mood %}{{ raise_exception('which mood') }}{% endif %}" + EACH)
     arguments = (TINY, f"model.path={folder_of('qwen3')}", f"model.chat_template={tmp_path}/given.jinja")

@@ -10,7 +10,12 @@ from slimrl.agent.tools import ToolBox
 from slimrl.config.schema import Recipe
 from slimrl.data.import_path import resolve
 
-METHODS = ("start", "step", "close")
+METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "start": (("prompt",), ("seed", "scratch")),
+    "step": (("turn",), ()),
+    "close": ((), ()),
+}
+"""Arguments of each method of an environment, by place and by name."""
 
 
 def load_environment(recipe: Recipe, tools: ToolBox) -> MakeEnvironment:
@@ -24,15 +29,26 @@ def load_environment(recipe: Recipe, tools: ToolBox) -> MakeEnvironment:
         return partial(ToolEnvironment, tools, agent, recipe.rollout.tool_timeout_s)
     make = resolve(agent.environment, classes=True)
     if isinstance(make, type):
-        for name in METHODS:
-            if not inspect.iscoroutinefunction(getattr(make, name, None)):
+        for name, (places, names) in METHODS.items():
+            method = getattr(make, name, None)
+            if not inspect.iscoroutinefunction(method):
                 raise ValueError(f"{agent.environment}: has no `async def {name}`, which an environment has")
+            try:
+                inspect.signature(method).bind(*_self(make, name), *places, **dict.fromkeys(names))
+            except TypeError as error:
+                said = ", ".join([*places, *(f"{one}=..." for one in names)])
+                raise ValueError(f"{agent.environment}: cannot be called as {name}({said}): {error}") from error
     try:
         inspect.signature(make).bind(**agent.environment_args)
     except TypeError as error:
         given = ", ".join(agent.environment_args) or "no arguments"
         raise ValueError(f"{agent.environment}: cannot be made with {given}: {error}") from error
     return partial(make, **agent.environment_args)
+
+
+def _self(make: type, name: str) -> tuple[type, ...]:
+    """What stands for the instance among the arguments of a method that is looked at through its class."""
+    return () if isinstance(inspect.getattr_static(make, name), staticmethod | classmethod) else (make,)
 
 
 def load_play(path: str) -> Play:

@@ -27,7 +27,7 @@ async def preview(loaded: LoadedRecipe) -> Preview:
         except ValueError as error:
             raise RecipeError([loaded.problem("model.path", str(error))]) from error
     recipe = loaded.recipe
-    data = Path(recipe.data.train)
+    data, key = Path(recipe.data.train), "data.train"
     try:
         if loaded.command == "sft":
             chat = load_chat_format(loaded)
@@ -38,10 +38,11 @@ async def preview(loaded: LoadedRecipe) -> Preview:
                 segments=[preview_example(tokens, mask, chat) for tokens, mask in sequences],
             )
         dialogues, tools = load_dialogues(loaded)
-        environment = load_environment(recipe, tools)
         prompt = read_prompts(data, recipe.data.keys)[0] if loaded.command == "train" and data.is_file() else QUESTION
+        key = "agent.environment" if recipe.agent.environment else key
+        environment = load_environment(recipe, tools)
         return await preview_episode(dialogues, environment, recipe.rollout, recipe.agent, prompt)
     except RecipeError:
         raise
     except ValueError as error:
-        raise RecipeError([loaded.problem("data.train", str(error))]) from error
+        raise RecipeError([loaded.problem(key, str(error))]) from error
