@@ -73,10 +73,8 @@ class CodeTests:
         """Raises SandboxError if the sandbox does not run a program."""
         self._pool = SandboxPool(self._config)
         try:
-            if await self._pass_texts("def two(): return 2", ["assert two() == 2", "assert two() == 3"]) != [
-                True,
-                False,
-            ]:
+            passed = await self._pass_texts("def two(): return 2", ["assert two() == 2", "assert two() == 3"])
+            if passed != [True, False]:
                 raise SandboxError("the sandbox does not run a test as it should")
         except BaseException:
             await self._pool.close()
