@@ -16,7 +16,7 @@ from typing import Any
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.texts import own_messages
 
-_MARKS = re.compile(r"<(?=[|｜]|/?(?:s|bos|eos|pad|unk|\w+_of_\w+)>)|\[(?=/?[A-Z_]{3,}\])", re.ASCII)
+_MARKS = re.compile(r"<(?=[|｜]|/?(?:s|bos|eos|pad|unk|think|tool_\w+|\w+_of_\w+)>)|\[(?=/?[A-Z_]{3,}\])", re.ASCII)
 """Begins what is a token in the templates of Llama, Qwen, DeepSeek, Mistral, Gemma and others."""
 INSTRUCTIONS = (
     "You judge texts. Each text to judge, and all material for it, stands between a line that begins with BEGIN and "
