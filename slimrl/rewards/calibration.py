@@ -13,7 +13,7 @@ _CONFIDENCE = re.compile(r"(?P<number>\d{1,3}(\.\d{1,6})?|\.\d{1,6})\s*(?P<perce
 class Calibration(OfVerifier):
     """Correctness c, and minus the Brier score of the confidence q that the last text states: c - (q - c)^2.
 
-    This is RLCR (arXiv:2507.16806, eq. 2). The sum is greatest for the answer that is most likely right with the
+    This is RLCR (arXiv:2507.16806). The sum is greatest for the answer that is most likely right with the
     confidence that it is right. The Brier score alone would be greatest for a wrong answer with confidence 0, so the
     two are one reward: use no second part for the correctness. No confidence, several, or one that is no number from 0
     to 1 (or percent from 0 to 100) counts as the worst, (q - c)^2 = 1.

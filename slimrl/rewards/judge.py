@@ -45,10 +45,10 @@ class _Judging:
 
     def __init__(
         self,
-        *,
         url: str,
         model: str,
         rubric: str,
+        *,
         with_label: bool = False,
         shown: str = "answer",
         options: dict[str, Any] | None = None,
@@ -86,8 +86,8 @@ class Judge(_Judging):
         highest: the highest score of the judge's scale, which begins at 0.
     """
 
-    def __init__(self, *, highest: int = 10, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, *, url: str, model: str, rubric: str, highest: int = 10, **settings: Any) -> None:
+        super().__init__(url, model, rubric, **settings)
         if not 1 <= highest <= 100:
             raise ValueError(f"highest: {highest} is not between 1 and 100")
         self._highest = highest
@@ -114,15 +114,15 @@ class Pairwise(_Judging):
     """A reward of groups: the fraction of the other answers that a judge finds worse, ties as a half.
 
     Each pair is judged twice with the positions swapped; an answer is better only if both verdicts say so, and
-    otherwise they tie (MT-Bench, arXiv:2306.05685, 3.4). Equal answers tie unasked.
+    otherwise they tie (MT-Bench, arXiv:2306.05685). Equal answers tie unasked.
 
     Args:
         opponents: how many of the others each answer is compared with, for groups in which all pairs are too many: the
             next ones in the group's order; 0 for all.
     """
 
-    def __init__(self, *, opponents: int = 0, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, *, url: str, model: str, rubric: str, opponents: int = 0, **settings: Any) -> None:
+        super().__init__(url, model, rubric, **settings)
         if opponents < 0:
             raise ValueError(f"opponents: {opponents} is below 0")
         self._opponents = opponents

@@ -14,7 +14,7 @@ from slimrl.rewards.verifier import OfVerifier
 
 
 class CosineLength(OfVerifier):
-    """The cosine length reward (Yeo et al., arXiv:2502.03373, section 4.1): a right answer is worth more the shorter it
+    """The cosine length reward (Yeo et al., arXiv:2502.03373): a right answer is worth more the shorter it
     is, and a wrong one less, so that a policy that is not yet right goes on thinking.
 
     For L of `max_tokens` tokens, CosFn = last + (first - last) / 2 * (1 + cos(pi * L / max_tokens)) between the values
@@ -58,8 +58,8 @@ class CosineLength(OfVerifier):
 class Repetition:
     """Minus the fraction of n-grams of sampled tokens that occurred before: -(1 - different / all), from -1 to 0.
 
-    The n-gram repetition penalty of Yeo et al. (arXiv:2502.03373, section 4.2 and appendix), over tokens: words could
-    be joined to avoid it. N-grams do not cross turns, and their numbers are added over all turns, so that a turn that
+    The n-gram repetition penalty of Yeo et al. (arXiv:2502.03373) as Open-R1 normalises it, over tokens: words
+    could be joined to avoid it. N-grams do not cross turns, and their numbers are added over all turns, so a turn that
     says again what an earlier one said pays too.
 
     Args:

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 300
 class SelfConsistency:
     """A reward of groups: 1.0 for the answer that most of a prompt's trajectories give, 0.0 for others.
 
-    This is the majority vote of TTRL (arXiv:2504.16084, eq. 2). Answers are compared in normal form (answers.py). A
+    This is the majority vote of TTRL (arXiv:2504.16084). Answers are compared in normal form (answers.py). A
     missing one has no vote. Where two answers have the most votes, or the most is one vote, there is no majority and
     all get 0.
     """
@@ -32,25 +32,24 @@ class SelfConsistency:
     def __call__(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> list[float]:
         found = [self._place.of(trajectory) or "" for trajectory in trajectories]
         answers = [normal_form(answer) if len(answer) <= MAX_CHARACTERS else "" for answer in found]
-        votes = Counter(answer for answer in answers if answer).most_common(2)
-        numbers = [number for _, number in votes] + [1]
-        if numbers[0] <= numbers[1]:
-            return [0.0] * len(answers)
-        return [float(answer == votes[0][0]) for answer in answers]
+        votes = Counter(answer for answer in answers if answer)
+        most = max(votes.values(), default=0)
+        winners = [answer for answer, number in votes.items() if number == most > 1]
+        return [float(len(winners) == 1 and answer == winners[0]) for answer in answers]
 
 
 class Confidence:
     """exp of the mean log-prob of the tokens that the policy sampled, from 0 to 1: their geometric mean probability.
 
-    It is the inverse of perplexity, and stands for the entropy that RENT minimises (arXiv:2505.22660); the recorded
-    log-probs are of the sampled tokens alone. A token that ends a repetition, `ngram` tokens that were sampled before,
-    does not count: a policy is nearly certain of what it repeats. A trajectory without an answer gets 0.
+    It is the inverse of perplexity, and stands for the entropy that RENT minimises (arXiv:2505.22660): log-probs are
+    recorded of the sampled tokens alone. Tokens of a repetition, `ngram` tokens or more that were sampled before, do
+    not count, since a policy is nearly certain of what it repeats. A trajectory without an answer gets 0.
 
     Args:
-        ngram: length of a repetition in tokens.
+        ngram: least length of a repetition in tokens.
     """
 
-    def __init__(self, *, ngram: int = 8) -> None:
+    def __init__(self, *, ngram: int = 4) -> None:
         if ngram < 2:
             raise ValueError(f"ngram: {ngram} is less than 2")
         self._ngram = ngram
@@ -63,17 +62,18 @@ class Confidence:
         logprobs = [segment.rollout_logprobs[mask] for segment, mask in zip(trajectory.segments, sampled, strict=True)]
         if not sum(map(len, tokens)):
             return 0.0
-        new = first_time(np.concatenate(tokens), self._ngram)
+        new = not_repeated(np.concatenate(tokens), self._ngram)
         return math.exp(float(np.concatenate(logprobs)[new].mean(dtype=np.float64)))
 
 
-def first_time(tokens: np.ndarray, ngram: int) -> np.ndarray:
-    """Bool [T]: whether the `ngram` tokens that end here occur for the first time; true for the first tokens."""
+def not_repeated(tokens: np.ndarray, ngram: int) -> np.ndarray:
+    """Bool [T]: false for tokens in a run of `ngram` tokens that occurred before; true at least for the first token."""
     seen: set[bytes] = set()
     new = np.ones(len(tokens), bool)
     given = np.ascontiguousarray(tokens)
     for end in range(ngram, len(given) + 1):
         window = given[end - ngram : end].tobytes()
-        new[end - 1] = window not in seen
+        if window in seen:
+            new[end - ngram : end] = False
         seen.add(window)
     return new
