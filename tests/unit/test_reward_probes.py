@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from reward_cases import asked, said, sampled
 
 from slimrl.config.schema import RewardPartConfig
@@ -19,6 +20,7 @@ from slimrl.rewards.loading import load_part
 from slimrl.rewards.scoring import call_reward
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "rewards.md"
 ELSEWHERE = {
     "code:CodeTests": "test_code_rewards.py",
     "judge:Judge": "test_http_rewards.py",
@@ -224,8 +226,35 @@ def test_an_honest_answer_is_paid():
     assert value_of("unsupervised:Confidence", {}, looped(), None) == pytest.approx(math.exp(-0.5))
 
 
+def test_the_example_of_the_page_is_what_a_recipe_may_say():
+    (example,) = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S) if "CodeTests" in block]
+    for section, parts in yaml.safe_load(example)["reward"].items():
+        for name, settings in (parts or {}).items():
+            load_part(name, RewardPartConfig(**settings), "trajectories" if section == "group" else "trajectory")
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "problem"),
+    [
+        ("judge:Judge", {"url": "http://a", "model": "m"}, "missing a required.* 'rubric'"),
+        (
+            "judge:Judge",
+            {"url": "http://a", "model": "m", "rubric": "r", "scale": 5},
+            "unexpected keyword argument 'scale'",
+        ),
+        ("answers:F1", {"answer_in": "box"}, "answer_in: 'box' is neither"),
+        ("calibration:Calibration", {"of": "slimrl.rewards.math:boxed"}, "has no boxed|no function"),
+        ("length:CosineLength", {"of": EXACT}, "missing a required.* 'max_tokens'"),
+        ("remote:Remote", {"url": "http://a", "api_key_env": "SLIMRL_NO_KEY"}, "no variable SLIMRL_NO_KEY"),
+    ],
+)
+def test_wrong_arguments_are_a_problem_of_the_recipe(function, args, problem):
+    with pytest.raises(ValueError, match=problem):
+        load_part("p", RewardPartConfig(function=f"slimrl.rewards.{function}", args=args))
+
+
 def test_each_ready_made_reward_of_the_page_has_a_probe():
-    listed = set(re.findall(r"`slimrl\.rewards\.(\w+:\w+)`", (ROOT / "docs" / "rewards.md").read_text()))
+    listed = set(re.findall(r"`slimrl\.rewards\.(\w+:\w+)`", PAGE.read_text()))
     probed = {path for path, *_ in PROBES} | {"unsupervised:SelfConsistency"} | ELSEWHERE.keys()
     assert listed == probed
     for path, file in ELSEWHERE.items():
