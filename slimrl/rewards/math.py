@@ -6,13 +6,14 @@ from fractions import Fraction
 
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.comparers import OutOfCpuTime, shared_comparers
+from slimrl.rewards.texts import AnswerPlace
 
 MAX_SYMBOLIC_CHARACTERS = 300
 """A longer answer is not compared symbolically and counts as wrong."""
 MAX_DIGITS = 4000
 """A longer answer counts as wrong; Python refuses to convert such a number."""
 
-_BOX = "\\boxed{"
+_BOXED = AnswerPlace("boxed")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
 _QUOTIENT = re.compile(r"(?P<sign>[+-]?)\\[dt]?frac\{(?P<top>[+-]?\d+)\}\{(?P<bottom>\d+)\}")
 _SLASH = re.compile(r"(?P<sign>)(?P<top>[+-]?\d+)/(?P<bottom>\d+)")
@@ -26,7 +27,7 @@ def boxed_exact(trajectory: Trajectory, prompt: Prompt) -> float:
 
     `\\boxed{2+3}` is wrong for the label 5: a task about computing must not accept the problem as its answer.
     """
-    answer = _final_answer(trajectory)
+    answer = _BOXED.of(trajectory)
     return float(answer is not None and _same(_normalise(answer), _normalise(_label(prompt))) is True)
 
 
@@ -39,7 +40,7 @@ def boxed_equivalent(trajectory: Trajectory, prompt: Prompt) -> float:
     Raises:
         ComparerFailed: such a process failed; whether the answer is right is unknown.
     """
-    answer = _final_answer(trajectory)
+    answer = _BOXED.of(trajectory)
     if answer is None:
         return 0.0
     label = _label(prompt)
@@ -73,27 +74,6 @@ def _same(answer: str, label: str) -> bool | None:
     if None in numbers:
         return None
     return numbers[0] == numbers[1]
-
-
-def _final_answer(trajectory: Trajectory) -> str | None:
-    """The last \\boxed{} of the final message; None if there is none or the message is not the model's."""
-    if not trajectory.messages or trajectory.messages[-1]["role"] != "assistant":
-        return None
-    return final_answer(trajectory.messages[-1]["content"] or "")
-
-
-def final_answer(text: str) -> str | None:
-    """The content of the last closed \\boxed{} of a text, with nested braces; None if there is none."""
-    start = text.rfind(_BOX)
-    while start >= 0:
-        depth = 1
-        begin = start + len(_BOX)
-        for position in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[begin:position]
-        start = text.rfind(_BOX, 0, start)
-    return None
 
 
 def _normalise(answer: str) -> str:

@@ -30,7 +30,12 @@ INTEGRATION = {
     "slimrl.planner": ["test_plan.py", "test_plan_ranks.py"],
     "slimrl.quantization": ["test_block_fp8.py", "test_resync_fp8.py"],
     "slimrl.resync": ["test_resync.py", "test_resync_folders.py", "test_resync_faults.py", "test_resync_fp8.py"],
-    "slimrl.rewards": ["test_symbolic_rewards.py", "test_run_quickstart.py"],
+    "slimrl.rewards": [
+        "test_symbolic_rewards.py",
+        "test_code_rewards.py",
+        "test_http_rewards.py",
+        "test_run_quickstart.py",
+    ],
     "slimrl.rollout": ["test_rollout.py", "test_resync.py", "test_run_engines.py"],
     "slimrl.runtime": _RUN,
     "slimrl.sglang_plugin": ["test_rollout.py", "test_delta_engines.py", "test_resync.py", "test_engine_ranks.py"],

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "algorithms": LEAVES,
     "chat": LEAVES,
     "agent": {*LEAVES, "chat"},
-    "rewards": LEAVES,
+    "rewards": {*LEAVES, "agent"},
     "observability": LEAVES,
     "ipc": LEAVES,
     "megatron_patches": {*LEAVES, "device"},

@@ -15,8 +15,9 @@ from slimrl.data.threads import TaskCodeExited
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.rewards.comparers import ComparerFailed, OutOfCpuTime
 from slimrl.rewards.comparison import equivalent
-from slimrl.rewards.math import boxed_equivalent, boxed_exact, final_answer
+from slimrl.rewards.math import boxed_equivalent, boxed_exact
 from slimrl.rewards.scoring import Score, score
+from slimrl.rewards.texts import boxed
 
 
 def trajectory(text, role="assistant", status=Status.completed):
@@ -158,7 +159,7 @@ def test_a_comparison_that_failed_is_no_wrong_answer(monkeypatch):
     [("\\boxed{a{b}c}", "a{b}c"), ("\\boxed{a", None), ("", None), ("\\boxed{a}\\boxed{\\boxed{b}}", "b")],
 )
 def test_the_last_closed_box_is_taken_with_its_braces_matched(text, box):
-    assert final_answer(text) == box
+    assert boxed(text) == box
 
 
 async def later(trajectory, prompt):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slimrl.rewards.math import final_answer
+from slimrl.rewards.texts import boxed
 
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 LARGEST_AIME = 999
@@ -63,12 +63,12 @@ def aime(row: dict[str, Any]) -> Problem:
     columns = {name.lower(): value for name, value in row.items()}
     if columns.get("answer") is None:
         solution = _text(columns, "answer", "solution")
-        answer = final_answer(solution)
+        answer = boxed(solution)
         if answer is None:
             raise ValueError("no answer, and the solution has none in a box")
     else:
         answer = _text(columns, "answer")
-    answer = re.sub(r"\$|\^\\circ|\^\{\\circ\}", "", final_answer(answer) or answer).strip().removesuffix(".0")
+    answer = re.sub(r"\$|\^\\circ|\^\{\\circ\}", "", boxed(answer) or answer).strip().removesuffix(".0")
     if not answer.isdecimal() or int(answer) > LARGEST_AIME:
         raise ValueError(f"the answer {answer!r} is no integer from 0 to {LARGEST_AIME}")
     return Problem(text=_text(columns, "problem", "question"), answer=str(int(answer)))

@@ -13,7 +13,13 @@ def said(text: str | None, *, before: list[dict[str, Any]] = (), name="t", statu
     if text is not None:
         messages.append({"role": "assistant", "content": text})
     num_turns = max(1, sum(message["role"] == "assistant" for message in messages))
-    counts = {"num_turns": num_turns, "num_tool_calls": 0, "num_tool_errors": 0, "num_malformed_calls": 0}
+    counts = {
+        "num_turns": num_turns,
+        "num_tool_calls": 0,
+        "num_tool_errors": 0,
+        "num_malformed_calls": 0,
+        "num_prompt_messages": 1,
+    }
     return Trajectory(
         group_id="g", trajectory_id=name, segments=[sampled([0, 1, 2], [-0.5, -1.0])], status=status, messages=messages,
         metadata=counts | {"num_retries": 0} | metadata,

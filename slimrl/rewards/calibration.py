@@ -1,0 +1,48 @@
+"""Reward for an answer that comes with an honest confidence."""
+
+import re
+from typing import Any
+
+from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rewards.texts import last_text
+from slimrl.rewards.verifier import OfVerifier
+
+_CONFIDENCE = re.compile(r"(?P<number>\d{1,3}(\.\d{1,6})?|\.\d{1,6})\s*(?P<percent>%?)", re.ASCII)
+
+
+class Calibration(OfVerifier):
+    """Correctness c, and minus the Brier score of the confidence q that the last text states: c - (q - c)^2.
+
+    This is RLCR (arXiv:2507.16806). The sum is greatest for the answer that is most likely right with the
+    confidence that it is right. The Brier score alone would be greatest for a wrong answer with confidence 0, so the
+    two are one reward: use no second part for the correctness. No confidence, several, or one that is no number from 0
+    to 1 (or percent from 0 to 100) counts as the worst, (q - c)^2 = 1.
+
+    Args:
+        of, of_args: the verifier, as `function` and `args` in `reward.parts`.
+        tag: the confidence stands between `<tag>` and `</tag>`, once.
+    """
+
+    def __init__(self, *, of: str, of_args: dict[str, Any] | None = None, tag: str = "confidence") -> None:
+        super().__init__(of, of_args)
+        if not re.fullmatch(r"[A-Za-z][\w-]*", tag):
+            raise ValueError(f"tag: {tag!r} is no name of a tag, such as confidence")
+        self._tag = tag
+
+    async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> dict[str, float]:
+        """Raises what the verifier raises."""
+        right = await self._verifier.correctness(trajectory, prompt)
+        stated = stated_confidence(last_text(trajectory) or "", self._tag)
+        return {"correct": right, "brier": -1.0 if stated is None else -((stated - right) ** 2)}
+
+
+def stated_confidence(text: str, tag: str) -> float | None:
+    """The number from 0 to 1 in the one pair of tags; None if there is none."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    if text.count(opening) != 1 or text.count(closing) != 1:
+        return None
+    found = _CONFIDENCE.fullmatch(text.partition(opening)[2].partition(closing)[0].strip())
+    if found is None:
+        return None
+    value = float(found["number"]) / (100 if found["percent"] else 1)
+    return value if value <= 1 else None

@@ -1,0 +1,176 @@
+"""Code by tests in the real sandbox: honest programs, and programs that try to pass without being right."""
+
+import asyncio
+import logging
+
+import pytest
+from cheating_programs import FUNCTION, OUTPUT
+from reward_cases import asked, said
+from sandboxes import needs_namespaces
+
+from slimrl.agent.sandbox.interface import SandboxError
+from slimrl.rewards.code import CodeTests
+from slimrl.rewards.parts import Part
+from slimrl.rewards.services import NotStarted, RewardServices
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+LIMITS = {"wall_s": 6.0, "cpu_s": 2}
+ASSERTS = ["assert double(2) == 4", "assert double(10**20) == 2 * 10**20", "assert double('ab') == 'abab'"]
+CASES = {"inputs": ["2\n", "21"], "outputs": ["4\n", "42\n"]}
+UNITTEST = """
+import unittest
+from solution import Stack
+
+class TestStack(unittest.TestCase):
+    def setUp(self):
+        self.stack = Stack([1, (2, 3)])
+
+    def test_pop(self):
+        self.assertEqual(self.stack.pop(), (2, 3))
+        self.assertEqual(self.stack.pop(), 1)
+        with self.assertRaises(IndexError):
+            self.stack.pop()
+
+    def test_attribute(self):
+        self.assertEqual(self.stack.name, "stack")
+"""
+STACK = """
+class Stack:
+    name = "stack"
+    def __init__(self, items):
+        self.items = list(items)
+    def pop(self):
+        return self.items.pop()
+"""
+FUNCTIONS = """
+def test_one():
+    assert double(3) == 6
+
+def test_two():
+    assert all(double(i) == 2 * i for i in range(5))
+"""
+CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 4\ncheck(double)"
+DATA = (
+    "assert echo([1, (2.5, None), {3}, {'a': b'x', (1, 2): [True]}, frozenset(), 1j, float('inf')])"
+    " == [1, (2.5, None), {3}, {'a': b'x', (1, 2): [True]}, frozenset(), 1j, float('inf')]"
+)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    with asyncio.Runner() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def graded(runner):
+    """The reward of a program by tests, by their fraction; one sandbox for all tests of this file."""
+    reward = CodeTests(credit="fraction", sandbox={"limits": LIMITS})
+    runner.run(reward.start())
+    yield lambda code, tests: runner.run(reward(said(f"So:\n```python\n{code}\n```\n"), asked(tests)))
+    runner.run(reward.close())
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("code", "tests", "fraction"),
+    [
+        ("def double(x): return x + x", ASSERTS, 1),
+        ("def double(x): return 2 * int(x)", ASSERTS, 2 / 3),
+        ("def triple(x): return 3 * x", ASSERTS, 0),
+        ("def double(x: return", ASSERTS, 0),
+        ("print(2 * int(input()))", CASES, 1),
+        ("print('4  '); print()", CASES, 0.5),
+        ("print(2 * int(input())); 1 / 0", CASES, 0),
+        (STACK, UNITTEST, 1),
+        (STACK.replace("pop()", "pop(0)"), UNITTEST, 0),
+        ("def double(x): return x + x", [FUNCTIONS, CHECK], 1),
+        ("def double(x): return 2 if x == 1 else 6", [FUNCTIONS, CHECK], 0),
+        ("def echo(x): return x", [DATA], 1),
+        ("import numpy as np\ndef double(x): return np.asarray(x) * 2", ["assert double([1, 2]) == [2, 4]"], 1),
+        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'", ["assert P(3).x == 3"], 1),
+    ],
+)
+def test_honest_programs_get_the_fraction_that_they_pass(graded, code, tests, fraction):
+    assert graded(code, tests) == pytest.approx(fraction)
+
+
+LISTED = ["assert all(map(lambda i: double(i) == 2 * i, [1, 2]))", "assert all([double(1) == 2, double(2) == 4])"]
+
+
+@needs_namespaces
+@pytest.mark.parametrize("name", FUNCTION)
+def test_no_cheat_passes_a_test(graded, name):
+    assert graded(FUNCTION[name], [*ASSERTS, *LISTED, UNITTEST]) == 0
+
+
+@needs_namespaces
+@pytest.mark.parametrize("name", OUTPUT)
+def test_no_cheat_prints_what_is_expected(graded, name):
+    assert graded(OUTPUT[name], CASES) == 0
+
+
+@needs_namespaces
+async def test_all_must_be_passed_unless_a_fraction_is_asked_for():
+    reward = CodeTests(sandbox={"limits": LIMITS}, tests_key="hidden")
+    await reward.start()
+    try:
+        for code, tests, value in [
+            ("print(4)", CASES, 0),
+            ("print(2 * int(input()))", CASES, 1),
+            ("def double(x): return 2 * int(x)", ASSERTS, 0),
+            ("def double(x): return x + x", ASSERTS, 1),
+        ]:
+            assert await reward(said(f"```\n{code}\n```"), asked(hidden=tests)) == value
+        assert await reward(said("double is x + x"), asked(hidden=ASSERTS)) == 0
+        assert (
+            await reward(said(None, before=[{"role": "tool", "content": f"```\n{code}\n```"}]), asked(hidden=ASSERTS))
+            == 0
+        )
+        for tests in (None, [], "", {}, [""], {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}):
+            with pytest.raises(ValueError, match=r"metadata\.hidden of g has no tests"):
+                await reward(said("```\nx\n```"), asked(hidden=tests))
+    finally:
+        await reward.close()
+
+
+@needs_namespaces
+async def test_time_is_bounded_for_many_cases():
+    reward = CodeTests(credit="fraction", sandbox={"limits": {"wall_s": 3.0}})
+    await reward.start()
+    try:
+        many = {"inputs": [str(number) for number in range(100)], "outputs": ["1"] * 100}
+        code = "import time\nprint(1, flush=True)\nif input() == '2': time.sleep(60)"
+        assert await reward(said(f"```\n{code}\n```"), asked(many)) == pytest.approx(0.02)
+    finally:
+        await reward.close()
+
+
+async def test_a_sandbox_that_does_not_run_is_said_before_the_first_rollout(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    part = Part(name="tests", function=CodeTests(), path="slimrl.rewards.code:CodeTests")
+    with pytest.raises(NotStarted, match=r"tests \(slimrl\S+\): start failed: .*(bwrap|unshare)"):
+        await RewardServices([part]).start()
+
+
+async def test_a_sandbox_that_fails_fails_the_trajectory(caplog):
+    caplog.set_level(logging.ERROR)
+    reward = CodeTests(sandbox={"backend": "remote", "url": "http://127.0.0.1:9"})
+    with pytest.raises(SandboxError):
+        await reward.start()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"credit": "some"}, "credit: 'some' is neither all nor fraction"),
+        ({"total_s": 0}, "total_s"),
+        ({"sandbox": {"backned": "remote"}}, "sandbox: .*backned"),
+        ({"sandbox": {"limits": {"wall_s": -1}}}, "wall_s: -1.0 is not positive"),
+        ({"sandbox": {"limits": {"wall_s": "long"}}}, "sandbox: .*long"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, problem):
+    with pytest.raises(ValueError, match=problem):
+        CodeTests(**settings)

@@ -1,0 +1,84 @@
+"""Rewards for answers in words, against the SQuAD metrics of transformers, and where an answer is found."""
+
+import random
+
+import pytest
+from reward_cases import asked, said
+from transformers.data.metrics.squad_metrics import compute_exact, compute_f1
+
+from slimrl.rewards.answers import F1, ExactMatch
+from slimrl.rewards.texts import AnswerPlace, boxed, fenced, tagged
+
+WORDS = ["The", "an", "a", "Eiffel", "eiffel,", "tower", "Tower.", "in", "PARIS", "1889", "--", "naïve", "O'Neill"]
+
+
+def test_exact_match_and_f1_are_those_of_squad():
+    rng = random.Random(0)
+    exact, f1 = ExactMatch(), F1(power=1.0)
+    compared = 0
+    for _ in range(2000):
+        answer, *labels = (" ".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(rng.randint(2, 4)))
+        if not all(set(text.lower().split()) - {"the", "an", "a", "--"} for text in (answer, *labels)):
+            continue  # of these SQuAD's form leaves nothing
+        compared += 1
+        given = said(answer), asked(labels)
+        assert exact(*given) == max(compute_exact(label, answer) for label in labels)
+        assert f1(*given) == pytest.approx(max(compute_f1(label, answer) for label in labels))
+    assert compared > 1000
+
+
+def test_f1_by_its_formula():
+    # 2 of 3 words are right, and 2 of 5 are found: 2 * (2/3) * (2/5) / (2/3 + 2/5) = 1/2
+    given = said("red blue green"), asked("blue green one two three")
+    assert F1(power=1.0)(*given) == pytest.approx(0.5)
+    assert F1()(*given) == pytest.approx(0.25)
+
+
+def test_yes_and_no_share_no_words_with_others_as_in_hotpotqa():
+    assert F1()(said("yes it is"), asked("yes")) == 0.0
+    assert F1()(said("Yes."), asked("yes")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("label", "answer", "reward"),
+    [("A", "a", 1), ("A", "the", 0), ("A", "", 0), ("...", "", 0), (7, "7.", 1), (1.5, "1.5", 1)],
+)
+def test_a_label_of_which_the_normal_form_leaves_nothing_is_not_any_answer(label, answer, reward):
+    assert ExactMatch()(said(answer), asked(label)) == F1()(said(answer), asked(label)) == reward
+
+
+@pytest.mark.parametrize("label", [None, [], "", " ", True, {"a": 1}, ["x", None]])
+def test_a_label_that_no_answer_could_match_is_an_error(label):
+    for reward in (ExactMatch(), F1()):
+        with pytest.raises(ValueError, match="label of g"):
+            reward(said("x"), asked(label))
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "answer"),
+    [
+        ("text", " x y ", "x y"),
+        ("boxed", "\\boxed{1} \\boxed{ {2} }", "{2}"),
+        ("<answer>", "<answer>1</answer> <answer> 2 </answer> 3", "2"),
+        ("<answer>", "<answer>1</answer> <answer>2", "1"),
+        ("<answer>", "</answer>1<answer>", None),
+        ("<answer>", "<answer> </answer>", None),
+        ("code", "```python\na = 1\n```\nor\n```\nb = 2\n\n```", "b = 2"),
+        ("code", "```python\na = 1", None),
+    ],
+)
+def test_an_answer_is_found_where_the_recipe_says(place, text, answer):
+    assert AnswerPlace(place).of(said(text)) == answer
+
+
+@pytest.mark.parametrize("place", ["answer", "<>", "<a b>", "</a>", ""])
+def test_another_place_is_refused(place):
+    with pytest.raises(ValueError, match=r"answer_in: .* is neither text, boxed, code nor a tag"):
+        ExactMatch(answer_in=place)
+
+
+def test_finding_takes_linear_time():
+    for text in ("\\boxed{" * 100_000, "<a>" * 100_000, "```\n" * 100_001, "{" * 400_000):
+        assert boxed(text) is None
+        assert tagged(text, "a") is None
+        assert fenced(text) in (None, "")
