@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
+from slimrl.agent.tools import ToolsUnavailable
 from slimrl.algorithms.selection import check_credit
 from slimrl.algorithms.turn_states import observed_states
 from slimrl.config.schema import CreditName, Recipe, SamplingConfig
@@ -238,7 +239,8 @@ class RolloutStage:
     async def _start(self) -> None:
         try:
             await self._services.start()
-        except NotStarted as error:
+            await self._episodes.start()
+        except (NotStarted, ToolsUnavailable) as error:
             raise RunError(str(error)) from error
         self._service_tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
@@ -248,6 +250,7 @@ class RolloutStage:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        await self._episodes.stop()
         await self._services.close()
         await self._engine.aclose()
         if self._teacher is not None:
