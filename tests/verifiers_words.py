@@ -16,7 +16,7 @@ class WordsTask(vf.Task[WordsData]):
 
 
 class WordsConfig(vf.TasksetConfig):
-    words: list[str] = ["apple", "berry"]
+    words: tuple[str, ...] = ("apple", "berry")
 
 
 class WordsTaskset(vf.Taskset[WordsTask, WordsConfig]):
