@@ -204,6 +204,9 @@ def test_a_trajectory_whose_own_server_does_not_start_fails_with_the_cause(opene
 
 
 def test_over_http_with_headers_through_a_restart_of_the_server(http_server, opened):
+    wrong = AgentConfig(mcp={"t": McpServerConfig(url=http_server.url + "/more")})
+    with pytest.raises(ToolsUnavailable, match="did not start: the URL answers 404, not found"):
+        listed_tools("t", wrong)
     box = opened(McpServerConfig(url=http_server.url, headers={"X-Key": "s3cret"}))
     assert answers(box, ("add", {"a": 2, "b": 3}), ("environment", {"name": "x-key"}), ("count", {})) == [
         "5", '"s3cret"', "1",

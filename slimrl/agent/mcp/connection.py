@@ -105,7 +105,7 @@ class Connection:
         self.lost = True
         self._closing.set()
         error = None if not self._task.done() or self._task.cancelled() else self._task.exception()
-        cause = what if error is None else f"{what}: {_first(error)}"
+        cause = what if error is None else f"{what}: {_cause(error)}"
         words = f". It wrote: {self._stderr.text}" if self._stderr.text else ""
         return ConnectionLost(f"MCP server {self._name} {cause}{words}", taken=taken)
 
@@ -138,8 +138,9 @@ class Connection:
                 yield read, write
 
 
-def _first(error: BaseException) -> BaseException:
-    """The first error of a group."""
+def _cause(error: BaseException) -> str:
+    """What the first error of a group says."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error
+    not_found = isinstance(error, McpError) and error.error.code == SESSION_TERMINATED
+    return "the URL answers 404, not found" if not_found else str(error) or repr(error)
