@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,19 @@ def test_a_call_that_is_late_is_answered_with_an_error_and_the_next_one_well(ope
     late, after = answers(box, ("sleep", {"seconds": 60}), ("add", {"a": 1, "b": 1}), timeout_s=3)
     assert "gave no answer within 3 s" in str(late)
     assert after == "2"
+
+
+def test_a_start_that_takes_longer_than_a_call_may_is_not_begun_anew_by_each_call(opened):
+    slow = (
+        "import runpy, sys, time; time.sleep(1); sys.argv = ['x', 'stdio']; "
+        f"runpy.run_path({SERVER!r}, run_name='__main__')"
+    )
+    box = opened(McpServerConfig(command=[sys.executable, "-c", slow]))
+    answers(box, ("die", {}))
+    deadline = time.monotonic() + 60
+    while isinstance(answer := answers(box, ("add", {"a": 1, "b": 1}), timeout_s=0.5)[0], ToolError):
+        assert time.monotonic() < deadline
+    assert answer == "2"
 
 
 @pytest.mark.parametrize("per_trajectory", [False, True])
