@@ -42,7 +42,8 @@ async def play(env: vf.Env, number: int) -> float:
     async with env.serving():
         episode = await env.run_episode(task, context)
     if not episode.ok:
-        sys.exit(f"task {number} failed: {episode.last_error}")
+        errors = [*episode.errors, *(trace.last_error for trace in episode.traces)]
+        sys.exit(f"task {number} failed: {next(filter(None, errors), None)}")
     return sum(trace.reward for trace in episode.traces if trace.agent is None or trace.agent.trainable)
 
 

@@ -35,21 +35,25 @@ class Handler(BaseHTTPRequestHandler):
         self.server.keys.add(self.headers["authorization"])
         if self.path == "/reward":
             self.server.rewards.append(body["reward"])
-            return self.answer(body)
+            return self.send("application/json", json.dumps(body))
         assert self.path == "/v1/chat/completions"
         self.server.asked.append(body["messages"][-1]["content"])
-        message = {"role": "assistant", "content": self.server.answer}
-        return self.answer({
-            "id": "c", "object": "chat.completion", "created": 0, "model": body["model"],
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-        })  # fmt: skip
+        assert body["stream"]
+        head = {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
+        delta = {"role": "assistant", "content": self.server.answer}
+        chunks = [
+            {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+            {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+            {**head, "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}},
+        ]
+        events = [f"data: {text}\n\n" for text in (*map(json.dumps, chunks), "[DONE]")]
+        return self.send("text/event-stream", "".join(events))
 
-    def answer(self, body: dict) -> None:
+    def send(self, kind: str, text: str) -> None:
         self.send_response(200)
-        self.send_header("content-type", "application/json")
+        self.send_header("content-type", kind)
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(text.encode())
 
     def log_message(self, *_: object) -> None:
         return
@@ -102,4 +106,4 @@ def test_a_task_is_played_against_the_base_url_and_its_reward_posted(python, pol
 def test_an_episode_that_fails_is_an_exit_code_with_its_cause(python):
     done = run(python, ENV, line={"metadata": {"task": 0}}, url="http://127.0.0.1:9")
     assert done.returncode == 1
-    assert "task 0 failed: " in done.stderr
+    assert "task 0 failed: type='ProviderError'" in done.stderr
