@@ -7,14 +7,14 @@ the engine does not answer or the environment or a tool crashes. It always keeps
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slimrl.agent.conversation import Conversation
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn
 from slimrl.agent.environment_host import EnvironmentHost
-from slimrl.agent.tools import ToolCrash
+from slimrl.agent.tools import ToolBox, ToolCrash
 from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
@@ -86,6 +86,16 @@ class EpisodeRunner:
     rollout: RolloutConfig
     agent: AgentConfig
     play: Play = play
+    tools: ToolBox = field(default_factory=lambda: ToolBox([]))
+    """Those of the environment, if it is the tools"""
+
+    async def start(self) -> None:
+        """Called once, before the first episode; raises ToolsUnavailable."""
+        await asyncio.to_thread(self.tools.open)
+
+    async def stop(self) -> None:
+        """Called once, after the last episode."""
+        await asyncio.to_thread(self.tools.close)
 
     async def run(
         self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None

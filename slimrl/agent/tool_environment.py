@@ -17,7 +17,7 @@ from slimrl.data.trajectory import Prompt
 
 @dataclass(eq=False)
 class ToolEnvironment:
-    """Environment with tools that are functions.
+    """Environment with tools: functions, and those of MCP servers.
 
     Args:
         timeout_s: deadline of a call.
@@ -31,6 +31,7 @@ class ToolEnvironment:
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         self.info = EpisodeInfo(prompt=prompt, seed=seed, scratch=scratch)
+        self.tools = await self.tools.for_episode()
         return Observation(messages=first_messages(prompt, self.agent.system_prompt), tools=self.tools.schemas)
 
     async def step(self, turn: Turn) -> Observation:
@@ -48,7 +49,7 @@ class ToolEnvironment:
         )
 
     async def close(self) -> None:
-        return
+        await self.tools.end_episode()
 
     async def _answer(self, call: ToolCall | MalformedCall) -> ToolAnswer:
         try:

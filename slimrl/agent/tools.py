@@ -40,6 +40,10 @@ class ToolCrash(Exception):
     """A tool raised an unexpected exception; the trajectory fails."""
 
 
+class ToolsUnavailable(Exception):
+    """What tools need, such as a server, cannot be reached."""
+
+
 class EpisodeInfo:
     """The episode that calls a tool.
 
@@ -146,6 +150,19 @@ class ToolBox:
     def from_import_paths(cls, paths: Sequence[str]) -> "ToolBox":
         """Raises ValueError for a path that names no function, or a function that is not fit for a tool."""
         return cls([make_tool(resolve(path)) for path in paths])
+
+    def open(self) -> None:
+        """Connect what the tools need, before the first episode; raises ToolsUnavailable. Functions need nothing."""
+
+    def close(self) -> None:
+        """After the last episode."""
+
+    async def for_episode(self) -> "ToolBox":
+        """The tools of one episode, closed by `end_episode`; raises ToolsUnavailable."""
+        return self
+
+    async def end_episode(self) -> None:
+        return
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

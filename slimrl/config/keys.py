@@ -16,16 +16,21 @@ EXTENDS = "extends"
 """Key that names the files from which a file inherits; not a setting."""
 
 PASSTHROUGH = ("trainer.megatron", "critic.trainer.megatron", "rollout.sglang", "teacher.sglang")
-ENVIRONMENTS = ("trainer.env", "critic.trainer.env", "rollout.env", "teacher.env")
 NAME = "NAME"
 """Stands in keys of the schema for a name that a recipe chooses: `reward.parts.NAME.weight`."""
-NAMED_SECTIONS = ("reward.parts", "reward.by_name", "reward.group")
+TEXTS = (
+    *("trainer.env", "critic.trainer.env", "rollout.env", "teacher.env"),
+    *(f"agent.mcp.{NAME}.env", f"agent.mcp.{NAME}.headers"),
+)
+"""Free sections whose values are texts."""
+REWARD_SECTIONS = ("reward.parts", "reward.by_name", "reward.group")
+NAMED_SECTIONS = (*REWARD_SECTIONS, "agent.mcp")
 """Sections of sections with names that a recipe chooses, all of one type."""
 FREE_SECTIONS = (
     *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),
     "agent.chat_template_kwargs",
-    *(f"{section}.{NAME}.args" for section in NAMED_SECTIONS),
-    *ENVIRONMENTS,
+    *(f"{section}.{NAME}.args" for section in REWARD_SECTIONS),
+    *TEXTS,
     *PASSTHROUGH,
 )
 """Sections whose keys the schema does not name."""

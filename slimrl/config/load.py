@@ -20,11 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from slimrl.config.algorithms import SETTINGS
 from slimrl.config.interpolation import FromEnvironment, is_interpolated, resolve_entries, without_openings
 from slimrl.config.keys import (
-    ENVIRONMENTS,
     EXTENDS,
     FREE_SECTIONS,
     KEY_TYPES,
     PASSTHROUGH,
+    TEXTS,
     chosen_sections,
     default_config,
     flatten,
@@ -270,7 +270,8 @@ def _assign(config: Any, entry: Entry, value: Any, environment: FromEnvironment,
 
 def _annotation(key: str) -> Any:
     """Type of a key's value; None in a free section of any values."""
-    return str if key.rpartition(".")[0] in ENVIRONMENTS else KEY_TYPES.get(schema_key(key))
+    key = schema_key(key)
+    return str if key.rpartition(".")[0] in TEXTS else KEY_TYPES.get(key)
 
 
 def _is_other_scalar(annotation: Any, value: Any) -> bool:

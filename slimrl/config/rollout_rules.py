@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from slimrl.config.mcp_rules import mcp_violations
 from slimrl.config.problems import Violation, fitting_text
 from slimrl.config.schema import Recipe, TransportName
 from slimrl.config.sglang_layouts import layout_violations
@@ -54,8 +55,9 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
                 f"rollout.{name}.max_new_tokens",
                 f"{new} leaves no room for a prompt in rollout.max_trajectory_tokens {rollout.max_trajectory_tokens}.",
             )
+    yield from mcp_violations(recipe.agent)
     if recipe.agent.environment:
-        for key in ("agent.tools", "agent.max_tool_calls", "agent.system_prompt"):
+        for key in ("agent.tools", "agent.mcp", "agent.max_tool_calls", "agent.system_prompt"):
             if getattr(recipe.agent, key.removeprefix("agent.")):
                 yield key, "agent.environment says that itself. Leave it out, or set [] or null over an inherited one."
     elif recipe.agent.environment_args:

@@ -744,9 +744,34 @@ class TeacherConfig:
 
 
 @dataclass(kw_only=True)
+class McpServerConfig:
+    """A server of tools that speaks the Model Context Protocol (docs/mcp.md): the settings of `agent.mcp.NAME`."""
+
+    command: list[str] = field(default_factory=list)
+    """Command that starts the server, which talks over its standard input and output."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the command, which gets PATH, HOME and the like besides."""
+    url: str = ""
+    """URL of a server over streamable HTTP, instead of a command."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """HTTP headers of each request to the URL."""
+    tools: list[str] = field(default_factory=list)
+    """The server's tools that the model is shown; empty for all."""
+    pure: list[str] = field(default_factory=list)
+    """Its tools whose answers follow from their arguments alone: answers are given again, and calls are repeated that a
+    server which ended may have taken."""
+    per_trajectory: bool = False
+    """A connection, and so a process of a command, for each trajectory, for a server that keeps state."""
+    restarts: int = 2
+    """How often a call connects anew to a server that has ended."""
+
+
+@dataclass(kw_only=True)
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
+    mcp: dict[str, McpServerConfig] = field(default_factory=dict)
+    """Servers of further tools by name (docs/mcp.md)."""
     max_tool_calls: int | None = None
     """Most calls of a trajectory that tools answer; further ones are answered with an error message."""
     environment: str = ""

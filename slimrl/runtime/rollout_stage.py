@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
+from slimrl.agent.tools import ToolsUnavailable
 from slimrl.algorithms.selection import check_credit
 from slimrl.algorithms.turn_states import observed_states
 from slimrl.config.schema import CreditName, Recipe, SamplingConfig
@@ -241,7 +242,8 @@ class RolloutStage:
     async def _start(self) -> None:
         try:
             await self._services.start()
-        except NotStarted as error:
+            await self._episodes.start()
+        except (NotStarted, ToolsUnavailable) as error:
             raise RunError(str(error)) from error
         self._service_tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
@@ -259,6 +261,7 @@ class RolloutStage:
             await asyncio.wait([ended], timeout=self._recipe.agent.close_timeout_s + END_S)
             if stuck := sum(not task.done() for task in left):
                 log.warning("%d calls of the task's own code do not end when they are cancelled; left behind", stuck)
+        await self._episodes.stop()
         await self._services.close()
         await self._engine.aclose()
         if self._teacher is not None:

@@ -16,6 +16,7 @@ from slimrl.config.problems import RecipeError
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.runtime.checks.attempts import Attempts
+from slimrl.runtime.checks.tools import load_tools
 
 _PROBE: dict[str, Any] = {
     "type": "function",
@@ -36,7 +37,7 @@ def load_dialogues(loaded: LoadedRecipe) -> tuple[Dialogues, ToolBox]:
     recipe = loaded.recipe
     attempts = Attempts(loaded)
     chat = attempts.get("model.path", lambda: load_chat_format(loaded))
-    tools = attempts.get("agent.tools", lambda: ToolBox.from_import_paths(recipe.agent.tools))
+    tools = load_tools(recipe.agent, attempts)
     if chat is None or tools is None:
         raise RecipeError(attempts.problems)
     make_parser = partial(load_parser, recipe.agent.parser, Path(recipe.model.path), chat)

@@ -22,7 +22,8 @@ def load_environment(recipe: Recipe, tools: ToolBox) -> MakeEnvironment:
     """Makes the environment of each trajectory: the recipe's own, or its tools.
 
     Raises:
-        ValueError: there is no such class, it lacks a method, or it does not take the recipe's arguments.
+        ValueError: there is no such class, it lacks a method, it does not take the recipe's arguments, or its `check`
+            refuses them.
     """
     agent = recipe.agent
     if not agent.environment:
@@ -43,6 +44,12 @@ def load_environment(recipe: Recipe, tools: ToolBox) -> MakeEnvironment:
     except TypeError as error:
         given = ", ".join(agent.environment_args) or "no arguments"
         raise ValueError(f"{agent.environment}: cannot be made with {given}: {error}") from error
+    check = getattr(make, "check", None)
+    if check is not None:
+        try:
+            check(**agent.environment_args)
+        except ValueError as error:
+            raise ValueError(f"{agent.environment}: {error}") from error
     return partial(make, **agent.environment_args)
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from slimrl.agent.preview import preview_episode, preview_example
+from slimrl.agent.tools import ToolsUnavailable
 from slimrl.config.hub import SMALL_FILES, fetch, hub_model, with_model
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
@@ -41,8 +42,14 @@ async def preview(loaded: LoadedRecipe) -> Preview:
         prompt = read_prompts(data, recipe.data.keys)[0] if loaded.command == "train" and data.is_file() else QUESTION
         key = "agent.environment" if recipe.agent.environment else key
         environment = load_environment(recipe, tools)
-        return await preview_episode(dialogues, environment, recipe.rollout, recipe.agent, prompt)
+        tools.open()
+        try:
+            return await preview_episode(dialogues, environment, recipe.rollout, recipe.agent, prompt)
+        finally:
+            tools.close()
     except RecipeError:
         raise
+    except ToolsUnavailable as error:
+        raise RecipeError([loaded.problem("agent.mcp", str(error))]) from error
     except ValueError as error:
         raise RecipeError([loaded.problem(key, str(error))]) from error

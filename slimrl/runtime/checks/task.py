@@ -54,6 +54,7 @@ class Task:
             rollout=recipe.rollout,
             agent=recipe.agent,
             play=self.play,
+            tools=self.tools,
         )
 
 

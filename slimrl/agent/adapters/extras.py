@@ -1,0 +1,22 @@
+"""Packages that only some recipes need."""
+
+import importlib
+from types import ModuleType
+
+
+def extra(package: str, *, of: str = "") -> ModuleType:
+    """
+    Args:
+        package: the one to import.
+        of: the extra of pyproject.toml that has it; empty if it has the package's name.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        install = f"pip install -c requirements/lock.txt -e '.[{of or package}]'"
+        raise ValueError(f"needs the package {package}. Install it with: {install}") from error

@@ -1,0 +1,8 @@
+"""The reward that the trajectory's environment gave."""
+
+from slimrl.data.trajectory import Prompt, Trajectory
+
+
+def environment_return(trajectory: Trajectory, prompt: Prompt) -> float:
+    """Sum of the rewards of the environment's steps; 0 if it gave none."""
+    return float(sum(trajectory.metadata["environment"].get("rewards", [])))

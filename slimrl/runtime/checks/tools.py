@@ -1,0 +1,42 @@
+"""The tools of a recipe: functions, and those that its MCP servers list."""
+
+from functools import partial
+from typing import Any
+
+from slimrl.agent.tools import ToolBox, ToolsUnavailable, make_tool
+from slimrl.config.problems import suggestion
+from slimrl.config.schema import AgentConfig
+from slimrl.data.import_path import resolve
+from slimrl.runtime.checks.attempts import Attempts
+
+
+def load_tools(agent: AgentConfig, attempts: Attempts) -> ToolBox | None:
+    """Resolve the functions, and start each server once to ask for its tools. None if something is wrong."""
+    functions = attempts.get("agent.tools", lambda: [make_tool(resolve(path)) for path in agent.tools])
+    if not agent.mcp:
+        return None if functions is None else attempts.get("agent.tools", lambda: ToolBox(functions))
+    # Not at the top: its package is an extra.
+    from slimrl.agent.mcp.tool_box import McpToolBox
+
+    listed = {name: attempts.get(f"agent.mcp.{name}", partial(_listed, name, agent)) for name in agent.mcp}
+    complete = {name: tools for name, tools in listed.items() if tools is not None}
+    if functions is None or len(complete) < len(listed):
+        return None
+    return attempts.get("agent.mcp", lambda: McpToolBox(functions, complete, agent))
+
+
+def _listed(name: str, agent: AgentConfig) -> list[Any]:
+    """Raises ValueError: the server does not start, has no tools, or lacks one that the recipe names."""
+    from slimrl.agent.mcp.server import listed_tools
+
+    config = agent.mcp[name]
+    try:
+        tools = {tool.name: tool for tool in listed_tools(name, agent)}
+    except ToolsUnavailable as error:
+        raise ValueError(str(error)) from error
+    if not tools:
+        raise ValueError("the server lists no tools")
+    for wanted in [*config.tools, *config.pure]:
+        if wanted not in tools:
+            raise ValueError(f"the server has no tool {wanted}.{suggestion(wanted, tools)} It has {', '.join(tools)}")
+    return [tools[wanted] for wanted in config.tools] or list(tools.values())
