@@ -24,6 +24,7 @@ NAMED_SECTIONS = ("reward.parts", "reward.by_name", "reward.group")
 FREE_SECTIONS = (
     *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),
     "agent.chat_template_kwargs",
+    "agent.tool_args",
     *(f"{section}.{NAME}.args" for section in NAMED_SECTIONS),
     *ENVIRONMENTS,
     *PASSTHROUGH,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation, fitting_text
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema import Recipe, SandboxBackend, TransportName
 from slimrl.config.sglang_layouts import layout_violations
 
 MAX_COLOCATED_FRACTION = 0.85
@@ -18,6 +18,9 @@ LARGER_ENGINES = (
 
 WITHOUT_DRAFT_MODEL = ("NGRAM",)
 """Kinds of speculative decoding of SGLang that need no layers for it."""
+
+SANDBOX_TOOLS = "slimrl.agent.sandbox.tools:"
+"""Start of the import paths of tools that run code in the sandbox"""
 
 
 def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
@@ -55,11 +58,12 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
                 f"{new} leaves no room for a prompt in rollout.max_trajectory_tokens {rollout.max_trajectory_tokens}.",
             )
     if recipe.agent.environment:
-        for key in ("agent.tools", "agent.max_tool_calls", "agent.system_prompt"):
+        for key in ("agent.tools", "agent.tool_args", "agent.max_tool_calls", "agent.system_prompt"):
             if getattr(recipe.agent, key.removeprefix("agent.")):
                 yield key, "the environment of agent.environment says that itself. Leave it out."
     elif recipe.agent.environment_args:
         yield "agent.environment_args", "there is no agent.environment to take them."
+    yield from _sandbox_violations(recipe)
     for name in ("request_timeout_s", "tool_timeout_s"):
         if getattr(rollout, name) > rollout.trajectory_timeout_s:
             yield (
@@ -75,6 +79,19 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
             "rollout.colocated",
             f"collective needs engines on devices of their own. Use resync.transport {others}, or colocated false.",
         )
+
+
+def _sandbox_violations(recipe: Recipe) -> Iterator[Violation]:
+    sandbox, timeout_s = recipe.agent.sandbox, recipe.rollout.tool_timeout_s
+    runs_code = any(path.startswith(SANDBOX_TOOLS) for path in recipe.agent.tools)
+    if runs_code and sandbox.limits.wall_s >= timeout_s:
+        yield (
+            "agent.sandbox.limits.wall_s",
+            f"{sandbox.limits.wall_s}: the call ends before, after rollout.tool_timeout_s {timeout_s}, and the policy "
+            "does not hear what the program printed. Use less.",
+        )
+    if sandbox.backend is SandboxBackend.remote and not sandbox.url.startswith(("http://", "https://")):
+        yield "agent.sandbox.url", f"{sandbox.url!r} is no URL; write http://HOST:PORT."
 
 
 def _attention_violations(recipe: Recipe) -> Iterator[Violation]:

@@ -1,7 +1,7 @@
 """The rewards of a recipe, resolved from their import paths and bound to their arguments."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from slimrl.config.problems import suggestion
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema import RewardConfig, RewardPartConfig
-from slimrl.data.import_path import resolve
+from slimrl.data.import_path import parameters_of_type, resolve
 from slimrl.data.trajectory import Prompt
 from slimrl.rewards.parts import Part, PartsReward, SingleReward
 from slimrl.rewards.retries import NO_RETRIES, Retries
@@ -29,19 +29,22 @@ class Rewards:
     """All parts, to be started and closed"""
 
 
-def load_rewards(settings: RewardConfig, get: Callable[[str, Callable[[], Any]], Any]) -> Rewards | None:
+def load_rewards(
+    settings: RewardConfig, get: Callable[[str, Callable[[], Any]], Any], supplies: Mapping[type, Any] | None = None
+) -> Rewards | None:
     """The rewards of a recipe; None if one could not be loaded.
 
     Args:
         get: calls its second argument, for the setting that the first one names; returns None for a ValueError, which
             it keeps.
+        supplies: arguments for the parameters that are annotated with a type.
     """
     errors = get("reward.retry_on", lambda: tuple(map(load_exception, settings.retry_on)))
     whole = RewardPartConfig(function=settings.function)
     given = [("reward.function", whole)] if settings.function else []
     given += [(f"{key}.function", part) for key, part in reward_parts(settings)]
     parts: dict[str, Part | None] = {
-        key: get(key, partial(load_part, "" if part is whole else key.split(".")[2], part, _subject(key)))
+        key: get(key, partial(load_part, "" if part is whole else key.split(".")[2], part, _subject(key), supplies))
         for key, part in given
     }
     loaded = {key: part for key, part in parts.items() if part is not None}
@@ -75,18 +78,23 @@ def _subject(key: str) -> str:
     return "trajectories" if key.startswith("reward.group.") else "trajectory"
 
 
-def load_part(name: str, settings: RewardPartConfig, subject: str = "trajectory") -> Part:
+def load_part(
+    name: str, settings: RewardPartConfig, subject: str = "trajectory", supplies: Mapping[type, Any] | None = None
+) -> Part:
     """A part of the reward; a class is made with the arguments, a function called with them.
 
     Args:
         subject: name of the first argument that the function gets, before the prompt.
+        supplies: see `load_rewards`.
 
     Raises:
         ValueError: the import path leads nowhere, the function or class takes other arguments, or the class refuses
             their values.
     """
-    path, arguments = settings.function, settings.args
+    path = settings.function
     target = resolve(path, classes=True)
+    supplied = {name: value for kind, value in (supplies or {}).items() for name in parameters_of_type(target, kind)}
+    arguments = {**supplied, **settings.args}
     if isinstance(target, type):
         _check_call(path, target, (), arguments)
         function = target(**arguments)

@@ -249,6 +249,7 @@ class RolloutStage:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self._services.close()
+        await self._task.sandbox.close()
         await self._engine.aclose()
         if self._teacher is not None:
             await self._teacher.aclose()

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.config.schema import CreditName, Recipe
+from slimrl.agent.sandbox.interface import Ended, Program, Result
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.config.schema import CreditName, Recipe, SandboxConfig
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.evaluation.items import Items
 from slimrl.rewards.loading import Rewards
@@ -101,7 +103,9 @@ def start() -> Iterator[Start]:
         for name, value in settings.items():
             setattr(recipe.rollout, name, value)
         task = SimpleNamespace(
-            episode_runner=lambda recipe, engine: episodes, rewards=Rewards(function=episodes.reward)
+            sandbox=SandboxPool(SandboxConfig()),
+            episode_runner=lambda recipe, engine: episodes,
+            rewards=Rewards(function=episodes.reward),
         )
         stages.append(RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None))
         return stages[-1].__enter__()
@@ -298,3 +302,27 @@ def test_a_recipe_with_gigpo_has_states_and_one_with_given_advantages_fails_with
     algorithm.credit.name, algorithm.advantage = CreditName.trajectory, "given"
     with pytest.raises(RunError, match=r"has no advantage: algorithm\.advantage given needs one"):
         stage.rollout(prompts, label="step_000002")
+
+
+def test_the_sandbox_is_closed_with_the_stage_before_which_it_runs_what_a_reward_asks_for():
+    class Sandbox:
+        async def run(self, program, limits=None):
+            assert not episodes.journal or episodes.journal[-1] != "sandbox closed"
+            return Result(stdout=program.code, stderr="", exit_status=0, ended=Ended.ok, seconds=0.0)
+
+        async def close(self):
+            episodes.journal.append("sandbox closed")
+
+    async def reward(trajectory, prompt) -> float:
+        return float((await pool.run(Program(code="0.5"))).stdout)
+
+    episodes, pool = Episodes(), SandboxPool(SandboxConfig(), Sandbox())
+    task = SimpleNamespace(
+        sandbox=pool, episode_runner=lambda recipe, engine: episodes, rewards=Rewards(function=reward)
+    )
+    recipe = Recipe()
+    recipe.rollout.samples_per_prompt = 1
+    with RolloutStage(recipe, task, episodes, episodes, watch=lambda: None, flush_caches=lambda: None) as stage:
+        assert [one.reward for one in stage.rollout(PROMPTS[:2], label="step_000001")] == [0.5, 0.5]
+        assert "sandbox closed" not in episodes.journal
+    assert episodes.journal[-2:] == ["sandbox closed", "connections closed"]

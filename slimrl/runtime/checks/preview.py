@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from slimrl.agent.preview import preview_episode, preview_example
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.hub import SMALL_FILES, fetch, hub_model, with_model
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
@@ -28,6 +29,7 @@ async def preview(loaded: LoadedRecipe) -> Preview:
             raise RecipeError([loaded.problem("model.path", str(error))]) from error
     recipe = loaded.recipe
     data = Path(recipe.data.train)
+    sandbox = SandboxPool(recipe.agent.sandbox)
     try:
         if loaded.command == "sft":
             chat = load_chat_format(loaded)
@@ -37,11 +39,13 @@ async def preview(loaded: LoadedRecipe) -> Preview:
                 stop_token_ids=chat.stop_token_ids,
                 segments=[preview_example(tokens, mask, chat) for tokens, mask in sequences],
             )
-        dialogues, tools = load_dialogues(loaded)
-        environment = load_environment(recipe, tools)
+        dialogues, tools = load_dialogues(loaded, sandbox)
+        environment = load_environment(recipe, tools, sandbox)
         prompt = read_prompts(data, recipe.data.keys)[0] if loaded.command == "train" and data.is_file() else QUESTION
         return await preview_episode(dialogues, environment, recipe.rollout, recipe.agent, prompt)
     except RecipeError:
         raise
     except ValueError as error:
         raise RecipeError([loaded.problem("data.train", str(error))]) from error
+    finally:
+        await sandbox.close()
