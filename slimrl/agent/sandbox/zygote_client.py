@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ class Run:
 class ZygoteClient:
     """One warm interpreter. Used within one event loop."""
 
-    def __init__(self, packages: tuple[str, ...]) -> None:
+    def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
         self._runs: dict[int, Run] = {}
         self._count = 0
