@@ -38,7 +38,8 @@ def learn(task: str, folder: Path, sft_updates: int, problems: int, settings: Se
     shared = [f"run.dir={folder}", "tracking.wandb=disabled"]
     if not sft.export.is_dir():
         cold_start = [
-            f"steps={sft_updates}", "sft.max_tokens=512", "checkpoint.every_steps=100", "checkpoint.keep=1",
+            f"steps={sft_updates}", "sft.max_tokens=512", "checkpoint.every_steps=50", "checkpoint.keep=1",
+            "trainer.num_ranks=1", "trainer.parallel.expert=1", "trainer.max_tokens_per_rank=4096",
             f"model.path={model}", f"data.train={data / 'sft.jsonl'}",
         ]  # fmt: skip
         _run("slimrl.cli", "sft", str(RECIPES / "sft.yaml"), *shared, *cold_start, "--resume-or-start")
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="data, models and runs; runs/agent_tasks/TASK")
     parser.add_argument("--json", type=Path, help="the curve")
     parser.add_argument("--plot", type=Path, help="PNG of the curve")
-    parser.add_argument("--sft-updates", type=int, default=1200)
+    parser.add_argument("--sft-updates", type=int, default=600)
     parser.add_argument("--problems", type=int, default=256, help="held-out questions")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
     options = parser.parse_args()

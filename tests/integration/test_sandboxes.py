@@ -30,8 +30,10 @@ from slimrl.agent.sandbox.remote import RemoteSandbox
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox
+from slimrl.config.load import read_recipe
 from slimrl.config.schema import AgentConfig, SandboxBackend, SandboxConfig
 from slimrl.data.trajectory import Prompt
+from slimrl.runtime.checks.sandbox import check_sandbox
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 ROOMY = replace(SMALL, wall_s=20.0)  # a deadline that a busy machine keeps too
@@ -305,7 +307,7 @@ async def test_tools_run_programs_and_keep_a_session_for_each_episode(tmp_path):
     assert await call(("python_session", "print(x + 1)"), ("shell", "cat a.txt")) == ["21", "changed"]
     # Another episode has sessions of its own.
     assert (await other(("python_session", "x")))[0].endswith("NameError: name 'x' is not defined")
-    assert "exit status 3" in (await call(("python_session", "raise SystemExit(3)")))[0]
+    assert "exit status 3" in (await call(("python_session", "import os; os._exit(3)")))[0]
     assert (await call(("python_session", "x")))[0].startswith("error: the session has ended")
     assert (await call(("python_session", "x = 1; print(x)"))) == ["1"]
     # An end gives the places of its sessions back, or the last one would wait for ever.
@@ -315,6 +317,28 @@ async def test_tools_run_programs_and_keep_a_session_for_each_episode(tmp_path):
     assert (await call(("shell", "cat a.txt"))) == ["original"]
     await third.close()
     assert processes_inside(pool._sandbox) == 2
+    await pool.close()
+
+
+@pytest.fixture(params=["remote", "container"])
+def other(request) -> tuple[str, SandboxConfig]:
+    """A backend and its settings."""
+    made = request.getfixturevalue(request.param)
+    return request.param, (made[0] if request.param == "container" else made)._config
+
+
+async def test_a_recipe_names_another_backend_and_what_it_needs(other):
+    backend, theirs = other
+    settings = f"{{backend: {backend}, url: '{theirs.url}', command: '{theirs.command}', image: theirs}}"
+    recipe = Path(__file__).parents[2] / "recipes/tiny_moe/gspo_python.yaml"
+    loaded, problems = read_recipe(recipe, [f"agent.sandbox={settings}", "agent.sandbox.limits.wall_s=7"], "train")
+    assert loaded is not None, problems
+    await asyncio.to_thread(check_sandbox, loaded.recipe)
+    pool = SandboxPool(loaded.recipe.agent.sandbox)
+    box = ToolBox.from_import_paths(loaded.recipe.agent.tools, {}, pool)
+    Fusion.requests.clear()
+    assert (await box.call("python", {"code": "print(6 * 7)"}, 20.0)).text == "42"
+    assert [request["run_timeout"] for request in Fusion.requests] == ([7.0] if backend == "remote" else [])
     await pool.close()
 
 
