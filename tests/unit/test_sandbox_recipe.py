@@ -18,6 +18,7 @@ from slimrl.runtime.checks.sandbox import check_sandbox
 
 ROOT = Path(__file__).parents[2]
 HERE = __name__
+TOOLS = "slimrl.agent.sandbox.tools"
 POOL = SandboxPool(SandboxConfig())
 PROMPT = Prompt(prompt_id="p", messages=[{"role": "user", "content": "q"}], label=None)
 TRAJECTORY = Trajectory(group_id="p", trajectory_id="t", segments=[], status=Status.completed)
@@ -132,12 +133,16 @@ def test_a_task_that_asks_for_no_sandbox_needs_none(monkeypatch, tmp_path):
     [
         ("agent.sandbox.limits.cpu_s=0", "agent.sandbox.limits.cpu_s", "must be at least 1"),
         ("agent.sandbox.limits.wall_s=10", "agent.sandbox.limits.wall_s", "rollout.tool_timeout_s 10.0"),
+        (f"agent.tools=[{TOOLS}:shell]", "agent.sandbox.max_sessions", "Use 192."),
+        (f"agent={{tools: [{TOOLS}:shell], sandbox: {{backend: remote}}}}", "agent.sandbox.backend", "has no sessions"),
         ("agent.sandbox={backend: remote, url: here}", "agent.sandbox.url", "write http://HOST:PORT"),
         ("agent.sandbox.backend=chroot", "agent.sandbox.backend", "bubblewrap"),
         ("agent.sandbox.bakend=remote", "agent.sandbox.bakend", "Did you mean agent.sandbox.backend?"),
     ],
 )
 def test_wrong_settings_of_the_sandbox_are_refused(override, key, said):
-    loaded, problems = read_recipe(ROOT / "recipes/tiny_moe/gspo_python.yaml", [override], "train")
+    loaded, problems = read_recipe(
+        ROOT / "recipes/tiny_moe/gspo_python.yaml", [override, "rollout.max_concurrency_per_engine=192"], "train"
+    )
     found = [*problems, *(check_recipe(loaded.recipe, None, "train") if loaded else ())]
     assert [problem.key for problem in found if said in problem.message] == [key], found
