@@ -21,10 +21,10 @@ from slimrl.agent.search import Index, search
 from slimrl.agent.tools import make_tool
 from slimrl.data.atomic import atomic_folder
 
-SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ra", "su", "to", "va", "ze")
-NUM_FIRST, NUM_LAST, NUM_TOWNS, NUM_COMPANY_WORDS = 44, 44, 60, 40
+SYLLABLES = ("ba", "de", "fi", "go", "ku", "me", "no", "ra")
+NUM_FIRST, NUM_LAST, NUM_TOWNS, NUM_COMPANY_WORDS = 12, 12, 10, 10
 COMPANY_KINDS = ("Mills", "Works", "Bank", "Press", "Foods")
-NUM_PEOPLE = 1200
+NUM_PEOPLE = 120
 NUM_RESULTS = 3
 """Passages in an answer, as `agent.tool_args.num_results` of the task's recipe says."""
 
