@@ -53,7 +53,7 @@ def test_the_page_leads_from_nothing_to_a_curve_that_rises(tmp_path: Path):
     assert re.search(r"\d+ left", said["slimrl inspect-chat"].replace("\n", " "))
     steps = read_metrics(tmp_path / "runs/sticks/metrics.jsonl")
     won = [step["eval/heldout/reward_mean"] for step in steps if "eval/heldout/reward_mean" in step]
-    # By chance about half of the games are won; 128 are played in each evaluation.
+    # By chance about half of the games are won; 96 are played in each evaluation.
     assert won[-1] > won[0] + 0.15, won
     assert all("env/won" in step and "env/illegal" in step for step in steps[1:])
     for image in ("sticks.png", "runs/sticks/curve.png"):
