@@ -20,9 +20,9 @@ from rich.console import Console
 
 from slimrl.agent.sandbox import visible
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
-from slimrl.agent.sandbox.config import Limits, SandboxConfig
 from slimrl.agent.sandbox.interface import Program
 from slimrl.agent.sandbox.process import Command, run_command
+from slimrl.config.schema import SandboxConfig, SandboxLimits
 
 SNIPPET = """import math
 def roots(n):
@@ -35,7 +35,7 @@ lengths = {word: len(word) for word in words}
 print(lengths)
 print(round(sum(values), 3))
 """
-LIMITS = Limits(wall_s=30.0)
+LIMITS = SandboxLimits(wall_s=30.0)
 ANSWER = subprocess.run([sys.executable, "-c", SNIPPET], capture_output=True, text=True, check=True, timeout=60).stdout
 ROUNDS = 5
 

@@ -42,6 +42,7 @@ def toy(
     experts_per_token: Count = ToySize.experts_per_token,
     moe_intermediate: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = ToySize.moe_intermediate,
     mtp_layers: Annotated[int, typer.Option(min=0, help="Layers for multi-token prediction.")] = ToySize.mtp_layers,
+    text: Annotated[Path | None, typer.Option(help="File of a task whose words become tokens.")] = None,
 ) -> None:
     """Write a small random checkpoint with tokenizer and chat template."""
     size = ToySize(
@@ -58,7 +59,7 @@ def toy(
     with exit_codes():
         from slimrl_tools.toy.toy import write_toy
 
-        parameters = write_toy(family, out, size, seed)
+        parameters = write_toy(family, out, size, seed, text)
         typer.echo(f"{out}: {family}, {parameters / 1e6:.2f} million parameters")
 
 
@@ -78,6 +79,42 @@ def calculator_data(
             out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations
         )
         typer.echo(f"{out}: {num_train} + {num_heldout} problems, {num_conversations} conversations")
+
+
+@app.command()
+def python_data(
+    out: Annotated[Path, typer.Argument(help="New folder for train.jsonl, heldout.jsonl and sft.jsonl.")],
+    seed: Seed = 0,
+    num_train: Count = 4096,
+    num_heldout: Count = 512,
+    num_conversations: Count = 12000,
+) -> None:
+    """Write the Python task: questions that a short program answers, and conversations for the cold start."""
+    with exit_codes():
+        from slimrl_tools.toy.python_data import write_python_data
+
+        write_python_data(
+            out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations
+        )
+        typer.echo(f"{out}: {num_train} + {num_heldout} questions, {num_conversations} conversations")
+
+
+@app.command()
+def search_data(
+    out: Annotated[Path, typer.Argument(help="New folder for corpus.jsonl, train.jsonl, heldout.jsonl and sft.jsonl.")],
+    seed: Seed = 0,
+    num_train: Count = 2048,
+    num_heldout: Count = 512,
+    num_conversations: Count = 12000,
+) -> None:
+    """Write the search task: questions over a corpus of made-up facts, and conversations for the cold start."""
+    with exit_codes():
+        from slimrl_tools.toy.search_data import write_search_data
+
+        write_search_data(
+            out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations
+        )
+        typer.echo(f"{out}: {num_train} + {num_heldout} questions, {num_conversations} conversations")
 
 
 if __name__ == "__main__":

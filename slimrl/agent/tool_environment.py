@@ -28,6 +28,7 @@ class ToolEnvironment:
     timeout_s: float
     num_calls: int = 0
     num_cache_hits: int = 0
+    info: EpisodeInfo | None = None
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         self.info = EpisodeInfo(prompt=prompt, seed=seed, scratch=scratch)
@@ -49,6 +50,9 @@ class ToolEnvironment:
         )
 
     async def close(self) -> None:
+        """Close what the tools kept for the episode."""
+        if self.info is not None:
+            await self.info.close()
         await self.tools.end_episode()
 
     async def _answer(self, call: ToolCall | MalformedCall) -> ToolAnswer:

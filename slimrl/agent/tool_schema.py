@@ -9,7 +9,7 @@ import enum
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pydantic
@@ -18,11 +18,11 @@ from transformers.utils import get_json_schema
 REFERENCE = "#/$defs/"
 
 
-def tool_schema(function: Callable[..., Any], hidden: str) -> dict[str, Any]:
+def tool_schema(function: Callable[..., Any], hidden: Collection[str]) -> dict[str, Any]:
     """{"type": "function", "function": {"name", "description", "parameters"}}.
 
     Args:
-        hidden: a parameter that the model does not give; empty for none.
+        hidden: parameters that the model does not give.
 
     Raises:
         ValueError: a type refers to itself.
@@ -68,9 +68,9 @@ def _inlined(schema: Any, definitions: dict[str, Any], above: tuple[str, ...]) -
     }
 
 
-def _without(function: Callable[..., Any], parameter: str) -> Callable[..., Any]:
-    """The function as it looks without a parameter."""
-    if not parameter:
+def _without(function: Callable[..., Any], hidden: Collection[str]) -> Callable[..., Any]:
+    """The function as it looks without these parameters."""
+    if not hidden:
         return function
 
     @functools.wraps(function)
@@ -78,8 +78,8 @@ def _without(function: Callable[..., Any], parameter: str) -> Callable[..., Any]
         raise AssertionError("only looked at")
 
     given = inspect.signature(function)
-    kept = [each for name, each in given.parameters.items() if name != parameter]
+    kept = [each for name, each in given.parameters.items() if name not in hidden]
     shown.__signature__ = given.replace(parameters=kept)  # type: ignore[attr-defined]
-    shown.__annotations__ = {name: kind for name, kind in function.__annotations__.items() if name != parameter}
+    shown.__annotations__ = {name: kind for name, kind in function.__annotations__.items() if name not in hidden}
     del shown.__wrapped__
     return shown

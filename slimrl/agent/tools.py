@@ -1,7 +1,8 @@
 """Tools: plain Python functions that the model may call by name.
 
 A function's annotations and docstring (Google style, with an `Args:` section) become the JSON schema that the model
-sees. A parameter annotated with EpisodeInfo is not part of it: the call gets the episode's prompt, seed and scratch.
+sees. Not part of it are the parameters that the recipe gives (`agent.tool_args`), and those annotated with EpisodeInfo,
+which get the calling episode, or SandboxPool, which get the run's sandbox.
 A synchronous function runs in its own thread, so one that hangs blocks neither the others nor the end of the process.
 Python cannot end the thread: after its deadline it continues in the background.
 """
@@ -11,18 +12,19 @@ import functools
 import inspect
 import itertools
 import json
-import typing
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import pydantic
-from pydantic_core import core_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.supplied import Supplied
 from slimrl.agent.tool_schema import tool_schema
-from slimrl.data.import_path import resolve
+from slimrl.data.import_path import parameters_of_type, resolve
 from slimrl.data.threads import in_thread, reportable
 from slimrl.data.trajectory import Prompt
 
@@ -44,8 +46,12 @@ class ToolsUnavailable(Exception):
     """What tools need, such as a server, cannot be reached."""
 
 
-class EpisodeInfo:
-    """The episode that calls a tool.
+class Closes(Protocol):
+    async def close(self) -> None: ...
+
+
+class EpisodeInfo(Supplied):
+    """The episode that calls a tool. It may keep for later calls what is opened once, such as a session.
 
     Args:
         seed: of its trajectory; all randomness comes from it.
@@ -54,11 +60,25 @@ class EpisodeInfo:
 
     def __init__(self, *, prompt: Prompt, seed: int, scratch: dict[str, Any]) -> None:
         self.prompt, self.seed, self.scratch = prompt, seed, scratch
+        self._kept: dict[str, Any] = {}
+        self._at_end = AsyncExitStack()
+        self._opening = asyncio.Lock()
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        """Taken as it is where a call's arguments are checked."""
-        return core_schema.is_instance_schema(cls)
+    async def kept[K: Closes](self, name: str, open_it: Callable[[], Awaitable[K]]) -> K:
+        """What the first call with this name opened; it is closed when the episode ends."""
+        async with self._opening:
+            if name not in self._kept:
+                self._kept[name] = await open_it()
+                self._at_end.push_async_callback(self._kept[name].close)
+            return self._kept[name]
+
+    def forget(self, name: str) -> None:
+        """Open anew with the next call of this name."""
+        self._kept.pop(name, None)
+
+    async def close(self) -> None:
+        """Close what was kept, the last one first."""
+        await self._at_end.aclose()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +117,19 @@ class Tool:
     schema: dict[str, Any]
     """For the chat template: {"type": "function", "function": {"name", "description", "parameters"}}."""
     options: ToolOptions = ToolOptions()
-    info_parameter: str = ""
-    """The parameter that gets the EpisodeInfo, if there is one"""
+    info_parameters: Sequence[str] = ()
+    """Those that get the EpisodeInfo"""
+    sandbox_parameters: Sequence[str] = ()
+    """Those that get the SandboxPool"""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of every call"""
 
 
-def make_tool(function: Callable[..., Any]) -> Tool:
+def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> Tool:
     """Make a tool from a function.
+
+    Args:
+        arguments: by name; the model is not shown those of the function's parameters.
 
     Raises:
         ValueError: it is not a function, or its annotations and docstring are not enough for a schema.
@@ -111,8 +138,11 @@ def make_tool(function: Callable[..., Any]) -> Tool:
         raise ValueError(f"{function!r}: a tool is a function")
     options = getattr(function, "tool_options", ToolOptions())
     try:
-        info = _info_parameter(function)
-        schema = tool_schema(function, info)
+        info, sandbox = (parameters_of_type(function, kind) for kind in (EpisodeInfo, SandboxPool))
+        fixed = {
+            name: value for name, value in (arguments or {}).items() if name in inspect.signature(function).parameters
+        }
+        schema = tool_schema(function, [*info, *sandbox, *fixed])
         checked = pydantic.validate_call(function)
     except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error}") from error
@@ -120,13 +150,24 @@ def make_tool(function: Callable[..., Any]) -> Tool:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error.message}") from error
     if info and options.pure:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: is not pure, since it gets the episode")
-    return Tool(name=schema["function"]["name"], function=checked, schema=schema, options=options, info_parameter=info)
+    return Tool(
+        name=schema["function"]["name"],
+        function=checked,
+        schema=schema,
+        options=options,
+        info_parameters=info,
+        sandbox_parameters=sandbox,
+        fixed=fixed,
+    )
 
 
-def _info_parameter(function: Callable[..., Any]) -> str:
-    """Name of the parameter that is annotated with EpisodeInfo; empty if there is none."""
-    hints = typing.get_type_hints(function)
-    return next((name for name, kind in hints.items() if kind is EpisodeInfo), "")
+def tools_of(paths: Sequence[str], arguments: Mapping[str, Any] | None = None) -> list[Tool]:
+    """Tools from import paths; arguments and errors as of `ToolBox.from_import_paths`."""
+    tools = [make_tool(resolve(path), arguments) for path in paths]
+    unknown = set(arguments or ()) - {name for tool in tools for name in tool.fixed}
+    if unknown:
+        raise ValueError(f"no tool has a parameter {', '.join(sorted(unknown))}, which agent.tool_args gives")
+    return tools
 
 
 class ToolBox:
@@ -134,22 +175,32 @@ class ToolBox:
 
     Args:
         tools: in the order in which the model sees them.
+        sandbox: for those that ask for it.
 
     Raises:
         ValueError: two of them have one name.
     """
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[Tool], sandbox: SandboxPool | None = None) -> None:
         self._tools = {tool.name: tool for tool in tools}
+        self._sandbox = sandbox
         self._cache: OrderedDict[str, str] = OrderedDict()
         """Answers of pure tools, the oldest first"""
         if len(self._tools) < len(tools):
             raise ValueError(f"two tools have one name: {', '.join(tool.name for tool in tools)}")
 
     @classmethod
-    def from_import_paths(cls, paths: Sequence[str]) -> "ToolBox":
-        """Raises ValueError for a path that names no function, or a function that is not fit for a tool."""
-        return cls([make_tool(resolve(path)) for path in paths])
+    def from_import_paths(
+        cls, paths: Sequence[str], arguments: Mapping[str, Any] | None = None, sandbox: SandboxPool | None = None
+    ) -> "ToolBox":
+        """
+        Args:
+            arguments: of the recipe, by name; each of them is a parameter of one of the tools at least.
+
+        Raises:
+            ValueError: a path names no function, a function is not fit for a tool, or an argument is of none of them.
+        """
+        return cls(tools_of(paths, arguments), sandbox)
 
     def open(self) -> None:
         """Connect what the tools need, before the first episode; raises ToolsUnavailable. Functions need nothing."""
@@ -193,8 +244,8 @@ class ToolBox:
         if key in self._cache:
             self._cache.move_to_end(key)
             return ToolAnswer(text=self._cache[key], from_cache=True)
-        given = {**arguments, tool.info_parameter: info} if tool.info_parameter else arguments
-        text = await _call(tool, given, timeout_s)
+        ours = {**dict.fromkeys(tool.info_parameters, info), **dict.fromkeys(tool.sandbox_parameters, self._sandbox)}
+        text = await _call(tool, {**arguments, **tool.fixed, **ours}, timeout_s)
         if tool.options.pure:
             self._cache[key] = text
             if len(self._cache) > CACHED_ANSWERS:

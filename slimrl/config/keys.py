@@ -29,6 +29,7 @@ NAMED_SECTIONS = (*REWARD_SECTIONS, "agent.mcp")
 FREE_SECTIONS = (
     *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),
     "agent.chat_template_kwargs",
+    "agent.tool_args",
     *(f"{section}.{NAME}.args" for section in REWARD_SECTIONS),
     *TEXTS,
     *PASSTHROUGH,

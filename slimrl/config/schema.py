@@ -292,6 +292,19 @@ class VerifyMode(str, Enum):
     """Every tensor at each resync."""
 
 
+class SandboxBackend(str, Enum):
+    """Where code that the policy wrote runs; docs/sandbox.md compares them."""
+
+    bubblewrap = "bubblewrap"
+    """Namespaces, seccomp and limits on this machine, forked from a warm interpreter."""
+    subprocess = "subprocess"
+    """A plain process with limits: no isolation."""
+    remote = "remote"
+    """A server with the HTTP interface of SandboxFusion."""
+    container = "container"
+    """docker or podman, a container for each run or session."""
+
+
 class WandbMode(str, Enum):
     offline = "offline"
     """Written into the run folder, for a later `wandb sync`."""
@@ -767,9 +780,56 @@ class McpServerConfig:
 
 
 @dataclass(kw_only=True)
+class SandboxLimits:
+    """Limits of a run. docs/sandbox.md says how each backend enforces them."""
+
+    wall_s: float = 8.0
+    """Deadline of a run, or of one execution in a session. Below `rollout.tool_timeout_s`, so that a tool answers."""
+    cpu_s: int = 8
+    """CPU time of each process; whole seconds."""
+    memory_bytes: int = 512 * 1024**2
+    """Address space that a process may add to the warm interpreter's, and private memory of all processes together."""
+    processes: int = 32
+    """Processes and threads at the same time."""
+    disk_bytes: int = 64 * 1024**2
+    """/tmp and /dev/shm together, and the largest file."""
+    output_bytes: int = 256 * 1024
+    """stdout and stderr together."""
+
+
+@dataclass(kw_only=True)
+class SandboxConfig:
+    """Which sandbox, and how much of it at a time (docs/sandbox.md)."""
+
+    backend: SandboxBackend = SandboxBackend.bubblewrap
+    """Where code runs; slimrl never falls back from one to another."""
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    session_cpu_s: int = 60
+    """CPU time of each process of a session, over the session's life: in place of `limits.cpu_s`."""
+    max_running: int = 8
+    """Runs at the same time; others wait."""
+    max_waiting: int = 1024
+    """Runs that wait; one more is refused."""
+    wait_s: float = 60.0
+    """How long a run waits before it is refused."""
+    max_sessions: int = 64
+    """Sessions that are open at the same time; others wait, as runs do."""
+    packages: list[str] = field(default_factory=lambda: ["numpy", "sympy"])
+    """Distributions that the warm interpreter has imported, of bubblewrap: those of them that are installed."""
+    url: str = "http://127.0.0.1:8080"
+    """Of the remote server."""
+    command: str = "docker"
+    """Of the container backend: docker, podman or a path."""
+    image: str = "python:3.12-slim"
+    """Of the container backend; holds python3, sh, bash and, for sessions in a folder, tar."""
+
+
+@dataclass(kw_only=True)
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
+    tool_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of tools by name, such as `{corpus: wiki.jsonl}`. The model is not shown these parameters."""
     mcp: dict[str, McpServerConfig] = field(default_factory=dict)
     """Servers of further tools by name (docs/mcp.md)."""
     max_tool_calls: int | None = None
@@ -804,6 +864,7 @@ class AgentConfig:
     """Maximum length of a tool result; a longer one loses its middle."""
     system_prompt: str | None = None
     """System message of prompts without one."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
 
 @dataclass(kw_only=True)

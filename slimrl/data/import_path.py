@@ -1,4 +1,4 @@
-"""Resolves import paths of a recipe, `module:function`."""
+"""Resolves import paths of a recipe, `module:function`, and finds what their parameters ask for."""
 
 import importlib
 import inspect
@@ -6,6 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimrl.config.problems import suggestion
+
+
+def parameters_of_type(target: Callable[..., Any], kind: type) -> list[str]:
+    """Names of the parameters of a function, or of a class, that are annotated with a type."""
+    try:
+        parameters = inspect.signature(target).parameters
+    except ValueError:
+        return []  # some functions written in C have no signature
+    return [name for name, each in parameters.items() if each.annotation in (kind, kind.__name__)]
 
 
 def resolve(path: str, *, classes: bool = False, arguments: Sequence[str] = ()) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rewards.loading import NO_SUPPLIES, Supplies
 from slimrl.rewards.texts import last_text
 from slimrl.rewards.verifier import OfVerifier
 
@@ -23,8 +24,15 @@ class Calibration(OfVerifier):
         tag: the confidence stands between `<tag>` and `</tag>`, once.
     """
 
-    def __init__(self, *, of: str, of_args: dict[str, Any] | None = None, tag: str = "confidence") -> None:
-        super().__init__(of, of_args)
+    def __init__(
+        self,
+        *,
+        of: str,
+        of_args: dict[str, Any] | None = None,
+        tag: str = "confidence",
+        supplies: Supplies = NO_SUPPLIES,
+    ) -> None:
+        super().__init__(of, of_args, supplies)
         if not re.fullmatch(r"[A-Za-z][\w-]*", tag):
             raise ValueError(f"tag: {tag!r} is no name of a tag, such as confidence")
         self._tag = tag

@@ -15,12 +15,8 @@ import json
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from slimrl.agent.sandbox.config import SandboxConfig
 from slimrl.agent.sandbox.interface import MAX_CODE_BYTES, Ended, Program, SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.data.trajectory import Prompt, Trajectory
@@ -46,7 +42,7 @@ class CodeTests:
         credit: `all` or `fraction`.
         tests_key: key of the prompt's metadata that holds the tests; empty for the label.
         total_s: run time of all tests together, after which no further one is passed.
-        sandbox: settings of SandboxConfig, such as `{max_running: 4, limits: {wall_s: 4}}`.
+        sandbox: the run's, `agent.sandbox`.
 
     Raises:
         ValueError: a wrong setting.
@@ -55,33 +51,25 @@ class CodeTests:
     def __init__(
         self,
         *,
+        sandbox: SandboxPool,
         answer_in: str = "code",
         credit: str = "all",
         tests_key: str = "",
         total_s: float = 60.0,
-        sandbox: dict[str, Any] | None = None,
     ) -> None:
         if credit not in list(Credit):
             raise ValueError(f"credit: {credit!r} is neither all nor fraction")
         if not total_s > 0:
             raise ValueError(f"total_s: {total_s:g} is not positive")
         self._place, self._credit, self._key, self._total_s = AnswerPlace(answer_in), Credit(credit), tests_key, total_s
-        self._config = sandbox_config(sandbox or {})
+        self._pool = sandbox
         self._harness = HARNESS.read_text()
 
     async def start(self) -> None:
         """Raises SandboxError if the sandbox does not run a program."""
-        self._pool = SandboxPool(self._config)
-        try:
-            passed = await self._pass_texts("def two(): return 2", ["assert two() == 2", "assert two() == 3"])
-            if passed != [True, False]:
-                raise SandboxError("the sandbox does not run a test as it should")
-        except BaseException:
-            await self._pool.close()
-            raise
-
-    async def close(self) -> None:
-        await self._pool.close()
+        passed = await self._pass_texts("def two(): return 2", ["assert two() == 2", "assert two() == 3"])
+        if passed != [True, False]:
+            raise SandboxError("the sandbox does not run a test as it should")
 
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> float:
         """
@@ -143,12 +131,3 @@ def _joined(text: str | list[str]) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def sandbox_config(settings: dict[str, Any]) -> SandboxConfig:
-    """Raises ValueError for settings that SandboxConfig does not have, and for values that it refuses."""
-    try:
-        given = OmegaConf.merge(OmegaConf.structured(SandboxConfig()), settings)
-        return cast(SandboxConfig, OmegaConf.to_object(given))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"sandbox: {str(error).splitlines()[0]}") from error

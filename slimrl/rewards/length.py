@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rewards.loading import NO_SUPPLIES, Supplies
 from slimrl.rewards.verifier import OfVerifier
 
 
@@ -35,8 +36,9 @@ class CosineLength(OfVerifier):
         right: Sequence[float] = (1.0, 0.5),
         wrong: Sequence[float] = (-0.5, 0.0),
         exceed: float = -0.5,
+        supplies: Supplies = NO_SUPPLIES,
     ) -> None:
-        super().__init__(of, of_args)
+        super().__init__(of, of_args, supplies)
         if max_tokens < 1:
             raise ValueError(f"max_tokens: {max_tokens} is below 1")
         if len(right) != 2 or len(wrong) != 2:

@@ -9,11 +9,19 @@ from typing import Any
 from slimrl.config.problems import suggestion
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema import RewardConfig, RewardPartConfig
-from slimrl.data.import_path import resolve
+from slimrl.data.import_path import parameters_of_type, resolve
 from slimrl.data.trajectory import Prompt
 from slimrl.rewards.parts import Part, PartsReward, SingleReward
 from slimrl.rewards.retries import NO_RETRIES, Retries
 from slimrl.rewards.scoring import RewardFunction
+
+
+class Supplies(dict[type, Any]):
+    """What the run has for rewards that ask for it: an argument for each parameter annotated with the type. A reward
+    that loads another one asks for the Supplies themselves."""
+
+
+NO_SUPPLIES = Supplies()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +37,9 @@ class Rewards:
     """All parts, to be started and closed"""
 
 
-def load_rewards(settings: RewardConfig, get: Callable[[str, Callable[[], Any]], Any]) -> Rewards | None:
+def load_rewards(
+    settings: RewardConfig, get: Callable[[str, Callable[[], Any]], Any], supplies: Supplies = NO_SUPPLIES
+) -> Rewards | None:
     """The rewards of a recipe; None if one could not be loaded.
 
     Args:
@@ -41,7 +51,7 @@ def load_rewards(settings: RewardConfig, get: Callable[[str, Callable[[], Any]],
     given = [("reward.function", whole)] if settings.function else []
     given += [(f"{key}.function", part) for key, part in reward_parts(settings)]
     parts: dict[str, Part | None] = {
-        key: get(key, partial(load_part, "" if part is whole else key.split(".")[2], part, _subject(key)))
+        key: get(key, partial(load_part, "" if part is whole else key.split(".")[2], part, _subject(key), supplies))
         for key, part in given
     }
     loaded = {key: part for key, part in parts.items() if part is not None}
@@ -75,7 +85,9 @@ def _subject(key: str) -> str:
     return "trajectories" if key.startswith("reward.group.") else "trajectory"
 
 
-def load_part(name: str, settings: RewardPartConfig, subject: str = "trajectory") -> Part:
+def load_part(
+    name: str, settings: RewardPartConfig, subject: str = "trajectory", supplies: Supplies = NO_SUPPLIES
+) -> Part:
     """A part of the reward; a class is made with the arguments, a function called with them.
 
     Args:
@@ -85,8 +97,11 @@ def load_part(name: str, settings: RewardPartConfig, subject: str = "trajectory"
         ValueError: the import path leads nowhere, the function or class takes other arguments, or the class cannot
             be made with their values, or its `start` or `close` is not asynchronous.
     """
-    path, arguments = settings.function, settings.args
+    path = settings.function
     target = resolve(path, classes=True)
+    given = {**supplies, Supplies: supplies}
+    supplied = {name: value for kind, value in given.items() for name in parameters_of_type(target, kind)}
+    arguments = {**supplied, **settings.args}
     if isinstance(target, type):
         _check_call(path, target, (), arguments)
         try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from slimrl.config.schema import RewardPartConfig
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.loading import load_part
+from slimrl.rewards.loading import Supplies, load_part
 from slimrl.rewards.scoring import call_reward, finite_number
 
 
@@ -20,8 +20,9 @@ class Verifier:
         ValueError: there is no such function, or it takes other arguments.
     """
 
-    def __init__(self, function: str, args: Mapping[str, Any] | None = None) -> None:
-        self._part = load_part("of", RewardPartConfig(function=function, args=dict(args or {})))
+    def __init__(self, function: str, args: Mapping[str, Any] | None, supplies: Supplies) -> None:
+        settings = RewardPartConfig(function=function, args=dict(args or {}))
+        self._part = load_part("of", settings, supplies=supplies)
 
     async def start(self) -> None:
         await self._call("start")
@@ -46,8 +47,8 @@ class Verifier:
 class OfVerifier:
     """What rewards around a verifier share: it starts and closes with them."""
 
-    def __init__(self, of: str, of_args: Mapping[str, Any] | None = None) -> None:
-        self._verifier = Verifier(of, of_args)
+    def __init__(self, of: str, of_args: Mapping[str, Any] | None, supplies: Supplies) -> None:
+        self._verifier = Verifier(of, of_args, supplies)
 
     async def start(self) -> None:
         await self._verifier.start()

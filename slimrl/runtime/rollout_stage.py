@@ -263,6 +263,7 @@ class RolloutStage:
                 log.warning("%d calls of the task's own code do not end when they are cancelled; left behind", stuck)
         await self._episodes.stop()
         await self._services.close()
+        await self._task.sandbox.close()
         await self._engine.aclose()
         if self._teacher is not None:
             await self._teacher.aclose()

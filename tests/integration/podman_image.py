@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.agent.sandbox.config import Backend, Limits, SandboxConfig
+from slimrl.config.schema import SandboxBackend, SandboxConfig, SandboxLimits
 
 IMAGE = "localhost/slimrl-tests:latest"
 _COMMANDS = ("/bin/bash", "/bin/sh", "/bin/cat", "/bin/sleep", "/bin/mkdir", "/bin/tar", "/usr/bin/id")
@@ -22,7 +22,7 @@ exec podman --runtime runc run --ulimit=nproc=4096:4096 "$@"
 """
 
 
-def podman_config(tmp_path_factory: pytest.TempPathFactory, limits: Limits) -> SandboxConfig:
+def podman_config(tmp_path_factory: pytest.TempPathFactory, limits: SandboxLimits) -> SandboxConfig:
     """Skips the test where podman or runc is missing, or this is not Debian."""
     if any(shutil.which(command) is None for command in ("podman", "runc", "catatonit")):
         pytest.skip("needs podman, runc and catatonit")
@@ -32,7 +32,7 @@ def podman_config(tmp_path_factory: pytest.TempPathFactory, limits: Limits) -> S
     wrapper = tmp_path_factory.mktemp("podman") / "podman"
     wrapper.write_text(WRAPPER)
     wrapper.chmod(0o755)
-    return SandboxConfig(backend=Backend.container, command=str(wrapper), image=IMAGE, limits=limits)
+    return SandboxConfig(backend=SandboxBackend.container, command=str(wrapper), image=IMAGE, limits=limits)
 
 
 @cache

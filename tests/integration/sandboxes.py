@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
-from slimrl.agent.sandbox.config import Limits
+from slimrl.config.schema import SandboxLimits
 
-SMALL = Limits(
+SMALL = SandboxLimits(
     wall_s=1.5, cpu_s=1, memory_bytes=128 * 1024**2, processes=16, disk_bytes=16 * 1024**2, output_bytes=65536
 )
 

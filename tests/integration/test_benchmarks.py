@@ -77,6 +77,25 @@ def test_algorithms_are_compared_and_results_are_not_measured_again(tmp_path: Pa
 
 
 @pytest.mark.full
+@needs_namespaces
+@pytest.mark.parametrize("task", ["python", "search"])
+def test_a_task_with_tools_is_learned_from_nothing_and_what_is_there_is_not_made_again(tmp_path: Path, task: str):
+    out, plot = tmp_path / "task.json", tmp_path / "curve.png"
+    arguments = [
+        task, "--folder", str(tmp_path / "task"), "--sft-updates", "2", "--problems", "8", "--plot", str(plot),
+        "steps=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.num_engines=1",
+        "rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=8",
+        "algorithm.skip_zero_variance=false",
+    ]  # fmt: skip
+    curve = figures_of("agent_tasks", out, *arguments)["curve"]
+    assert [step for step, _ in curve] == [0, 1]
+    assert plot.stat().st_size > 10_000
+    made = (tmp_path / "task/gspo/export/hf/config.json").stat().st_mtime_ns
+    assert figures_of("agent_tasks", out, *arguments)["curve"] == curve
+    assert (tmp_path / "task/gspo/export/hf/config.json").stat().st_mtime_ns == made
+
+
+@pytest.mark.full
 def test_both_engines_decode_the_same_tokens_and_leave_no_shared_memory(tmp_path: Path):
     before = left_by_sglang()
     figures = figures_of("decode", tmp_path / "decode.json", "--repeats", "1", "--batches", "1")

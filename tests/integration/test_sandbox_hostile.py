@@ -12,8 +12,8 @@ from hostile_programs import ANY, PYTHON, SHELL
 from sandboxes import SMALL, needs_namespaces, processes_inside
 
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
-from slimrl.agent.sandbox.config import Limits, SandboxConfig
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result
+from slimrl.config.schema import SandboxConfig, SandboxLimits
 
 pytestmark = [
     pytest.mark.integration,
@@ -61,7 +61,7 @@ class Box(BubblewrapSandbox):
         super().__init__(SandboxConfig(limits=SMALL))
         self.runner = runner
 
-    def result(self, code: str, language: Language = Language.python, limits: Limits | None = None) -> Result:
+    def result(self, code: str, language: Language = Language.python, limits: SandboxLimits | None = None) -> Result:
         return self.runner.run(self.run(Program(code=code, language=language), limits))
 
     def results(self, codes: list[str]) -> list[Result]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,13 +20,20 @@ import pytest
 from podman_image import podman_config
 from sandboxes import SMALL, needs_namespaces, processes_inside
 
-from slimrl.agent.sandbox import tools
+from slimrl.agent.environment import Turn
+from slimrl.agent.parsers import ToolCall
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
-from slimrl.agent.sandbox.config import Backend, SandboxConfig
 from slimrl.agent.sandbox.container import ContainerSandbox
 from slimrl.agent.sandbox.interface import Ended, Language, Program, SandboxError, SessionEnded
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.sandbox.remote import RemoteSandbox
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
+from slimrl.agent.tool_environment import ToolEnvironment
+from slimrl.agent.tools import ToolBox
+from slimrl.config.load import read_recipe
+from slimrl.config.schema import AgentConfig, SandboxBackend, SandboxConfig
+from slimrl.data.trajectory import Prompt
+from slimrl.runtime.checks.sandbox import check_sandbox
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 ROOMY = replace(SMALL, wall_s=20.0)  # a deadline that a busy machine keeps too
@@ -243,7 +251,7 @@ async def test_the_sandbox_ends_with_a_driver_that_is_killed():
     code = (
         "import asyncio, time\n"
         "from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox\n"
-        "from slimrl.agent.sandbox.config import SandboxConfig\n"
+        "from slimrl.config.schema import SandboxConfig\n"
         "async def main():\n"
         "    box = BubblewrapSandbox(SandboxConfig(packages=()))\n"
         "    await box.start()\n"
@@ -261,19 +269,82 @@ async def test_the_sandbox_ends_with_a_driver_that_is_killed():
 
 
 @needs_namespaces
-async def test_the_tool_runs_code_in_a_pool_of_its_own():
-    tools.configure(CONFIG)
-    try:
-        assert await tools.python("print(2 ** 10)") == "1024"
-        assert (await tools.python("print(1)\n[][1]")).endswith("IndexError: list index out of range")
-    finally:
-        await tools.close()
-        tools.configure(SandboxConfig())
+async def test_tools_run_programs_and_keep_a_session_for_each_episode(tmp_path):
+    (tmp_path / "a.txt").write_text("original\n")
+    pool = SandboxPool(replace(CONFIG, max_sessions=3))
+    agent = AgentConfig(tools=[f"slimrl.agent.sandbox.tools:{name}" for name in ("python", "python_session", "shell")])
+    box = ToolBox.from_import_paths(agent.tools, {}, pool)
+    prompt = Prompt(
+        prompt_id="p", messages=[{"role": "user", "content": "q"}], label=None, metadata={"folder": str(tmp_path)}
+    )
+
+    async def episode() -> tuple[ToolEnvironment, Callable[..., Awaitable[list[str]]]]:
+        environment = ToolEnvironment(box, agent, 30.0)
+        first = await environment.start(prompt, seed=0, scratch={})
+        shown = {schema["function"]["name"]: schema["function"]["parameters"]["properties"] for schema in first.tools}
+        assert {name: list(properties) for name, properties in shown.items()} == {
+            "python": ["code"], "python_session": ["code"], "shell": ["command"],
+        }  # fmt: skip
+
+        async def call(*calls: tuple[str, str]) -> list[str]:
+            arguments = [{"command" if name == "shell" else "code": text} for name, text in calls]
+            made = [ToolCall(name=name, arguments=given) for (name, _), given in zip(calls, arguments, strict=True)]
+            observation = await environment.step(Turn(index=0, text="", calls=tuple(made)))
+            return [message["content"] for message in observation.messages]
+
+        return environment, call
+
+    first, call = await episode()
+    second, other = await episode()
+    printed, failed = await call(("python", "x = 1\nprint(2 ** 10)"), ("python", "print(1)\n[][1]"))
+    assert printed == "1024"
+    assert failed.startswith("1\nTraceback")
+    assert failed.endswith("IndexError: list index out of range")
+    assert await call(("python_session", "x = 20"), ("shell", "cat a.txt; echo changed > a.txt")) == [
+        "no output",
+        "original",
+    ]
+    assert await call(("python_session", "print(x + 1)"), ("shell", "cat a.txt")) == ["21", "changed"]
+    # Another episode has sessions of its own.
+    assert (await other(("python_session", "x")))[0].endswith("NameError: name 'x' is not defined")
+    assert "exit status 3" in (await call(("python_session", "import os; os._exit(3)")))[0]
+    assert (await call(("python_session", "x")))[0].startswith("error: the session has ended")
+    assert (await call(("python_session", "x = 1; print(x)"))) == ["1"]
+    # An end gives the places of its sessions back, or the last one would wait for ever.
+    await first.close()
+    await second.close()
+    third, call = await episode()
+    assert (await call(("shell", "cat a.txt"))) == ["original"]
+    await third.close()
+    assert processes_inside(pool._sandbox) == 2
+    await pool.close()
+
+
+@pytest.fixture(params=["remote", "container"])
+def other(request) -> tuple[str, SandboxConfig]:
+    """A backend and its settings."""
+    made = request.getfixturevalue(request.param)
+    return request.param, (made[0] if request.param == "container" else made)._config
+
+
+async def test_a_recipe_names_another_backend_and_what_it_needs(other):
+    backend, theirs = other
+    settings = f"{{backend: {backend}, url: '{theirs.url}', command: '{theirs.command}', image: theirs}}"
+    recipe = Path(__file__).parents[2] / "recipes/tiny_moe/gspo_python.yaml"
+    loaded, problems = read_recipe(recipe, [f"agent.sandbox={settings}", "agent.sandbox.limits.wall_s=7"], "train")
+    assert loaded is not None, problems
+    await asyncio.to_thread(check_sandbox, loaded.recipe)
+    pool = SandboxPool(loaded.recipe.agent.sandbox)
+    box = ToolBox.from_import_paths(loaded.recipe.agent.tools, {}, pool)
+    Fusion.requests.clear()
+    assert (await box.call("python", {"code": "print(6 * 7)"}, 20.0)).text == "42"
+    assert [request["run_timeout"] for request in Fusion.requests] == ([7.0] if backend == "remote" else [])
+    await pool.close()
 
 
 def test_the_plain_process_says_that_it_is_no_isolation(caplog):
     with caplog.at_level(logging.WARNING):
-        SubprocessSandbox(SandboxConfig(backend=Backend.subprocess))
+        SubprocessSandbox(SandboxConfig(backend=SandboxBackend.subprocess))
     assert ["isolates nothing" in message for message in caplog.messages] == [True]
 
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.config.schema import Recipe, SandboxConfig
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
@@ -53,7 +54,11 @@ def test_trajectories_under_way_are_so_many_times_the_engines(engines: int, at_o
     recipe = Recipe(steps=1)
     recipe.rollout.samples_per_prompt, recipe.rollout.num_engines = 2, engines
     recipe.rollout.max_concurrency_per_engine = 3
-    task = SimpleNamespace(episode_runner=lambda *_: episodes, rewards=Rewards(function=lambda trajectory, prompt: 1.0))
+    task = SimpleNamespace(
+        sandbox=SandboxPool(SandboxConfig()),
+        episode_runner=lambda *_: episodes,
+        rewards=Rewards(function=lambda trajectory, prompt: 1.0),
+    )
     prompts = [Prompt(prompt_id=str(index), messages=[], label="") for index in range(5)]
     with (
         Progress(1) as progress,

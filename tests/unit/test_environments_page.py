@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 from test_episode import CHAT, PROMPT, ScriptedEngine, encode, runner_of
 
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.config.check import check_loaded
 from slimrl.config.functions import function_violations
 from slimrl.config.load import load_recipe
-from slimrl.config.schema import AgentConfig, Recipe, SamplingConfig
+from slimrl.config.schema import AgentConfig, Recipe, SamplingConfig, SandboxConfig
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Status
 from slimrl.runtime.checks.environment import load_environment, load_play
 
 ROOT = Path(__file__).parents[2]
+POOL = SandboxPool(SandboxConfig())
 
 
 @pytest.fixture
@@ -39,15 +41,15 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def episode_of(recipe: Recipe, *turns: str | list[int], play: str = "", chat=CHAT):
     runner = runner_of(
-        ScriptedEngine(*turns), ToolBox([]), agent=recipe.agent, environment=load_environment(recipe, ToolBox([])),
-        play=load_play(play), chat=chat, max_turns=6,
+        ScriptedEngine(*turns), ToolBox([]), agent=recipe.agent,
+        environment=load_environment(recipe, ToolBox([]), POOL), play=load_play(play), chat=chat, max_turns=6,
     )  # fmt: skip
     return asyncio.run(runner.run(PROMPT, trajectory_id="t", sampling=SamplingConfig(), seed=5))
 
 
 def guesses(recipe: Recipe) -> list[str]:
     """Two wrong guesses and the right one."""
-    game = load_environment(recipe, ToolBox([]))()
+    game = load_environment(recipe, ToolBox([]), POOL)()
     asyncio.run(game.start(PROMPT, seed=derive_seed(5, "environment"), scratch={}))
     return [f"I say {number}<|im_end|>" for number in (game.number - 1, game.number + 1, game.number)]
 
@@ -128,7 +130,7 @@ def test_what_is_no_environment_is_refused_before_anything_starts(page, agent, s
     recipe = Recipe()
     recipe.agent = AgentConfig(**agent)
     with pytest.raises(ValueError, match=said):
-        load_environment(recipe, ToolBox([]))
+        load_environment(recipe, ToolBox([]), POOL)
 
 
 def test_what_is_no_episode_is_refused_before_anything_starts():

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.config.schema import Recipe, SandboxConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
@@ -67,6 +68,7 @@ class Task:
 
         return SimpleNamespace(run=run)
 
+    sandbox = SandboxPool(SandboxConfig())
     rewards = Rewards(function=lambda trajectory, prompt: 1.0)
 
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe, RewardConfig
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.config.schema import Recipe, RewardConfig, SandboxConfig
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part, PartsReward, SingleReward
@@ -52,7 +53,7 @@ def stage_of(rewards, *, limit=0.1, samples=1, timeout_s=60.0, **settings):
     recipe.rollout.samples_per_prompt = samples
     recipe.rollout.max_failed_fraction = limit
     recipe.reward = RewardConfig(function="task:judge", **settings)
-    task = SimpleNamespace(rewards=rewards, episode_runner=lambda *_: Episodes())
+    task = SimpleNamespace(sandbox=SandboxPool(SandboxConfig()), rewards=rewards, episode_runner=lambda *_: Episodes())
     return RolloutStage(recipe, task, Engine(), Progress(), watch=lambda: None, flush_caches=lambda: None)
 
 

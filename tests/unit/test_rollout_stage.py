@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.config.schema import CreditName, Recipe
+from slimrl.agent.sandbox.interface import Ended, Program, Result
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.config.schema import CreditName, Recipe, SandboxConfig
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.evaluation.items import Items
 from slimrl.rewards.loading import Rewards
@@ -108,7 +110,9 @@ def start() -> Iterator[Start]:
         for name, value in settings.items():
             setattr(recipe.rollout, name, value)
         task = SimpleNamespace(
-            episode_runner=lambda recipe, engine: episodes, rewards=Rewards(function=episodes.reward)
+            sandbox=SandboxPool(SandboxConfig()),
+            episode_runner=lambda recipe, engine: episodes,
+            rewards=Rewards(function=episodes.reward),
         )
         stages.append(RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None))
         return stages[-1].__enter__()
@@ -340,3 +344,27 @@ def test_code_that_ignores_its_end_does_not_keep_the_run_from_ending(monkeypatch
     assert ended
     assert "do not end when they are cancelled" in caplog.text
     assert episodes.journal[-1] == "connections closed"
+
+
+def test_the_sandbox_is_closed_with_the_stage_before_which_it_runs_what_a_reward_asks_for():
+    class Sandbox:
+        async def run(self, program, limits=None):
+            assert not episodes.journal or episodes.journal[-1] != "sandbox closed"
+            return Result(stdout=program.code, stderr="", exit_status=0, ended=Ended.ok, seconds=0.0)
+
+        async def close(self):
+            episodes.journal.append("sandbox closed")
+
+    async def reward(trajectory, prompt) -> float:
+        return float((await pool.run(Program(code="0.5"))).stdout)
+
+    episodes, pool = Episodes(), SandboxPool(SandboxConfig(), Sandbox())
+    task = SimpleNamespace(
+        sandbox=pool, episode_runner=lambda recipe, engine: episodes, rewards=Rewards(function=reward)
+    )
+    recipe = Recipe()
+    recipe.rollout.samples_per_prompt = 1
+    with RolloutStage(recipe, task, episodes, episodes, watch=lambda: None, flush_caches=lambda: None) as stage:
+        assert [one.reward for one in stage.rollout(PROMPTS[:2], label="step_000001")] == [0.5, 0.5]
+        assert "sandbox closed" not in episodes.journal
+    assert episodes.journal[-2:] == ["sandbox closed", "connections closed"]

@@ -148,3 +148,15 @@ def test_parts_of_the_reward_are_refused_under_their_keys(model, tmp_path):
     wrong = 'reward.parts={math: {function: "slimrl.rewards.math:boxed_exact", args: {digits: 3}}}'
     with pytest.raises(RecipeError, match=r"reward\.parts\.math\.function: .*unexpected keyword argument 'digits'"):
         load_task(loaded(model, train, 'reward.function=""', wrong), train=True, evaluate=False)
+
+
+def test_a_task_whose_tool_runs_code_is_refused_without_a_sandbox_unless_it_starts_elsewhere(model, tmp_path):
+    train = write(tmp_path / "t.jsonl", {"messages": [USER], "label": 2})
+    settings = ["agent.tools=[slimrl.agent.sandbox.tools:python]", "agent.sandbox.backend=container"]
+    recipe = loaded(model, train, *settings, "agent.sandbox.command=/nowhere/docker")
+    with pytest.raises(RecipeError, match="there is no command /nowhere/docker") as caught:
+        load_task(recipe, train=True, evaluate=False)
+    assert [problem.key for problem in caught.value.problems] == ["agent.sandbox.backend"]
+    task = load_task(recipe, train=True, evaluate=False, here=False)
+    assert [schema["function"]["name"] for schema in task.tools.schemas] == ["python"]
+    load_task(loaded(model, train, *settings[1:]), train=True, evaluate=False)

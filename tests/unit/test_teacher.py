@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.config.schema import Recipe, SandboxConfig, TransportName
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
@@ -258,7 +259,9 @@ def stage_of(engine: Scores, *, endings: dict[int, Status] | None = None) -> Rol
     recipe.rollout.samples_per_prompt = 1
     recipe.rollout.max_failed_fraction = 1.0
     task = SimpleNamespace(
-        episode_runner=lambda recipe, engine: parts, rewards=Rewards(function=lambda trajectory, prompt: 1.0)
+        sandbox=SandboxPool(SandboxConfig()),
+        episode_runner=lambda recipe, engine: parts,
+        rewards=Rewards(function=lambda trajectory, prompt: 1.0),
     )
     teacher = Teacher([engine], slots_per_engine=3, timeout_s=1.0)
     return RolloutStage(recipe, task, parts, parts, watch=lambda: None, flush_caches=lambda: None, teacher=teacher)

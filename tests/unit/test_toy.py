@@ -58,6 +58,20 @@ def test_the_same_seed_gives_the_same_file_and_another_another(tmp_path):
     assert a != c
 
 
+def test_the_words_of_a_tasks_text_are_tokens_and_others_are_not(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"content": "Bamboo grows, says Wolfgang."}\n' * 3)
+    for name, given in (("plain", None), ("task", text)):
+        write_toy("qwen3_moe", tmp_path / name, SMALL, seed=1, text=given)
+    plain, task = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("plain", "task"))
+    # Without the punctuation around them, so that a word is the same token wherever it stands.
+    assert task.convert_ids_to_tokens(task.encode(" Wolfgang, Wolfgang")) == ["ĠWolfgang", ",", "ĠWolfgang"]
+    assert len(plain.encode(" Wolfgang")) > 3
+    for said in (" Zebra? 12+3 \\boxed{7}", "é ✓\n"):
+        assert task.decode(task.encode(said)) == said
+    assert load_file(tmp_path / "task" / WEIGHTS)["model.embed_tokens.weight"].shape[0] == len(task)
+
+
 def test_no_two_matrices_are_equal(tmp_path):
     write_toy("qwen3_moe", tmp_path / "toy", SMALL, seed=0)
     tensors = [t for name, t in load_file(tmp_path / "toy" / WEIGHTS).items() if not name.endswith("norm.weight")]
@@ -70,6 +84,7 @@ def test_the_command_refuses_with_exit_code_2(tmp_path):
     out.mkdir()
     cases = {
         (str(out),): "it is not overwritten",
+        (str(tmp_path / "x"), "--text", str(tmp_path / "absent.jsonl")): "absent.jsonl: no such file",
         (str(tmp_path / "x"), "--heads", "3"): "--kv-heads 2 does not divide --heads 3",
         (str(tmp_path / "x"), "--experts", "1"): "--experts-per-token 2 is more than --experts 1",
         (

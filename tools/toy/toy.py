@@ -17,18 +17,23 @@ from slimrl.models.family import family_of
 from slimrl.toys.random_weights import random_tensors
 
 
-def write_toy(family: str, out: Path, size: ToySize, seed: int) -> int:
+def write_toy(family: str, out: Path, size: ToySize, seed: int, text: Path | None = None) -> int:
     """Write a random float32 checkpoint with tokenizer and chat template into a new folder, complete or not at all.
+
+    Args:
+        text: a file of a task whose words become tokens.
 
     Returns:
         Number of parameters, without copies.
 
     Raises:
-        ValueError: an unknown family, sizes that do not fit together, or `out` exists.
+        ValueError: an unknown family, sizes that do not fit together, no such file, or `out` exists.
     """
     config = toy_config(family, size)
+    if text is not None and not text.is_file():
+        raise ValueError(f"{text}: no such file")
     with atomic_folder(out) as partial:
-        tokenizer = build_tokenizer()
+        tokenizer = build_tokenizer(() if text is None else text.read_text().splitlines())
         config |= {
             "vocab_size": len(tokenizer),
             "bos_token_id": None,

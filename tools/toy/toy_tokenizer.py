@@ -4,10 +4,13 @@ It encodes any UTF-8 text. Each digit is a token, and so is each word of arithme
 a tool call has fewer than 200 tokens.
 """
 
+from collections.abc import Sequence
+
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import Sequence as InSequence
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
@@ -28,6 +31,10 @@ SPECIAL_TOKENS = (
 
 PRE_TOKENS = r"[\d()]| ?[^\s\d()\\]+|\\[^\s\d()\\]+|\s"
 """BPE merges within these only: single digits and parentheses, words with the space before them, white space."""
+
+MAX_VOCABULARY_WITH_TEXT = 1280
+WORDS = r"[\d()]| ?\p{L}+|\\\p{L}+| ?[^\s\p{L}\d()\\]+|\s|\\"
+"""The same where a task brings its text, but for words without the punctuation around them: a name is one token."""
 
 CHAT_TEMPLATE = r"""
 {%- if tools %}
@@ -96,25 +103,28 @@ _CORPUS = (
 """Training text: these lines, and each of their words."""
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(text: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Train the tokenizer; the same on every call.
+
+    Args:
+        text: of a task, whose words become tokens too.
 
     Returns:
         A tokenizer of at most MAX_VOCABULARY entries with `chat_template`, end of turn as eos and end of text as pad.
     """
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = Sequence(
-        [Split(Regex(PRE_TOKENS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    tokenizer.pre_tokenizer = InSequence(
+        [Split(Regex(WORDS if text else PRE_TOKENS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
-        vocab_size=MAX_VOCABULARY,
+        vocab_size=MAX_VOCABULARY_WITH_TEXT if text else MAX_VOCABULARY,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
     words = [word for line in _CORPUS for word in line.split() if word.isalpha()]
-    tokenizer.train_from_iterator([*_CORPUS, *words], trainer)
+    tokenizer.train_from_iterator([*_CORPUS, *words, *text], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,

@@ -16,6 +16,7 @@ from mcp.types import Tool as McpTool
 
 from slimrl.agent.mcp.loop_thread import LoopThread
 from slimrl.agent.mcp.server import McpServer
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import Tool, ToolBox, ToolOptions
 from slimrl.config.schema import AgentConfig
 
@@ -30,7 +31,13 @@ class McpToolBox(ToolBox):
         ValueError: two tools have one name, also after servers' names were put before those that several have.
     """
 
-    def __init__(self, functions: Sequence[Tool], listed: Mapping[str, Sequence[McpTool]], agent: AgentConfig) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Tool],
+        listed: Mapping[str, Sequence[McpTool]],
+        agent: AgentConfig,
+        sandbox: SandboxPool | None = None,
+    ) -> None:
         self._agent = agent
         self._thread: LoopThread | None = None
         self._servers: dict[str, McpServer] = {}
@@ -55,7 +62,7 @@ class McpToolBox(ToolBox):
                         options=ToolOptions(pure=pure),
                     )
                 )
-        super().__init__(tools)
+        super().__init__(tools, sandbox)
 
     def open(self) -> None:
         self._thread = LoopThread()

@@ -9,10 +9,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from slimrl.agent.sandbox.config import Limits, SandboxConfig
 from slimrl.agent.sandbox.forked_session import ForkedSession, folder_archive, run_result
 from slimrl.agent.sandbox.interface import Language, Program, Result
 from slimrl.agent.sandbox.zygote_client import ZygoteClient, memory_file
+from slimrl.config.schema import SandboxConfig, SandboxLimits
 
 
 class BubblewrapSandbox:
@@ -37,7 +37,7 @@ class BubblewrapSandbox:
                 self._client = client
             return self._client
 
-    async def run(self, program: Program, limits: Limits | None = None) -> Result:
+    async def run(self, program: Program, limits: SandboxLimits | None = None) -> Result:
         limits = limits or self._config.limits
         client = await self.start()
         start = time.monotonic()
@@ -55,7 +55,7 @@ class BubblewrapSandbox:
         return run_result(run, limits, stdout, stderr, seconds, in_time=in_time)
 
     async def session(
-        self, language: Language = Language.python, *, folder: Path | None = None, limits: Limits | None = None
+        self, language: Language = Language.python, *, folder: Path | None = None, limits: SandboxLimits | None = None
     ) -> ForkedSession:
         limits = limits or replace(self._config.limits, cpu_s=self._config.session_cpu_s)
         archive = None if folder is None else await asyncio.to_thread(folder_archive, folder)

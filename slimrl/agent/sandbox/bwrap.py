@@ -4,6 +4,7 @@ It is root of a user namespace of its own, with the few capabilities that it nee
 untrusted code itself. The root file system is read-only, with what visible.py shows; there is no network.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from slimrl.agent.sandbox import visible
@@ -27,7 +28,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 _NAMESPACES = ("pid", "net", "ipc", "uts", "cgroup-try")
 
 
-def bwrap_command(control: int, namespace: int | None, packages: tuple[str, ...]) -> list[str]:
+def bwrap_command(control: int, namespace: int | None, packages: Sequence[str]) -> list[str]:
     """Start the warm interpreter.
 
     Args:

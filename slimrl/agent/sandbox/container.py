@@ -12,9 +12,9 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-from slimrl.agent.sandbox.config import Limits, SandboxConfig
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxError, SessionEnded, check_code
 from slimrl.agent.sandbox.process import Command, run_command
+from slimrl.config.schema import SandboxConfig, SandboxLimits
 
 COMMAND_S = 120.0
 """Deadline of the start of a container, which may load an image, and of its end."""
@@ -34,7 +34,7 @@ class ContainerSandbox:
         self._config = config
         self._sessions: set[ContainerSession] = set()
 
-    async def run(self, program: Program, limits: Limits | None = None, *, image: str | None = None) -> Result:
+    async def run(self, program: Program, limits: SandboxLimits | None = None, *, image: str | None = None) -> Result:
         limits = limits or self._config.limits
         name = f"slimrl-{uuid.uuid4().hex}"
         argv = [self._config.command, "run", "--rm", "--interactive", *_isolation(name, limits)]
@@ -51,7 +51,7 @@ class ContainerSandbox:
         language: Language = Language.python,
         *,
         folder: Path | None = None,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         image: str | None = None,
     ) -> "ContainerSession":
         limits = limits or replace(self._config.limits, cpu_s=self._config.session_cpu_s)
@@ -103,7 +103,9 @@ class ContainerSandbox:
 
 
 class ContainerSession:
-    def __init__(self, sandbox: ContainerSandbox, command: str, name: str, language: Language, limits: Limits) -> None:
+    def __init__(
+        self, sandbox: ContainerSandbox, command: str, name: str, language: Language, limits: SandboxLimits
+    ) -> None:
         self._sandbox, self._command, self._name = sandbox, command, name
         self._language, self._limits = language, limits
         self._closed = False
@@ -122,7 +124,7 @@ class ContainerSession:
             await self._sandbox.remove(self, self._name)
 
 
-def _isolation(name: str, limits: Limits) -> list[str]:
+def _isolation(name: str, limits: SandboxLimits) -> list[str]:
     """Arguments of `run`: no network, a read-only root, a private /tmp, no privileges, and the limits."""
     return [
         f"--name={name}",

@@ -12,10 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from slimrl.agent.sandbox.config import Limits
 from slimrl.agent.sandbox.interface import Ended, Language, Result, SessionEnded, check_code
 from slimrl.agent.sandbox.outcome import out_of_cpu_time, why
 from slimrl.agent.sandbox.zygote_client import Run, ZygoteClient
+from slimrl.config.schema import SandboxLimits
 
 MAX_STATUS_BYTES = 16
 EXIT_S = 1.0
@@ -29,7 +29,7 @@ class ForkedSession:
         archive: descriptor of a tar file that becomes the session's folder; stays the caller's.
     """
 
-    def __init__(self, client: ZygoteClient, language: Language, limits: Limits, archive: int | None) -> None:
+    def __init__(self, client: ZygoteClient, language: Language, limits: SandboxLimits, archive: int | None) -> None:
         self._limits = limits
         self._lock = asyncio.Lock()
         self._closed = False
@@ -101,7 +101,7 @@ class ForkedSession:
         return await self._run.end()
 
 
-def run_result(run: Run, limits: Limits, stdout: str, stderr: str, seconds: float, *, in_time: bool) -> Result:
+def run_result(run: Run, limits: SandboxLimits, stdout: str, stderr: str, seconds: float, *, in_time: bool) -> Result:
     """The result of a run that has ended, by itself or at a limit. Raises SandboxError if it never ran."""
     end = run.exited.result()
     if run.output.full.is_set():

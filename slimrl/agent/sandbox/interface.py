@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from slimrl.agent.sandbox.config import Limits
+from slimrl.config.schema import SandboxLimits
 
 MAX_CODE_BYTES = 100_000
 """Of a program; less than an argument of a process may have (128 KiB)."""
@@ -84,7 +84,7 @@ class Session(Protocol):
 class Sandbox(Protocol):
     """Runs programs. `close` ends all that it has started."""
 
-    async def run(self, program: Program, limits: Limits | None = None) -> Result:
+    async def run(self, program: Program, limits: SandboxLimits | None = None) -> Result:
         """Run a program from its start to its end; without limits, those of the sandbox.
 
         Raises:
@@ -92,7 +92,7 @@ class Sandbox(Protocol):
         """
 
     async def session(
-        self, language: Language = Language.python, *, folder: Path | None = None, limits: Limits | None = None
+        self, language: Language = Language.python, *, folder: Path | None = None, limits: SandboxLimits | None = None
     ) -> Session:
         """Open a session, in a private copy of `folder` if there is one; its changes are lost with the session."""
 

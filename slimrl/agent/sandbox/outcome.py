@@ -2,8 +2,8 @@
 
 import re
 
-from slimrl.agent.sandbox.config import Limits
 from slimrl.agent.sandbox.interface import Ended
+from slimrl.config.schema import SandboxLimits
 
 _KILLED = (-9, 128 + 9)
 """A process that SIGKILL ended, and a shell whose last command it ended."""
@@ -12,7 +12,7 @@ _CPU_FRACTION = 0.5
 _MEMORY_ERROR = re.compile(r"^(\w+\.)*\w*MemoryError\b")
 
 
-def out_of_cpu_time(status: int, cpu_s: float, limits: Limits) -> bool:
+def out_of_cpu_time(status: int, cpu_s: float, limits: SandboxLimits) -> bool:
     """Whether the kernel ended a program at its limit of CPU time."""
     return status in _KILLED and cpu_s > _CPU_FRACTION * limits.cpu_s
 

@@ -6,22 +6,25 @@ from pathlib import Path
 
 from slimrl.agent.sandbox.admission import Admission
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
-from slimrl.agent.sandbox.config import Backend, Limits, SandboxConfig
 from slimrl.agent.sandbox.container import ContainerSandbox
 from slimrl.agent.sandbox.interface import Language, Program, Result, Sandbox, Session
 from slimrl.agent.sandbox.remote import RemoteSandbox
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
+from slimrl.agent.supplied import Supplied
+from slimrl.config.schema import SandboxBackend, SandboxConfig, SandboxLimits
 
-_BACKENDS: dict[Backend, Callable[[SandboxConfig], Sandbox]] = {
-    Backend.bubblewrap: BubblewrapSandbox,
-    Backend.subprocess: SubprocessSandbox,
-    Backend.remote: RemoteSandbox,
-    Backend.container: ContainerSandbox,
+_BACKENDS: dict[SandboxBackend, Callable[[SandboxConfig], Sandbox]] = {
+    SandboxBackend.bubblewrap: BubblewrapSandbox,
+    SandboxBackend.subprocess: SubprocessSandbox,
+    SandboxBackend.remote: RemoteSandbox,
+    SandboxBackend.container: ContainerSandbox,
 }
 
 
-class SandboxPool:
+class SandboxPool(Supplied):
     """A sandbox with back-pressure: runs beyond `max_running` wait, and are refused rather than piled up.
+
+    It starts with its first run. Used within one event loop.
 
     Args:
         sandbox: the backend; by default the one that the settings name.
@@ -32,13 +35,13 @@ class SandboxPool:
         queue = partial(Admission, max_waiting=config.max_waiting, wait_s=config.wait_s)
         self._runs, self._sessions = queue(max_running=config.max_running), queue(max_running=config.max_sessions)
 
-    async def run(self, program: Program, limits: Limits | None = None) -> Result:
+    async def run(self, program: Program, limits: SandboxLimits | None = None) -> Result:
         """Raises SandboxBusy, besides what the backend raises."""
         async with self._runs.place():
             return await self._sandbox.run(program, limits)
 
     async def session(
-        self, language: Language = Language.python, *, folder: Path | None = None, limits: Limits | None = None
+        self, language: Language = Language.python, *, folder: Path | None = None, limits: SandboxLimits | None = None
     ) -> "PooledSession":
         """Raises SandboxBusy, besides what the backend raises."""
         await self._sessions.enter()

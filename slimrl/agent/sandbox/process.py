@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimrl.agent.sandbox.capture import Capture
-from slimrl.agent.sandbox.config import Limits
 from slimrl.agent.sandbox.interface import Ended, Result, SandboxError
 from slimrl.agent.sandbox.outcome import why
 from slimrl.agent.sandbox.zygote_client import memory_file
+from slimrl.config.schema import SandboxLimits
 
 END_S = 10.0
 """How long a killed process may take to end."""
@@ -31,7 +31,9 @@ class Command:
     cwd: Path | None = None
 
 
-async def run_command(command: Command, limits: Limits, stop: Callable[[], Awaitable[None]] | None = None) -> Result:
+async def run_command(
+    command: Command, limits: SandboxLimits, stop: Callable[[], Awaitable[None]] | None = None
+) -> Result:
     """Run a command to its end, or to its deadline or limit of output; its process group ends with it.
 
     Args:

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from slimrl.agent.sandbox.config import Limits, SandboxConfig
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxError, Session
 from slimrl.agent.sandbox.outcome import why
+from slimrl.config.schema import SandboxConfig, SandboxLimits
 
 ANSWER_S = 30.0
 """How much later than a run's own deadline the server may answer."""
@@ -26,7 +26,7 @@ class RemoteSandbox:
         self._config = config
         self._client = httpx.AsyncClient(base_url=config.url.rstrip("/"), trust_env=False)
 
-    async def run(self, program: Program, limits: Limits | None = None) -> Result:
+    async def run(self, program: Program, limits: SandboxLimits | None = None) -> Result:
         limits = limits or self._config.limits
         start = time.monotonic()
         request = {
@@ -45,7 +45,7 @@ class RemoteSandbox:
             raise SandboxError(f"{self._config.url}: {error!r}") from error
 
     async def session(
-        self, language: Language = Language.python, *, folder: Path | None = None, limits: Limits | None = None
+        self, language: Language = Language.python, *, folder: Path | None = None, limits: SandboxLimits | None = None
     ) -> Session:
         raise SandboxError("a remote sandbox has no sessions; use bubblewrap or container")
 
@@ -53,7 +53,7 @@ class RemoteSandbox:
         await self._client.aclose()
 
 
-def _result(answer: dict[str, Any], limits: Limits, seconds: float) -> Result:
+def _result(answer: dict[str, Any], limits: SandboxLimits, seconds: float) -> Result:
     """Raises SandboxError if the server did not run the program."""
     run = answer["run_result"] or answer["compile_result"]
     if answer["status"] == "SandboxError" or run is None or run["status"] == "Error":

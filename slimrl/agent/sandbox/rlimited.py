@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from slimrl.agent.sandbox.config import Limits, SandboxConfig
 from slimrl.agent.sandbox.interface import Language, Program, Result, SandboxError, Session
 from slimrl.agent.sandbox.process import Command, run_command
+from slimrl.config.schema import SandboxConfig, SandboxLimits
 
 logger = logging.getLogger(__name__)
 WARNING = (
@@ -27,7 +27,7 @@ class SubprocessSandbox:
         self._config = config
         logger.warning(WARNING)
 
-    async def run(self, program: Program, limits: Limits | None = None) -> Result:
+    async def run(self, program: Program, limits: SandboxLimits | None = None) -> Result:
         limits = limits or self._config.limits
         interpreter = {Language.python: [sys.executable, "-I", "-c"], Language.shell: ["bash", "-c"]}[program.language]
         with tempfile.TemporaryDirectory(prefix="slimrl-sandbox-", ignore_cleanup_errors=True) as folder:
@@ -36,7 +36,7 @@ class SubprocessSandbox:
             return await run_command(Command(argv=argv, stdin=program.stdin, env=environment, cwd=Path(folder)), limits)
 
     async def session(
-        self, language: Language = Language.python, *, folder: Path | None = None, limits: Limits | None = None
+        self, language: Language = Language.python, *, folder: Path | None = None, limits: SandboxLimits | None = None
     ) -> Session:
         raise SandboxError("the subprocess sandbox has no sessions; use bubblewrap or container")
 
@@ -44,7 +44,7 @@ class SubprocessSandbox:
         """Nothing runs between runs."""
 
 
-def _limited(limits: Limits) -> list[str]:
+def _limited(limits: SandboxLimits) -> list[str]:
     """Without a limit of processes: the kernel would count all those of the user."""
     return [
         "prlimit",

@@ -1,10 +1,18 @@
-"""Tools that run code in the sandbox: `agent.tools: ["slimrl.agent.sandbox.tools:python"]`."""
+"""Tools that run code in the sandbox: `agent.tools: ["slimrl.agent.sandbox.tools:python"]`.
 
-import asyncio
+`python` runs a whole program. `python_session` and `shell` have one session for each trajectory, which ends with it;
+the shell's working directory is a private copy of the folder that the prompt names.
+"""
 
-from slimrl.agent.sandbox.config import SandboxConfig
-from slimrl.agent.sandbox.interface import Ended, Program, Result
+from functools import partial
+from pathlib import Path
+
+from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SessionEnded
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tools import EpisodeInfo, ToolError
+
+FOLDER = "folder"
+"""Key of a prompt's metadata: what the shell works in, relative to the working directory."""
 
 NUM_ERROR_LINES = 8
 """Of stderr, from its end."""
@@ -16,47 +24,45 @@ _REASONS = {
 }
 
 
-class _Shared:
-    """The pool of this process, which is used within one event loop."""
-
-    def __init__(self) -> None:
-        self.config = SandboxConfig()
-        self._pool: SandboxPool | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def pool(self) -> SandboxPool:
-        """The pool of the running loop. That of a loop that has ended is left: its sandbox ended with its socket."""
-        loop = asyncio.get_running_loop()
-        if self._pool is None or self._loop is not loop:
-            self._pool, self._loop = SandboxPool(self.config), loop
-        return self._pool
-
-    async def close(self) -> None:
-        if self._pool is not None and self._loop is asyncio.get_running_loop():
-            await self._pool.close()
-        self._pool = self._loop = None
-
-
-_shared = _Shared()
-
-
-async def python(code: str) -> str:
+async def python(code: str, sandbox: SandboxPool) -> str:
     """Run a Python program and return what it prints.
 
     Args:
         code: The program. Nothing of earlier programs remains.
     """
-    return answer(await _shared.pool().run(Program(code=code)))
+    return answer(await sandbox.run(Program(code=code)))
 
 
-def configure(config: SandboxConfig) -> None:
-    """Settings of the pool that the first call makes."""
-    _shared.config = config
+async def python_session(code: str, episode: EpisodeInfo, sandbox: SandboxPool) -> str:
+    """Run Python and return what it prints. Variables and functions remain for the next call.
+
+    Args:
+        code: The code.
+    """
+    return await _in_session(code, Language.python, None, episode, sandbox)
 
 
-async def close() -> None:
-    """End the pool with all that runs in it; a later call makes a new one."""
-    await _shared.close()
+async def shell(command: str, episode: EpisodeInfo, sandbox: SandboxPool) -> str:
+    """Run a shell command. Files, variables and the directory remain for the next call.
+
+    Args:
+        command: One or more commands of bash.
+    """
+    folder = episode.prompt.metadata.get(FOLDER)
+    return await _in_session(command, Language.shell, None if folder is None else Path(folder), episode, sandbox)
+
+
+async def _in_session(
+    code: str, language: Language, folder: Path | None, episode: EpisodeInfo, sandbox: SandboxPool
+) -> str:
+    name = f"sandbox {language.value}"
+    session = await episode.kept(name, partial(sandbox.session, language, folder=folder))
+    try:
+        return answer(await session.run(code))
+    except SessionEnded as error:
+        await session.close()
+        episode.forget(name)
+        raise ToolError(f"{error}, with all that it kept; the next call begins a new one") from error
 
 
 def answer(result: Result) -> str:

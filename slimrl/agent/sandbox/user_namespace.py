@@ -22,9 +22,11 @@ def open_user_namespace() -> int:
         SandboxError: the kernel does not allow it.
     """
     # `unshare` makes the namespace and then waits; it is only needed until the descriptor is open.
-    holder = subprocess.Popen(
-        ["unshare", "--user", "sh", "-c", "echo; read line"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command = ["unshare", "--user", "sh", "-c", "echo; read line"]
+    try:
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    except OSError as error:
+        raise SandboxError(f"cannot start unshare, install util-linux: {error}") from error
     try:
         assert holder.stdout is not None
         if not holder.stdout.readline():

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def arguments(packages: list[str]) -> list[str]:
     return result
 
 
-def installed(packages: tuple[str, ...]) -> list[str]:
+def installed(packages: Sequence[str]) -> list[str]:
     """Those that are installed, and the distributions that they need."""
     found: dict[str, Distribution] = {}
     waiting = list(packages)

@@ -7,14 +7,15 @@ import os
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from slimrl.agent.sandbox.bwrap import bwrap_command
 from slimrl.agent.sandbox.capture import Capture
-from slimrl.agent.sandbox.config import Limits
 from slimrl.agent.sandbox.interface import SandboxError
 from slimrl.agent.sandbox.user_namespace import open_user_namespace
+from slimrl.config.schema import SandboxLimits
 
 START_S = 60.0
 """Deadline of the warm interpreter's start, with the import of its packages."""
@@ -75,7 +76,7 @@ class Run:
 class ZygoteClient:
     """One warm interpreter. Used within one event loop."""
 
-    def __init__(self, packages: tuple[str, ...]) -> None:
+    def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
         self._runs: dict[int, Run] = {}
         self._count = 0
@@ -117,7 +118,13 @@ class ZygoteClient:
                 raise SandboxError(f"the sandbox did not start: {problem}")
 
     def spawn(
-        self, task: dict[str, str], limits: Limits, *, stdin: int, channel: int | None = None, folder: int | None = None
+        self,
+        task: dict[str, str],
+        limits: SandboxLimits,
+        *,
+        stdin: int,
+        channel: int | None = None,
+        folder: int | None = None,
     ) -> Run:
         """Start a run. The descriptors stay the caller's."""
         self._count += 1

@@ -6,6 +6,7 @@ from typing import Any
 
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.parsers import NoCalls, Parser, ToolCall, make_parser
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.stop_tokens import checked_stop_tokens, stop_token_ids
@@ -28,8 +29,11 @@ _PROBE: dict[str, Any] = {
 }
 
 
-def load_dialogues(loaded: LoadedRecipe) -> tuple[Dialogues, ToolBox]:
+def load_dialogues(loaded: LoadedRecipe, sandbox: SandboxPool) -> tuple[Dialogues, ToolBox]:
     """Resolve the tools, and read the tokenizer and the chat template.
+
+    Args:
+        sandbox: for the tools that ask for it.
 
     Raises:
         RecipeError: names the keys that do not fit the files.
@@ -37,7 +41,7 @@ def load_dialogues(loaded: LoadedRecipe) -> tuple[Dialogues, ToolBox]:
     recipe = loaded.recipe
     attempts = Attempts(loaded)
     chat = attempts.get("model.path", lambda: load_chat_format(loaded))
-    tools = load_tools(recipe.agent, attempts)
+    tools = load_tools(recipe.agent, attempts, sandbox)
     if chat is None or tools is None:
         raise RecipeError(attempts.problems)
     make_parser = partial(load_parser, recipe.agent.parser, Path(recipe.model.path), chat)

@@ -5,10 +5,11 @@ from functools import partial
 
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import Play, play
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox
 from slimrl.config.schema import Recipe
-from slimrl.data.import_path import resolve
+from slimrl.data.import_path import parameters_of_type, resolve
 
 METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "start": (("prompt",), ("seed", "scratch")),
@@ -18,8 +19,11 @@ METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Arguments of each method of an environment, by place and by name."""
 
 
-def load_environment(recipe: Recipe, tools: ToolBox) -> MakeEnvironment:
+def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> MakeEnvironment:
     """Makes the environment of each trajectory: the recipe's own, or its tools.
+
+    Args:
+        sandbox: for the parameters of the environment that are annotated with SandboxPool.
 
     Raises:
         ValueError: there is no such class, it lacks a method, it does not take the recipe's arguments, or its `check`
@@ -39,18 +43,19 @@ def load_environment(recipe: Recipe, tools: ToolBox) -> MakeEnvironment:
             except TypeError as error:
                 said = ", ".join([*places, *(f"{one}=..." for one in names)])
                 raise ValueError(f"{agent.environment}: cannot be called as {name}({said}): {error}") from error
+    given = {**dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox), **agent.environment_args}
     try:
-        inspect.signature(make).bind(**agent.environment_args)
+        inspect.signature(make).bind(**given)
     except TypeError as error:
-        given = ", ".join(agent.environment_args) or "no arguments"
-        raise ValueError(f"{agent.environment}: cannot be made with {given}: {error}") from error
+        said = ", ".join(agent.environment_args) or "no arguments"
+        raise ValueError(f"{agent.environment}: cannot be made with {said}: {error}") from error
     check = getattr(make, "check", None)
     if check is not None:
         try:
             check(**agent.environment_args)
         except ValueError as error:
             raise ValueError(f"{agent.environment}: {error}") from error
-    return partial(make, **agent.environment_args)
+    return partial(make, **given)
 
 
 def _self(make: type, name: str) -> tuple[type, ...]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from slimrl.agent.preview import preview_episode, preview_example
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolsUnavailable
 from slimrl.config.hub import SMALL_FILES, fetch, hub_model, with_model
 from slimrl.config.load import LoadedRecipe
@@ -29,6 +30,7 @@ async def preview(loaded: LoadedRecipe) -> Preview:
             raise RecipeError([loaded.problem("model.path", str(error))]) from error
     recipe = loaded.recipe
     data, key = Path(recipe.data.train), "data.train"
+    sandbox = SandboxPool(recipe.agent.sandbox)
     try:
         if loaded.command == "sft":
             chat = load_chat_format(loaded)
@@ -38,10 +40,10 @@ async def preview(loaded: LoadedRecipe) -> Preview:
                 stop_token_ids=chat.stop_token_ids,
                 segments=[preview_example(tokens, mask, chat) for tokens, mask in sequences],
             )
-        dialogues, tools = load_dialogues(loaded)
+        dialogues, tools = load_dialogues(loaded, sandbox)
         prompt = read_prompts(data, recipe.data.keys)[0] if loaded.command == "train" and data.is_file() else QUESTION
         key = "agent.environment" if recipe.agent.environment else key
-        environment = load_environment(recipe, tools)
+        environment = load_environment(recipe, tools, sandbox)
         tools.open()
         try:
             return await preview_episode(dialogues, environment, recipe.rollout, recipe.agent, prompt)
@@ -53,3 +55,5 @@ async def preview(loaded: LoadedRecipe) -> Preview:
         raise RecipeError([loaded.problem("agent.mcp", str(error))]) from error
     except ValueError as error:
         raise RecipeError([loaded.problem(key, str(error))]) from error
+    finally:
+        await sandbox.close()

@@ -72,7 +72,7 @@ def check_later_start(loaded: LoadedRecipe) -> None:
     Raises:
         RecipeError, ImportError: see `read_files`.
     """
-    read: Callable[[LoadedRecipe], Any] = partial(load_task, train=True, evaluate=True)
+    read: Callable[[LoadedRecipe], Any] = partial(load_task, train=True, evaluate=True, here=False)
     read_files(loaded, [], read_examples if loaded.command == "sft" else read, shared_only=True, devices=False)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import EpisodeRunner, Play
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import first_messages
 from slimrl.agent.tools import ToolBox
 from slimrl.algorithms.advantages import load_advantage
@@ -21,10 +22,11 @@ from slimrl.data.import_path import resolve
 from slimrl.data.prompts import read_prompts
 from slimrl.data.rows import summary
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.loading import Rewards, load_rewards, refuse_unknown_names
+from slimrl.rewards.loading import Rewards, Supplies, load_rewards, refuse_unknown_names
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_dialogues
 from slimrl.runtime.checks.environment import load_environment, load_play
+from slimrl.runtime.checks.sandbox import check_sandbox
 
 GroupFilter = Callable[[list[Trajectory]], bool]
 """Given the trajectories of one group, returns whether to train on them."""
@@ -38,6 +40,8 @@ class Task:
     play: Play
     rewards: Rewards
     group_filters: list[GroupFilter]
+    sandbox: SandboxPool
+    """For what asks for it. Its owner closes it: the stage that runs the episodes."""
     train: dict[str, list[Prompt]]
     """By the file's name; empty if the command does not train"""
     eval_sets: dict[str, list[Prompt]]
@@ -58,23 +62,28 @@ class Task:
         )
 
 
-def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
+def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool = True) -> Task:
     """Resolve functions and tools, and read the data of a recipe's task.
+
+    Args:
+        here: the episodes will run on this machine, which therefore needs the sandbox that they ask for.
 
     Raises:
         RecipeError: all problems at once: import paths, tools, the chat template, broken lines of data, prompts
-            without room for an answer.
+            without room for an answer, a sandbox that does not run.
     """
     recipe = loaded.recipe
     data, attempts = recipe.data, Attempts(loaded)
-    dialogues, tools = attempts.get("model.path", lambda: load_dialogues(loaded)) or (None, ToolBox([]))
+    sandbox = SandboxPool(recipe.agent.sandbox)
+    dialogues, tools = attempts.get("model.path", lambda: load_dialogues(loaded, sandbox)) or (None, ToolBox([]))
     values: dict[str, Any] = {
         "dialogues": dialogues,
         "tools": tools,
-        "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools)),
+        "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
         "play": attempts.get("agent.episode", lambda: load_play(recipe.agent.episode)),
-        "rewards": load_rewards(recipe.reward, attempts.get),
+        "rewards": load_rewards(recipe.reward, attempts.get, Supplies({SandboxPool: sandbox})),
         "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
+        "sandbox": sandbox,
         "train": {
             name: attempts.get(data.train_key(name), partial(_read_training, name, Path(path), recipe))
             for name, path in (data.train_files.items() if train else ())
@@ -88,6 +97,8 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
         attempts.get("algorithm.loss", lambda: load_loss(recipe.algorithm.loss))
         if recipe.algorithm.advantage != AdvantageName.given:
             attempts.get("algorithm.advantage", lambda: load_advantage(recipe.algorithm.advantage))
+    if here and not attempts.problems:
+        attempts.get("agent.sandbox.backend", lambda: check_sandbox(recipe))
     if attempts.problems:
         raise RecipeError(attempts.problems)
     task = _without_long_prompts(Task(**values), recipe, attempts)

@@ -3,18 +3,18 @@
 from functools import partial
 from typing import Any
 
-from slimrl.agent.tools import ToolBox, ToolsUnavailable, make_tool
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tools import ToolBox, ToolsUnavailable, tools_of
 from slimrl.config.problems import suggestion
 from slimrl.config.schema import AgentConfig
-from slimrl.data.import_path import resolve
 from slimrl.runtime.checks.attempts import Attempts
 
 
-def load_tools(agent: AgentConfig, attempts: Attempts) -> ToolBox | None:
+def load_tools(agent: AgentConfig, attempts: Attempts, sandbox: SandboxPool) -> ToolBox | None:
     """Resolve the functions, and start each server once to ask for its tools. None if something is wrong."""
-    functions = attempts.get("agent.tools", lambda: [make_tool(resolve(path)) for path in agent.tools])
+    functions = attempts.get("agent.tools", lambda: tools_of(agent.tools, agent.tool_args))
     if not agent.mcp:
-        return None if functions is None else attempts.get("agent.tools", lambda: ToolBox(functions))
+        return None if functions is None else attempts.get("agent.tools", lambda: ToolBox(functions, sandbox))
     # Not at the top: its package is an extra.
     from slimrl.agent.mcp.tool_box import McpToolBox
 
@@ -22,7 +22,7 @@ def load_tools(agent: AgentConfig, attempts: Attempts) -> ToolBox | None:
     complete = {name: tools for name, tools in listed.items() if tools is not None}
     if functions is None or len(complete) < len(listed):
         return None
-    return attempts.get("agent.mcp", lambda: McpToolBox(functions, complete, agent))
+    return attempts.get("agent.mcp", lambda: McpToolBox(functions, complete, agent, sandbox))
 
 
 def _listed(name: str, agent: AgentConfig) -> list[Any]:

@@ -1,0 +1,87 @@
+"""A tiny model learns to use a tool, from random weights to the curve: `python benchmarks/agent_tasks.py TASK`.
+
+1. Data: questions to train on, held-out questions, and demonstrations of mixed quality.
+2. A toy with random weights, whose tokenizer knows the words of the task.
+3. The cold start: supervised training on the demonstrations.
+4. GSPO on the questions, and every few steps the accuracy on the held-out ones.
+5. The table has the first and the last accuracy; `--plot` draws the curve.
+
+What is there already is not made again, and a run that was ended goes on from its checkpoint.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from figures import make_table, write_figures
+from rich.console import Console
+
+from slimrl.observability.metrics import read_metrics
+from slimrl.observability.report import write_curve
+from slimrl.observability.run_folder import RunFolder
+
+RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
+TASKS = ("python", "search")
+HELDOUT = "eval/heldout/reward_mean"
+COMMAND_TIMEOUT_S = 7200.0
+
+
+def learn(task: str, folder: Path, sft_updates: int, problems: int, settings: Sequence[str]) -> RunFolder:
+    """Whatever is left of the five parts; returns the folder of GSPO's run."""
+    data, model, sft = folder / "data", folder / "model", RunFolder(folder / "sft")
+    if not data.is_dir():
+        _run("slimrl_tools.cli", f"{task}-data", str(data), "--num-heldout", str(problems))
+    if not model.is_dir():
+        _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / "sft.jsonl"))
+    shared = [f"run.dir={folder}", "tracking.wandb=disabled"]
+    if not sft.export.is_dir():
+        cold_start = [
+            f"steps={sft_updates}", "sft.max_tokens=512", "checkpoint.every_steps=50", "checkpoint.keep=1",
+            "trainer.num_ranks=1", "trainer.parallel.expert=1", "trainer.max_tokens_per_rank=4096",
+            f"model.path={model}", f"data.train={data / 'sft.jsonl'}",
+        ]  # fmt: skip
+        _run("slimrl.cli", "sft", str(RECIPES / "sft.yaml"), *shared, *cold_start, "--resume-or-start")
+    gspo = RunFolder(folder / "gspo")
+    if not gspo.export.is_dir():
+        files = [f"data.train={data / 'train.jsonl'}", f"data.eval.heldout={data / 'heldout.jsonl'}"]
+        if task == "search":
+            files.append(f"agent.tool_args.corpus={data / 'corpus.jsonl'}")
+        checkpoints = ["checkpoint.every_steps=4", "checkpoint.keep=1"]
+        recipe = str(RECIPES / f"gspo_{task}.yaml")
+        arguments = [*shared, *files, *checkpoints, f"model.path={sft.export}", *settings]
+        _run("slimrl.cli", "train", recipe, *arguments, "--resume-or-start")
+    return gspo
+
+
+def _run(module: str, *arguments: str) -> None:
+    """Raises CalledProcessError or TimeoutExpired."""
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True, timeout=COMMAND_TIMEOUT_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--folder", type=Path, help="data, models and runs; runs/agent_tasks/TASK")
+    parser.add_argument("--json", type=Path, help="the curve")
+    parser.add_argument("--plot", type=Path, help="PNG of the curve")
+    parser.add_argument("--sft-updates", type=int, default=600)
+    parser.add_argument("--problems", type=int, default=256, help="held-out questions")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
+    options = parser.parse_args()
+    folder = options.folder or Path("runs/agent_tasks") / options.task
+    run = learn(options.task, folder, options.sft_updates, options.problems, options.settings)
+    metrics = read_metrics(run.metrics)
+    curve = [(step["step"], step[HELDOUT]) for step in metrics if HELDOUT in step]
+    write_figures(options.json, {"task": options.task, "curve": curve})
+    table = make_table(f"{options.task}: accuracy on held-out questions", ("step", "accuracy"))
+    for step, accuracy in curve:
+        table.add_row(str(step), f"{accuracy:.3f}")
+    Console(width=120).print(table)
+    if options.plot is not None:
+        write_curve([run.metrics], options.plot, f"{options.task}: GSPO after the cold start")
+
+
+if __name__ == "__main__":
+    main()
