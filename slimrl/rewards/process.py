@@ -2,7 +2,7 @@
 
 The endpoint is vLLM's pooling API, `POST /pooling` with a conversation (docs.vllm.ai, "Pooling Models"), which gives a
 row for each step tag: its last number is the probability of a good step. That is how vLLM serves Qwen2.5-Math-PRM
-(arXiv:2501.07301), whose step tag is `<extra_0>`. SGLang has no endpoint that gives the scores of steps.
+(arXiv:2501.07301), whose step tag is `<extra_0>`.
 """
 
 import math

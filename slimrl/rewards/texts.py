@@ -7,6 +7,7 @@ Everything here takes time linear in the text, which the policy chooses.
 import re
 from collections.abc import Callable
 from functools import partial
+from textwrap import dedent
 from typing import Any
 
 from slimrl.data.trajectory import Trajectory
@@ -78,13 +79,14 @@ def tagged(text: str, name: str) -> str | None:
 
 
 def fenced(text: str) -> str | None:
-    """The lines of the last closed block between lines that begin with three backticks; None if there is none."""
+    """The lines of the last closed block between lines that begin with three backticks, without the indentation that
+    all of them have; None if there is none."""
     block: list[str] | None = None
     found = None
     for line in text.split("\n"):
         if line.lstrip().startswith(FENCE):
             if block is not None:
-                found = "\n".join(block)
+                found = dedent("\n".join(block))
             block = [] if block is None else None
         elif block is not None:
             block.append(line)

@@ -64,6 +64,7 @@ def test_a_label_that_no_answer_could_match_is_an_error(label):
         ("<answer>", "</answer>1<answer>", None),
         ("<answer>", "<answer> </answer>", None),
         ("code", "```python\na = 1\n```\nor\n```\nb = 2\n\n```", "b = 2"),
+        ("code", "1. So:\n   ```\n   if a:\n       b = 2\n   ```", "if a:\n    b = 2"),
         ("code", "```python\na = 1", None),
     ],
 )

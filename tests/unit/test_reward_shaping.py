@@ -78,6 +78,11 @@ def test_the_confidence_that_is_true_pays_most():
         assert stated_confidence(f"<c>{chance}</c>", "c") == chance
 
 
+@pytest.mark.parametrize("stated", ["1.01", "150%", "2", "-0.5", "nan", "1e0", "0.5 0.5", ""])
+def test_what_is_no_confidence_counts_as_none(stated):
+    assert stated_confidence(f"<c>{stated}</c>", "c") is None
+
+
 async def test_a_verifier_is_a_reward_by_its_path_with_values_from_0_to_1():
     with pytest.raises(ValueError, match=r"no module|has no"):
         Verifier("slimrl.rewards.answers:Exact")
