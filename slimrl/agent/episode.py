@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.conversation import Conversation
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn
@@ -84,6 +85,8 @@ class EpisodeRunner:
     rollout: RolloutConfig
     agent: AgentConfig
     play: Play = play
+    summary_rule: SummaryRule | None = None
+    """Writes the summaries of compaction; None for the policy"""
 
     async def run(
         self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
@@ -128,6 +131,7 @@ class EpisodeRunner:
                 sampling=sampling,
                 session_id=trajectory_id,
                 seed=seed,
+                summary_rule=self.summary_rule,
             )
         except ValueError as error:
             raise EnvironmentFailure(f"the environment's start does not fit the chat template: {error}") from error
@@ -148,8 +152,7 @@ class EpisodeRunner:
 
 def _complete(trajectory: Trajectory, conversation: Conversation | None, host: EnvironmentHost) -> None:
     """Add the tokens, the messages and the figures of an episode that has ended."""
-    counts: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "tool_calls": {}}
-    num_turns = 0
+    counts, num_turns = _no_counts(), 0
     if conversation is not None:
         trajectory.segments, trajectory.messages = conversation.segments, conversation.messages
         num_turns = conversation.transcript.num_turns
@@ -163,8 +166,25 @@ def _complete(trajectory: Trajectory, conversation: Conversation | None, host: E
             "num_retries": conversation.num_retries,
             "num_prompt_messages": conversation.num_prompt_messages,
         }
+        if conversation.num_compactions:
+            counts["num_compactions"] = conversation.num_compactions
     trajectory.times = host.times
     trajectory.metadata = {**counts, **trajectory.metadata, "environment": host.finished_report(num_turns).to_json()}
+
+
+def failed_trajectory(prompt: Prompt, trajectory_id: str, cause: str) -> Trajectory:
+    """The trajectory of an episode of which nothing is left."""
+    return Trajectory(
+        group_id=prompt.prompt_id,
+        trajectory_id=trajectory_id,
+        segments=[],
+        status=Status.failed,
+        metadata={**_no_counts(), "error": cause, "environment": {}},
+    )
+
+
+def _no_counts() -> dict[str, Any]:
+    return {**dict.fromkeys(COUNTS, 0), "tool_calls": {}}
 
 
 COUNTS = (

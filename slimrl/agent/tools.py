@@ -2,7 +2,7 @@
 
 A function's annotations and docstring (Google style, with an `Args:` section) become the JSON schema that the model
 sees. A parameter annotated with EpisodeInfo is not part of it: the call gets the episode's prompt, seed and scratch.
-A synchronous function runs in its own thread, so one that hangs blocks neither the others nor the end of the process.
+A synchronous function runs in a thread, so one that hangs blocks neither the others nor the end of the process.
 Python cannot end the thread: after its deadline it continues in the background.
 """
 
@@ -23,7 +23,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from slimrl.agent.tool_schema import tool_schema
 from slimrl.data.import_path import resolve
-from slimrl.data.threads import in_thread, reportable
+from slimrl.data.threads import ReusedThreads, reportable
 from slimrl.data.trajectory import Prompt
 
 ELLIPSIS = " ... "
@@ -139,6 +139,7 @@ class ToolBox:
         self._tools = {tool.name: tool for tool in tools}
         self._cache: OrderedDict[str, str] = OrderedDict()
         """Answers of pure tools, the oldest first"""
+        self._threads = ReusedThreads()
         if len(self._tools) < len(tools):
             raise ValueError(f"two tools have one name: {', '.join(tool.name for tool in tools)}")
 
@@ -177,7 +178,7 @@ class ToolBox:
             self._cache.move_to_end(key)
             return ToolAnswer(text=self._cache[key], from_cache=True)
         given = {**arguments, tool.info_parameter: info} if tool.info_parameter else arguments
-        text = await _call(tool, given, timeout_s)
+        text = await _call(tool, given, timeout_s, self._threads)
         if tool.options.pure:
             self._cache[key] = text
             if len(self._cache) > CACHED_ANSWERS:
@@ -185,23 +186,23 @@ class ToolBox:
         return ToolAnswer(text=text)
 
 
-async def _call(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> str:
+async def _call(tool: Tool, arguments: dict[str, Any], timeout_s: float, threads: ReusedThreads) -> str:
     for attempt in itertools.count():
         try:
-            return await _attempt(tool, arguments, timeout_s)
+            return await _attempt(tool, arguments, timeout_s, threads)
         except ToolCrash:
             if attempt >= tool.options.retries:
                 raise
     raise AssertionError("unreachable")
 
 
-async def _attempt(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> str:
+async def _attempt(tool: Tool, arguments: dict[str, Any], timeout_s: float, threads: ReusedThreads) -> str:
     call = functools.partial(tool.function, **arguments)
     running: asyncio.Future[Any]
     if inspect.iscoroutinefunction(inspect.unwrap(tool.function)):
         running = asyncio.ensure_future(_await(call))
     else:
-        running = in_thread(call)
+        running = threads.run(call)
     try:
         done, _ = await asyncio.wait([running], timeout=timeout_s)
     finally:

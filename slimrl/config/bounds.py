@@ -71,6 +71,8 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "algorithm.entropy_target": (lambda value: value > 0, "must be greater than 0"),
     "data.max_prompt_tokens": _AT_LEAST_1,
     "agent.max_tool_calls": _AT_LEAST_1,
+    "agent.compaction.at_tokens": _AT_LEAST_1,
+    "agent.compaction.keep_turns": (lambda value: value >= 0, "must be at least 0"),
     "agent.start_retries": (lambda value: value >= 0, "must be at least 0"),
     **{f"{section}.{NAME}.weight": (lambda value: True, "") for section in NAMED_SECTIONS},
     **{f"{section}.{NAME}.cap": (lambda value: value > 0, "must be greater than 0") for section in NAMED_SECTIONS},

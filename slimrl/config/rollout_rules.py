@@ -54,12 +54,6 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
                 f"rollout.{name}.max_new_tokens",
                 f"{new} leaves no room for a prompt in rollout.max_trajectory_tokens {rollout.max_trajectory_tokens}.",
             )
-    if recipe.agent.environment:
-        for key in ("agent.tools", "agent.max_tool_calls", "agent.system_prompt"):
-            if getattr(recipe.agent, key.removeprefix("agent.")):
-                yield key, "the environment of agent.environment says that itself. Leave it out."
-    elif recipe.agent.environment_args:
-        yield "agent.environment_args", "there is no agent.environment to take them."
     for name in ("request_timeout_s", "tool_timeout_s"):
         if getattr(rollout, name) > rollout.trajectory_timeout_s:
             yield (

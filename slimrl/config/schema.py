@@ -744,6 +744,22 @@ class TeacherConfig:
 
 
 @dataclass(kw_only=True)
+class CompactionConfig:
+    at_tokens: int | None = None
+    """Length from which on a context is compacted: a summary takes the place of its turns (docs/environments.md). Null
+    for never."""
+    keep_turns: int = 1
+    """Newest turns that stay beside the summary, with what they led to, where they fit."""
+    prompt: str = (
+        "The conversation has become too long. Write a summary that takes its place: what the task is, what was done "
+        "and found so far, and what is left to do."
+    )
+    """What asks the policy for the summary, which it is trained on."""
+    function: str = ""
+    """Import path `module:function` of a function of the messages that writes the summary instead of the policy."""
+
+
+@dataclass(kw_only=True)
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
@@ -753,6 +769,8 @@ class AgentConfig:
     """Import path `module:Class` of the environment, instead of tools (docs/environments.md)."""
     environment_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of each instance of the environment."""
+    workers: int = 1
+    """Processes that run the episodes; 1 for the driver itself (docs/environments.md)."""
     start_timeout_s: float = 120.0
     """Deadline of an environment's start."""
     start_retries: int = 2
@@ -775,6 +793,7 @@ class AgentConfig:
     """Variables of the chat template, such as `enable_thinking` or `reasoning_effort`."""
     history: HistoryMode = HistoryMode.keep
     """What the policy is shown of its earlier turns."""
+    compaction: CompactionConfig = field(default_factory=CompactionConfig)
     max_result_chars: int = 4000
     """Maximum length of a tool result; a longer one loses its middle."""
     system_prompt: str | None = None

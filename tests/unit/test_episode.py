@@ -85,7 +85,7 @@ def lookup(word: str) -> str:
 TOOLS = ToolBox([make_tool(calculator), make_tool(lookup)])
 
 
-def runner_of(engine, tools=TOOLS, chat=CHAT, agent=None, environment=None, play=None, **limits):
+def runner_of(engine, tools=TOOLS, chat=CHAT, agent=None, environment=None, play=None, summary_rule=None, **limits):
     rollout = RolloutConfig(**{"max_trajectory_tokens": 512, **limits})
     agent = agent or AgentConfig()
     return EpisodeRunner(
@@ -94,6 +94,7 @@ def runner_of(engine, tools=TOOLS, chat=CHAT, agent=None, environment=None, play
         environment=environment or partial(ToolEnvironment, tools, agent, rollout.tool_timeout_s),
         rollout=rollout,
         agent=agent,
+        summary_rule=summary_rule,
         **({"play": play} if play else {}),
     )
 

@@ -1,13 +1,15 @@
-"""The environment and the play of a recipe's episodes, resolved before anything starts."""
+"""The environment, the play and the rule of compaction of a recipe's episodes, resolved before anything starts."""
 
 import inspect
 from functools import partial
 
+from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import Play, play
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox
-from slimrl.config.schema import Recipe
+from slimrl.chat.chat_format import CallName, ChatFormat, tool_results
+from slimrl.config.schema import CompactionConfig, Recipe
 from slimrl.data.import_path import resolve
 
 METHODS = ("start", "step", "close")
@@ -43,3 +45,20 @@ def load_play(path: str) -> Play:
     if not inspect.iscoroutinefunction(function):
         raise ValueError(f"{path}: is not `async def`, which an episode is")
     return function
+
+
+def load_summary_rule(path: str) -> SummaryRule | None:
+    """None without a path; raises ValueError if there is no such function of one argument."""
+    return resolve(path, arguments=("messages",)) if path else None
+
+
+def check_summary_request(compaction: CompactionConfig, chat: ChatFormat) -> None:
+    """Raises ValueError if the chat template does not let a user speak after an answer, or after a tool's."""
+    if compaction.at_tokens is None or compaction.function:
+        return
+    asked = {"role": "user", "content": compaction.prompt}
+    call = CallName(id="functions.f:0", name="f")
+    for end in chat.call_ends:
+        chat.join(end, [call], [*tool_results([call], ["a result"]), asked], None)
+    for end in chat.answer_ends:
+        chat.join(end, [], [asked], None)

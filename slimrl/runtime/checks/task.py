@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import EpisodeRunner, Play
@@ -24,7 +25,12 @@ from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.loading import Rewards, load_rewards, refuse_unknown_names
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_dialogues
-from slimrl.runtime.checks.environment import load_environment, load_play
+from slimrl.runtime.checks.environment import (
+    check_summary_request,
+    load_environment,
+    load_play,
+    load_summary_rule,
+)
 
 GroupFilter = Callable[[list[Trajectory]], bool]
 """Given the trajectories of one group, returns whether to train on them."""
@@ -41,6 +47,7 @@ class Task:
     train: dict[str, list[Prompt]]
     """By the file's name; empty if the command does not train"""
     eval_sets: dict[str, list[Prompt]]
+    summary_rule: SummaryRule | None = None
     notes: list[str] = field(default_factory=list)
     """How many prompts of each file are left out, if `data.max_prompt_tokens` says so"""
     num_left_out: int = 0
@@ -54,6 +61,7 @@ class Task:
             rollout=recipe.rollout,
             agent=recipe.agent,
             play=self.play,
+            summary_rule=self.summary_rule,
         )
 
 
@@ -72,6 +80,9 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
         "tools": tools,
         "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools)),
         "play": attempts.get("agent.episode", lambda: load_play(recipe.agent.episode)),
+        "summary_rule": attempts.get(
+            "agent.compaction.function", lambda: load_summary_rule(recipe.agent.compaction.function)
+        ),
         "rewards": load_rewards(recipe.reward, attempts.get),
         "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "train": {
@@ -83,6 +94,9 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
             for name, path in (data.eval.items() if evaluate else ())
         },
     }
+    if dialogues is not None:
+        chat = dialogues.chat
+        attempts.get("agent.compaction", lambda: check_summary_request(recipe.agent.compaction, chat))
     if is_needed("algorithm", loaded.command):
         attempts.get("algorithm.loss", lambda: load_loss(recipe.algorithm.loss))
         if recipe.algorithm.advantage != AdvantageName.given:
