@@ -45,8 +45,7 @@ async def summary_of(rule: SummaryRule, messages: Sequence[Message], timeout_s: 
     except TimeoutError as error:
         cause = f"took longer than {timeout_s:g} s" if deadline.expired() else f"raised {error!r}"
         raise EnvironmentFailure(f"{name}: {cause}") from error
-    except (Exception, SystemExit) as error:
-        # It is the task's own code, which may raise anything.
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the task's own code may raise anything
         raise EnvironmentFailure(f"{name}: raised {error!r}") from reportable(error)
     if not isinstance(written, str):
         raise EnvironmentFailure(f"{name}: returned {written!r}, not text")

@@ -4,8 +4,8 @@
 2. The engine continues the tokens until the end of the turn or the end of a tool call.
 3. The turn is split into thinking and answer; calls are only looked for in the answer.
 4. What the policy is told next is appended as tokens that the loss masks. Where `agent.history` lets the template
-   rewrite what the policy said, and where the context is compacted (compaction.py), a new segment begins. A summary that
-   the policy writes is the beginning of its next turn.
+   rewrite what the policy said, and where the context is compacted (compaction.py), a new segment begins. A summary
+   that the policy writes is the beginning of its next turn.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from slimrl.agent.compaction import SummaryRule, compacted, summary_of
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import UNKNOWN_TOOL, EnvironmentFailure, Message, Turn, call_name
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.agent.subagents import add_tool_counts, segments_in_turn
 from slimrl.agent.tools import shortened
 from slimrl.agent.transcript import Transcript
 from slimrl.chat.chat_format import CallName, Context
@@ -22,7 +23,7 @@ from slimrl.chat.thinking import split_thinking
 from slimrl.config.schema import AgentConfig, HistoryMode, RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
 from slimrl.data.seeds import derive_seed
-from slimrl.data.trajectory import Segment, Status
+from slimrl.data.trajectory import Segment, Status, Trajectory
 
 
 class Conversation:
@@ -72,6 +73,7 @@ class Conversation:
         """`calls`, `errors` and `malformed` of each tool that was called, by its name"""
         self.num_cached_tokens = 0
         self.num_retries = 0
+        self.num_subagents = self._subagent_turns = self._subagent_tokens = 0
 
     @property
     def segments(self) -> list[Segment]:
@@ -88,9 +90,9 @@ class Conversation:
         if self._summary_is_due and (ended := await self._compact()) is not None:
             return ended
         while True:
-            room = self._rollout.max_trajectory_tokens - len(self.transcript.tokens)
+            room = self._max_tokens - len(self.transcript.tokens)
             wanted = self._sampling.max_new_tokens - len(self._turn_tokens)
-            no_turn_left = not self._turn_has_begun and self.transcript.num_turns >= self._rollout.max_turns
+            no_turn_left = not self._turn_has_begun and self.transcript.num_turns >= self._max_turns
             if room <= 0 or wanted <= 0 or no_turn_left:
                 return Status.truncated
             result = await self._engine.generate(self._request(min(room, wanted)))
@@ -113,7 +115,7 @@ class Conversation:
         told = [self._cleaned(message) for message in messages]
         self.messages += told
         self._shown += told
-        tokens, limit = self.transcript.tokens, self._rollout.max_trajectory_tokens
+        tokens, limit = self.transcript.tokens, self._max_tokens
         written = self._written_context()
         if written is not None and written.tokens[: len(tokens)] != tokens:
             if len(written.tokens) >= limit:
@@ -148,7 +150,7 @@ class Conversation:
             summary = sampled
         compaction = self._agent.compaction
         assert compaction.at_tokens is not None
-        escaped = self._dialogue.chat.template.escape(summary.encode("utf-8", "replace").decode())
+        escaped = self.escaped(summary)
         for keep_turns in range(compaction.keep_turns, -1, -1):
             messages = compacted(self._shown, self.num_prompt_messages, escaped, keep_turns)
             try:
@@ -157,7 +159,7 @@ class Conversation:
                 raise EnvironmentFailure(f"the compacted context cannot be written: {error}") from error
             if len(context.tokens) < compaction.at_tokens:
                 break
-        if len(context.tokens) >= self._rollout.max_trajectory_tokens:
+        if len(context.tokens) >= self._max_tokens:
             return Status.truncated
         self._finished.append(self.transcript.segment())
         self.transcript = Transcript(context.tokens, num_turns=self.transcript.num_turns)
@@ -168,8 +170,8 @@ class Conversation:
 
     async def _sample_summary(self) -> str | Status:
         """The policy's summary, whose tokens belong to its next turn."""
-        room = self._rollout.max_trajectory_tokens - len(self.transcript.tokens)
-        if self.transcript.num_turns >= self._rollout.max_turns:
+        room = self._max_tokens - len(self.transcript.tokens)
+        if self.transcript.num_turns >= self._max_turns:
             return Status.truncated
         request = self._request(min(room, self._sampling.max_new_tokens))
         seed = None if self._seed is None else derive_seed(self._seed, "summary", self.transcript.num_turns)
@@ -238,11 +240,36 @@ class Conversation:
             reasoning=thought.thinking,
             calls=calls,
             finish_reason="stop" if last in (self._dialogue.call_ends if calls else chat.answer_ends) else "end",
-            is_last=index + 1 >= self._rollout.max_turns,
+            is_last=index + 1 >= self._max_turns,
         )
 
+    def left(self) -> tuple[int, int]:
+        """Turns and tokens that sub-agents may use now; a turn to answer them is kept."""
+        return self._max_turns - self.transcript.num_turns - 1, self._max_tokens - len(self.transcript.tokens)
+
+    def adopt(self, trajectory: Trajectory) -> None:
+        """Take over the segments and figures of a sub-agent that the last turn has called."""
+        self._finished += segments_in_turn(trajectory, self.transcript.num_turns - 1)
+        counts = trajectory.metadata
+        self.num_subagents += 1
+        self._subagent_turns += counts["num_turns"]
+        self._subagent_tokens += trajectory.num_tokens
+        self.num_calls += counts["num_tool_calls"]
+        self.num_cached_tokens += counts["num_cached_tokens"]
+        self.num_retries += counts["num_retries"]
+        self.num_compactions += counts.get("num_compactions", 0)
+        add_tool_counts(self.tool_calls, counts["tool_calls"])
+
+    @property
+    def _max_turns(self) -> int:
+        return self._rollout.max_turns - self._subagent_turns
+
+    @property
+    def _max_tokens(self) -> int:
+        return self._rollout.max_trajectory_tokens - self._subagent_tokens
+
     def count_calls(self, turn: Turn) -> None:
-        """Count the calls of a turn as answered."""
+        """Count the calls of a turn, answered or not."""
         self.num_calls += len(turn.calls)
         for call in turn.calls:
             counts = self._counts_of(call.name)
@@ -259,13 +286,17 @@ class Conversation:
         empty = {"calls": 0, "errors": 0, "malformed": 0}
         return self.tool_calls.setdefault(name if name in known else UNKNOWN_TOOL, empty)
 
-    def _cleaned(self, message: Message) -> Message:
-        """A message whose text a tokenizer can encode and whose words end no turn; a tool's not too long."""
+    def escaped(self, text: str) -> str:
+        """A text that a tokenizer can encode and whose words end no turn."""
         # Half of a surrogate pair is no character that a tokenizer could encode.
-        text = str(message["content"]).encode("utf-8", "replace").decode()
+        return self._dialogue.chat.template.escape(text.encode("utf-8", "replace").decode())
+
+    def _cleaned(self, message: Message) -> Message:
+        """A message with such a text; a tool's not too long."""
+        text = str(message["content"])
         if message["role"] == "tool":
             text = shortened(text, self._agent.max_result_chars)
-        return {**message, "content": self._dialogue.chat.template.escape(text)}
+        return {**message, "content": self.escaped(text)}
 
     def _written_context(self) -> Context | None:
         """The conversation so far as the template writes it; None if the sampled tokens are kept."""

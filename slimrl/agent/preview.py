@@ -49,7 +49,7 @@ async def preview_episode(
         dialogues=dialogues,
         environment=lambda: _ScriptedEnvironment(first),
         rollout=replace(rollout, max_turns=len(turns), max_trajectory_tokens=2**31 - 1),
-        agent=replace(agent, compaction=CompactionConfig()),
+        agent=replace(agent, compaction=CompactionConfig(), subagents={}),
     )
     sampling = SamplingConfig(max_new_tokens=2**30)
     trajectory = await runner.run(prompt, trajectory_id="preview", sampling=sampling, seed=None)

@@ -1,15 +1,19 @@
-"""Rules of the episodes: what belongs to an environment, workers, compaction."""
+"""Rules of the episodes: what belongs to an environment, workers, compaction, sub-agents."""
 
+import re
 from collections.abc import Iterator
 
+from slimrl.config.bounds import MODULE_FUNCTION
 from slimrl.config.problems import Violation
 from slimrl.config.schema import HistoryMode, Recipe
+
+TOOL_NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 
 
 def agent_violations(recipe: Recipe) -> Iterator[Violation]:
     agent = recipe.agent
     if agent.environment:
-        for name in ("tools", "max_tool_calls", "system_prompt"):
+        for name in ("tools", "subagents", "max_tool_calls", "system_prompt"):
             if getattr(agent, name):
                 yield f"agent.{name}", "the environment of agent.environment says that itself. Leave it out."
     elif agent.environment_args:
@@ -21,10 +25,27 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
             "or deterministic false.",
         )
     yield from _compaction_violations(recipe)
+    for name, subagent in agent.subagents.items():
+        key = f"agent.subagents.{name}"
+        if not TOOL_NAME.fullmatch(name):
+            yield key, f"{name!r} is not a name of a tool; use letters, digits and '_'."
+        if name in [path.rpartition(":")[2] for path in agent.tools]:
+            yield key, "a tool of agent.tools has this name too. Use another."
+        for path in subagent.tools:
+            if not MODULE_FUNCTION.fullmatch(path):
+                yield f"{key}.tools", f"{path!r} is not an import path; write module:function."
+        if subagent.max_turns >= recipe.rollout.max_turns:
+            yield (
+                f"{key}.max_turns",
+                f"{subagent.max_turns}: its turns count in rollout.max_turns {recipe.rollout.max_turns}, with two of "
+                "its caller's. Use less, or more there.",
+            )
 
 
 def _compaction_violations(recipe: Recipe) -> Iterator[Violation]:
     compaction, limit = recipe.agent.compaction, recipe.rollout.max_trajectory_tokens
+    if compaction.function and not MODULE_FUNCTION.fullmatch(compaction.function):
+        yield "agent.compaction.function", f"{compaction.function!r} is not an import path; write module:function."
     if compaction.at_tokens is None:
         if compaction.function:
             yield "agent.compaction.function", "nothing is compacted without agent.compaction.at_tokens."

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slimrl.config.keys import KEY_TYPES, NAME, NAMED_SECTIONS, flatten, schema_key
+from slimrl.config.keys import KEY_TYPES, NAME, REWARD_SECTIONS, flatten, schema_key
 from slimrl.config.package_fields import tool_call_parsers
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema import Recipe
@@ -74,8 +74,8 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "agent.compaction.at_tokens": _AT_LEAST_1,
     "agent.compaction.keep_turns": (lambda value: value >= 0, "must be at least 0"),
     "agent.start_retries": (lambda value: value >= 0, "must be at least 0"),
-    **{f"{section}.{NAME}.weight": (lambda value: True, "") for section in NAMED_SECTIONS},
-    **{f"{section}.{NAME}.cap": (lambda value: value > 0, "must be greater than 0") for section in NAMED_SECTIONS},
+    **{f"{section}.{NAME}.weight": (lambda value: True, "") for section in REWARD_SECTIONS},
+    **{f"{section}.{NAME}.cap": (lambda value: value > 0, "must be greater than 0") for section in REWARD_SECTIONS},
     "reward.alarm_steps": (lambda value: value == 0 or value >= 4, "must be at least 4, or 0 for off"),
     "agent.max_result_chars": (lambda value: value >= 16, "must be at least 16"),
     "trainer.megatron.num_layers_in_first_pipeline_stage": _AT_LEAST_1,

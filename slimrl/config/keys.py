@@ -19,12 +19,13 @@ PASSTHROUGH = ("trainer.megatron", "critic.trainer.megatron", "rollout.sglang", 
 ENVIRONMENTS = ("trainer.env", "critic.trainer.env", "rollout.env", "teacher.env")
 NAME = "NAME"
 """Stands in keys of the schema for a name that a recipe chooses: `reward.parts.NAME.weight`."""
-NAMED_SECTIONS = ("reward.parts", "reward.by_name", "reward.group")
+REWARD_SECTIONS = ("reward.parts", "reward.by_name", "reward.group")
+NAMED_SECTIONS = (*REWARD_SECTIONS, "agent.subagents")
 """Sections of sections with names that a recipe chooses, all of one type."""
 FREE_SECTIONS = (
     *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),
     "agent.chat_template_kwargs",
-    *(f"{section}.{NAME}.args" for section in NAMED_SECTIONS),
+    *(f"{section}.{NAME}.args" for section in REWARD_SECTIONS),
     *ENVIRONMENTS,
     *PASSTHROUGH,
 )

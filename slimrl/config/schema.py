@@ -672,7 +672,7 @@ class RolloutConfig:
     """Most assistant turns of a trajectory."""
     max_trajectory_tokens: int = MISSING
     """Maximum length of a trajectory with its prompt and tool results; a longer one is truncated. With `agent.history:
-    template`, of each of its segments."""
+    template` and `agent.compaction`, of each of its segments."""
     stop_at_tool_call: bool = True
     """With tools, end the turn at the first closed tool call instead of at the end-of-turn token, if the text that
     closes a call is one token."""
@@ -760,11 +760,25 @@ class CompactionConfig:
 
 
 @dataclass(kw_only=True)
+class SubagentConfig:
+    description: str = MISSING
+    """What the policy is told of it."""
+    system_prompt: str | None = None
+    """System message of its context."""
+    tools: list[str] = field(default_factory=list)
+    """Import paths `module:function` of its tools."""
+    max_turns: int = 4
+    """Most turns of a call of it; they count in `rollout.max_turns`."""
+
+
+@dataclass(kw_only=True)
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
     max_tool_calls: int | None = None
     """Most calls of a trajectory that tools answer; further ones are answered with an error message."""
+    subagents: dict[str, SubagentConfig] = field(default_factory=dict)
+    """Tools that are the policy itself with a task, a context and tools of its own (docs/environments.md)."""
     environment: str = ""
     """Import path `module:Class` of the environment, instead of tools (docs/environments.md)."""
     environment_args: dict[str, Any] = field(default_factory=dict)

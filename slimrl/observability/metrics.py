@@ -56,6 +56,7 @@ METRIC_NAMES = (
     "rollout/malformed_call_fraction",
     "rollout/retries",
     "rollout/compactions_mean",
+    "rollout/subagents_mean",
     "rollout/env_start_retries",
     "env/<metric>",
     "rollout/zero_variance_fraction",

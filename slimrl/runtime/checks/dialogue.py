@@ -6,13 +6,16 @@ from typing import Any
 
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.parsers import NoCalls, Parser, ToolCall, make_parser
-from slimrl.agent.tools import ToolBox
+from slimrl.agent.subagents import subagent_tool
+from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.stop_tokens import checked_stop_tokens, stop_token_ids
 from slimrl.chat.template import ChatTemplate, Schemas
 from slimrl.chat.tokenizer import load_tokenizer
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
+from slimrl.config.schema import AgentConfig
+from slimrl.data.import_path import resolve
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.runtime.checks.attempts import Attempts
@@ -36,7 +39,7 @@ def load_dialogues(loaded: LoadedRecipe) -> tuple[Dialogues, ToolBox]:
     recipe = loaded.recipe
     attempts = Attempts(loaded)
     chat = attempts.get("model.path", lambda: load_chat_format(loaded))
-    tools = attempts.get("agent.tools", lambda: ToolBox.from_import_paths(recipe.agent.tools))
+    tools = attempts.get("agent.tools", lambda: load_tools(recipe.agent))
     if chat is None or tools is None:
         raise RecipeError(attempts.problems)
     make_parser = partial(load_parser, recipe.agent.parser, Path(recipe.model.path), chat)
@@ -46,6 +49,12 @@ def load_dialogues(loaded: LoadedRecipe) -> tuple[Dialogues, ToolBox]:
     if attempts.get("agent.tools", lambda: dialogues.of(tools.schemas)) is None:
         raise RecipeError(attempts.problems)
     return dialogues, tools
+
+
+def load_tools(agent: AgentConfig) -> ToolBox:
+    """What the policy is shown: tools and sub-agents; raises ValueError for a path that leads to no tool."""
+    subagents = [subagent_tool(name, settings) for name, settings in agent.subagents.items()]
+    return ToolBox([*(make_tool(resolve(path)) for path in agent.tools), *subagents])
 
 
 def load_chat_format(loaded: LoadedRecipe) -> ChatFormat:

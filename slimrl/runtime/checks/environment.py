@@ -1,4 +1,4 @@
-"""The environment, the play and the rule of compaction of a recipe's episodes, resolved before anything starts."""
+"""The environment and the other code of a recipe's episodes, resolved before anything starts."""
 
 import inspect
 from functools import partial
@@ -9,7 +9,7 @@ from slimrl.agent.episode import Play, play
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox
 from slimrl.chat.chat_format import CallName, ChatFormat, tool_results
-from slimrl.config.schema import CompactionConfig, Recipe
+from slimrl.config.schema import AgentConfig, CompactionConfig, Recipe
 from slimrl.data.import_path import resolve
 
 METHODS = ("start", "step", "close")
@@ -35,6 +35,21 @@ def load_environment(recipe: Recipe, tools: ToolBox) -> MakeEnvironment:
         given = ", ".join(agent.environment_args) or "no arguments"
         raise ValueError(f"{agent.environment}: cannot be made with {given}: {error}") from error
     return partial(make, **agent.environment_args)
+
+
+def load_subagents(agent: AgentConfig) -> dict[str, ToolBox]:
+    """The tools of each sub-agent.
+
+    Raises:
+        ValueError: names the sub-agent and the path that leads to no function fit for a tool.
+    """
+    found = {}
+    for name, settings in agent.subagents.items():
+        try:
+            found[name] = ToolBox.from_import_paths(settings.tools)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found
 
 
 def load_play(path: str) -> Play:

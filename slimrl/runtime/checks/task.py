@@ -29,6 +29,7 @@ from slimrl.runtime.checks.environment import (
     check_summary_request,
     load_environment,
     load_play,
+    load_subagents,
     load_summary_rule,
 )
 
@@ -48,6 +49,8 @@ class Task:
     """By the file's name; empty if the command does not train"""
     eval_sets: dict[str, list[Prompt]]
     summary_rule: SummaryRule | None = None
+    subagents: dict[str, ToolBox] = field(default_factory=dict)
+    """Tools of each sub-agent"""
     notes: list[str] = field(default_factory=list)
     """How many prompts of each file are left out, if `data.max_prompt_tokens` says so"""
     num_left_out: int = 0
@@ -62,6 +65,8 @@ class Task:
             agent=recipe.agent,
             play=self.play,
             summary_rule=self.summary_rule,
+            subagents=self.subagents,
+            parallel_subagents=not recipe.deterministic,
         )
 
 
@@ -83,6 +88,7 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
         "summary_rule": attempts.get(
             "agent.compaction.function", lambda: load_summary_rule(recipe.agent.compaction.function)
         ),
+        "subagents": attempts.get("agent.subagents", lambda: load_subagents(recipe.agent)),
         "rewards": load_rewards(recipe.reward, attempts.get),
         "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "train": {

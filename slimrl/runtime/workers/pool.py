@@ -1,6 +1,6 @@
 """Episode workers from the driver's side: processes that run the episodes (`agent.workers`).
 
-1. An episode goes to the worker with the fewest. Its trajectory comes back when it has ended; rewards, rewards of groups
+1. An episode goes to the worker with the fewest. Its trajectory comes back when it has ended; rewards, those of groups
    and the teacher's scores follow in the driver, so that their connections and caches exist once.
 2. A worker that ends takes its episodes with it: they fail with its cause, which counts for
    `rollout.max_failed_fraction`. The next episode that it gets starts it again.

@@ -24,7 +24,7 @@ from slimrl.data.trajectory import Trajectory
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
 from slimrl.runtime.checks.dialogue import load_dialogues
-from slimrl.runtime.checks.environment import load_environment, load_play, load_summary_rule
+from slimrl.runtime.checks.environment import load_environment, load_play, load_subagents, load_summary_rule
 from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup
 from slimrl.sglang_plugin.lifeline import end_with
 
@@ -42,6 +42,7 @@ def load_runner(recipe: Recipe, engine: Engine) -> EpisodeRunner:
         agent=recipe.agent,
         play=load_play(recipe.agent.episode),
         summary_rule=load_summary_rule(recipe.agent.compaction.function),
+        subagents=load_subagents(recipe.agent),
     )
 
 
