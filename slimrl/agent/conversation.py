@@ -4,15 +4,18 @@
 2. The engine continues the tokens until the end of the turn or the end of a tool call.
 3. The turn is split into thinking and answer; calls are only looked for in the answer.
 4. What the policy is told next is appended as tokens that the loss masks. Where `agent.history` lets the template
-   rewrite what the policy said, a new segment begins.
+   rewrite what the policy said, and where the context is compacted (compaction.py), a new segment begins. A summary
+   that the policy writes is the beginning of its next turn.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from slimrl.agent.compaction import SummaryRule, compacted, summary_of
 from slimrl.agent.dialogue import Dialogue
-from slimrl.agent.environment import UNKNOWN_TOOL, Message, Turn, call_name
+from slimrl.agent.environment import UNKNOWN_TOOL, EnvironmentFailure, Message, Turn, call_name
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.agent.subagents import add_tool_counts, segments_in_turn
 from slimrl.agent.tools import shortened
 from slimrl.agent.transcript import Transcript
 from slimrl.chat.chat_format import CallName, Context
@@ -20,7 +23,7 @@ from slimrl.chat.thinking import split_thinking
 from slimrl.config.schema import AgentConfig, HistoryMode, RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
 from slimrl.data.seeds import derive_seed
-from slimrl.data.trajectory import Segment, Status
+from slimrl.data.trajectory import Segment, Status, Trajectory
 
 
 class Conversation:
@@ -29,6 +32,7 @@ class Conversation:
     Args:
         session_id: of the engine's requests.
         seed: the seeds of the requests are derived from it; None lets the engine choose.
+        summary_rule: writes the summaries of compaction; None for the policy.
 
     Raises:
         ValueError: the chat template refuses the messages.
@@ -45,6 +49,7 @@ class Conversation:
         sampling: SamplingConfig,
         session_id: str,
         seed: int | None,
+        summary_rule: SummaryRule | None = None,
     ) -> None:
         self._engine, self._dialogue, self._rollout, self._agent = engine, dialogue, rollout, agent
         self._sampling, self._session_id, self._seed = sampling, session_id, seed
@@ -58,11 +63,17 @@ class Conversation:
         self._turn_tokens: list[int] = []
         """What the policy has sampled of a turn that goes on."""
         self._finished: list[Segment] = []
+        self._summary_rule = summary_rule
+        self._shown = list(messages)
+        """The messages of the context"""
+        self._summary_is_due = self._turn_has_summary = False
+        self.num_compactions = 0
         self.num_calls = 0
         self.tool_calls: dict[str, dict[str, int]] = {}
         """`calls`, `errors` and `malformed` of each tool that was called, by its name"""
         self.num_cached_tokens = 0
         self.num_retries = 0
+        self.num_subagents = self._subagent_turns = self._subagent_tokens = 0
 
     @property
     def segments(self) -> list[Segment]:
@@ -74,11 +85,14 @@ class Conversation:
 
         Raises:
             EngineError: the engine refused, ended, or did not answer before the deadline.
+            EnvironmentFailure: the context could not be compacted.
         """
+        if self._summary_is_due and (ended := await self._compact()) is not None:
+            return ended
         while True:
-            room = self._rollout.max_trajectory_tokens - len(self.transcript.tokens)
+            room = self._max_tokens - len(self.transcript.tokens)
             wanted = self._sampling.max_new_tokens - len(self._turn_tokens)
-            no_turn_left = not self._turn_tokens and self.transcript.num_turns >= self._rollout.max_turns
+            no_turn_left = not self._turn_has_begun and self.transcript.num_turns >= self._max_turns
             if room <= 0 or wanted <= 0 or no_turn_left:
                 return Status.truncated
             result = await self._engine.generate(self._request(min(room, wanted)))
@@ -100,7 +114,8 @@ class Conversation:
         """
         told = [self._cleaned(message) for message in messages]
         self.messages += told
-        tokens, limit = self.transcript.tokens, self._rollout.max_trajectory_tokens
+        self._shown += told
+        tokens, limit = self.transcript.tokens, self._max_tokens
         written = self._written_context()
         if written is not None and written.tokens[: len(tokens)] != tokens:
             if len(written.tokens) >= limit:
@@ -111,14 +126,77 @@ class Conversation:
             return True
         calls = [CallName(id=call.id, name=call_name(call)) for call in turn.calls]
         joined = self._dialogue.chat.join(tokens[-1], calls, told, self._dialogue.schemas)
+        compaction = self._agent.compaction
+        if compaction.at_tokens is not None and len(tokens) + len(joined.tokens) >= compaction.at_tokens:
+            self._summary_is_due = True
+            if self._summary_rule is not None:
+                return True
+            told = [*told, {"role": "user", "content": compaction.prompt}]
+            joined = self._dialogue.chat.join(tokens[-1], calls, told, self._dialogue.schemas)
         if len(tokens) + len(joined.tokens) >= limit:
             return False
         self.transcript.add_tool_results(joined.tokens)
         self._in_thinking = joined.opens_thinking
         return True
 
+    async def _compact(self) -> Status | None:
+        """Begin the new segment; or how the trajectory ends because there is none."""
+        if self._summary_rule is not None:
+            summary = await summary_of(self._summary_rule, self._shown, self._agent.step_timeout_s)
+        else:
+            sampled = await self._sample_summary()
+            if isinstance(sampled, Status):
+                return sampled
+            summary = sampled
+        compaction = self._agent.compaction
+        assert compaction.at_tokens is not None
+        escaped = self.escaped(summary)
+        for keep_turns in range(compaction.keep_turns, -1, -1):
+            messages = compacted(self._shown, self.num_prompt_messages, escaped, keep_turns)
+            try:
+                context = self._dialogue.chat.prompt(messages, self._dialogue.schemas)
+            except ValueError as error:
+                raise EnvironmentFailure(f"the compacted context cannot be written: {error}") from error
+            if len(context.tokens) < compaction.at_tokens:
+                break
+        if len(context.tokens) >= self._max_tokens:
+            return Status.truncated
+        self._finished.append(self.transcript.segment())
+        self.transcript = Transcript(context.tokens, num_turns=self.transcript.num_turns)
+        self._in_thinking, self._shown = context.opens_thinking, messages
+        self._summary_is_due = False
+        self.num_compactions += 1
+        return None
+
+    async def _sample_summary(self) -> str | Status:
+        """The policy's summary, whose tokens belong to its next turn."""
+        room = self._max_tokens - len(self.transcript.tokens)
+        if self.transcript.num_turns >= self._max_turns:
+            return Status.truncated
+        request = self._request(min(room, self._sampling.max_new_tokens))
+        seed = None if self._seed is None else derive_seed(self._seed, "summary", self.transcript.num_turns)
+        # It calls no tools, so the end of a call ends nothing.
+        stops = self._dialogue.chat.stop_token_ids if request.stop_token_ids else ()
+        result = await self._engine.generate(replace(request, seed=seed, stop_token_ids=stops))
+        self._add_turn(result)
+        self._turn_has_summary = True
+        if result.finish_reason != "stop":
+            return Status.aborted if result.finish_reason == "abort" else Status.truncated
+        text = self._dialogue.chat.turn_text(result.tokens)
+        return split_thinking(text, opened=self._in_thinking).answer.strip()
+
+    @property
+    def _turn_has_begun(self) -> bool:
+        return bool(self._turn_tokens) or self._turn_has_summary
+
+    def _add_turn(self, result: GenerateResult) -> None:
+        self.transcript.add_turn(result, goes_on=self._turn_has_begun)
+        self.num_cached_tokens += result.cached_tokens
+        self.num_retries += result.num_retries
+
     def _request(self, max_new_tokens: int) -> GenerateRequest:
-        turn = self.transcript.num_turns
+        # A turn that has begun with a summary is counted already.
+        turn = self.transcript.num_turns - self._turn_has_summary
         path = (turn, len(self._turn_tokens)) if self._turn_tokens else (turn,)
         return GenerateRequest(
             session_id=self._session_id,
@@ -136,16 +214,14 @@ class Conversation:
     def _record(self, result: GenerateResult) -> Turn | None:
         """Keep what was sampled, and read it. None if the turn goes on: it stopped at a call within its thinking."""
         chat, parser = self._dialogue.chat, self._dialogue.parser
-        self.transcript.add_turn(result, goes_on=bool(self._turn_tokens))
-        self.num_cached_tokens += result.cached_tokens
-        self.num_retries += result.num_retries
+        self._add_turn(result)
         self._turn_tokens += result.tokens
         thought = split_thinking(chat.turn_text(self._turn_tokens), opened=self._in_thinking)
         last = self._turn_tokens[-1] if self._turn_tokens else None
         at_call = last in self._dialogue.stop_token_ids and last not in chat.stop_token_ids
         if at_call and not thought.closed and result.finish_reason == "stop":
             return None
-        self._turn_tokens = []
+        self._turn_tokens, self._turn_has_summary = [], False
         parsed = parser.parse(thought.answer)
         if len(parsed.calls) > 1 and not chat.takes_parallel_calls:
             parsed = ParsedTurn(content=parsed.content, calls=[MalformedCall(problem="only one tool call at a time")])
@@ -154,7 +230,9 @@ class Conversation:
         )
         malformed = any(isinstance(call, MalformedCall) for call in calls)
         text = thought.answer if malformed else parsed.content
-        self.messages.append(_message(text, thought.thinking, () if malformed else calls))
+        message = _message(text, thought.thinking, () if malformed else calls)
+        self.messages.append(message)
+        self._shown.append(message)
         index = self.transcript.num_turns - 1
         return Turn(
             index=index,
@@ -162,11 +240,36 @@ class Conversation:
             reasoning=thought.thinking,
             calls=calls,
             finish_reason="stop" if last in (self._dialogue.call_ends if calls else chat.answer_ends) else "end",
-            is_last=index + 1 >= self._rollout.max_turns,
+            is_last=index + 1 >= self._max_turns,
         )
 
+    def left(self) -> tuple[int, int]:
+        """Turns and tokens that sub-agents may use now; a turn to answer them is kept."""
+        return self._max_turns - self.transcript.num_turns - 1, self._max_tokens - len(self.transcript.tokens)
+
+    def adopt(self, trajectory: Trajectory) -> None:
+        """Take over the segments and figures of a sub-agent that the last turn has called."""
+        self._finished += segments_in_turn(trajectory, self.transcript.num_turns - 1)
+        counts = trajectory.metadata
+        self.num_subagents += 1
+        self._subagent_turns += counts["num_turns"]
+        self._subagent_tokens += trajectory.num_tokens
+        self.num_calls += counts["num_tool_calls"]
+        self.num_cached_tokens += counts["num_cached_tokens"]
+        self.num_retries += counts["num_retries"]
+        self.num_compactions += counts.get("num_compactions", 0)
+        add_tool_counts(self.tool_calls, counts["tool_calls"])
+
+    @property
+    def _max_turns(self) -> int:
+        return self._rollout.max_turns - self._subagent_turns
+
+    @property
+    def _max_tokens(self) -> int:
+        return self._rollout.max_trajectory_tokens - self._subagent_tokens
+
     def count_calls(self, turn: Turn) -> None:
-        """Count the calls of a turn as answered."""
+        """Count the calls of a turn, answered or not."""
         self.num_calls += len(turn.calls)
         for call in turn.calls:
             counts = self._counts_of(call.name)
@@ -183,13 +286,17 @@ class Conversation:
         empty = {"calls": 0, "errors": 0, "malformed": 0}
         return self.tool_calls.setdefault(name if name in known else UNKNOWN_TOOL, empty)
 
-    def _cleaned(self, message: Message) -> Message:
-        """A message whose text a tokenizer can encode and whose words end no turn; a tool's not too long."""
+    def escaped(self, text: str) -> str:
+        """A text that a tokenizer can encode and whose words end no turn."""
         # Half of a surrogate pair is no character that a tokenizer could encode.
-        text = str(message["content"]).encode("utf-8", "replace").decode()
+        return self._dialogue.chat.template.escape(text.encode("utf-8", "replace").decode())
+
+    def _cleaned(self, message: Message) -> Message:
+        """A message with such a text; a tool's not too long."""
+        text = str(message["content"])
         if message["role"] == "tool":
             text = shortened(text, self._agent.max_result_chars)
-        return {**message, "content": self._dialogue.chat.template.escape(text)}
+        return {**message, "content": self.escaped(text)}
 
     def _written_context(self) -> Context | None:
         """The conversation so far as the template writes it; None if the sampled tokens are kept."""

@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 
 from slimrl.agent.environment import Environment, EnvironmentFailure, MakeEnvironment, Observation, Turn
+from slimrl.agent.subagents import Delegate
+from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolCrash
 from slimrl.config.schema import AgentConfig
 from slimrl.data.threads import reportable
@@ -81,6 +83,11 @@ class EnvironmentHost:
                 log.warning("%s; tried again", failure)
                 scratch.clear()
                 self.report.start_retries += 1
+
+    def offer(self, delegate: Delegate) -> None:
+        """Let tools call sub-agents."""
+        if isinstance(self._environment, ToolEnvironment):
+            self._environment.delegate = delegate
 
     async def step(self, turn: Turn) -> Observation:
         """Raises EnvironmentFailure or ToolCrash."""

@@ -6,29 +6,46 @@ the engine does not answer or the environment or a tool crashes. It always keeps
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.conversation import Conversation
 from slimrl.agent.dialogue import Dialogues
-from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn
+from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn, error_text
 from slimrl.agent.environment_host import EnvironmentHost
-from slimrl.agent.tools import ToolBox, ToolCrash
+from slimrl.agent.subagents import DelegateAnswer, Delegation, answer_of
+from slimrl.agent.tool_environment import ToolEnvironment
+from slimrl.agent.tools import ToolAnswer, ToolBox, ToolCrash
 from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
+
+RunSubagent = Callable[[Delegation, int, int], Awaitable[Trajectory]]
+"""Runs a sub-agent within so many turns and tokens."""
 
 
 class Episode:
     """One trajectory in the making, in the hands of a play."""
 
     def __init__(
-        self, runner: "EpisodeRunner", prompt: Prompt, conversation: Conversation, host: EnvironmentHost
+        self,
+        runner: "EpisodeRunner",
+        prompt: Prompt,
+        conversation: Conversation,
+        host: EnvironmentHost,
+        run_subagent: RunSubagent,
     ) -> None:
-        self.prompt, self.conversation, self._host = prompt, conversation, host
+        self.prompt, self.conversation, self._host, self._run_subagent = prompt, conversation, host, run_subagent
         self.engine, self.rollout, self.agent = runner.engine, runner.rollout, runner.agent
+        self._turnstile = nullcontext() if runner.parallel_subagents else asyncio.Lock()
+        self._of_subagents: dict[int, Trajectory] = {}
+        """Trajectories of the sub-agents that the last turn called, by the call's number"""
+        host.offer(self._delegate)
 
     async def sample_turn(self) -> Turn | Status:
         """The policy's next turn, or how the trajectory ends because there is none. Raises EngineError."""
@@ -36,13 +53,26 @@ class Episode:
 
     async def step(self, turn: Turn) -> Observation:
         """What the environment makes of a turn. Raises EnvironmentFailure or ToolCrash."""
-        is_answered = turn.finish_reason == "stop" and not turn.is_last
-        if is_answered:
-            self.conversation.count_calls(turn)
-        observation = await self._host.step(turn)
-        if is_answered:
-            self.conversation.count_errors(observation.tool_errors)
+        self.conversation.count_calls(turn)
+        try:
+            observation = await self._host.step(turn)
+        finally:
+            # In the order of the calls, whichever ended first.
+            for number in sorted(self._of_subagents):
+                self.conversation.adopt(self._of_subagents.pop(number))
+        self.conversation.count_errors(observation.tool_errors)
         return observation
+
+    async def _delegate(self, delegation: Delegation) -> DelegateAnswer:
+        turns, tokens = (left // delegation.num_parallel for left in self.conversation.left())
+        if min(turns, tokens) < 1:
+            return DelegateAnswer(answer=ToolAnswer(text=NOTHING_LEFT, is_error=True), num_calls=0)
+        async with self._turnstile:
+            trajectory = await self._run_subagent(delegation, turns, tokens)
+        self._of_subagents[delegation.number] = trajectory
+        if trajectory.status in (Status.failed, Status.aborted):
+            raise EnvironmentFailure(f"sub-agent {delegation.name}: {trajectory.metadata['error']}")
+        return DelegateAnswer(answer=answer_of(trajectory), num_calls=trajectory.metadata["num_tool_calls"])
 
     def hear(self, turn: Turn, observation: Observation) -> bool:
         """Tell the policy what its turn led to.
@@ -58,6 +88,8 @@ class Episode:
         except (ValueError, LookupError) as error:
             raise EnvironmentFailure(f"what the environment told the policy cannot be written: {error}") from error
 
+
+NOTHING_LEFT = error_text("no turns or tokens are left for it; go on without it")
 
 Play = Callable[[Episode], Awaitable[Status]]
 """Plays an episode to its end and says how it ended."""
@@ -86,6 +118,13 @@ class EpisodeRunner:
     rollout: RolloutConfig
     agent: AgentConfig
     play: Play = play
+    summary_rule: SummaryRule | None = None
+    """Writes the summaries of compaction; None for the policy"""
+    subagents: Mapping[str, ToolBox] = field(default_factory=dict)
+    """Tools of each sub-agent, by its name"""
+    parallel_subagents: bool = True
+    """Those that a turn calls run at the same time, otherwise one after the other: an engine whose batches are
+    deterministic takes one request at a time of a trajectory."""
     tools: ToolBox = field(default_factory=lambda: ToolBox([]))
     """Those of the environment, if it is the tools"""
 
@@ -98,23 +137,47 @@ class EpisodeRunner:
         await asyncio.to_thread(self.tools.close)
 
     async def run(
-        self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
+        self,
+        prompt: Prompt,
+        *,
+        trajectory_id: str,
+        sampling: SamplingConfig,
+        seed: int | None,
+        scratch: dict[str, Any] | None = None,
     ) -> Trajectory:
         """One trajectory, not yet scored.
 
         Args:
             trajectory_id: unique in the run; also the engine's session id.
             seed: the seeds of the requests and of the environment are derived from it; None lets the engine choose.
+            scratch: of the calling trajectory, for a sub-agent.
         """
         trajectory = Trajectory(
-            group_id=prompt.prompt_id, trajectory_id=trajectory_id, segments=[], status=Status.failed
+            group_id=prompt.prompt_id,
+            trajectory_id=trajectory_id,
+            segments=[],
+            status=Status.failed,
+            scratch={} if scratch is None else scratch,
         )
+
+        async def run_subagent(delegation: Delegation, turns: int, tokens: int) -> Trajectory:
+            assert conversation is not None
+            task = {"role": "user", "content": conversation.escaped(delegation.task)}
+            path = ("subagent", conversation.transcript.num_turns - 1, delegation.number)
+            return await self._of_subagent(delegation, turns, tokens).run(
+                replace(prompt, messages=[task]),
+                trajectory_id=trajectory_id,
+                sampling=sampling,
+                seed=None if seed is None else derive_seed(seed, *path),
+                scratch=trajectory.scratch,
+            )
+
         host, conversation = EnvironmentHost(self.environment, self.agent), None
         try:
             first = await host.start(prompt, seed=derive_seed(seed or 0, "environment"), scratch=trajectory.scratch)
             conversation = self._conversation(first, trajectory_id, sampling, seed)
             async with asyncio.timeout(self.rollout.trajectory_timeout_s):
-                trajectory.status = await self._played(Episode(self, prompt, conversation, host))
+                trajectory.status = await self._played(Episode(self, prompt, conversation, host, run_subagent))
             if trajectory.status is Status.aborted:
                 trajectory.metadata["error"] = "aborted by the engine"
         except TimeoutError:
@@ -126,6 +189,21 @@ class EpisodeRunner:
             await host.close()
         _complete(trajectory, conversation, host)
         return trajectory
+
+    def _of_subagent(self, delegation: Delegation, turns: int, tokens: int) -> "EpisodeRunner":
+        """Runs a sub-agent within so many turns and tokens."""
+        settings = self.agent.subagents[delegation.name]
+        agent = replace(
+            self.agent, system_prompt=settings.system_prompt, max_tool_calls=delegation.max_calls, subagents={}
+        )
+        tools = self.subagents[delegation.name]
+        return replace(
+            self,
+            environment=partial(ToolEnvironment, tools, agent, self.rollout.tool_timeout_s),
+            rollout=replace(self.rollout, max_turns=min(turns, settings.max_turns), max_trajectory_tokens=tokens),
+            agent=agent,
+            play=play,
+        )
 
     def _conversation(
         self, first: Observation, trajectory_id: str, sampling: SamplingConfig, seed: int | None
@@ -140,6 +218,7 @@ class EpisodeRunner:
                 sampling=sampling,
                 session_id=trajectory_id,
                 seed=seed,
+                summary_rule=self.summary_rule,
             )
         except (ValueError, TypeError) as error:
             raise EnvironmentFailure(f"the environment's start does not fit the chat template: {error}") from error
@@ -160,8 +239,7 @@ class EpisodeRunner:
 
 def _complete(trajectory: Trajectory, conversation: Conversation | None, host: EnvironmentHost) -> None:
     """Add the tokens, the messages and the figures of an episode that has ended."""
-    counts: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "tool_calls": {}}
-    num_turns = 0
+    counts, num_turns = _no_counts(), 0
     if conversation is not None:
         trajectory.segments, trajectory.messages = conversation.segments, conversation.messages
         num_turns = conversation.transcript.num_turns
@@ -175,8 +253,27 @@ def _complete(trajectory: Trajectory, conversation: Conversation | None, host: E
             "num_retries": conversation.num_retries,
             "num_prompt_messages": conversation.num_prompt_messages,
         }
+        if conversation.num_subagents:
+            counts["num_subagents"] = conversation.num_subagents
+        if conversation.num_compactions:
+            counts["num_compactions"] = conversation.num_compactions
     trajectory.times = host.times
     trajectory.metadata = {**counts, **trajectory.metadata, "environment": host.finished_report(num_turns).to_json()}
+
+
+def failed_trajectory(prompt: Prompt, trajectory_id: str, cause: str) -> Trajectory:
+    """The trajectory of an episode of which nothing is left."""
+    return Trajectory(
+        group_id=prompt.prompt_id,
+        trajectory_id=trajectory_id,
+        segments=[],
+        status=Status.failed,
+        metadata={**_no_counts(), "error": cause, "environment": {}},
+    )
+
+
+def _no_counts() -> dict[str, Any]:
+    return {**dict.fromkeys(COUNTS, 0), "tool_calls": {}}
 
 
 COUNTS = (

@@ -13,7 +13,7 @@ from slimrl.agent.example_arguments import example_arguments
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import Schemas
 from slimrl.chat.thinking import CLOSE, OPEN
-from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
+from slimrl.config.schema import AgentConfig, CompactionConfig, RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult
 from slimrl.data.preview import Preview, PreviewToken, Source
 from slimrl.data.trajectory import Prompt, Segment, Status
@@ -49,7 +49,7 @@ async def preview_episode(
         dialogues=dialogues,
         environment=lambda: _ScriptedEnvironment(first),
         rollout=replace(rollout, max_turns=len(turns), max_trajectory_tokens=2**31 - 1),
-        agent=agent,
+        agent=replace(agent, compaction=CompactionConfig(), subagents={}),
     )
     sampling = SamplingConfig(max_new_tokens=2**30)
     trajectory = await runner.run(prompt, trajectory_id="preview", sampling=sampling, seed=None)

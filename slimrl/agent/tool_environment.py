@@ -1,15 +1,17 @@
 """Tools as an environment: their answers to the policy's calls are all that it is told.
 
 A turn without calls completes the episode. A malformed call, an unknown tool, a ToolError and a call beyond the budget
-are answered with an error message. The calls of a turn run at the same time.
+are answered with an error message. The calls of a turn run at the same time, those of sub-agents too.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slimrl.agent.environment import Observation, Turn, answers, error_text
 from slimrl.agent.parsers import MalformedCall, ToolCall
+from slimrl.agent.subagents import TASK, Delegate, Delegation
 from slimrl.agent.tools import EpisodeInfo, ToolAnswer, ToolBox, ToolError
 from slimrl.config.schema import AgentConfig
 from slimrl.data.trajectory import Prompt
@@ -27,8 +29,12 @@ class ToolEnvironment:
     agent: AgentConfig
     timeout_s: float
     num_calls: int = 0
+    num_delegated_calls: int = 0
+    """Calls of tools by sub-agents"""
     num_cache_hits: int = 0
     info: EpisodeInfo | None = None
+    delegate: Delegate | None = None
+    """Runs sub-agents; set before the first step where there are any"""
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         self.info = EpisodeInfo(prompt=prompt, seed=seed, scratch=scratch)
@@ -40,7 +46,7 @@ class ToolEnvironment:
             return Observation(done=True)
         if turn.is_last:
             return Observation(truncated=True)
-        given = await asyncio.gather(*map(self._answer, turn.calls))
+        given = await self._answers(turn.calls)
         self.num_cache_hits += sum(answer.from_cache for answer in given)
         hits = self.num_cache_hits / max(self.num_calls, 1)
         return Observation(
@@ -55,12 +61,52 @@ class ToolEnvironment:
             await self.info.close()
         await self.tools.end_episode()
 
+    async def _answers(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolAnswer]:
+        """Of all calls of a turn; sub-agents may make as many calls as are left without the turn's own."""
+        asked = [self._is_delegated(call) for call in calls]
+        limit = self.agent.max_tool_calls
+        num_own = sum(isinstance(call, ToolCall) for call in calls) - sum(asked)
+        left = None if limit is None else max(0, limit - self._num_used - num_own)
+        max_calls = None if left is None else left // max(1, sum(asked))
+        answering = [
+            self._delegated(call, number, sum(asked), max_calls) if of_subagent else self._answer(call)
+            for number, (call, of_subagent) in enumerate(zip(calls, asked, strict=True))
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(each) for each in answering]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures.exceptions[0].__cause__
+        return [task.result() for task in tasks]
+
+    @property
+    def _num_used(self) -> int:
+        return self.num_calls + self.num_delegated_calls
+
+    def _is_delegated(self, call: ToolCall | MalformedCall) -> bool:
+        return isinstance(call, ToolCall) and call.name in self.agent.subagents
+
+    async def _delegated(
+        self, call: ToolCall | MalformedCall, number: int, num_parallel: int, max_calls: int | None
+    ) -> ToolAnswer:
+        assert isinstance(call, ToolCall)
+        assert self.delegate is not None
+        task = call.arguments.get(TASK)
+        if not isinstance(task, str):
+            return ToolAnswer(text=error_text(f"{TASK} must be a text"), is_error=True)
+        delegation = Delegation(
+            name=call.name, task=task, number=number, num_parallel=num_parallel, max_calls=max_calls
+        )
+        found = await self.delegate(delegation)
+        self.num_delegated_calls += found.num_calls
+        return found.answer
+
     async def _answer(self, call: ToolCall | MalformedCall) -> ToolAnswer:
         try:
             if isinstance(call, MalformedCall):
                 raise ToolError(call.problem)
             limit, self.num_calls = self.agent.max_tool_calls, self.num_calls + 1
-            if limit is not None and self.num_calls > limit:
+            if limit is not None and self._num_used > limit:
                 raise ToolError(f"no tool calls are left of {limit}; answer without them")
             return await self.tools.call(call.name, call.arguments, self.timeout_s, self.info)
         except ToolError as error:

@@ -3,7 +3,7 @@
 A function's annotations and docstring (Google style, with an `Args:` section) become the JSON schema that the model
 sees. Not part of it are the parameters that the recipe gives (`agent.tool_args`), and those annotated with EpisodeInfo,
 which get the calling episode, or SandboxPool, which get the run's sandbox.
-A synchronous function runs in its own thread, so one that hangs blocks neither the others nor the end of the process.
+A synchronous function runs in a thread, so one that hangs blocks neither the others nor the end of the process.
 Python cannot end the thread: after its deadline it continues in the background.
 """
 
@@ -25,7 +25,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.supplied import Supplied
 from slimrl.agent.tool_schema import tool_schema
 from slimrl.data.import_path import parameters_of_type, resolve
-from slimrl.data.threads import in_thread, reportable
+from slimrl.data.threads import ReusedThreads, reportable
 from slimrl.data.trajectory import Prompt
 
 ELLIPSIS = " ... "
@@ -162,12 +162,15 @@ def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None 
 
 
 def tools_of(paths: Sequence[str], arguments: Mapping[str, Any] | None = None) -> list[Tool]:
-    """Tools from import paths; arguments and errors as of `ToolBox.from_import_paths`."""
-    tools = [make_tool(resolve(path), arguments) for path in paths]
-    unknown = set(arguments or ()) - {name for tool in tools for name in tool.fixed}
+    """Raises ValueError: a path names no function, or a function is not fit for a tool."""
+    return [make_tool(resolve(path), arguments) for path in paths]
+
+
+def check_arguments(tools: Sequence[Tool], arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument of the recipe that none of the tools has."""
+    unknown = set(arguments) - {name for tool in tools for name in tool.fixed}
     if unknown:
         raise ValueError(f"no tool has a parameter {', '.join(sorted(unknown))}, which agent.tool_args gives")
-    return tools
 
 
 class ToolBox:
@@ -186,6 +189,7 @@ class ToolBox:
         self._sandbox = sandbox
         self._cache: OrderedDict[str, str] = OrderedDict()
         """Answers of pure tools, the oldest first"""
+        self._threads = ReusedThreads()
         if len(self._tools) < len(tools):
             raise ValueError(f"two tools have one name: {', '.join(tool.name for tool in tools)}")
 
@@ -200,7 +204,9 @@ class ToolBox:
         Raises:
             ValueError: a path names no function, a function is not fit for a tool, or an argument is of none of them.
         """
-        return cls(tools_of(paths, arguments), sandbox)
+        tools = tools_of(paths, arguments)
+        check_arguments(tools, arguments or {})
+        return cls(tools, sandbox)
 
     def open(self) -> None:
         """Connect what the tools need, before the first episode; raises ToolsUnavailable. Functions need nothing."""
@@ -245,7 +251,7 @@ class ToolBox:
             self._cache.move_to_end(key)
             return ToolAnswer(text=self._cache[key], from_cache=True)
         ours = {**dict.fromkeys(tool.info_parameters, info), **dict.fromkeys(tool.sandbox_parameters, self._sandbox)}
-        text = await _call(tool, {**arguments, **tool.fixed, **ours}, timeout_s)
+        text = await _call(tool, {**arguments, **tool.fixed, **ours}, timeout_s, self._threads)
         if tool.options.pure:
             self._cache[key] = text
             if len(self._cache) > CACHED_ANSWERS:
@@ -253,23 +259,23 @@ class ToolBox:
         return ToolAnswer(text=text)
 
 
-async def _call(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> str:
+async def _call(tool: Tool, arguments: dict[str, Any], timeout_s: float, threads: ReusedThreads) -> str:
     for attempt in itertools.count():
         try:
-            return await _attempt(tool, arguments, timeout_s)
+            return await _attempt(tool, arguments, timeout_s, threads)
         except ToolCrash:
             if attempt >= tool.options.retries:
                 raise
     raise AssertionError("unreachable")
 
 
-async def _attempt(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> str:
+async def _attempt(tool: Tool, arguments: dict[str, Any], timeout_s: float, threads: ReusedThreads) -> str:
     call = functools.partial(tool.function, **arguments)
     running: asyncio.Future[Any]
     if inspect.iscoroutinefunction(inspect.unwrap(tool.function)):
         running = asyncio.ensure_future(_await(call))
     else:
-        running = in_thread(call)
+        running = threads.run(call)
     try:
         done, _ = await asyncio.wait([running], timeout=timeout_s)
     finally:

@@ -1,9 +1,22 @@
 """Collects the tokens of one trajectory into a Segment."""
 
+from array import array
+from dataclasses import dataclass
+
 import numpy as np
 
 from slimrl.data.engine import GenerateResult
 from slimrl.data.trajectory import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What tokens that were appended at once have in common."""
+
+    length: int
+    sampled: bool
+    version: int
+    turn: int
 
 
 class Transcript:
@@ -15,10 +28,9 @@ class Transcript:
 
     def __init__(self, prompt_tokens: list[int], num_turns: int = 0) -> None:
         self.tokens: list[int] = list(prompt_tokens)
-        self._mask: list[bool] = [False] * len(prompt_tokens)
-        self._logprobs: list[float] = [0.0] * len(prompt_tokens)
-        self._versions: list[int] = [-1] * len(prompt_tokens)
-        self._turns: list[int] = [-1] * len(prompt_tokens)
+        # Lists with an entry for each token would cost the garbage collector a third of an episode's CPU time.
+        self._logprobs = array("f", bytes(4 * len(prompt_tokens)))
+        self._spans = [_Span(len(prompt_tokens), sampled=False, version=-1, turn=-1)]
         self._experts: list[np.ndarray] = []
         self.num_turns = num_turns
         """Assistant turns so far."""
@@ -33,21 +45,21 @@ class Transcript:
         """Append what the policy sampled in reply to all tokens so far, and the experts of tokens that had none yet.
 
         Args:
-            goes_on: it belongs to the last turn.
+            goes_on: it belongs to the last turn, which may have begun in an earlier segment.
         """
         self.num_turns += not goes_on
         count = len(result.tokens)
         assert len(result.logprobs) == count, "one log-prob per sampled token"
-        self._append(
-            result.tokens, mask=True, logprobs=result.logprobs, version=result.weight_version, turn=self.num_turns - 1
-        )
+        span = _Span(count, sampled=True, version=result.weight_version, turn=self.num_turns - 1)
+        self._append(result.tokens, result.logprobs, span)
         if (experts_TLK := result.routed_experts) is not None:
             assert self.num_expert_rows + len(experts_TLK) <= len(self.tokens), "more rows of experts than tokens"
             self._experts.append(experts_TLK.astype(np.int16, copy=False))
 
     def add_tool_results(self, tokens: list[int]) -> None:
         """Append the answers to the last turn."""
-        self._append(tokens, mask=False, logprobs=[0.0] * len(tokens), version=-1, turn=self.num_turns - 1)
+        span = _Span(len(tokens), sampled=False, version=-1, turn=self.num_turns - 1)
+        self._append(tokens, [0.0] * len(tokens), span)
 
     def segment(self) -> Segment:
         """All tokens so far."""
@@ -55,19 +67,21 @@ class Transcript:
         if self._experts:
             missing = len(self.tokens) - self.num_expert_rows
             experts = np.concatenate([*self._experts, np.full((missing, *self._experts[0].shape[1:]), -1, np.int16)])
+        lengths = [span.length for span in self._spans]
+
+        def spread(values: list[int], kind: type) -> np.ndarray:
+            return np.repeat(np.array(values, kind), lengths)
+
         return Segment(
             tokens=np.array(self.tokens, np.int32),
-            loss_mask=np.array(self._mask, np.bool_),
+            loss_mask=spread([span.sampled for span in self._spans], np.bool_),
             rollout_logprobs=np.array(self._logprobs, np.float32),
-            weight_versions=np.array(self._versions, np.int32),
-            turn_ids=np.array(self._turns, np.int16),
+            weight_versions=spread([span.version for span in self._spans], np.int32),
+            turn_ids=spread([span.turn for span in self._spans], np.int16),
             routed_experts=experts,
         )
 
-    def _append(self, tokens: list[int], *, mask: bool, logprobs: list[float], version: int, turn: int) -> None:
-        count = len(tokens)
+    def _append(self, tokens: list[int], logprobs: list[float], span: _Span) -> None:
         self.tokens += tokens
-        self._mask += [mask] * count
-        self._logprobs += logprobs
-        self._versions += [version] * count
-        self._turns += [turn] * count
+        self._logprobs.extend(logprobs)
+        self._spans.append(span)

@@ -55,6 +55,8 @@ class ChatFormat:
     def __init__(self, template: ChatTemplate, stop_token_ids: Sequence[int]) -> None:
         self.template = template
         self.stop_token_ids = tuple(stop_token_ids)
+        self._questions: dict[str, str] = {}
+        """By the tools' schemas"""
 
     def token_id(self, text: str) -> int | None:
         """Id of a text that is one token, such as the marker at the end of a call; None if it is several."""
@@ -206,7 +208,7 @@ class ChatFormat:
                 for call in calls
             ]
             made_up = {"role": "assistant", "content": "", "tool_calls": written}
-        before = self.template.render([_QUESTION], schemas, generate=False)
+        before = self._question(schemas)
         text = self.template.render([_QUESTION, made_up, *messages], schemas, generate=True)
         position = len(before) if text.startswith(before) else 0
         last = _LAST if calls else _ANSWER["content"]
@@ -215,6 +217,13 @@ class ChatFormat:
             if position < len(last):
                 raise ValueError(f"the chat template does not write {'tool calls' if calls else 'an answer'}")
         return position, text
+
+    def _question(self, schemas: Schemas) -> str:
+        """A question to a model that is shown these tools."""
+        key = json.dumps(schemas)
+        if key not in self._questions:
+            self._questions[key] = self.template.render([_QUESTION], schemas, generate=False)
+        return self._questions[key]
 
     @cached_property
     def _one_call(self) -> tuple[int, str]:

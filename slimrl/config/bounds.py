@@ -71,8 +71,10 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "algorithm.entropy_target": (lambda value: value > 0, "must be greater than 0"),
     "data.max_prompt_tokens": _AT_LEAST_1,
     "agent.max_tool_calls": _AT_LEAST_1,
+    "agent.compaction.at_tokens": _AT_LEAST_1,
     **dict.fromkeys(
-        ("agent.start_retries", f"agent.mcp.{NAME}.restarts"), (lambda value: value >= 0, "must be at least 0")
+        ("agent.start_retries", "agent.compaction.keep_turns", f"agent.mcp.{NAME}.restarts"),
+        (lambda value: value >= 0, "must be at least 0"),
     ),
     **{f"{section}.{NAME}.weight": (lambda value: True, "") for section in REWARD_SECTIONS},
     **{f"{section}.{NAME}.cap": (lambda value: value > 0, "must be greater than 0") for section in REWARD_SECTIONS},

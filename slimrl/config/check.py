@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slimrl.config.agent_rules import agent_violations
 from slimrl.config.algorithm_rules import algorithm_violations, algorithm_warnings
 from slimrl.config.bounds import DIVISORS, bound_violations
 from slimrl.config.credit_rules import credit_violations
@@ -109,7 +110,7 @@ def check_recipe(
     if command == "sft":
         violations += sft_violations(recipe)
     elif command != "export":
-        violations += rollout_violations(recipe, experts)
+        violations += [*rollout_violations(recipe, experts), *agent_violations(recipe)]
         if trains(command):
             violations += colocation_violations(recipe)
             warnings += [*colocation_warnings(recipe), *transport_warnings(recipe)]

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from slimrl.config.bounds import MODULE_FUNCTION
+from slimrl.config.keys import NAME, schema_key
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema import Recipe
 
 NO_CLASS = {
-    "agent.tools": "A tool is a function.",
+    **dict.fromkeys(("agent.tools", f"agent.subagents.{NAME}.tools"), "A tool is a function."),
     "agent.episode": "An episode is an asynchronous function.",
+    "agent.compaction.function": "A rule is a function.",
     "reward.group_filters": "A filter is a function, or an object that can be called.",
     "algorithm.loss": "A loss is a function, or an object that can be called.",
     "algorithm.advantage": "An advantage is a function, or an object that can be called.",
@@ -36,8 +38,8 @@ def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
         if name not in names:
             public = [other for other in names if not other.startswith("_")]
             yield key, f"{path}: {module} has no {name}." + suggestion(name, public)
-        elif key in NO_CLASS and isinstance(names[name], ast.ClassDef):
-            yield key, f"{path}: {name} is a class. {NO_CLASS[key]}"
+        elif schema_key(key) in NO_CLASS and isinstance(names[name], ast.ClassDef):
+            yield key, f"{path}: {name} is a class. {NO_CLASS[schema_key(key)]}"
         elif key not in NO_CLASS and key.endswith(".function") and _cannot_be_called(names[name]):
             yield key, f"{path}: {name} is a class without __call__. {CALLED}"
 
@@ -53,9 +55,11 @@ def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str,
     """Key, import path, module and name of each function that the recipe names and the command needs."""
     paths = {
         "agent.tools": recipe.agent.tools,
+        **{f"agent.subagents.{name}.tools": subagent.tools for name, subagent in recipe.agent.subagents.items()},
         "agent.environment": [recipe.agent.environment],
         "agent.episode": [recipe.agent.episode],
         "agent.parser": [recipe.agent.parser],
+        "agent.compaction.function": [recipe.agent.compaction.function],
         "reward.function": [recipe.reward.function],
         **{f"{key}.function": [part.function] for key, part in reward_parts(recipe.reward)},
         "reward.retry_on": recipe.reward.retry_on,

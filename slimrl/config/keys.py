@@ -24,7 +24,7 @@ TEXTS = (
 )
 """Free sections whose values are texts."""
 REWARD_SECTIONS = ("reward.parts", "reward.by_name", "reward.group")
-NAMED_SECTIONS = (*REWARD_SECTIONS, "agent.mcp")
+NAMED_SECTIONS = (*REWARD_SECTIONS, "agent.mcp", "agent.subagents")
 """Sections of sections with names that a recipe chooses, all of one type."""
 FREE_SECTIONS = (
     *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from slimrl.config.mcp_rules import mcp_violations
 from slimrl.config.problems import Violation, fitting_text
-from slimrl.config.schema import Recipe, SandboxBackend, TransportName
+from slimrl.config.schema import Recipe, TransportName
 from slimrl.config.sglang_layouts import layout_violations
 
 MAX_COLOCATED_FRACTION = 0.85
@@ -19,12 +18,6 @@ LARGER_ENGINES = (
 
 WITHOUT_DRAFT_MODEL = ("NGRAM",)
 """Kinds of speculative decoding of SGLang that need no layers for it."""
-
-SANDBOX_TOOLS = "slimrl.agent.sandbox.tools:"
-"""Start of the import paths of tools that run code in the sandbox"""
-SESSION_TOOLS = (f"{SANDBOX_TOOLS}python_session", f"{SANDBOX_TOOLS}shell")
-"""Those that keep a session for each trajectory"""
-WITHOUT_SESSIONS = (SandboxBackend.subprocess, SandboxBackend.remote)
 
 
 def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
@@ -61,14 +54,6 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
                 f"rollout.{name}.max_new_tokens",
                 f"{new} leaves no room for a prompt in rollout.max_trajectory_tokens {rollout.max_trajectory_tokens}.",
             )
-    yield from mcp_violations(recipe.agent)
-    if recipe.agent.environment:
-        for key in ("agent.tools", "agent.tool_args", "agent.mcp", "agent.max_tool_calls", "agent.system_prompt"):
-            if getattr(recipe.agent, key.removeprefix("agent.")):
-                yield key, "agent.environment says that itself. Leave it out, or set [] or null over an inherited one."
-    elif recipe.agent.environment_args:
-        yield "agent.environment_args", "there is no agent.environment to take them."
-    yield from _sandbox_violations(recipe)
     for name in ("request_timeout_s", "tool_timeout_s"):
         if getattr(rollout, name) > rollout.trajectory_timeout_s:
             yield (
@@ -84,30 +69,6 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
             "rollout.colocated",
             f"collective needs engines on devices of their own. Use resync.transport {others}, or colocated false.",
         )
-
-
-def _sandbox_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Tools whose answers come too late, sessions that no backend or no place is for, and an address that is none."""
-    sandbox, timeout_s = recipe.agent.sandbox, recipe.rollout.tool_timeout_s
-    with_sessions = [path for path in recipe.agent.tools if path in SESSION_TOOLS]
-    num_sessions = len(with_sessions) * recipe.rollout.max_concurrency_per_engine * recipe.rollout.num_engines
-    if with_sessions and sandbox.backend in WITHOUT_SESSIONS:
-        yield "agent.sandbox.backend", f"{sandbox.backend.value} has no sessions, which {with_sessions[0]} needs."
-    elif num_sessions > sandbox.max_sessions:
-        yield (
-            "agent.sandbox.max_sessions",
-            f"{sandbox.max_sessions}: trajectories keep their sessions, {num_sessions} at a time with "
-            f"rollout.max_concurrency_per_engine, and others would wait in vain. Use {num_sessions}.",
-        )
-    runs_code = any(path.startswith(SANDBOX_TOOLS) for path in recipe.agent.tools)
-    if runs_code and sandbox.limits.wall_s >= timeout_s:
-        yield (
-            "agent.sandbox.limits.wall_s",
-            f"{sandbox.limits.wall_s}: the call ends before, after rollout.tool_timeout_s {timeout_s}, and the policy "
-            "does not hear what the program printed. Use less.",
-        )
-    if sandbox.backend is SandboxBackend.remote and not sandbox.url.startswith(("http://", "https://")):
-        yield "agent.sandbox.url", f"{sandbox.url!r} is no URL; write http://HOST:PORT."
 
 
 def _attention_violations(recipe: Recipe) -> Iterator[Violation]:

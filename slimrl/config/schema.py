@@ -685,7 +685,7 @@ class RolloutConfig:
     """Most assistant turns of a trajectory."""
     max_trajectory_tokens: int = MISSING
     """Maximum length of a trajectory with its prompt and tool results; a longer one is truncated. With `agent.history:
-    template`, of each of its segments."""
+    template` and `agent.compaction`, of each of its segments."""
     stop_at_tool_call: bool = True
     """With tools, end the turn at the first closed tool call instead of at the end-of-turn token, if the text that
     closes a call is one token."""
@@ -825,6 +825,34 @@ class SandboxConfig:
 
 
 @dataclass(kw_only=True)
+class CompactionConfig:
+    at_tokens: int | None = None
+    """Length from which on a context is compacted: a summary takes the place of its turns (docs/environments.md). Null
+    for never."""
+    keep_turns: int = 1
+    """Newest turns that stay beside the summary, with what they led to, where they fit."""
+    prompt: str = (
+        "The conversation has become too long. Write a summary that takes its place: what the task is, what was done "
+        "and found so far, and what is left to do."
+    )
+    """What asks the policy for the summary, which it is trained on."""
+    function: str = ""
+    """Import path `module:function` of a function of the messages that writes the summary instead of the policy."""
+
+
+@dataclass(kw_only=True)
+class SubagentConfig:
+    description: str = MISSING
+    """What the policy is told of it."""
+    system_prompt: str | None = None
+    """System message of its context."""
+    tools: list[str] = field(default_factory=list)
+    """Import paths `module:function` of its tools."""
+    max_turns: int = 4
+    """Most turns of a call of it; they count in `rollout.max_turns`."""
+
+
+@dataclass(kw_only=True)
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
@@ -834,10 +862,14 @@ class AgentConfig:
     """Servers of further tools by name (docs/mcp.md)."""
     max_tool_calls: int | None = None
     """Most calls of a trajectory that tools answer; further ones are answered with an error message."""
+    subagents: dict[str, SubagentConfig] = field(default_factory=dict)
+    """Tools that are the policy itself with a task, a context and tools of its own (docs/environments.md)."""
     environment: str = ""
     """Import path `module:Class` of the environment, instead of tools (docs/environments.md)."""
     environment_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of each instance of the environment."""
+    workers: int = 1
+    """Processes that run the episodes; 1 for the driver itself (docs/environments.md)."""
     start_timeout_s: float = 120.0
     """Deadline of an environment's start."""
     start_retries: int = 2
@@ -860,6 +892,7 @@ class AgentConfig:
     """Variables of the chat template, such as `enable_thinking` or `reasoning_effort`."""
     history: HistoryMode = HistoryMode.keep
     """What the policy is shown of its earlier turns."""
+    compaction: CompactionConfig = field(default_factory=CompactionConfig)
     max_result_chars: int = 4000
     """Maximum length of a tool result; a longer one loses its middle."""
     system_prompt: str | None = None

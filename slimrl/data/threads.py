@@ -4,13 +4,15 @@ import asyncio
 import atexit
 import logging
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-THREAD_NAME = "slimrl-task-code"
+THREAD_NAME, IDLE_NAME = "slimrl-task-code", "slimrl-idle"
+IDLE_S = 1.0
 
 
 class TaskCodeExited(Exception):
@@ -26,24 +28,65 @@ def in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
     A closing event loop waits for the threads of asyncio.to_thread without a deadline, but not for these. Python cannot
     end the thread: after the future is cancelled, a call that hangs continues in the background.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    threading.Thread(target=partial(_run, call, future), name=THREAD_NAME, daemon=True).start()
+    return future
+
+
+class ReusedThreads:
+    """Threads as those of `in_thread`, each of which waits for another call after its own, since short calls take less
+    time than the start of a thread. One without a call for IDLE_S ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+        """Inboxes of the threads that wait"""
+
+    def run(self, call: Callable[[], Any]) -> "asyncio.Future[Any]":
+        """As `in_thread`."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            inbox = self._idle.pop() if self._idle else None
+        if inbox is None:
+            inbox = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(inbox,), name=THREAD_NAME, daemon=True).start()
+        inbox.put(partial(_run, call, future))
+        return future
+
+    def _serve(self, inbox: "queue.SimpleQueue[Callable[[], None]]") -> None:
+        thread = threading.current_thread()
+        while True:
+            try:
+                run = inbox.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if inbox in self._idle:
+                        self._idle.remove(inbox)
+                        return
+                run = inbox.get()  # it came with the deadline
+            thread.name = THREAD_NAME
+            run()
+            del run
+            thread.name = IDLE_NAME
+            with self._lock:
+                self._idle.append(inbox)
+
+
+def _run(call: Callable[[], Any], future: "asyncio.Future[Any]") -> None:
+    """Give a future, from another thread than its loop's, what a call returns or raises."""
 
     def settle(outcome: Callable[[], None]) -> None:
         if not future.done():
             outcome()
 
-    def run() -> None:
-        try:
-            outcome = partial(future.set_result, call())
-        except BaseException as error:  # noqa: BLE001 - handed to the waiting coroutine, which raises it
-            outcome = partial(future.set_exception, reportable(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, outcome)
-        del outcome  # An error's traceback holds this frame, which would hold the error and all that its frames hold.
-
-    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
-    return future
+    try:
+        outcome = partial(future.set_result, call())
+    except BaseException as error:  # noqa: BLE001 - handed to the waiting coroutine, which raises it
+        outcome = partial(future.set_exception, reportable(error))
+    loop = future.get_loop()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(settle, outcome)
+    del outcome  # An error's traceback holds this frame, which would hold the error and all that its frames hold.
 
 
 def reportable(error: BaseException) -> Exception:
@@ -56,12 +99,12 @@ def reportable(error: BaseException) -> Exception:
 
 
 def task_threads() -> list[threading.Thread]:
-    """The threads of `in_thread` that still run."""
+    """The threads whose calls still run."""
     return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
 
 
 def end_process_if_calls_hang(exit_code: int) -> None:
-    """Exit with this code if a call of `in_thread` still runs, else return. A program calls it last.
+    """Exit with this code if a call in a thread still runs, else return. A program calls it last.
 
     At its normal exit the interpreter unwinds a thread that wakes up, which aborts the process (exit code 134) if Rust
     or C++ frames are on the thread's stack, such as those of pydantic and torch. This exit skips that, but runs the

@@ -22,6 +22,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     calls = sum(t.metadata["num_tool_calls"] for t in trajectories)
     errors = sum(t.metadata["num_tool_errors"] for t in trajectories)
     malformed = sum(t.metadata["num_malformed_calls"] for t in trajectories)
+    subagents = [t.metadata.get("num_subagents", 0) for t in trajectories]
+    compactions = [t.metadata.get("num_compactions", 0) for t in trajectories]
     return {
         "reward/mean": float(np.mean([t.reward for t in scored])) if scored else float("nan"),
         **{f"reward/parts/{name}": float(np.mean([t.rewards.get(name, 0.0) for t in scored])) for name in parts},
@@ -37,6 +39,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/tool_error_fraction": errors / calls if calls else 0.0,
         "rollout/malformed_call_fraction": malformed / calls if calls else 0.0,
         "rollout/retries": sum(t.metadata["num_retries"] for t in trajectories),
+        **({"rollout/subagents_mean": float(np.mean(subagents))} if any(subagents) else {}),
+        **({"rollout/compactions_mean": float(np.mean(compactions))} if any(compactions) else {}),
     }
 
 

@@ -1,7 +1,8 @@
 """The rollout as one call: prompts in, scored trajectories out.
 
 1. Each prompt gives `samples_per_prompt` trajectories, whose ids follow from step, prompt and sample.
-2. Each trajectory is one coroutine; a semaphore limits how many run at once.
+2. Each trajectory is one coroutine; a semaphore limits how many run at once. Its episode runs on this event loop, or in
+   an episode worker (`agent.workers`).
 3. A finished trajectory is rewarded, and if there is a teacher, scored by it.
 4. When the last trajectory of a prompt has ended, the rewards of groups are added, but not in an evaluation.
 5. The result is ordered by prompt and sample, whichever finished first.
@@ -11,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 from slimrl.agent.tools import ToolsUnavailable
@@ -27,9 +29,12 @@ from slimrl.rewards.groups import PendingGroups, score_group
 from slimrl.rewards.parts import PartFailed
 from slimrl.rewards.scoring import score
 from slimrl.rewards.services import NotStarted, RewardServices
+from slimrl.rollout.garbage import rare_collections
+from slimrl.rollout.loop_lag import LoopLag
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.workers.pool import EpisodeWorkers
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ WATCH_S = 1.0
 
 
 class RolloutStage:
-    """Runs episodes on the engines, all on one event loop."""
+    """Runs episodes on the engines, all on one event loop or in episode workers."""
 
     def __init__(
         self,
@@ -52,36 +57,45 @@ class RolloutStage:
         watch: Callable[[], None],
         flush_caches: Callable[[], None],
         teacher: Teacher | None = None,
+        workers: EpisodeWorkers | None = None,
     ) -> None:
         """
         Args:
-            engine: client of the engines.
+            engine: client of the engines, for episodes on this event loop.
             watch: called every second of a rollout; raises StageError if an engine ended that the episodes need.
             flush_caches: empties the engines' prefix caches. A deterministic run calls it before every rollout and
                 every evaluation set: the cache's content decides the shape of a prefill and so its last bits, and the
                 engines of a resumed run have not seen the earlier prompts.
             teacher: scores the trajectories of a rollout, but not those of an evaluation.
+            workers: run the episodes instead of this event loop; started and closed with the stage.
         """
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
-        self._episodes = task.episode_runner(recipe, engine)
+        self._workers = workers
+        self._episodes = workers or task.episode_runner(recipe, engine)
         self._teacher = teacher
         self.scoring = ScoringTimes()
         """Of the last rollout, and of those before it that it refills."""
+        self.lags_s: list[float] = []
+        """Of the event loops of this process and the workers in the same rollouts; see LoopLag"""
+        self._lag = LoopLag()
         self._services = RewardServices(task.rewards.parts, timeout_s=recipe.reward.startup_timeout_s)
         self._service_tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.Runner()
+        self._held = ExitStack()
 
     def __enter__(self) -> Self:
-        """Start the rewards; raises RunError if one does not start."""
+        """Start the rewards and the workers; raises RunError if one does not start."""
         try:
             self._loop.run(self._start())
         except BaseException:
             self.__exit__()
             raise
+        self._held.enter_context(rare_collections())
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._held.close()
         if self._loop.run(self._close()):
             # Of a loop with tasks that do not end, the close would wait for them.
             self._loop.close()
@@ -105,7 +119,7 @@ class RolloutStage:
             RunError: more than `rollout.max_failed_fraction` of the trajectories failed.
         """
         if not earlier:
-            self.scoring = ScoringTimes()
+            self.scoring, self.lags_s = ScoringTimes(), []
         samples = self._recipe.rollout.samples_per_prompt
         planned = planned_trajectories(prompts, samples_per_prompt=samples, label=label)
         sampling = self._recipe.rollout.sampling
@@ -229,12 +243,16 @@ class RolloutStage:
             on_done(trajectory)
             return trajectory
 
+        self._lag.resume()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(run(*each)) for each in planned.items()]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__
+        finally:
+            self._lag.pause()
+            self.lags_s += [*self._lag.take(), *(() if self._workers is None else self._workers.take_lags())]
         if teacher is not None:
             self.scoring.tail_s += time.monotonic() - last_end
         return [task.result() for task in tasks]

@@ -44,6 +44,7 @@ from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.versions_folder import versions_folder
+from slimrl.runtime.workers.pool import EpisodeWorkers
 
 ATTEMPT_WAITS_S = 180.0
 """How long to wait until the job's previous attempt has ended. Its processes have deadlines, and on NFS 4 the locks of
@@ -258,6 +259,7 @@ def rollout_stage(
         watch=watch,
         flush_caches=engines.flush_caches,
         teacher=_teacher(recipe, teachers, vocab_size),
+        workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
     )
 
 

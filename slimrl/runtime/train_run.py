@@ -12,6 +12,7 @@ from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.samples import write_samples
 from slimrl.rollout.environment_metrics import environment_metrics
+from slimrl.rollout.loop_lag import loop_lag_metrics
 from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_metrics
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.engine_group import EngineGroup
@@ -82,6 +83,7 @@ class TrainRun(Run):
         seconds = time.monotonic() - start
         step.record({**rollout_metrics(batch.sampled, seconds), **batch.metrics})
         step.record(environment_metrics(batch.sampled))
+        step.record(loop_lag_metrics(self.stage.lags_s))
         step.record(self._reward_watch.metrics(batch.sampled))
         step.record(teacher_metrics(batch.sampled, self.stage.scoring))
         if len(self.task.train) > 1:

@@ -134,6 +134,16 @@ def test_isolated_runs_are_timed_against_plain_processes(tmp_path: Path):
         assert way["median_ms"] <= way["p99_ms"]
 
 
+def test_episodes_are_timed_beside_bare_coroutines(tmp_path: Path):
+    sizes = ("--episodes", "20", "--turns", "3", "--repeats", "1", "--latency", "0.01")
+    figures = figures_of("episodes", tmp_path / "episodes.json", *sizes)
+    ours, bare = (figures["ways"][name] for name in ("episodes", "bare"))
+    assert figures["ratio"] == pytest.approx(ours["cpu_ms_per_turn"] / bare["cpu_ms_per_turn"])
+    assert figures["difference_ms"] == pytest.approx(ours["cpu_ms_per_turn"] - bare["cpu_ms_per_turn"])
+    assert_positive(bare["cpu_ms_per_turn"], ours["seconds"], bare["seconds"])
+    assert ours["cpu_ms_per_turn"] > bare["cpu_ms_per_turn"]
+
+
 @pytest.mark.full
 def test_resyncs_are_timed_against_copies_and_as_deltas(tmp_path: Path):
     figures = figures_of("resync", tmp_path / "resync.json", "--repeats", "1", "--gigabytes", "0.03")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from slimrl.agent.mcp.server import listed_tools
 from slimrl.agent.mcp.tool_box import McpToolBox
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolAnswer, ToolCrash, ToolError, ToolsUnavailable, make_tool
 from slimrl.cli import app
 from slimrl.config.load import load_recipe
@@ -262,7 +263,7 @@ def problems_of(**servers: McpServerConfig) -> dict[str, str]:
     loaded = load_recipe(TOY, ["model.path=absent", "agent.tools=[]"], "train")
     attempts = Attempts(loaded)
     agent = AgentConfig(mcp=servers, start_timeout_s=20)
-    assert load_tools(agent, attempts) is None
+    assert load_tools(agent, attempts, SandboxPool(agent.sandbox)) is None
     return {problem.key: problem.message for problem in attempts.problems}
 
 

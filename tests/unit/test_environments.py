@@ -226,7 +226,7 @@ def test_an_environment_that_exits_where_it_is_made_fails_the_trajectory_alone()
     assert "raised SystemExit(3)" in trajectory.metadata["error"]
 
 
-def test_errors_are_counted_of_the_calls_that_are_counted():
+def test_calls_and_errors_of_a_last_turn_are_counted():
     class Errs(Walk):
         async def step(self, turn):
             return Observation(tool_errors=["move"], done=True)
@@ -236,7 +236,7 @@ def test_errors_are_counted_of_the_calls_that_are_counted():
         return metadata["num_tool_calls"], metadata["num_tool_errors"]
 
     assert counts(max_turns=2) == (1, 1)
-    assert counts(max_turns=1) == (0, 0)
+    assert counts(max_turns=1) == (1, 1)
 
 
 def test_an_environment_is_closed_when_the_trajectory_meets_its_deadline():

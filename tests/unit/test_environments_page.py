@@ -16,7 +16,9 @@ from slimrl.config.load import load_recipe
 from slimrl.config.schema import AgentConfig, Recipe, SamplingConfig, SandboxConfig
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Status
-from slimrl.runtime.checks.environment import load_environment, load_play
+from slimrl.runtime.checks.attempts import Attempts
+from slimrl.runtime.checks.environment import load_environment, load_play, load_summary_rule
+from slimrl.runtime.checks.tools import load_tools
 
 ROOT = Path(__file__).parents[2]
 POOL = SandboxPool(SandboxConfig())
@@ -25,17 +27,19 @@ POOL = SandboxPool(SandboxConfig())
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The working directory of the page's reader."""
-    game, recipe, episode = re.findall(
+    game, recipe, rule, subagents, episode = re.findall(
         r"```(?:python|yaml)\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.S
     )
     (tmp_path / "guess.py").write_text(game)
     (tmp_path / "guess.yaml").write_text(recipe)
     (tmp_path / "own_play.py").write_text(episode)
+    (tmp_path / "own_rule.py").write_text(rule)
+    (tmp_path / "subagents.yaml").write_text(f"extends: recipes/tiny_moe/gspo_calculator.yaml\n{subagents}")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in ("guess", "own_play"):
+    for name in ("guess", "own_play", "own_rule"):
         sys.modules.pop(name, None)
 
 
@@ -110,10 +114,22 @@ class Static(NoStep):
 def test_a_method_may_be_static():
     recipe = Recipe()
     recipe.agent = AgentConfig(environment=f"{__name__}:Static")
-    assert isinstance(load_environment(recipe, ToolBox([]))(), Static)
+    assert isinstance(load_environment(recipe, ToolBox([]), POOL)(), Static)
 
 
 def not_asynchronous(episode): ...
+
+
+def test_its_rule_and_its_sub_agents_are_accepted(page):
+    rule = load_summary_rule("own_rule:newest_results")
+    results = [{"role": "tool", "content": str(number)} for number in range(7)]
+    assert rule([{"role": "user", "content": "q"}, *results]) == "Results so far: 2; 3; 4; 5; 6"
+    compaction = "agent.compaction={at_tokens: 200, function: own_rule:newest_results}"
+    loaded = load_recipe("subagents.yaml", ["model.path=absent", compaction], "train")
+    keys = {problem.key for problem in check_loaded(loaded) if not problem.warning}
+    assert keys <= {"model.path", "data.train", "data.eval.heldout"}
+    tools = load_tools(loaded.recipe.agent, Attempts(loaded), POOL)
+    assert [schema["function"]["name"] for schema in tools.schemas] == ["calculator", "solver"]
 
 
 @pytest.mark.parametrize(

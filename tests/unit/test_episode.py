@@ -85,7 +85,10 @@ def lookup(word: str) -> str:
 TOOLS = ToolBox([make_tool(calculator), make_tool(lookup)])
 
 
-def runner_of(engine, tools=TOOLS, chat=CHAT, agent=None, environment=None, play=None, **limits):
+def runner_of(
+    engine, tools=TOOLS, chat=CHAT, agent=None, environment=None, play=None,
+    summary_rule=None, subagents=None, parallel=True, **limits,
+):  # fmt: skip
     rollout = RolloutConfig(**{"max_trajectory_tokens": 512, **limits})
     agent = agent or AgentConfig()
     return EpisodeRunner(
@@ -94,6 +97,9 @@ def runner_of(engine, tools=TOOLS, chat=CHAT, agent=None, environment=None, play
         environment=environment or partial(ToolEnvironment, tools, agent, rollout.tool_timeout_s),
         rollout=rollout,
         agent=agent,
+        summary_rule=summary_rule,
+        subagents=subagents or {},
+        parallel_subagents=parallel,
         **({"play": play} if play else {}),
     )
 
@@ -319,7 +325,7 @@ def test_a_turn_that_ends_the_text_completes_the_trajectory_whatever_it_called()
     assert other_end != TOKENIZER.eos_token_id
     trajectory = play(ScriptedEngine([*encode("<tool_call>\n{"), other_end]))
     assert trajectory.status is Status.completed
-    assert trajectory.metadata["num_tool_calls"] == 0
+    assert trajectory.metadata["num_tool_calls"] == trajectory.metadata["num_malformed_calls"] == 1
     assert trajectory.segments[0].tokens[-1] == other_end
 
 
@@ -327,7 +333,7 @@ def test_running_out_of_turns_truncates_without_calling_the_tool():
     trajectory = play(ScriptedEngine(CALL, CALL, CALL), max_turns=2)
     assert trajectory.status is Status.truncated
     assert trajectory.metadata["num_turns"] == 2
-    assert trajectory.metadata["num_tool_calls"] == 1
+    assert trajectory.metadata["tool_calls"] == {"calculator": {"calls": 2, "errors": 0, "malformed": 0}}
     assert trajectory.segments[0].loss_mask[-1]
 
 

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "resync": {*LEAVES, "device", "ipc", "models", "quantization", "checkpoints", "versions"},
     "runtime": {
         *LEAVES, "device", "algorithms", "chat", "agent", "rewards", "observability", "ipc", "models", "quantization",
-        "checkpoints", "versions", "toys", "evaluation", "rollout", "trainer", "resync",
+        "checkpoints", "versions", "toys", "evaluation", "rollout", "trainer", "resync", "sglang_plugin",
     },
     "planner": {*LEAVES, "algorithms", "models", "observability", "checkpoints", "trainer", "resync", "runtime"},
     "launch": {*LEAVES, "models", "runtime"},

@@ -20,6 +20,12 @@ PROMPTS = [Prompt(prompt_id=f"p:{number}", messages=[], label=number) for number
 
 
 class Episodes:
+    async def start(self):
+        pass
+
+    async def stop(self):
+        pass
+
     async def run(self, prompt, *, trajectory_id, sampling, seed):
         return Trajectory(
             group_id=prompt.prompt_id,

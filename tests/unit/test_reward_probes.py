@@ -13,10 +13,11 @@ import pytest
 import yaml
 from reward_cases import asked, said, sampled
 
-from slimrl.config.schema import RewardPartConfig
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.config.schema import RewardPartConfig, SandboxConfig
 from slimrl.data.trajectory import Prompt
 from slimrl.rewards.comparison import equivalent
-from slimrl.rewards.loading import load_part
+from slimrl.rewards.loading import Supplies, load_part
 from slimrl.rewards.scoring import call_reward
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +231,10 @@ def test_the_example_of_the_page_is_what_a_recipe_may_say():
     (example,) = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S) if "CodeTests" in block]
     for section, parts in yaml.safe_load(example)["reward"].items():
         for name, settings in (parts or {}).items():
-            load_part(name, RewardPartConfig(**settings), "trajectories" if section == "group" else "trajectory")
+            subject = "trajectories" if section == "group" else "trajectory"
+            load_part(
+                name, RewardPartConfig(**settings), subject, Supplies({SandboxPool: SandboxPool(SandboxConfig())})
+            )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from reward_cases import asked, said, sampled
 
 from slimrl.rewards.calibration import Calibration, stated_confidence
 from slimrl.rewards.length import CosineLength, Repetition
+from slimrl.rewards.loading import NO_SUPPLIES
 from slimrl.rewards.tool_use import PlanConsistency, ResultUse, ToolSuccess
 from slimrl.rewards.unsupervised import Confidence, SelfConsistency
 from slimrl.rewards.verifier import Verifier
@@ -85,10 +86,10 @@ def test_what_is_no_confidence_counts_as_none(stated):
 
 async def test_a_verifier_is_a_reward_by_its_path_with_values_from_0_to_1():
     with pytest.raises(ValueError, match=r"no module|has no"):
-        Verifier("slimrl.rewards.answers:Exact")
+        Verifier("slimrl.rewards.answers:Exact", None, NO_SUPPLIES)
     with pytest.raises(ValueError, match="cannot be called"):
-        Verifier(EXACT, {"power": 2})
-    costs = Verifier("slimrl.rewards.length:Repetition", {"ngram": 1})
+        Verifier(EXACT, {"power": 2}, NO_SUPPLIES)
+    costs = Verifier("slimrl.rewards.length:Repetition", {"ngram": 1}, NO_SUPPLIES)
     with pytest.raises(ValueError, match="must give 0 to 1 here"):
         await costs.correctness(with_tokens("x", [1, 1]), asked())
 

@@ -328,7 +328,8 @@ def test_code_that_ignores_its_end_does_not_keep_the_run_from_ending(monkeypatch
     episodes = Stubborn()
     recipe = Recipe()
     recipe.agent.close_timeout_s = 0.1
-    task = SimpleNamespace(episode_runner=lambda *_: episodes, rewards=Rewards(function=episodes.reward))
+    rewards, sandbox = Rewards(function=episodes.reward), SandboxPool(SandboxConfig())
+    task = SimpleNamespace(sandbox=sandbox, episode_runner=lambda *_: episodes, rewards=rewards)
     stage = RolloutStage(recipe, task, episodes, episodes, watch=lambda: None, flush_caches=lambda: None)
 
     def run():

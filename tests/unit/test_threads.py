@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.data import threads
-from slimrl.data.threads import TaskCodeExited, end_process_if_calls_hang, in_thread, task_threads
+from slimrl.data.threads import ReusedThreads, TaskCodeExited, end_process_if_calls_hang, in_thread, task_threads
 
 
 def raises(error):
@@ -77,3 +77,22 @@ async def test_what_comes_after_a_call_was_given_up_is_dropped():
         thread.join(10)
     await asyncio.sleep(0)
     assert future.cancelled()
+
+
+async def test_calls_that_follow_each_other_share_a_thread_and_one_that_hangs_keeps_its_own(monkeypatch):
+    monkeypatch.setattr(threads, "IDLE_S", 0.2)
+    reused, release = ReusedThreads(), threading.Event()
+    first = await reused.run(threading.current_thread)
+    while first in task_threads():
+        await asyncio.sleep(0.001)
+    hanging = reused.run(lambda: release.wait(20) and threading.current_thread())
+    others = await asyncio.wait_for(asyncio.gather(*(reused.run(threading.current_thread) for _ in range(3))), 5)
+    assert first not in others
+    assert task_threads() == [first]
+    with pytest.raises(TaskCodeExited, match="SystemExit"):
+        await reused.run(lambda: sys.exit("bye"))
+    release.set()
+    assert await hanging is first
+    first.join(10)
+    assert not first.is_alive(), "it ends when it has no call for a while"
+    assert await reused.run(threading.current_thread) is not first

@@ -21,10 +21,16 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """A running HTTP server; `name` is for messages, such as "engine 0"."""
+    """A running server; `name` is for messages, such as "engine 0"."""
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-        """Start it with this process's environment and the variables of `env`. Its output overwrites `log`."""
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, pass_fds: Sequence[int] = ()
+    ) -> None:
+        """Start it with this process's environment and the variables of `env`. Its output overwrites `log`.
+
+        Args:
+            pass_fds: descriptors that it inherits.
+        """
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -36,11 +42,20 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=tuple(pass_fds),
             )
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def ended_within(self, timeout_s: float) -> bool:
+        """Whether the process ends before a deadline."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def check(self) -> None:
         """Raises ServerError if the process has ended."""

@@ -1,14 +1,16 @@
-"""The environment and the play of a recipe's episodes, resolved before anything starts."""
+"""The environment and the other code of a recipe's episodes, resolved before anything starts."""
 
 import inspect
 from functools import partial
 
+from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import Play, play
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
-from slimrl.agent.tools import ToolBox
-from slimrl.config.schema import Recipe
+from slimrl.agent.tools import ToolBox, tools_of
+from slimrl.chat.chat_format import CallName, ChatFormat, tool_results
+from slimrl.config.schema import AgentConfig, CompactionConfig, Recipe
 from slimrl.data.import_path import parameters_of_type, resolve
 
 METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -63,6 +65,21 @@ def _self(make: type, name: str) -> tuple[type, ...]:
     return () if isinstance(inspect.getattr_static(make, name), staticmethod | classmethod) else (make,)
 
 
+def load_subagents(agent: AgentConfig, sandbox: SandboxPool) -> dict[str, ToolBox]:
+    """The tools of each sub-agent.
+
+    Raises:
+        ValueError: names the sub-agent and the path that leads to no function fit for a tool.
+    """
+    found = {}
+    for name, settings in agent.subagents.items():
+        try:
+            found[name] = ToolBox(tools_of(settings.tools, agent.tool_args), sandbox)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found
+
+
 def load_play(path: str) -> Play:
     """Raises ValueError: there is no such function, or it is not asynchronous with one argument."""
     if not path:
@@ -71,3 +88,20 @@ def load_play(path: str) -> Play:
     if not inspect.iscoroutinefunction(function):
         raise ValueError(f"{path}: is not `async def`, which an episode is")
     return function
+
+
+def load_summary_rule(path: str) -> SummaryRule | None:
+    """None without a path; raises ValueError if there is no such function of one argument."""
+    return resolve(path, arguments=("messages",)) if path else None
+
+
+def check_summary_request(compaction: CompactionConfig, chat: ChatFormat) -> None:
+    """Raises ValueError if the chat template does not let a user speak after an answer, or after a tool's."""
+    if compaction.at_tokens is None or compaction.function:
+        return
+    asked = {"role": "user", "content": compaction.prompt}
+    call = CallName(id="functions.f:0", name="f")
+    for end in chat.call_ends:
+        chat.join(end, [call], [*tool_results([call], ["a result"]), asked], None)
+    for end in chat.answer_ends:
+        chat.join(end, [], [asked], None)

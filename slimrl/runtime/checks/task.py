@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import EpisodeRunner, Play
@@ -25,7 +26,13 @@ from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.loading import Rewards, Supplies, load_rewards, refuse_unknown_names
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_dialogues
-from slimrl.runtime.checks.environment import load_environment, load_play
+from slimrl.runtime.checks.environment import (
+    check_summary_request,
+    load_environment,
+    load_play,
+    load_subagents,
+    load_summary_rule,
+)
 from slimrl.runtime.checks.sandbox import check_sandbox
 
 GroupFilter = Callable[[list[Trajectory]], bool]
@@ -45,6 +52,9 @@ class Task:
     train: dict[str, list[Prompt]]
     """By the file's name; empty if the command does not train"""
     eval_sets: dict[str, list[Prompt]]
+    summary_rule: SummaryRule | None = None
+    subagents: dict[str, ToolBox] = field(default_factory=dict)
+    """Tools of each sub-agent"""
     notes: list[str] = field(default_factory=list)
     """How many prompts of each file are left out, if `data.max_prompt_tokens` says so"""
     num_left_out: int = 0
@@ -59,6 +69,9 @@ class Task:
             agent=recipe.agent,
             play=self.play,
             tools=self.tools,
+            summary_rule=self.summary_rule,
+            subagents=self.subagents,
+            parallel_subagents=not recipe.deterministic,
         )
 
 
@@ -81,6 +94,10 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
         "tools": tools,
         "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
         "play": attempts.get("agent.episode", lambda: load_play(recipe.agent.episode)),
+        "summary_rule": attempts.get(
+            "agent.compaction.function", lambda: load_summary_rule(recipe.agent.compaction.function)
+        ),
+        "subagents": attempts.get("agent.subagents", lambda: load_subagents(recipe.agent, sandbox)),
         "rewards": load_rewards(recipe.reward, attempts.get, Supplies({SandboxPool: sandbox})),
         "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "sandbox": sandbox,
@@ -93,6 +110,9 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
             for name, path in (data.eval.items() if evaluate else ())
         },
     }
+    if dialogues is not None:
+        chat = dialogues.chat
+        attempts.get("agent.compaction", lambda: check_summary_request(recipe.agent.compaction, chat))
     if is_needed("algorithm", loaded.command):
         attempts.get("algorithm.loss", lambda: load_loss(recipe.algorithm.loss))
         if recipe.algorithm.advantage != AdvantageName.given:

@@ -1,10 +1,12 @@
-"""The tools of a recipe: functions, and those that its MCP servers list."""
+"""The tools of a recipe: functions, sub-agents, and those that its MCP servers list."""
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.agent.tools import ToolBox, ToolsUnavailable, tools_of
+from slimrl.agent.subagents import subagent_tool
+from slimrl.agent.tools import Tool, ToolBox, ToolsUnavailable, check_arguments, tools_of
 from slimrl.config.problems import suggestion
 from slimrl.config.schema import AgentConfig
 from slimrl.runtime.checks.attempts import Attempts
@@ -12,7 +14,7 @@ from slimrl.runtime.checks.attempts import Attempts
 
 def load_tools(agent: AgentConfig, attempts: Attempts, sandbox: SandboxPool) -> ToolBox | None:
     """Resolve the functions, and start each server once to ask for its tools. None if something is wrong."""
-    functions = attempts.get("agent.tools", lambda: tools_of(agent.tools, agent.tool_args))
+    functions = attempts.get("agent.tools", partial(_functions, agent))
     if not agent.mcp:
         return None if functions is None else attempts.get("agent.tools", lambda: ToolBox(functions, sandbox))
     # Not at the top: its package is an extra.
@@ -23,6 +25,14 @@ def load_tools(agent: AgentConfig, attempts: Attempts, sandbox: SandboxPool) -> 
     if functions is None or len(complete) < len(listed):
         return None
     return attempts.get("agent.mcp", lambda: McpToolBox(functions, complete, agent, sandbox))
+
+
+def _functions(agent: AgentConfig) -> list[Tool]:
+    """Functions and sub-agents; raises ValueError for a path that leads to no tool, and for arguments of none."""
+    functions = tools_of(agent.tools, agent.tool_args)
+    theirs = [tools_of(settings.tools, agent.tool_args) for settings in agent.subagents.values()]
+    check_arguments([*functions, *chain(*theirs)], agent.tool_args)
+    return [*functions, *(subagent_tool(name, settings) for name, settings in agent.subagents.items())]
 
 
 def _listed(name: str, agent: AgentConfig) -> list[Any]:

@@ -122,6 +122,11 @@ class EngineGroup:
         self._move_memory("resume_memory", parts)
 
     @property
+    def logs(self) -> Path:
+        """Folder of the run's logs."""
+        return self._folder.logs
+
+    @property
     def roles(self) -> tuple[tuple[str, int], ...]:
         """(role and node, pid) of actors and servers, and of the router."""
         roles = [

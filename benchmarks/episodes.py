@@ -1,0 +1,247 @@
+"""CPU time of episodes on one event loop, beside bare coroutines that send the same requests.
+
+The engine is made up: it answers after a latency drawn as an engine's would be (a prefill, then tokens at the pace of a
+full batch), with a call of the calculator, and at the end with an answer. All else is the real path: chat template,
+tokenizer, SGLang's parser of calls, tools, transcript. Each way keeps all its episodes under way at once.
+
+1. The two ways alternate for some rounds. Their CPU time is the process's, the engine's waits included in both.
+2. All episodes are held in their first turn, or in their last one, for the memory of a waiting one: in a process of its
+   own for each, since freed memory is used again.
+"""
+
+import argparse
+import asyncio
+import gc
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+from figures import make_table, write_figures
+from rich.console import Console
+from slimrl_tools.toy.toy_tokenizer import build_tokenizer
+
+from slimrl.agent.calculator import calculator
+from slimrl.agent.dialogue import Dialogues
+from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.parsers import make_parser
+from slimrl.agent.tool_environment import ToolEnvironment
+from slimrl.agent.tools import ToolBox, make_tool
+from slimrl.chat.chat_format import ChatFormat
+from slimrl.chat.template import ChatTemplate
+from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
+from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
+from slimrl.data.trajectory import Prompt, Status
+from slimrl.rollout.garbage import rare_collections
+
+PREFILL_S, TOKEN_S, SPREAD = 0.3, 0.04, 0.3
+"""Medians of the latency of a turn: a prefill and each token; and the standard deviation of the logarithm."""
+CALL = 'First compute {0}.\n<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{0}"}}}}\n</tool_call>'
+ANSWER = "The result is \\boxed{580}.<|im_end|>"
+PROMPT = Prompt(prompt_id="p:1", messages=[{"role": "user", "content": "Compute 34*17+2 step by step."}], label=580)
+SAMPLING = SamplingConfig(max_new_tokens=256)
+WAYS = ("episodes", "bare")
+GOAL_MS = 0.5
+"""CPU time of a turn."""
+Play = Callable[[Engine, int], Awaitable[None]]
+"""Plays the episode of this number."""
+
+
+class MadeUpEngine(Engine):
+    """Calls the calculator in every turn but the last.
+
+    Args:
+        latency_s: 1 for the latencies above, 0 for none.
+        held_turn: all requests of this turn wait until `release` is set.
+    """
+
+    def __init__(self, turns: list[list[int]], *, latency_s: float = 1.0, held_turn: int = -1) -> None:
+        self.turns, self._scale, self._held_turn = turns, latency_s, held_turn
+        self._random = random.Random(0)
+        self.release = asyncio.Event()
+        self.num_held = 0
+        self._turn_of: dict[str, int] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        number = self._turn_of.get(request.session_id, 0)
+        self._turn_of[request.session_id] = number + 1
+        tokens = self.turns[number]
+        if number == self._held_turn:
+            self.num_held += 1
+            await self.release.wait()
+        median_s = PREFILL_S + TOKEN_S * len(tokens)
+        await asyncio.sleep(self._scale * median_s * self._random.lognormvariate(0, SPREAD))
+        return GenerateResult(
+            tokens=list(tokens),
+            logprobs=[-0.5] * len(tokens),
+            weight_version=1,
+            finish_reason="stop",
+            routed_experts=None,
+            cached_tokens=0,
+        )
+
+    async def aclose(self) -> None:
+        return
+
+
+class Ways:
+    """The real episodes, and bare coroutines that send what those sent."""
+
+    def __init__(self, num_turns: int) -> None:
+        tokenizer = build_tokenizer()
+        self._chat = ChatFormat(ChatTemplate(tokenizer), [tokenizer.eos_token_id])
+        self._tools = ToolBox([make_tool(calculator)])
+        self._agent = AgentConfig(system_prompt="Put the answer in \\boxed{}.")
+        self._rollout = RolloutConfig(max_turns=num_turns, max_trajectory_tokens=2**20)
+        texts = [CALL.format(f"34*17+{number}") for number in range(num_turns - 1)]
+        self.turns = [self._chat.template.encode(text) for text in [*texts, ANSWER]]
+        self.requests: list[GenerateRequest] = []
+        """Of one episode"""
+
+    def play_of(self, name: str, engine: Engine) -> Play:
+        """A way's play on an engine."""
+        return self.bare if name == "bare" else self._real(engine)
+
+    def _real(self, engine: Engine) -> Play:
+        runner = EpisodeRunner(
+            engine=engine,
+            dialogues=Dialogues(self._chat, partial(make_parser, "qwen25"), stop_at_call=True),
+            environment=partial(ToolEnvironment, self._tools, self._agent, self._rollout.tool_timeout_s),
+            rollout=self._rollout,
+            agent=self._agent,
+        )
+
+        async def play(engine: Engine, number: int) -> None:
+            trajectory = await runner.run(PROMPT, trajectory_id=f"t{number}", sampling=SAMPLING, seed=number)
+            assert trajectory.status is Status.completed, trajectory.metadata
+            assert trajectory.num_turns == len(self.turns), trajectory.metadata
+
+        return play
+
+    async def record(self) -> None:
+        """Note the requests of one episode."""
+        engine = MadeUpEngine(self.turns, latency_s=0)
+        generate = engine.generate
+
+        async def noted(request: GenerateRequest) -> GenerateResult:
+            self.requests.append(request)
+            return await generate(request)
+
+        engine.generate = noted  # type: ignore[method-assign]
+        await self._real(engine)(engine, 0)
+
+    async def bare(self, engine: Engine, number: int) -> None:
+        for request in self.requests:
+            await engine.generate(
+                GenerateRequest(
+                    **{**vars(request), "session_id": f"t{number}", "input_ids": list(request.input_ids)},
+                )
+            )
+
+
+async def run(play: Play, engine: Engine, num_episodes: int) -> dict[str, float]:
+    """CPU seconds and seconds of all episodes."""
+    cpu, start = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(play(engine, number) for number in range(num_episodes)))
+    return {"cpu_s": time.process_time() - cpu, "seconds": time.perf_counter() - start}
+
+
+async def waiting_bytes(name: str, num_episodes: int, num_turns: int, turn: int) -> float:
+    """Resident memory of an episode that waits in a turn, in this process, which must be a new one."""
+    ways = Ways(num_turns)
+    await ways.record()
+    engine = MadeUpEngine(ways.turns, latency_s=0, held_turn=turn)
+    play = ways.play_of(name, engine)
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    episodes = asyncio.gather(*(play(engine, number) for number in range(num_episodes)))
+    while engine.num_held < num_episodes:
+        await asyncio.sleep(0.1)
+        assert not episodes.done()
+    gc.collect()
+    after = psutil.Process().memory_info().rss
+    engine.release.set()
+    await episodes
+    return (after - before) / num_episodes
+
+
+def waiting_bytes_of(name: str, num_episodes: int, num_turns: int, turn: int) -> float:
+    return asyncio.run(waiting_bytes(name, num_episodes, num_turns, turn))
+
+
+async def compare(num_episodes: int, num_turns: int, repeats: int, latency_s: float) -> dict[str, dict[str, float]]:
+    """Way -> milliseconds of CPU for each turn, and seconds of a round."""
+    ways = Ways(num_turns)
+    await ways.record()
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    for _ in range(repeats):
+        for name, measured in rounds.items():
+            engine = MadeUpEngine(ways.turns, latency_s=latency_s)
+            measured.append(await run(ways.play_of(name, engine), engine, num_episodes))
+    return {
+        name: {
+            "cpu_ms_per_turn": _median(measured, "cpu_s") * 1000 / (num_episodes * num_turns),
+            "seconds": _median(measured, "seconds"),
+        }
+        for name, measured in rounds.items()
+    }
+
+
+def measure_memory(num_episodes: int, num_turns: int) -> dict[str, dict[str, float]]:
+    """Way -> bytes of an episode that waits in its first turn and in its last one."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return {
+            name: {
+                key: pool.apply(waiting_bytes_of, (name, num_episodes, num_turns, turn))
+                for key, turn in (("first_turn_bytes", 0), ("last_turn_bytes", num_turns - 1))
+            }
+            for name in WAYS
+        }
+
+
+def _median(rounds: Sequence[dict[str, float]], key: str) -> float:
+    return statistics.median(each[key] for each in rounds)
+
+
+def print_table(figures: dict[str, dict[str, float]], title: str) -> None:
+    table = make_table(title, ("way", "CPU ms/turn", "seconds", "kB waiting, first turn", "last turn"))
+    for name, row in figures.items():
+        table.add_row(
+            name,
+            f"{row['cpu_ms_per_turn']:.3f}",
+            f"{row['seconds']:.1f}",
+            f"{row['first_turn_bytes'] / 1000:.1f}",
+            f"{row['last_turn_bytes'] / 1000:.1f}",
+        )
+    Console().print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--episodes", type=int, default=5000, help="at the same time")
+    parser.add_argument("--turns", type=int, default=10, help="of an episode")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of each way")
+    parser.add_argument("--latency", type=float, default=1.0, help="factor of the engine's latencies")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    if options.episodes < 1 or options.turns < 2 or options.repeats < 1:
+        print("--episodes and --repeats: at least 1; --turns: at least 2.", file=sys.stderr)
+        return 2
+    memory = measure_memory(options.episodes, options.turns)
+    with rare_collections():
+        times = asyncio.run(compare(options.episodes, options.turns, options.repeats, options.latency))
+    ways = {name: {**times[name], **memory[name]} for name in WAYS}
+    print_table(ways, f"{options.episodes} episodes of {options.turns} turns at a time; the goal is {GOAL_MS} ms")
+    ours, bare = ways["episodes"]["cpu_ms_per_turn"], ways["bare"]["cpu_ms_per_turn"]
+    figures = {"episodes": options.episodes, "turns": options.turns, "ways": ways, "goal_ms": GOAL_MS}
+    write_figures(options.json, {**figures, "ratio": ours / bare, "difference_ms": ours - bare})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

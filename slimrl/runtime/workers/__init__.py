@@ -1,0 +1,1 @@
+"""Processes that run episodes for the driver (docs/environments.md)."""

@@ -1,0 +1,251 @@
+"""Episode workers from the driver's side: processes that run the episodes (`agent.workers`).
+
+1. An episode goes to the worker with the fewest. Its trajectory comes back when it has ended; rewards, those of groups
+   and the teacher's scores follow in the driver, so that their connections and caches exist once.
+2. A worker that ends takes its episodes with it: they fail with its cause, which counts for
+   `rollout.max_failed_fraction`. The next episode that it gets starts it again.
+3. One whose event loop is blocked beyond all deadlines of an episode is ended.
+"""
+
+import asyncio
+import logging
+import os
+import pickle
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from slimrl.agent.episode import failed_trajectory
+from slimrl.config.schema import Recipe, SamplingConfig
+from slimrl.data.engine import Engine
+from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rollout.servers.process import ServerError, ServerProcess
+from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup
+
+GRACE_S = 30.0
+"""Beyond the deadlines of an episode, until its worker is ended; also to end by itself."""
+POLL_S = 0.05
+
+log = logging.getLogger(__name__)
+
+
+class WorkerEnded(Exception):
+    """A worker ended while it ran an episode; the message has the cause."""
+
+
+class WorkerFault(Exception):
+    """An exception in a worker that is neither the engine's nor the task's; the message is its traceback."""
+
+
+class EpisodeWorkers:
+    """All workers of a run. `run` is that of EpisodeRunner."""
+
+    def __init__(self, recipe: Recipe, engine: Engine, logs: Path) -> None:
+        """
+        Args:
+            engine: client of the engines, not connected yet; each worker gets a copy.
+            logs: folder for the workers' output.
+        """
+        setup = Setup(recipe=recipe, engine=engine)
+        self._workers = [EpisodeWorker(index, setup, logs) for index in range(recipe.agent.workers)]
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers if worker.pid is not None]
+
+    async def start(self) -> None:
+        """Raises StageError: a worker does not start."""
+        await asyncio.gather(*(worker.ready() for worker in self._workers))
+
+    async def run(
+        self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
+    ) -> Trajectory:
+        """See EpisodeRunner.
+
+        Raises:
+            StageError: a worker that had ended does not start again.
+        """
+        worker = min(self._workers, key=lambda each: each.num_jobs)
+        job = Job(trajectory_id=trajectory_id, prompt=prompt, sampling=sampling, seed=seed)
+        try:
+            return pickle.loads(await worker.run(job))
+        except WorkerEnded as error:
+            cause = str(error)
+        except (StageError, WorkerFault):
+            raise
+        except Exception as error:  # noqa: BLE001 - what an object of the task's own raises is of any type
+            cause = f"scratch cannot be read in the driver, where rewards run with agent.workers above 1: {error!r}"
+        log.warning("%s: %s", trajectory_id, cause)
+        return failed_trajectory(prompt, trajectory_id, cause)
+
+    def take_lags(self) -> tuple[float, ...]:
+        """Lags of the workers' event loops in seconds since the last call."""
+        return tuple(lag for worker in self._workers for lag in worker.take_lags())
+
+    async def stop(self) -> None:
+        """End the workers: what runs there is cancelled, and its environments are closed."""
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+
+class EpisodeWorker:
+    """One worker: its process, once it is needed, and the connection to it."""
+
+    def __init__(self, index: int, setup: Setup, logs: Path) -> None:
+        self._name, self._setup, self._logs = f"episode worker {index}", setup, logs
+        self._log_stem = f"episodes_{index}"
+        agent, rollout = setup.recipe.agent, setup.recipe.rollout
+        starts_s = (1 + agent.start_retries) * (agent.start_timeout_s + agent.close_timeout_s)
+        self._deadline_s = starts_s + rollout.trajectory_timeout_s + agent.close_timeout_s + GRACE_S
+        self._process: ServerProcess | None = None
+        self._num_starts = 0
+        self._messages: Messages | None = None
+        """While the worker is ready"""
+        self._starting = asyncio.Lock()
+        self._ready: asyncio.Future[Ready] | None = None
+        self._jobs: dict[str, asyncio.Future[Ended]] = {}
+        self._lags_s: list[float] = []
+        self.num_jobs = 0
+        """Those that wait for its start included"""
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def take_lags(self) -> list[float]:
+        taken, self._lags_s = self._lags_s, []
+        return taken
+
+    async def ready(self) -> None:
+        """Start the process if none is connected.
+
+        Raises:
+            StageError: it ended, found a problem, or was not ready before `rollout.startup_timeout_s`.
+        """
+        async with self._starting:
+            if self._messages is not None:
+                return
+            if self._process is not None:
+                self._process.stop()
+            messages = await self._connected()
+            messages.send(sys.path)
+            messages.send(self._setup)
+            self._ready = asyncio.get_running_loop().create_future()
+            timeout_s = self._setup.recipe.rollout.startup_timeout_s
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._ready
+            except TimeoutError as error:
+                raise StageError(f"{self._name} was not ready within {timeout_s:g} s") from error
+            except WorkerEnded as error:
+                raise StageError(str(error)) from error
+            if answer.problem:
+                raise StageError(f"{self._name}: {answer.problem}")
+            self._messages = messages
+
+    async def run(self, job: Job) -> bytes:
+        """The pickled trajectory of an episode.
+
+        Raises:
+            StageError: the worker does not start.
+            WorkerEnded: it ended before the episode.
+            WorkerFault: it failed by a fault of ours.
+        """
+        self.num_jobs += 1
+        try:
+            await self.ready()
+            outcome = await self._outcome(job)
+        finally:
+            self.num_jobs -= 1
+        if outcome.fault:
+            raise WorkerFault(f"{self._name}: {outcome.fault}")
+        return outcome.trajectory
+
+    async def _outcome(self, job: Job) -> Ended:
+        messages = self._messages
+        assert messages is not None
+        self._jobs[job.trajectory_id] = ended = asyncio.get_running_loop().create_future()
+        messages.send(job)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await ended
+        except TimeoutError:
+            late = f"it did not answer within {self._deadline_s:g} s, so code that does not await blocks it"
+            cause = f"{self._name} was ended: {late}"
+            self._fail_all(cause)
+            if self._process is not None:
+                self._process.stop()
+            raise WorkerEnded(cause) from None
+        except asyncio.CancelledError:
+            messages.send(Cancel(trajectory_id=job.trajectory_id))
+            raise
+        finally:
+            del self._jobs[job.trajectory_id]
+
+    async def close(self) -> None:
+        """End the process: by itself, or by a signal once the deadline of the environments' close is over."""
+        process, messages = self._process, self._messages
+        self._process = self._messages = None
+        if process is None:
+            return
+        if messages is not None:
+            messages.close()
+            deadline_s = self._setup.recipe.agent.close_timeout_s + GRACE_S
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await _end_of(process)
+            except TimeoutError:
+                log.warning("%s did not end within %g s", self._name, deadline_s)
+        process.stop()
+
+    async def _connected(self) -> Messages:
+        """A new process and the connection to it."""
+        ours, theirs = socket.socketpair()
+        suffix = f"_{self._num_starts}" if self._num_starts else ""
+        self._num_starts += 1
+        with theirs:
+            module = "slimrl.runtime.workers.worker"
+            command = [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())]
+            log_file = self._logs / f"{self._log_stem}{suffix}.log"
+            self._process = ServerProcess(self._name, command, {}, log_file, pass_fds=(theirs.fileno(),))
+        log.info("process %d: %s", self._process.pid, self._name)
+        messages = Messages(self._take, self._lost)
+        await asyncio.get_running_loop().create_connection(lambda: messages, sock=ours)
+        return messages
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Ready() if self._ready is not None and not self._ready.done():
+                self._ready.set_result(message)
+            case Ended(trajectory_id=trajectory_id):
+                self._lags_s += message.lags_s
+                if (waiting := self._jobs.get(trajectory_id)) is not None and not waiting.done():
+                    waiting.set_result(message)
+
+    def _lost(self) -> None:
+        self._messages = None
+        if self._jobs or (self._ready is not None and not self._ready.done()):
+            self._fail_all(self._ending())
+
+    def _fail_all(self, cause: str) -> None:
+        """Tell all that wait for the worker that it has ended."""
+        for future in (self._ready, *self._jobs.values()):
+            if future is not None and not future.done():
+                future.set_exception(WorkerEnded(cause))
+
+    def _ending(self) -> str:
+        if self._process is None:
+            return f"{self._name} was closed"
+        try:
+            # Its socket closes a moment before it has ended.
+            self._process.ended_within(1.0)
+            self._process.check()
+        except ServerError as error:
+            return str(error)
+        return f"{self._name} closed its connection"
+
+
+async def _end_of(process: ServerProcess) -> None:
+    while not process.ended_within(0):
+        await asyncio.sleep(POLL_S)

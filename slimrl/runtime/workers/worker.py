@@ -1,0 +1,151 @@
+"""The process of an episode worker: `python -m slimrl.runtime.workers.worker SOCKET PARENT`.
+
+1. It loads dialogues, tools, environment and play from the driver's recipe, as the driver did before the start.
+2. It runs each job as a coroutine on its event loop and sends the trajectory, not yet scored.
+3. When the driver closes the connection it cancels what runs, which closes the environments, and ends. If the driver
+   is killed, it is killed too.
+"""
+
+import asyncio
+import logging
+import pickle
+import socket
+import sys
+import traceback
+from typing import Any
+
+from slimrl.agent.episode import EpisodeRunner, failed_trajectory
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tools import ToolsUnavailable
+from slimrl.config.load import LoadedRecipe
+from slimrl.config.problems import RecipeError
+from slimrl.config.schema import Recipe
+from slimrl.data.engine import Engine
+from slimrl.data.threads import end_process_if_calls_hang
+from slimrl.data.trajectory import Trajectory
+from slimrl.rollout.garbage import rare_collections
+from slimrl.rollout.loop_lag import LoopLag
+from slimrl.runtime.checks.dialogue import load_dialogues
+from slimrl.runtime.checks.environment import load_environment, load_play, load_subagents, load_summary_rule
+from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup
+from slimrl.sglang_plugin.lifeline import end_with
+
+log = logging.getLogger(__name__)
+
+
+def load_runner(recipe: Recipe, engine: Engine, sandbox: SandboxPool) -> EpisodeRunner:
+    """Raises RecipeError or ValueError: the recipe's code or files are no longer as the driver's checks saw them."""
+    loaded = LoadedRecipe(recipe=recipe, provenance={}, path="", command="rollout")
+    dialogues, tools = load_dialogues(loaded, sandbox)
+    return EpisodeRunner(
+        engine=engine,
+        dialogues=dialogues,
+        environment=load_environment(recipe, tools, sandbox),
+        rollout=recipe.rollout,
+        agent=recipe.agent,
+        play=load_play(recipe.agent.episode),
+        summary_rule=load_summary_rule(recipe.agent.compaction.function),
+        subagents=load_subagents(recipe.agent, sandbox),
+        tools=tools,
+    )
+
+
+class Worker:
+    """Runs the driver's jobs until the connection ends."""
+
+    def __init__(self) -> None:
+        self._messages = Messages(self._take, self._end)
+        self._ended = asyncio.Event()
+        self._runner: EpisodeRunner | None = None
+        self._sandbox: SandboxPool | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._lag = LoopLag()
+
+    async def serve(self, connection: socket.socket) -> None:
+        await asyncio.get_running_loop().create_connection(lambda: self._messages, sock=connection)
+        await self._ended.wait()
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        self._lag.pause()
+        if self._starting is not None:
+            await self._starting
+        if self._runner is not None:
+            await self._runner.stop()
+            await self._runner.engine.aclose()
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case list():
+                sys.path[:] = message
+            case Setup():
+                self._starting = asyncio.create_task(self._start(message))
+            case Job():
+                self._running[message.trajectory_id] = asyncio.create_task(self._run(message))
+                self._lag.resume()
+            case Cancel(trajectory_id=trajectory_id):
+                if trajectory_id in self._running:
+                    self._running[trajectory_id].cancel()
+
+    async def _start(self, setup: Setup) -> None:
+        """Load the runner and start it; the driver sends jobs when it is ready."""
+        problem = ""
+        self._sandbox = SandboxPool(setup.recipe.agent.sandbox)
+        try:
+            runner = load_runner(setup.recipe, setup.engine, self._sandbox)
+            await runner.start()
+            self._runner = runner
+        except (RecipeError, ValueError, ImportError, ToolsUnavailable) as error:
+            problem = f"{type(error).__name__}: {error}"
+        self._messages.send(Ready(problem=problem))
+
+    async def _run(self, job: Job) -> None:
+        assert self._runner is not None
+        try:
+            trajectory = await self._runner.run(
+                job.prompt, trajectory_id=job.trajectory_id, sampling=job.sampling, seed=job.seed
+            )
+            ended = Ended(
+                trajectory_id=job.trajectory_id, trajectory=_pickled(trajectory, job), lags_s=self._lag.take()
+            )
+        except Exception:  # noqa: BLE001 - the driver raises it
+            ended = Ended(trajectory_id=job.trajectory_id, fault=traceback.format_exc())
+        finally:
+            self._runner.engine.close(job.trajectory_id)
+            del self._running[job.trajectory_id]
+            if not self._running:
+                self._lag.pause()
+        self._messages.send(ended)
+
+    def _end(self) -> None:
+        self._ended.set()
+
+
+def _pickled(trajectory: Trajectory, job: Job) -> bytes:
+    """The trajectory, or a failed one in its place if its scratch cannot be sent."""
+    try:
+        return pickle.dumps(trajectory, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 - what an object of the task's own raises is of any type
+        cause = f"scratch cannot be sent to the driver, where rewards run with agent.workers above 1: {error}"
+        log.warning("%s: %s", job.trajectory_id, cause)
+        return pickle.dumps(failed_trajectory(job.prompt, job.trajectory_id, cause), pickle.HIGHEST_PROTOCOL)
+
+
+def main() -> None:
+    end_with(int(sys.argv[2]))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+
+    async def serve() -> None:
+        await Worker().serve(connection)
+
+    with rare_collections():
+        asyncio.run(serve())
+    end_process_if_calls_hang(0)
+
+
+if __name__ == "__main__":
+    main()

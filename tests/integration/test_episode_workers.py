@@ -1,0 +1,211 @@
+"""Episodes in processes of their own: what comes back, what one does to another, and that nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from slimrl_tools.toy.toy import ToySize, write_toy
+from slimrl_tools.toy.toy_tokenizer import build_tokenizer
+from worker_cases import SeededEngine, total
+
+from slimrl.config.schema import Recipe
+from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
+from slimrl.observability.progress import Progress
+from slimrl.rewards.loading import Rewards
+from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
+from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.runtime.workers.pool import EpisodeWorkers
+from slimrl.runtime.workers.worker import load_runner
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("workers") / "toy"
+    write_toy("qwen3_moe", path, ToySize(hidden=32, layers=1), seed=0)
+    return path
+
+
+def recipe_of(model: Path, folder: Path, workers: int, **rollout) -> Recipe:
+    recipe = Recipe(steps=1)
+    recipe.model.path = str(model)
+    recipe.agent.workers = workers
+    recipe.agent.environment, recipe.agent.environment_args = "worker_cases:Played", {"folder": str(folder)}
+    recipe.rollout.max_turns, recipe.rollout.samples_per_prompt = 5, 1
+    recipe.rollout.num_engines, recipe.rollout.max_trajectory_tokens = 1, 512
+    recipe.rollout.max_failed_fraction = 1.0
+    for name, value in rollout.items():
+        setattr(recipe.rollout, name, value)
+    return recipe
+
+
+@contextmanager
+def stage_of(recipe: Recipe, logs: Path) -> Iterator[RolloutStage]:
+    engine = SeededEngine(build_tokenizer().eos_token_id)
+    workers = EpisodeWorkers(recipe, engine, logs) if recipe.agent.workers > 1 else None
+    task = SimpleNamespace(episode_runner=load_runner, rewards=Rewards(function=total))
+    with (
+        Progress(1) as progress,
+        RolloutStage(
+            recipe, task, engine, progress, watch=lambda: None, flush_caches=lambda: None, workers=workers
+        ) as stage,
+    ):
+        yield stage
+    if workers is not None:
+        assert workers.pids == []
+
+
+def worker_processes(parent: int | None = None) -> list[psutil.Process]:
+    children = psutil.Process(parent).children(recursive=True)
+    return [child for child in children if "slimrl.runtime.workers.worker" in child.cmdline()]
+
+
+def prompts(*labels: str) -> list[Prompt]:
+    return [Prompt(prompt_id=f"p{number}", messages=[], label=label) for number, label in enumerate(labels)]
+
+
+def play(stage: RolloutStage, *labels: str, step: int = 1) -> list[Trajectory]:
+    return stage.rollout(prompts(*labels), label=f"step_{step:06d}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Has a file for each open environment of the stage."""
+    return tmp_path_factory.mktemp("open")
+
+
+@pytest.fixture(scope="module")
+def recipe(model, folder) -> Recipe:
+    return recipe_of(model, folder, 2, max_concurrency_per_engine=12)
+
+
+@pytest.fixture(scope="module")
+def stage(recipe, tmp_path_factory) -> Iterator[RolloutStage]:
+    with stage_of(recipe, tmp_path_factory.mktemp("logs")) as stage:
+        yield stage
+
+
+def wait_until_closed(folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while list(folder.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_two_workers_give_the_trajectories_of_the_driver_itself(model, stage, folder, tmp_path):
+    together = play(stage, *["plays"] * 12)
+    with stage_of(recipe_of(model, tmp_path, 1, max_concurrency_per_engine=5), tmp_path) as alone_stage:
+        alone = play(alone_stage, *["plays"] * 12)
+    assert [to_json(one) for one in together] == [to_json(one) for one in alone]
+    assert {one.status for one in alone} == {Status.completed}
+    assert all(one.reward == one.scratch["total"] > 0 for one in together)
+    assert {one.scratch["pid"] for one in alone} == {os.getpid()}
+    assert {one.scratch["pid"] for one in together} == {worker.pid for worker in worker_processes()}
+    assert list(folder.iterdir()) == list(tmp_path.iterdir()) == [], "each environment was closed"
+
+
+def test_an_environment_that_blocks_holds_up_the_episodes_of_its_own_worker_alone(stage):
+    blocked, awake = play(stage, "blocks", "is awake", step=2)
+    assert blocked.status is awake.status is Status.completed
+    assert blocked.scratch["pid"] != awake.scratch["pid"]
+    assert awake.scratch["latest_s"] < 1.0
+    assert 1.5 < max(stage.lags_s) < 10
+    play(stage, "is awake", step=3)
+    assert max(stage.lags_s) < 1.5, "of the last rollout alone"
+
+
+def test_a_killed_worker_fails_its_episodes_and_is_started_again(stage, folder):
+    killed, other, beside, third = play(stage, "is killed", "plays", "waits", "plays", step=4)
+    assert [one.status for one in (killed, beside)] == [Status.failed] * 2
+    assert killed.metadata["error"] == beside.metadata["error"]
+    assert "episode worker 0 was ended by SIGKILL" in killed.metadata["error"]
+    assert [one.status for one in (other, third)] == [Status.completed] * 2
+    for file in folder.iterdir():
+        file.unlink()  # a killed environment closes nothing
+    again = play(stage, "plays", "plays", step=5)
+    assert [one.status for one in again] == [Status.completed] * 2
+    assert other.scratch["pid"] == again[1].scratch["pid"] != again[0].scratch["pid"]
+
+
+def test_a_scratch_that_cannot_be_sent_fails_its_trajectory(stage):
+    function, unreadable, plain = play(stage, "keeps a function", "keeps what cannot be read", "plays", step=6)
+    assert "scratch cannot be sent to the driver" in function.metadata["error"]
+    assert "scratch cannot be read in the driver" in unreadable.metadata["error"]
+    assert plain.status is Status.completed
+
+
+def test_a_cancelled_rollout_closes_the_environments(stage, folder):
+    def cancel_once_open() -> None:
+        if len(list(folder.iterdir())) == 3:
+            raise StepDropped("enough")
+
+    with pytest.raises(StepDropped):
+        stage.rollout(prompts(*["waits"] * 3), label="step_000007", check_cancelled=cancel_once_open)
+    wait_until_closed(folder)
+
+
+def test_lost_episodes_count_for_the_fraction_that_may_fail(stage, recipe, folder, monkeypatch):
+    monkeypatch.setattr(recipe.rollout, "max_failed_fraction", 0.4)
+    with pytest.raises(RunError, match=r"1 of 2 .*ended by SIGKILL"):
+        play(stage, "is killed", "plays", step=8)
+
+
+def test_a_worker_that_is_blocked_for_good_is_ended(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("slimrl.runtime.workers.pool.GRACE_S", 0.5)
+    recipe = recipe_of(model, tmp_path, 2, trajectory_timeout_s=2.0)
+    recipe.agent.start_timeout_s, recipe.agent.start_retries, recipe.agent.close_timeout_s = 1.0, 0, 0.5
+    with stage_of(recipe, tmp_path / "logs") as stage:
+        blocked, other = play(stage, "blocks for good", "plays")
+        assert "did not answer within 4.5 s, so code that does not await blocks it" in blocked.metadata["error"]
+        assert other.status is Status.completed
+        assert play(stage, "plays", step=2)[0].status is Status.completed
+
+
+def test_a_worker_that_cannot_load_the_task_stops_the_start(model, tmp_path):
+    recipe = recipe_of(model, tmp_path, 2)
+    recipe.agent.environment = "worker_cases:Gone"
+    before = worker_processes()
+    with (
+        pytest.raises(StageError, match=r"episode worker [01]: ValueError: worker_cases:Gone"),
+        stage_of(recipe, tmp_path / "logs"),
+    ):
+        pass
+    assert worker_processes() == before
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from test_episode_workers import play, recipe_of, stage_of
+model, folder = map(Path, sys.argv[1:])
+with stage_of(recipe_of(model, folder, 2), folder / "logs") as stage:
+    play(stage, "blocks for good", "waits")
+"""
+
+
+def test_workers_end_with_a_driver_that_is_killed(model, tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(model), str(folder)], env=env)
+    try:
+        deadline = time.monotonic() + 120
+        while len([file for file in folder.iterdir() if file.is_file()]) < 2:
+            assert driver.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        workers = worker_processes(driver.pid)
+        assert len(workers) == 2
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait(10)
+    assert psutil.wait_procs(workers, timeout=20)[1] == []
