@@ -85,6 +85,12 @@ class EpisodeRunner:
     agent: AgentConfig
     play: Play = play
 
+    async def start(self) -> None:
+        """Called once, before the first episode."""
+
+    async def stop(self) -> None:
+        """Called once, after the last episode."""
+
     async def run(
         self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
     ) -> Trajectory:

@@ -1,5 +1,7 @@
 """Collects the tokens of one trajectory into a Segment."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from slimrl.data.engine import GenerateResult
@@ -11,15 +13,16 @@ class Transcript:
 
     Args:
         num_turns: assistant turns before this segment.
+        experts: of the first prompt tokens, where another segment has them already.
     """
 
-    def __init__(self, prompt_tokens: list[int], num_turns: int = 0) -> None:
+    def __init__(self, prompt_tokens: list[int], num_turns: int = 0, experts: Sequence[np.ndarray] = ()) -> None:
         self.tokens: list[int] = list(prompt_tokens)
         self._mask: list[bool] = [False] * len(prompt_tokens)
         self._logprobs: list[float] = [0.0] * len(prompt_tokens)
         self._versions: list[int] = [-1] * len(prompt_tokens)
         self._turns: list[int] = [-1] * len(prompt_tokens)
-        self._experts: list[np.ndarray] = []
+        self._experts = list(experts)
         self.num_turns = num_turns
         """Assistant turns so far."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from slimrl.config.gateway_rules import gateway_violations
 from slimrl.config.problems import Violation, fitting_text
 from slimrl.config.schema import Recipe, TransportName
 from slimrl.config.sglang_layouts import layout_violations
@@ -54,6 +55,7 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
                 f"rollout.{name}.max_new_tokens",
                 f"{new} leaves no room for a prompt in rollout.max_trajectory_tokens {rollout.max_trajectory_tokens}.",
             )
+    yield from gateway_violations(recipe.agent)
     if recipe.agent.environment:
         for key in ("agent.tools", "agent.max_tool_calls", "agent.system_prompt"):
             if getattr(recipe.agent, key.removeprefix("agent.")):

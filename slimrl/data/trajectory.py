@@ -26,6 +26,10 @@ class Status(str, Enum):
     """An engine, a tool, the reward function or the teacher failed; never trained on."""
 
 
+POSTED_REWARD = "posted_reward"
+"""Key of `Trajectory.scratch`: the reward that an agent behind the gateway gave itself"""
+
+
 @dataclass(kw_only=True)
 class Prompt:
     """One line of a prompt file."""

@@ -238,8 +238,11 @@ class RolloutStage:
     async def _start(self) -> None:
         try:
             await self._services.start()
+            await self._episodes.start()
         except NotStarted as error:
             raise RunError(str(error)) from error
+        except OSError as error:
+            raise RunError(f"agent.gateway.host: {error}") from error
         self._service_tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
     async def _close(self) -> None:
@@ -248,6 +251,7 @@ class RolloutStage:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        await self._episodes.stop()
         await self._services.close()
         await self._engine.aclose()
         if self._teacher is not None:

@@ -41,6 +41,12 @@ class Episodes:
     async def aclose(self):
         self.journal.append("connections closed")
 
+    async def start(self):
+        pass
+
+    async def stop(self):
+        pass
+
     async def run(self, prompt, *, trajectory_id, sampling, seed) -> Trajectory:
         number = len(self.settings)
         self.settings.append((sampling.temperature, seed))

@@ -43,7 +43,12 @@ def load_dialogues(loaded: LoadedRecipe) -> tuple[Dialogues, ToolBox]:
     if attempts.get("agent.parser", lambda: make_parser(tools.schemas)) is None:
         raise RecipeError(attempts.problems)
     dialogues = Dialogues(chat, make_parser, stop_at_call=recipe.rollout.stop_at_tool_call)
-    if attempts.get("agent.tools", lambda: dialogues.of(tools.schemas)) is None:
+    # An agent behind the gateway brings tools of its own, for which the template needs words too.
+    shown = [_PROBE] if recipe.agent.uses_gateway else tools.schemas
+    if (
+        attempts.get("agent.parser" if recipe.agent.uses_gateway else "agent.tools", lambda: dialogues.of(shown))
+        is None
+    ):
         raise RecipeError(attempts.problems)
     return dialogues, tools
 

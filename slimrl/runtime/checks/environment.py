@@ -5,9 +5,11 @@ from functools import partial
 
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import Play, play
+from slimrl.agent.gateway.agents import Agent, CommandAgent, FunctionAgent
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox
-from slimrl.config.schema import Recipe
+from slimrl.config.gateway_rules import command_words
+from slimrl.config.schema import AgentConfig, Recipe
 from slimrl.data.import_path import resolve
 
 METHODS = ("start", "step", "close")
@@ -43,3 +45,17 @@ def load_play(path: str) -> Play:
     if not inspect.iscoroutinefunction(function):
         raise ValueError(f"{path}: is not `async def`, which an episode is")
     return function
+
+
+def load_agent(config: AgentConfig) -> Agent | None:
+    """The agent behind the gateway; None for a recipe without one.
+
+    Raises:
+        ValueError: there is no such function, or it does not take a data line and a connection.
+    """
+    if config.command:
+        return CommandAgent(words=command_words(config.command), host=config.gateway.host)
+    if config.function:
+        function = resolve(config.function, arguments=("line", "connection"))
+        return FunctionAgent(function=function, path=config.function)
+    return None

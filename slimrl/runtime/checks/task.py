@@ -9,6 +9,8 @@ from typing import Any
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import EpisodeRunner, Play
+from slimrl.agent.gateway.agents import Agent
+from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.tool_environment import first_messages
 from slimrl.agent.tools import ToolBox
 from slimrl.algorithms.advantages import load_advantage
@@ -24,7 +26,7 @@ from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.loading import Rewards, load_rewards, refuse_unknown_names
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_dialogues
-from slimrl.runtime.checks.environment import load_environment, load_play
+from slimrl.runtime.checks.environment import load_agent, load_environment, load_play
 
 GroupFilter = Callable[[list[Trajectory]], bool]
 """Given the trajectories of one group, returns whether to train on them."""
@@ -36,6 +38,8 @@ class Task:
     tools: ToolBox
     environment: MakeEnvironment
     play: Play
+    agent: Agent | None
+    """Behind the gateway, instead of environment and play"""
     rewards: Rewards
     group_filters: list[GroupFilter]
     train: dict[str, list[Prompt]]
@@ -46,7 +50,16 @@ class Task:
     num_left_out: int = 0
     """Prompts left out of the files to train on"""
 
-    def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner:
+    def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner | GatewayRunner:
+        if self.agent is not None:
+            return GatewayRunner(
+                engine=engine,
+                dialogues=self.dialogues,
+                agent=self.agent,
+                rollout=recipe.rollout,
+                config=recipe.agent,
+                one_at_a_time=recipe.deterministic,
+            )
         return EpisodeRunner(
             engine=engine,
             dialogues=self.dialogues,
@@ -72,6 +85,7 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool) -> Task:
         "tools": tools,
         "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools)),
         "play": attempts.get("agent.episode", lambda: load_play(recipe.agent.episode)),
+        "agent": attempts.get("agent.function", lambda: load_agent(recipe.agent)),
         "rewards": load_rewards(recipe.reward, attempts.get),
         "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "train": {
