@@ -95,6 +95,9 @@ def parser_of(schemas: Any) -> Any:
     return make_parser("qwen25", schemas) if schemas else NoCalls()
 
 
+parser_of([TOOL])  # its first import takes seconds, for which a client would not wait
+
+
 def runner_of(
     engine: Any, agent: Agent, *, gateway: dict[str, Any] | None = None, one_at_a_time: bool = False, **limits: Any
 ) -> GatewayRunner:

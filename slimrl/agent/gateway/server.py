@@ -83,9 +83,6 @@ class GatewayServer:
             return _error(api, error)
         except ValidationError as error:
             return _error(api, refused_body(error))
-        except web.HTTPRequestEntityTooLarge:
-            most = self._config.max_body_bytes
-            return _error(api, ApiError(413, f"the body has more than {most} bytes, agent.gateway.max_body_bytes"))
 
     def _session(self, request: web.Request) -> Session:
         given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -117,6 +114,9 @@ class GatewayServer:
             async with asyncio.timeout(self._config.body_timeout_s):
                 value = json.loads(await request.read(), parse_constant=_refuse_constant)
             refuse_unwritable(value)
+        except web.HTTPRequestEntityTooLarge as error:
+            most = self._config.max_body_bytes
+            raise ApiError(413, f"the body has more than {most} bytes, agent.gateway.max_body_bytes") from error
         except TimeoutError as error:
             raise ApiError(408, f"the body took longer than {self._config.body_timeout_s:g} s") from error
         except (ValueError, RecursionError) as error:
