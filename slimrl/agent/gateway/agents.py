@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slimrl.agent.gateway.connection import Connection
+from slimrl.agent.sandbox.zygote_client import memory_file
 from slimrl.data.threads import in_thread, reportable
 
 STDERR_CHARS = 2000
 """Of the end of a command's stderr, in the cause of its failure"""
 END_S = 10.0
 """How long a killed process may take to be gone"""
+PIPE_S = 1.0
+"""How long its stderr may then stay open"""
 
 
 class AgentFailed(Exception):
@@ -45,23 +48,26 @@ class CommandAgent:
     """Of the gateway, which is asked without a proxy"""
 
     async def run(self, line: Mapping[str, Any], connection: Connection) -> None:
+        stderr = _Stderr()
+        stdin = memory_file(json.dumps(line).encode() + b"\n")
         try:
+            # Without a pipe of asyncio's own: it would wait for what the command leaves behind with the pipe open.
             process = await asyncio.create_subprocess_exec(
                 *self.words,
-                stdin=asyncio.subprocess.PIPE,
+                stdin=stdin,
                 stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
+                stderr=stderr.write_end,
                 env={**os.environ, **connection.variables(self.host)},
                 start_new_session=True,
             )
         except OSError as error:
+            stderr.started()
+            await stderr.end()
             raise AgentFailed(f"{self.words[0]} cannot be started: {error}") from error
-        assert process.stdin is not None
-        assert process.stderr is not None
-        reading = asyncio.create_task(_end_of(process.stderr))
+        finally:
+            os.close(stdin)
+        stderr.started()
         try:
-            process.stdin.write(json.dumps(line).encode() + b"\n")
-            process.stdin.close()
             code = await process.wait()
         finally:
             with suppress(ProcessLookupError):
@@ -69,26 +75,42 @@ class CommandAgent:
             with suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
                     await process.wait()
-            stderr = await _within(reading)
+            said = await stderr.end()
         if code:
-            said = f": {stderr}" if stderr else ", and wrote nothing to stderr"
-            raise AgentFailed(f"{self.words[0]} ended with exit code {code}{said}")
+            cause = f": {said}" if said else ", and wrote nothing to stderr"
+            raise AgentFailed(f"{self.words[0]} ended with exit code {code}{cause}")
 
 
-async def _end_of(stream: asyncio.StreamReader) -> str:
-    """The last characters of a stream, once it has ended."""
-    end = b""
-    while part := await stream.read(65536):
-        end = (end + part)[-4 * STDERR_CHARS :]
-    return end.decode(errors="replace").strip()[-STDERR_CHARS:]
+class _Stderr:
+    """Reads what a command writes to a pipe, and keeps the end of it."""
 
+    def __init__(self) -> None:
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._kept = b""
+        self._closed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read_end, self._read)
 
-async def _within(reading: "asyncio.Task[str]") -> str:
-    """What was read; nothing if a process outside of the group holds the stream open."""
-    done, _ = await asyncio.wait([reading], timeout=END_S)
-    if not done:
-        reading.cancel()
-    return reading.result() if done else ""
+    def started(self) -> None:
+        """Leave the write end to the command."""
+        os.close(self.write_end)
+
+    async def end(self) -> str:
+        """The last characters, once the pipe is closed; a process outside of the group may hold it open for a while."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PIPE_S):
+                await self._closed.wait()
+        self._loop.remove_reader(self._read_end)
+        os.close(self._read_end)
+        return self._kept.decode(errors="replace").strip()[-STDERR_CHARS:]
+
+    def _read(self) -> None:
+        part = os.read(self._read_end, 65536)
+        self._kept = (self._kept + part)[-4 * STDERR_CHARS :]
+        if not part:
+            self._loop.remove_reader(self._read_end)
+            self._closed.set()
 
 
 @dataclass(frozen=True, kw_only=True)
