@@ -5,6 +5,7 @@ What each trajectory trains is compared with what the engine sampled, token for 
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import agents
@@ -314,15 +315,13 @@ async def test_a_retry_after_a_timeout_is_no_branch():
 @pytest.mark.parametrize("error", [openai.BadRequestError, anthropic.BadRequestError])
 async def test_a_spent_budget_reads_as_a_context_that_is_too_long(error: Any):
     async def agent(line: Any, connection: Connection) -> None:
-        question = [{"role": "user", "content": "word " * 600}]
+        client: Any = anthropic.AsyncAnthropic(base_url=connection.anthropic_base_url, api_key=connection.api_key)
+        create = partial(client.messages.create, model="m", max_tokens=9)
+        if error is openai.BadRequestError:
+            create = partial(chat_client(connection).chat.completions.create, model="m")
+        await create(messages=line["messages"])
         with pytest.raises(error, match="maximum context length is 512") as raised:
-            if error is openai.BadRequestError:
-                await chat_client(connection).chat.completions.create(model="m", messages=line["messages"])
-                await chat_client(connection).chat.completions.create(model="m", messages=question)
-            else:
-                client = anthropic.AsyncAnthropic(base_url=connection.url, api_key=connection.api_key)
-                await client.messages.create(model="m", max_tokens=9, messages=line["messages"])
-                await client.messages.create(model="m", max_tokens=9, messages=question)
+            await create(messages=[{"role": "user", "content": "word " * 600}])
         if error is openai.BadRequestError:
             assert raised.value.code == "context_length_exceeded"
         raise raised.value

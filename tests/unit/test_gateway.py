@@ -36,6 +36,7 @@ SAID = {"role": "assistant", "content": "34*17+2 = \\boxed{580}."}
 NEXT = {"role": "user", "content": "And 7?"}
 RESULT = {"role": "tool", "tool_call_id": "call_0", "content": "580"}
 
+CHATS = "/v1/chat/completions"
 Post = Callable[..., Awaitable[httpx.Response]]
 
 
@@ -54,7 +55,7 @@ async def asked(
         headers = {"authorization": f"Bearer {connection.api_key}"}
         async with httpx.AsyncClient(headers=headers, base_url=connection.url, trust_env=False) as client:
 
-            async def post(path: str = "/v1/chat/completions", *, raw: Any = None, head: Any = None, **body: Any) -> Any:
+            async def post(path: str = CHATS, *, raw: Any = None, head: Any = None, **body: Any) -> Any:
                 content = raw if raw is not None else json.dumps({"model": "m", **body}).encode()
                 answers.append(await client.post(path, content=content, headers=head))
                 return answers[-1]
