@@ -37,6 +37,12 @@ NEXT = {"role": "user", "content": "And 7?"}
 RESULT = {"role": "tool", "tool_call_id": "call_0", "content": "580"}
 
 CHATS = "/v1/chat/completions"
+
+
+def tool_with(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {**TOOL, "function": {**TOOL["function"], "parameters": parameters}}
+
+
 Post = Callable[..., Awaitable[httpx.Response]]
 
 
@@ -104,7 +110,7 @@ async def test_a_history_in_other_words_stays_one_segment(echo: dict[str, Any]):
 
 
 async def test_whole_numbers_are_known_as_integers_too():
-    numbers = {**TOOL, "function": {**TOOL["function"], "parameters": {"type": "object"}}}
+    numbers = tool_with({"type": "object"})
     call = '<tool_call>\n{"name": "calculator", "arguments": {"x": [1.0, {"y": 2}]}}\n</tool_call>'
 
     async def act(post: Post) -> None:
@@ -341,6 +347,7 @@ BAD = [
     ({"messages": [QUESTION], "max_tokens": 0}, "max_tokens"),
     ({"messages": [QUESTION], "stop": [""]}, "stop"),
     ({"messages": [QUESTION], "tools": [{"type": "web_search"}]}, "tools.0"),
+    ({"messages": [QUESTION], "tools": [tool_with({"type": 5})]}, "the parameters of calculator are no JSON schema"),
     ({}, "messages: Field required"),
 ]
 
@@ -508,7 +515,7 @@ async def test_a_deadline_keeps_the_turns_so_far():
         await post(messages=[NEXT])
 
     engine = ScriptedEngine([ANSWER, 30.0])
-    trajectory, _ = await asked(engine, act, trajectory_timeout_s=0.5)
+    trajectory, _ = await asked(engine, act, trajectory_timeout_s=1.5)
     assert (trajectory.status, len(trajectory.segments), engine.cancelled) == (Status.aborted, 1, 1)
 
 
@@ -523,6 +530,18 @@ async def test_an_engine_that_fails_fails_the_trajectory_whatever_the_agent_make
     assert trajectory.status is Status.failed
     assert trajectory.metadata["error"] == "out of memory"
     assert answers[-1].headers["x-should-retry"] == "false"
+
+
+async def test_a_schema_that_breaks_the_parser_fails_the_trajectory_alone():
+    broken = tool_with({"type": "object", "properties": {"expression": {"$ref": "http://127.0.0.1:9/none"}}})
+
+    async def act(post: Post) -> None:
+        await chat(post, QUESTION)
+        assert (await post(messages=[QUESTION], tools=[broken])).status_code == 400
+
+    trajectory, _ = await asked(ScriptedEngine([ANSWER, CALL]), act)
+    assert trajectory.status is Status.failed
+    assert "cannot be read with the agent's tools" in trajectory.metadata["error"]
 
 
 async def test_a_fault_of_the_gateway_itself_is_raised():

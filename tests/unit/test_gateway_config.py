@@ -1,13 +1,13 @@
 """What a recipe may say of agents behind the gateway, and what is refused before anything starts."""
 
 import asyncio
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gateway_agents import ANSWER, CALL, PROMPT, ScriptedEngine, play, runner_of
+from gateway_agents import ANSWER, CALL, PROMPT, ScriptedEngine, runner_of
 
 from slimrl.agent.calculator import calculator
 from slimrl.agent.episode import EpisodeRunner
@@ -118,14 +118,16 @@ async def test_the_calculators_agent_acts_as_the_built_in_loop_does():
     assert {name: through.metadata[name] for name in same} == {name: built_in.metadata[name] for name in same}
 
 
-async def test_two_trajectories_at_once_do_not_see_each_other():
-    async def agent(line: Any, connection: Any) -> None:
-        await calculator_agent.solve(line, connection)
-
-    engines = [ScriptedEngine([CALL, ANSWER]), ScriptedEngine([ANSWER])]
-    two = await asyncio.gather(*(play(engine, agent) for engine in engines))
-    assert [one.metadata["num_turns"] for one in two] == [2, 1]
-
-
-def test_the_program_of_a_command_is_looked_for_before_the_start():
-    assert list(gateway_violations(AgentConfig(command=[sys.executable, "x.py"]))) == []
+async def test_trajectories_at_once_do_not_see_each_other():
+    engine = ScriptedEngine(lambda text: ANSWER if "<tool_response>" in text or "words" in text else CALL)
+    runner = runner_of(engine, FunctionAgent(function=calculator_agent.solve, path="solve"))
+    prompts = [replace(PROMPT, messages=[{"role": "user", "content": text}]) for text in ("34*17+2?", "words")] * 4
+    await runner.start()
+    sampling = SamplingConfig(max_new_tokens=64)
+    done = await asyncio.gather(
+        *(runner.run(one, trajectory_id=f"t{i}", sampling=sampling, seed=i) for i, one in enumerate(prompts))
+    )
+    await runner.stop()
+    assert [one.metadata["num_turns"] for one in done] == [2, 1] * 4
+    assert [one.messages[0] for one in done] == [one.messages[0] for one in prompts]
+    assert engine.most_under_way > 1

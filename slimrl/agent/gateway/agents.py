@@ -49,40 +49,45 @@ class CommandAgent:
 
     async def run(self, line: Mapping[str, Any], connection: Connection) -> None:
         stderr = _Stderr()
+        try:
+            code = await self._ended(line, connection, stderr.write_end)
+            said = await stderr.end() if code else ""
+        finally:
+            stderr.close()
+        if code:
+            cause = f": {said}" if said else ", and wrote nothing to stderr"
+            raise AgentFailed(f"{self.words[0]} ended with exit code {code}{cause}")
+
+    async def _ended(self, line: Mapping[str, Any], connection: Connection, stderr: int) -> int:
+        """The command's exit code, once its process group has ended."""
         stdin = memory_file(json.dumps(line).encode() + b"\n")
         try:
-            # Without a pipe of asyncio's own: it would wait for what the command leaves behind with the pipe open.
+            # No pipe of asyncio's: it would wait for whatever the command leaves behind to close it.
             process = await asyncio.create_subprocess_exec(
                 *self.words,
                 stdin=stdin,
                 stdout=asyncio.subprocess.DEVNULL,
-                stderr=stderr.write_end,
+                stderr=stderr,
                 env={**os.environ, **connection.variables(self.host)},
                 start_new_session=True,
             )
         except OSError as error:
-            stderr.started()
-            await stderr.end()
             raise AgentFailed(f"{self.words[0]} cannot be started: {error}") from error
         finally:
             os.close(stdin)
-        stderr.started()
+            os.close(stderr)
         try:
-            code = await process.wait()
+            return await process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what the command left behind
             with suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
                     await process.wait()
-            said = await stderr.end()
-        if code:
-            cause = f": {said}" if said else ", and wrote nothing to stderr"
-            raise AgentFailed(f"{self.words[0]} ended with exit code {code}{cause}")
 
 
 class _Stderr:
-    """Reads what a command writes to a pipe, and keeps the end of it."""
+    """Reads what a command writes to a pipe, and keeps the end of it. The command's starter closes the write end."""
 
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe()
@@ -92,18 +97,16 @@ class _Stderr:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_end, self._read)
 
-    def started(self) -> None:
-        """Leave the write end to the command."""
-        os.close(self.write_end)
-
     async def end(self) -> str:
         """The last characters, once the pipe is closed; a process outside of the group may hold it open for a while."""
         with suppress(TimeoutError):
             async with asyncio.timeout(PIPE_S):
                 await self._closed.wait()
+        return self._kept.decode(errors="replace").strip()[-STDERR_CHARS:]
+
+    def close(self) -> None:
         self._loop.remove_reader(self._read_end)
         os.close(self._read_end)
-        return self._kept.decode(errors="replace").strip()[-STDERR_CHARS:]
 
     def _read(self) -> None:
         part = os.read(self._read_end, 65536)

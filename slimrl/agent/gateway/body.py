@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+import jsonschema
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from slimrl.agent.environment import Message
@@ -50,7 +51,11 @@ def text_of(content: Content | None) -> str:
 
 
 def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """A tool as chat templates take it; raises ApiError if its parameters are no JSON schema."""
+    try:
+        jsonschema.Draft202012Validator.check_schema(parameters or {})
+    except jsonschema.SchemaError as error:
+        raise refused(f"tools: the parameters of {name} are no JSON schema: {error.message}") from error
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description

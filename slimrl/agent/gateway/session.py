@@ -127,6 +127,7 @@ class Session:
         if is_retry and (earlier := self._exchanges.get(whole)) is not None:
             if earlier.reply is None:
                 earlier.task.cancel()
+                await asyncio.wait([earlier.task], timeout=self._agent.close_timeout_s)
             elif not any(turn.children for turn in earlier.reply.turns):
                 self.counts.repeated += 1
                 return earlier.reply
@@ -308,9 +309,15 @@ class Session:
             sampled += result.tokens
             experts += 0 if result.routed_experts is None else len(result.routed_experts)
             finish = "length" if result.finish_reason == "length" else "stop"
-            said = read(sampled, cut_off=finish == "length")
-            if said is None and len(sampled) >= max_new_tokens:
-                finish, said = "length", read(sampled, cut_off=True)
+            try:
+                said = read(sampled, cut_off=finish == "length")
+                if said is None and len(sampled) >= max_new_tokens:
+                    finish, said = "length", read(sampled, cut_off=True)
+            except Exception as error:
+                # The schemas of an agent's tools may break the parser in any way.
+                cause = f"a turn cannot be read with the agent's tools: {error!r}"
+                self.fault = (Status.failed, cause)
+                raise refused(cause) from error
             if said is not None:
                 break
         text = context.dialogue.chat.turn_text(sampled)
