@@ -226,8 +226,8 @@ def _items(body: Body, reply: Reply, turn: SampledTurn) -> list[dict[str, Any]]:
     calls = message.get("tool_calls", [])
     status = "incomplete" if turn.is_cut_off else "completed"
     if turn.said.reasoning:
-        part = {"type": "reasoning_text", "text": turn.said.reasoning}
-        items.append({"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [part]})
+        thought = {"type": "reasoning_text", "text": turn.said.reasoning}
+        items.append({"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [thought]})
     if message["content"] or not calls:
         logprobs = token_logprobs(turn, reply.chat) if LOGPROBS in (body.include or ()) else []
         part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}
