@@ -141,7 +141,7 @@ def bound_violations(recipe: Recipe) -> Iterator[Violation]:
     if parser and parser not in tool_call_parsers() and not MODULE_FUNCTION.fullmatch(parser):
         meant = suggestion(parser, tool_call_parsers()) or f" SGLang has {', '.join(tool_call_parsers())}."
         yield "agent.parser", f"{parser!r} is neither a parser of SGLang nor an import path module:name.{meant}"
-    for name in ("reward.function", "reward.group_filters", "agent.tools", *MAY_BE_EMPTY[1:]):
+    for name in (*MAY_BE_EMPTY, "reward.group_filters", "agent.tools"):
         paths = values[name] if isinstance(values[name], list) else [values[name]]
         kind = "Class" if name == "agent.environment" else "function"
         for path in paths:

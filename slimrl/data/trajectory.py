@@ -108,7 +108,8 @@ class Trajectory:
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `tool_calls`, `num_cached_tokens`,
-    `num_retries`, `num_prompt_messages`, `environment`, `gateway`, `error`, `reward_timed_out` and the task's own keys."""
+    `num_retries`, `num_prompt_messages`, `environment`, `gateway`, `error`, `reward_timed_out` and the task's own
+    keys."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """What the environment left for the reward; not part of the file format."""
     times: dict[str, float] = field(default_factory=dict)

@@ -109,13 +109,14 @@ async def test_a_history_in_other_words_stays_one_segment(echo: dict[str, Any]):
     assert decode(engine.requests[1].input_ids) == text
 
 
-async def test_whole_numbers_are_known_as_integers_too():
+async def test_other_ids_orders_of_arguments_and_whole_numbers_make_no_difference():
     numbers = tool_with({"type": "object"})
-    call = '<tool_call>\n{"name": "calculator", "arguments": {"x": [1.0, {"y": 2}]}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"x": [1.0, {"y": 2}], "a": "b"}}\n</tool_call>'
 
     async def act(post: Post) -> None:
         await chat(post, QUESTION, tools=[numbers])
-        await chat(post, QUESTION, called('{"x": [1, {"y": 2.0}]}'), RESULT, tools=[numbers])
+        echo = called('{"a": "b", "x": [1, {"y": 2.0}]}', id="mine")
+        await chat(post, QUESTION, echo, {**RESULT, "tool_call_id": "mine"}, tools=[numbers])
 
     trajectory, _ = await asked(ScriptedEngine([call, ANSWER]), act)
     assert len(trajectory.segments) == 1
@@ -403,6 +404,25 @@ async def test_a_body_that_is_no_json_object_is_refused(raw: bytes):
     _, answers = await asked(ScriptedEngine([ANSWER]), act)
     assert answers[-1].status_code == 400
     assert "JSON" in answers[-1].json()["error"]["message"]
+
+
+async def test_a_body_that_breaks_off_or_is_packed_wrongly_ends_no_run():
+    async def agent(line: Any, connection: Connection) -> None:
+        url = httpx.URL(connection.openai_base_url)
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {connection.api_key}"
+        writer.write(f"{head}\r\ncontent-length: 500\r\n\r\n{{".encode())
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        headers = {"authorization": f"Bearer {connection.api_key}"}
+        async with httpx.AsyncClient(headers=headers, base_url=connection.url, trust_env=False) as client:
+            packed = await client.post(CHATS, content=b"{}", headers={"content-encoding": "gzip"})
+            assert packed.status_code == 400
+            assert (await client.post(CHATS, json={"model": "m", "messages": [QUESTION]})).status_code == 200
+
+    trajectory = await play(ScriptedEngine([ANSWER]), agent)
+    assert trajectory.status is Status.completed, trajectory.metadata
 
 
 async def test_a_key_opens_its_own_session_alone():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from slimrl.agent.environment import Message
+from slimrl.agent.parsers import MalformedCall
 from slimrl.agent.said_turn import SaidTurn
 from slimrl.agent.transcript import Transcript
 from slimrl.data.engine import GenerateResult
@@ -150,5 +151,5 @@ def count_calls(turns: Sequence[SampledTurn], unknown: str) -> dict[str, dict[st
     for call in (call for turn in turns for call in turn.said.calls):
         of_tool = counts.setdefault(call.name or unknown, {"calls": 0, "errors": 0, "malformed": 0})
         of_tool["calls"] += 1
-        of_tool["malformed"] += hasattr(call, "problem")
+        of_tool["malformed"] += isinstance(call, MalformedCall)
     return counts

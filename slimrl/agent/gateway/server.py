@@ -12,7 +12,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from aiohttp import web
+from aiohttp import ClientError, web
 from pydantic import ValidationError
 
 from slimrl.agent.gateway import anthropic_messages, chat_completions, responses
@@ -99,9 +99,6 @@ class GatewayServer:
         except (ApiError, ValidationError) as error:
             session.counts.refused += not (isinstance(error, ApiError) and error.status >= 500)
             raise
-        except Exception as error:
-            session.crash = error
-            raise
         self._warn(reply)
         try:
             return await _deliver(api, request, body, reply)
@@ -117,6 +114,8 @@ class GatewayServer:
         except web.HTTPRequestEntityTooLarge as error:
             most = self._config.max_body_bytes
             raise ApiError(413, f"the body has more than {most} bytes, agent.gateway.max_body_bytes") from error
+        except (web.RequestPayloadError, ClientError, ConnectionError) as error:
+            raise refused(f"the body cannot be read: {error}") from error
         except TimeoutError as error:
             raise ApiError(408, f"the body took longer than {self._config.body_timeout_s:g} s") from error
         except (ValueError, RecursionError) as error:

@@ -101,6 +101,7 @@ class Session:
         """Why a request was refused for a limit of the run"""
         self.fault: tuple[Status, str] | None = None
         """What the engine did to the trajectory, and why"""
+        self._is_over = False
         self.crash: Exception | None = None
         """A fault of ours in the answer to a request"""
         self._exchanges: dict[bytes, _Exchange] = {}
@@ -138,6 +139,11 @@ class Session:
         except asyncio.CancelledError:
             self.counts.abandoned += 1
             raise
+        except ApiError:
+            raise
+        except Exception as error:
+            self.crash = error
+            raise
         finally:
             self._end(task)
             if exchange.reply is None and self._exchanges.get(whole) is exchange:
@@ -161,7 +167,8 @@ class Session:
         self.posted_reward = float(value)
 
     async def close(self, timeout_s: float) -> None:
-        """End the requests that are under way."""
+        """End the requests that are under way, and admit no more."""
+        self._is_over = True
         for task in self._under_way:
             task.cancel()
         if self._under_way:
@@ -170,6 +177,8 @@ class Session:
             self.idle_s += time.monotonic() - self._idle_since
 
     def _admit(self) -> None:
+        if self._is_over:
+            raise ApiError(401, "the session is over")
         if self.fault is not None:
             raise ApiError(502, f"the trajectory has failed: {self.fault[1]}")
         limit = self._agent.gateway.max_concurrent_requests

@@ -1,5 +1,6 @@
 """How the policy of a recipe talks: chat format, tools, and the parser of its calls, from the files of its model."""
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,13 @@ def load_dialogues(loaded: LoadedRecipe) -> tuple[Dialogues, ToolBox]:
     if attempts.get("agent.parser", lambda: make_parser(tools.schemas)) is None:
         raise RecipeError(attempts.problems)
     dialogues = Dialogues(chat, make_parser, stop_at_call=recipe.rollout.stop_at_tool_call)
-    # An agent behind the gateway brings tools of its own, for which the template needs words too.
-    shown = [_PROBE] if recipe.agent.uses_gateway else tools.schemas
-    if (
-        attempts.get("agent.parser" if recipe.agent.uses_gateway else "agent.tools", lambda: dialogues.of(shown))
-        is None
-    ):
+    if attempts.get("agent.tools", lambda: dialogues.of(tools.schemas)) is None:
         raise RecipeError(attempts.problems)
+    if recipe.agent.uses_gateway:
+        # Loads the parser, which takes seconds, before an agent waits. One whose model has no words for tools may have
+        # none; others are told so.
+        with suppress(ValueError):
+            dialogues.of([_PROBE])
     return dialogues, tools
 
 
