@@ -30,6 +30,7 @@ from slimrl.config.schema import HistoryMode, SamplingConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.trajectory import Status
 from slimrl.rewards.posted import posted_reward
+from slimrl.rollout.lockstep import LockstepEngine
 
 QUESTION = {"role": "user", "content": "Compute 34*17+2."}
 SAID = {"role": "assistant", "content": "34*17+2 = \\boxed{580}."}
@@ -588,3 +589,47 @@ def test_the_same_schema_is_shown_whichever_api_brings_it():
     shown = [json.dumps(list(one.tools)) for one in (chat_request, responses_request, messages_request)]
     assert set(shown) == {json.dumps([TOOL])}
     assert CHAT.prompt(list(chat_request.messages), list(chat_request.tools)).tokens
+
+
+class Batches(ScriptedEngine):
+    """An engine of a deterministic run, which keeps the batches."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.batches: list[list[tuple[str, int]]] = []
+
+    async def generate_batch(self, requests: Any) -> list[Any]:
+        self.batches.append([(one.session_id, one.seed) for one in requests])
+        self.script = [ANSWER] * len(requests)
+        return [await self.generate(one) for one in requests]
+
+
+async def test_agents_of_a_deterministic_run_are_sampled_in_the_same_rounds():
+    async def agent(line: Any, connection: Connection) -> None:
+        headers = {"authorization": f"Bearer {connection.api_key}"}
+        async with httpx.AsyncClient(headers=headers, base_url=connection.url, trust_env=False) as client:
+            for number in range(3):
+                messages = [{"role": "user", "content": f"{line['messages'][0]['content']} {number}"}]
+                answer = await client.post(CHATS, json={"model": "m", "messages": messages, "n": 2})
+                assert answer.status_code == 200
+
+    async def batches() -> list[list[tuple[str, int]]]:
+        sampled = Batches()
+        engine = LockstepEngine([sampled])
+        runner = runner_of(engine, FunctionAgent(function=agent, path="a:agent"), one_at_a_time=True)
+        await runner.start()
+        engine.open(["t:0", "t:1"], at_once=2)
+
+        async def run(name: str) -> Any:
+            trajectory = await runner.run(PROMPT, trajectory_id=name, sampling=SamplingConfig(), seed=int(name[-1]))
+            engine.close(name)
+            return trajectory
+
+        done = await asyncio.gather(run("t:0"), run("t:1"))
+        await runner.stop()
+        assert [one.status for one in done] == [Status.completed] * 2, done[0].metadata
+        return sampled.batches
+
+    first = await batches()
+    assert [[name for name, _ in batch] for batch in first] == [["t:0", "t:1"]] * 6
+    assert await batches() == first
