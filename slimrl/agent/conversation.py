@@ -14,15 +14,16 @@ from dataclasses import replace
 from slimrl.agent.compaction import SummaryRule, compacted, summary_of
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import UNKNOWN_TOOL, EnvironmentFailure, Message, Turn, call_name
-from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.agent.parsers import MalformedCall
+from slimrl.agent.said_turn import read_turn
 from slimrl.agent.subagents import add_tool_counts, segments_in_turn
 from slimrl.agent.tools import shortened
 from slimrl.agent.transcript import Transcript
+from slimrl.agent.turn_request import TurnRequests
 from slimrl.chat.chat_format import CallName, Context
 from slimrl.chat.thinking import split_thinking
 from slimrl.config.schema import AgentConfig, HistoryMode, RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
-from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Segment, Status, Trajectory
 
 
@@ -52,7 +53,8 @@ class Conversation:
         summary_rule: SummaryRule | None = None,
     ) -> None:
         self._engine, self._dialogue, self._rollout, self._agent = engine, dialogue, rollout, agent
-        self._sampling, self._session_id, self._seed = sampling, session_id, seed
+        self._sampling = sampling
+        self._requests = TurnRequests(rollout=rollout, sampling=sampling, session_id=session_id, seed=seed)
         self.messages = list(messages)
         self.num_prompt_messages = len(messages)
         """Those before the first turn"""
@@ -173,11 +175,16 @@ class Conversation:
         room = self._max_tokens - len(self.transcript.tokens)
         if self.transcript.num_turns >= self._max_turns:
             return Status.truncated
-        request = self._request(min(room, self._sampling.max_new_tokens))
-        seed = None if self._seed is None else derive_seed(self._seed, "summary", self.transcript.num_turns)
+        request = self._requests.make(
+            self.transcript.tokens,
+            self._dialogue,
+            path=("summary", self.transcript.num_turns),
+            max_new_tokens=min(room, self._sampling.max_new_tokens),
+            experts_from=self.transcript.num_expert_rows,
+        )
         # It calls no tools, so the end of a call ends nothing.
         stops = self._dialogue.chat.stop_token_ids if request.stop_token_ids else ()
-        result = await self._engine.generate(replace(request, seed=seed, stop_token_ids=stops))
+        result = await self._engine.generate(replace(request, stop_token_ids=stops))
         self._add_turn(result)
         self._turn_has_summary = True
         if result.finish_reason != "stop":
@@ -197,49 +204,37 @@ class Conversation:
     def _request(self, max_new_tokens: int) -> GenerateRequest:
         # A turn that has begun with a summary is counted already.
         turn = self.transcript.num_turns - self._turn_has_summary
-        path = (turn, len(self._turn_tokens)) if self._turn_tokens else (turn,)
-        return GenerateRequest(
-            session_id=self._session_id,
-            input_ids=list(self.transcript.tokens),
-            temperature=self._sampling.temperature,
-            top_p=self._sampling.top_p,
-            top_k=self._sampling.top_k,
+        return self._requests.make(
+            self.transcript.tokens,
+            self._dialogue,
+            path=(turn, len(self._turn_tokens)) if self._turn_tokens else (turn,),
             max_new_tokens=max_new_tokens,
-            stop_token_ids=() if self._sampling.ignore_end_of_turn else self._dialogue.stop_token_ids,
-            timeout_s=self._rollout.request_timeout_s,
-            seed=None if self._seed is None else derive_seed(self._seed, "turn", *path),
             experts_from=self.transcript.num_expert_rows,
         )
 
     def _record(self, result: GenerateResult) -> Turn | None:
         """Keep what was sampled, and read it. None if the turn goes on: it stopped at a call within its thinking."""
-        chat, parser = self._dialogue.chat, self._dialogue.parser
         self._add_turn(result)
         self._turn_tokens += result.tokens
-        thought = split_thinking(chat.turn_text(self._turn_tokens), opened=self._in_thinking)
-        last = self._turn_tokens[-1] if self._turn_tokens else None
-        at_call = last in self._dialogue.stop_token_ids and last not in chat.stop_token_ids
-        if at_call and not thought.closed and result.finish_reason == "stop":
+        said = read_turn(
+            self._turn_tokens,
+            self._dialogue,
+            in_thinking=self._in_thinking,
+            cut_off=result.finish_reason != "stop",
+            num_calls=self.num_calls,
+        )
+        if said is None:
             return None
         self._turn_tokens, self._turn_has_summary = [], False
-        parsed = parser.parse(thought.answer)
-        if len(parsed.calls) > 1 and not chat.takes_parallel_calls:
-            parsed = ParsedTurn(content=parsed.content, calls=[MalformedCall(problem="only one tool call at a time")])
-        calls = tuple(
-            replace(call, id=call.id or _call_id(self.num_calls + number)) for number, call in enumerate(parsed.calls)
-        )
-        malformed = any(isinstance(call, MalformedCall) for call in calls)
-        text = thought.answer if malformed else parsed.content
-        message = _message(text, thought.thinking, () if malformed else calls)
-        self.messages.append(message)
-        self._shown.append(message)
+        self.messages.append(said.message)
+        self._shown.append(said.message)
         index = self.transcript.num_turns - 1
         return Turn(
             index=index,
-            text=text,
-            reasoning=thought.thinking,
-            calls=calls,
-            finish_reason="stop" if last in (self._dialogue.call_ends if calls else chat.answer_ends) else "end",
+            text=said.text,
+            reasoning=said.reasoning,
+            calls=said.calls,
+            finish_reason="stop" if said.can_be_answered else "end",
             is_last=index + 1 >= self._max_turns,
         )
 
@@ -306,21 +301,3 @@ class Conversation:
             return self._dialogue.chat.prompt(self.messages, self._dialogue.schemas)
         except ValueError:
             return None  # it has no words for a malformed call, which then stays as it was sampled
-
-
-def _message(text: str, thinking: str | None, calls: Sequence[ToolCall | MalformedCall]) -> Message:
-    message: Message = {"role": "assistant", "content": text}
-    if thinking is not None:
-        message["reasoning_content"] = thinking
-    if calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-            if isinstance(call, ToolCall)
-        ]
-    return message
-
-
-def _call_id(number: int) -> str:
-    """Id of a call whose format has none."""
-    return f"call_{number}"

@@ -11,6 +11,9 @@ from slimrl.chat.chat_format import ChatFormat
 MakeParser = Callable[[Sequence[dict[str, Any]]], Parser]
 """The parser of the model's calls to tools with these schemas."""
 
+MOST_KEPT = 1000
+"""Dialogues of a process: agents may bring other tools for each trajectory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
@@ -47,6 +50,8 @@ class Dialogues:
         """
         key = json.dumps(schemas, sort_keys=True)
         if key not in self._made:
+            if len(self._made) >= MOST_KEPT:
+                del self._made[next(iter(self._made))]
             self._made[key] = make_dialogue(
                 self.chat, schemas, self._make_parser(schemas), stop_at_call=self._stop_at_call
             )

@@ -1,6 +1,7 @@
 """Collects the tokens of one trajectory into a Segment."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,14 +25,15 @@ class Transcript:
 
     Args:
         num_turns: assistant turns before this segment.
+        experts: of the first prompt tokens, where another segment has them already.
     """
 
-    def __init__(self, prompt_tokens: list[int], num_turns: int = 0) -> None:
+    def __init__(self, prompt_tokens: list[int], num_turns: int = 0, experts: Sequence[np.ndarray] = ()) -> None:
         self.tokens: list[int] = list(prompt_tokens)
         # Lists with an entry for each token would cost the garbage collector a third of an episode's CPU time.
         self._logprobs = array("f", bytes(4 * len(prompt_tokens)))
         self._spans = [_Span(len(prompt_tokens), sampled=False, version=-1, turn=-1)]
-        self._experts: list[np.ndarray] = []
+        self._experts = list(experts)
         self.num_turns = num_turns
         """Assistant turns so far."""
 

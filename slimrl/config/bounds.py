@@ -102,7 +102,7 @@ DIVISORS = (
 """Sizes that other rules divide by; those rules are left out while one of these is below 1."""
 
 MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-MAY_BE_EMPTY = ("reward.function", "agent.environment", "agent.episode")
+MAY_BE_EMPTY = ("reward.function", "agent.environment", "agent.episode", "agent.function")
 """Import paths without which a recipe does something else."""
 PATHS = (
     "run.dir",
@@ -145,7 +145,7 @@ def bound_violations(recipe: Recipe) -> Iterator[Violation]:
     if parser and parser not in tool_call_parsers() and not MODULE_FUNCTION.fullmatch(parser):
         meant = suggestion(parser, tool_call_parsers()) or f" SGLang has {', '.join(tool_call_parsers())}."
         yield "agent.parser", f"{parser!r} is neither a parser of SGLang nor an import path module:name.{meant}"
-    for name in ("reward.function", "reward.group_filters", "agent.tools", "agent.environment", "agent.episode"):
+    for name in (*MAY_BE_EMPTY, "reward.group_filters", "agent.tools"):
         paths = values[name] if isinstance(values[name], list) else [values[name]]
         kind = "Class" if name == "agent.environment" else "function"
         for path in paths:

@@ -853,6 +853,22 @@ class SubagentConfig:
 
 
 @dataclass(kw_only=True)
+class GatewayConfig:
+    """The server through which `agent.command` and `agent.function` reach the policy (docs/gateway.md)."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine to listen on, at a free port; part of the URLs that agents get."""
+    max_body_bytes: int = 33_554_432
+    """Largest body of a request."""
+    body_timeout_s: float = 30.0
+    """Deadline for the body of a request to arrive."""
+    max_concurrent_requests: int = 64
+    """Most requests of a trajectory at a time."""
+    max_requests_per_s: float = 100.0
+    """Most requests of a trajectory in a second, on average; as many may come at once."""
+
+
+@dataclass(kw_only=True)
 class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
@@ -881,6 +897,12 @@ class AgentConfig:
     episode: str = ""
     """Import path `module:function` of a function that plays an episode, instead of turn and answer in turn
     (docs/environments.md)."""
+    command: Any = ""
+    """Command that is run for each trajectory and asks the policy through the gateway (docs/gateway.md): a list of
+    words, or one text that is split into words as a shell does. No shell runs it."""
+    function: str = ""
+    """Import path `module:function` of a function that is called for each trajectory instead of a command."""
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     parser: str = ""
     """Format of tool calls: a parser of SGLang by its name there (`qwen25`, `deepseekv31`, `glm45`, `kimi_k2`), or the
     import path `module:name` of a function or class that returns a `Parser` (slimrl/agent/parsers.py); empty for the
@@ -898,6 +920,10 @@ class AgentConfig:
     system_prompt: str | None = None
     """System message of prompts without one."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+
+    @property
+    def uses_gateway(self) -> bool:
+        return bool(self.command or self.function)
 
 
 @dataclass(kw_only=True)

@@ -20,6 +20,8 @@ class GenerateRequest:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     timeout_s: float
+    stop: tuple[str, ...] = ()
+    """Texts at whose end the turn ends too; they are part of the sampled tokens."""
     seed: int | None = None
     """Seed of the request's sampling; None lets the engine choose."""
     experts_from: int = 0

@@ -26,6 +26,10 @@ class Status(str, Enum):
     """An engine, a tool, the reward function or the teacher failed; never trained on."""
 
 
+POSTED_REWARD = "posted_reward"
+"""Key of `Trajectory.scratch`: the reward that an agent behind the gateway gave itself"""
+
+
 @dataclass(kw_only=True)
 class Prompt:
     """One line of a prompt file."""
@@ -104,7 +108,7 @@ class Trajectory:
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `tool_calls`, `num_cached_tokens`,
-    `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, `environment`, `error`,
+    `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, `environment`, `gateway`, `error`,
     `reward_timed_out` and the task's own keys."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """What the environment left for the reward; not part of the file format."""

@@ -56,6 +56,8 @@ def request_body(
         sampling["stop_token_ids"] = request.stop_token_ids
     else:
         sampling["ignore_eos"] = True
+    if request.stop:
+        sampling["stop"] = request.stop
     if request.seed is not None:
         sampling["sampling_seed"] = request.seed
     body: dict[str, Any] = {

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slimrl.data.trajectory import Trajectory
+from slimrl.rollout.gateway_metrics import gateway_metrics
 
 
 def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -22,6 +23,7 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "time/env_step_s": _mean([t.times.get("step_s", 0.0) for t in trajectories]),
         "time/env_close_s": _mean([t.times.get("close_s", 0.0) for t in trajectories]),
         "rollout/env_start_retries": sum(report.get("start_retries", 0) for report in reports),
+        **gateway_metrics(trajectories),
         **{f"env/{name}": _mean([r["metrics"][name] for r in reports if name in r.get("metrics", {})]) for name in own},
     }
 

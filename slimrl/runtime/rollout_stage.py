@@ -263,6 +263,8 @@ class RolloutStage:
             await self._episodes.start()
         except (NotStarted, ToolsUnavailable) as error:
             raise RunError(str(error)) from error
+        except OSError as error:
+            raise RunError(f"agent.gateway.host: {error}") from error
         self._service_tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
     async def _close(self) -> bool:

@@ -145,6 +145,17 @@ def test_episodes_are_timed_beside_bare_coroutines(tmp_path: Path):
 
 
 @pytest.mark.full
+def test_the_gateway_is_timed_against_the_engines_own_endpoint(tmp_path: Path):
+    sizes = ("--requests", "3", "--sessions", "20", "--turns", "2")
+    figures = figures_of("gateway", tmp_path / "gateway.json", *sizes)
+    assert figures["latency"].keys() == {"sglang chat", "sglang tokens", "gateway"}
+    assert_positive(*(way["p50_ms"] for way in figures["latency"].values()))
+    assert figures["latency"]["sglang chat"]["added_p99_ms"] == 0
+    assert figures["sessions"]["most_requests_under_way"] == 20
+    assert_positive(figures["sessions"]["cpu_ms_per_request"], figures["sessions"]["client_cpu_ms_per_request"])
+
+
+@pytest.mark.full
 def test_resyncs_are_timed_against_copies_and_as_deltas(tmp_path: Path):
     figures = figures_of("resync", tmp_path / "resync.json", "--repeats", "1", "--gigabytes", "0.03")
     (ipc,) = figures["ipc"].values()

@@ -28,6 +28,7 @@ class Episodes:
     def __init__(self) -> None:
         self.endings: dict[int, Status] = {}
         self.takes_s = 0.0
+        self.start_error: OSError | None = None
         self.journal: list[str] = []
         self.settings: list[tuple[float, int]] = []
         self.announced: list[tuple[list[str], int]] = []
@@ -45,10 +46,12 @@ class Episodes:
         self.journal.append("connections closed")
 
     async def start(self):
-        pass
+        self.journal.append("episodes start")
+        if self.start_error is not None:
+            raise self.start_error
 
     async def stop(self):
-        pass
+        self.journal.append("episodes stop")
 
     async def run(self, prompt, *, trajectory_id, sampling, seed) -> Trajectory:
         number = len(self.settings)
@@ -100,26 +103,42 @@ class Episodes:
 Start = Callable[..., RolloutStage]
 
 
+def stage_of(episodes: Episodes, *, watch: Callable[[], None] = lambda: None, **settings) -> RolloutStage:
+    recipe = Recipe()
+    recipe.rollout.samples_per_prompt = 2
+    for name, value in settings.items():
+        setattr(recipe.rollout, name, value)
+    task = SimpleNamespace(episode_runner=lambda recipe, engine: episodes, rewards=Rewards(function=episodes.reward))
+    return RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None)
+
+
 @pytest.fixture
 def start() -> Iterator[Start]:
     stages = []
 
-    def begin(episodes: Episodes, *, watch: Callable[[], None] = lambda: None, **settings) -> RolloutStage:
-        recipe = Recipe()
-        recipe.rollout.samples_per_prompt = 2
-        for name, value in settings.items():
-            setattr(recipe.rollout, name, value)
-        task = SimpleNamespace(
-            sandbox=SandboxPool(SandboxConfig()),
-            episode_runner=lambda recipe, engine: episodes,
-            rewards=Rewards(function=episodes.reward),
-        )
-        stages.append(RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None))
+    def begin(episodes: Episodes, **settings) -> RolloutStage:
+        stages.append(stage_of(episodes, **settings))
         return stages[-1].__enter__()
 
     yield begin
     for stage in stages:
         stage.__exit__(None, None, None)
+
+
+def test_what_the_episodes_need_starts_first_and_ends_before_the_connections():
+    episodes = Episodes()
+    with stage_of(episodes) as stage:
+        stage.rollout(PROMPTS[:1], label="step_000001")
+    assert episodes.journal[0] == "episodes start"
+    assert episodes.journal[-2:] == ["episodes stop", "connections closed"]
+
+
+def test_an_address_that_is_none_of_the_machine_ends_the_start():
+    episodes = Episodes()
+    episodes.start_error = OSError("cannot assign requested address")
+    with pytest.raises(RunError, match=r"agent\.gateway\.host: cannot assign"), stage_of(episodes):
+        pass
+    assert episodes.journal == ["episodes start", "episodes stop", "connections closed"]
 
 
 FAILED, ABORTED, TRUNCATED = Status.failed, Status.aborted, Status.truncated
@@ -256,7 +275,8 @@ def test_the_engine_hears_of_each_session_before_it_asks_and_when_it_has_ended(s
     names = [t.trajectory_id for t in batch]
     assert episodes.announced == [(names, 3)]
     assert episodes.most_under_way == 3
-    assert sorted(episodes.journal) == sorted([f"close {name}" for name in names] + [f"score {name}" for name in names])
+    said = [f"close {name}" for name in names] + [f"score {name}" for name in names]
+    assert sorted(episodes.journal) == sorted(["episodes start", *said])
     for name in names:
         # Nobody waits for a session that is being scored.
         assert episodes.journal.index(f"close {name}") < episodes.journal.index(f"score {name}")

@@ -1,5 +1,6 @@
 """How the policy of a recipe talks: chat format, tools, and the parser of its calls, from the files of its model."""
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ def load_dialogues(loaded: LoadedRecipe, sandbox: SandboxPool) -> tuple[Dialogue
     dialogues = Dialogues(chat, make_parser, stop_at_call=recipe.rollout.stop_at_tool_call)
     if attempts.get("agent.tools", lambda: dialogues.of(tools.schemas)) is None:
         raise RecipeError(attempts.problems)
+    if recipe.agent.uses_gateway:
+        # Loads the parser, which takes seconds, before an agent waits. One whose model has no words for tools may have
+        # none; others are told so.
+        with suppress(ValueError):
+            dialogues.of([_PROBE])
     return dialogues, tools
 
 

@@ -6,10 +6,12 @@ from functools import partial
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import Play, play
+from slimrl.agent.gateway.agents import Agent, CommandAgent, FunctionAgent
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, tools_of
 from slimrl.chat.chat_format import CallName, ChatFormat, tool_results
+from slimrl.config.gateway_rules import command_words
 from slimrl.config.schema import AgentConfig, CompactionConfig, Recipe
 from slimrl.data.import_path import parameters_of_type, resolve
 
@@ -105,3 +107,17 @@ def check_summary_request(compaction: CompactionConfig, chat: ChatFormat) -> Non
         chat.join(end, [call], [*tool_results([call], ["a result"]), asked], None)
     for end in chat.answer_ends:
         chat.join(end, [], [asked], None)
+
+
+def load_agent(config: AgentConfig) -> Agent | None:
+    """The agent behind the gateway; None for a recipe without one.
+
+    Raises:
+        ValueError: there is no such function, or it does not take a data line and a connection.
+    """
+    if config.command:
+        return CommandAgent(words=command_words(config.command), host=config.gateway.host)
+    if config.function:
+        function = resolve(config.function, arguments=("line", "connection"))
+        return FunctionAgent(function=function, path=config.function)
+    return None

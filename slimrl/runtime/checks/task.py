@@ -10,6 +10,8 @@ from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import EpisodeRunner, Play
+from slimrl.agent.gateway.agents import Agent
+from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import first_messages
 from slimrl.agent.tools import ToolBox
@@ -28,6 +30,7 @@ from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_dialogues
 from slimrl.runtime.checks.environment import (
     check_summary_request,
+    load_agent,
     load_environment,
     load_play,
     load_subagents,
@@ -45,6 +48,8 @@ class Task:
     tools: ToolBox
     environment: MakeEnvironment
     play: Play
+    agent: Agent | None
+    """Behind the gateway, instead of environment and play"""
     rewards: Rewards
     group_filters: list[GroupFilter]
     sandbox: SandboxPool
@@ -60,7 +65,16 @@ class Task:
     num_left_out: int = 0
     """Prompts left out of the files to train on"""
 
-    def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner:
+    def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner | GatewayRunner:
+        if self.agent is not None:
+            return GatewayRunner(
+                engine=engine,
+                dialogues=self.dialogues,
+                agent=self.agent,
+                rollout=recipe.rollout,
+                config=recipe.agent,
+                one_at_a_time=recipe.deterministic,
+            )
         return EpisodeRunner(
             engine=engine,
             dialogues=self.dialogues,
@@ -94,6 +108,7 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
         "tools": tools,
         "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
         "play": attempts.get("agent.episode", lambda: load_play(recipe.agent.episode)),
+        "agent": attempts.get("agent.function", lambda: load_agent(recipe.agent)),
         "summary_rule": attempts.get(
             "agent.compaction.function", lambda: load_summary_rule(recipe.agent.compaction.function)
         ),

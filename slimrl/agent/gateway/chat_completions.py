@@ -1,0 +1,246 @@
+"""OpenAI's chat completions: https://platform.openai.com/docs/api-reference/chat"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from slimrl.agent.environment import Message
+from slimrl.agent.gateway.body import (
+    Choices,
+    Content,
+    Count,
+    Listed,
+    Loose,
+    Strict,
+    Unused,
+    assistant_message,
+    call_of,
+    function_schema,
+    text_of,
+)
+from slimrl.agent.gateway.chat_request import ChatRequest, Reply, token_logprobs
+from slimrl.agent.gateway.errors import openai_error, refused
+from slimrl.agent.gateway.events import data_event
+from slimrl.agent.gateway.history import SampledTurn
+from slimrl.agent.gateway.messages import canonical
+
+PATH = "/v1/chat/completions"
+error_body = openai_error
+
+
+class Called(Loose):
+    name: str
+    arguments: str
+
+
+class Call(Loose):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Called
+
+
+class Told(Strict):
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = None
+
+
+class Said(Loose):
+    role: Literal["assistant"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Call] | None = None
+
+
+class Answered(Strict):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Function(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class Body(Strict):
+    model: str
+    messages: list[Annotated[Told | Said | Answered, Field(discriminator="role")]]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: Listed | None = None
+    logprobs: bool | None = None
+    top_logprobs: Literal[0] | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    user: Unused = None
+    metadata: Unused = None
+    store: Unused = None
+    service_tier: Unused = None
+    safety_identifier: Unused = None
+    prompt_cache_key: Unused = None
+    prompt_cache_retention: Unused = None
+
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias", "reasoning_effort", "verbosity",
+)  # fmt: skip
+"""Settings of which the run has its own"""
+
+
+def read(value: Mapping[str, Any]) -> tuple[Body, ChatRequest]:
+    """Raises ValidationError or ApiError."""
+    body = Body.model_validate(value)
+    limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
+    return body, ChatRequest(
+        messages=canonical([_message(one, f"messages[{number}]") for number, one in enumerate(body.messages)]),
+        tools=[]
+        if body.tool_choice == "none"
+        else [
+            function_schema(one.function.name, one.function.description, one.function.parameters)
+            for one in body.tools or ()
+        ],
+        n=body.n or 1,
+        max_tokens=min(limits, default=None),
+        stop=tuple(body.stop or ()),
+        sampling={name: getattr(body, name) for name in SAMPLING},
+    )
+
+
+def answer(body: Body, reply: Reply) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "message": {**_spoken(turn), "refusal": None},
+            "logprobs": _logprobs(body, turn, reply),
+            "finish_reason": _finish(turn),
+        }
+        for index, turn in enumerate(reply.turns)
+    ]
+    return {**_head(body, reply, "chat.completion"), "choices": choices, "usage": _usage(reply)}
+
+
+def events(body: Body, reply: Reply) -> Iterator[bytes]:
+    """The answer as server-sent events."""
+    head = _head(body, reply, "chat.completion.chunk")
+
+    def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return data_event({**head, "choices": [choice]})
+
+    for index, turn in enumerate(reply.turns):
+        said = _spoken(turn)
+        calls = said.pop("tool_calls", [])
+        yield chunk(index, {"role": "assistant", "content": ""})
+        if reasoning := said.get("reasoning_content"):
+            yield chunk(index, {"reasoning_content": reasoning})
+        yield chunk(index, {"content": said["content"] or ""}, logprobs=_logprobs(body, turn, reply))
+        for number, call in enumerate(calls):
+            opened = {**call, "index": number, "function": {**call["function"], "arguments": ""}}
+            yield chunk(index, {"tool_calls": [opened]})
+            rest = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
+            yield chunk(index, {"tool_calls": [rest]})
+        yield chunk(index, {}, finish_reason=_finish(turn))
+    if body.stream_options and body.stream_options.include_usage:
+        yield data_event({**head, "choices": [], "usage": _usage(reply)})
+    yield b"data: [DONE]\n\n"
+
+
+def _message(given: Told | Said | Answered, where: str) -> Message:
+    if isinstance(given, Answered):
+        return {"role": "tool", "content": text_of(given.content), "tool_call_id": given.tool_call_id}
+    if isinstance(given, Told):
+        role = "system" if given.role == "developer" else given.role
+        named = {} if given.name is None else {"name": given.name}
+        return {"role": role, "content": text_of(given.content), **named}
+    calls = [
+        call_of(call.id, call.function.name, _parsed(call.function, where), where) for call in given.tool_calls or ()
+    ]
+    return assistant_message(text_of(given.content), calls, given.reasoning_content)
+
+
+def _parsed(called: Called, where: str) -> Any:
+    try:
+        return json.loads(called.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise refused(f"{where}: the arguments of {called.name} are no JSON: {error}") from error
+
+
+def _spoken(turn: SampledTurn) -> dict[str, Any]:
+    """A turn as a message, its arguments as text."""
+    message = dict(turn.said.message)
+    if calls := message.get("tool_calls"):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return message
+
+
+def _finish(turn: SampledTurn) -> str:
+    if turn.is_cut_off:
+        return "length"
+    return "tool_calls" if turn.said.message.get("tool_calls") else "stop"
+
+
+def _logprobs(body: Body, turn: SampledTurn, reply: Reply) -> dict[str, Any] | None:
+    return {"content": token_logprobs(turn, reply.chat), "refusal": None} if body.logprobs else None
+
+
+def _head(body: Body, reply: Reply, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{reply.id}",
+        "object": kind,
+        "created": reply.created,
+        "model": body.model,
+        "slimrl": reply.note,
+    }
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.num_prompt_tokens,
+        "completion_tokens": reply.num_sampled_tokens,
+        "total_tokens": reply.num_prompt_tokens + reply.num_sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.num_cached_tokens},
+    }

@@ -1,0 +1,82 @@
+"""What a client asks of the policy, whichever API it speaks, and what it is answered."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slimrl.agent.environment import Message
+from slimrl.agent.gateway.history import SampledTurn
+from slimrl.chat.chat_format import ChatFormat
+from slimrl.config.schema import SamplingConfig
+
+NEUTRAL: tuple[Any, ...] = (0, {}, [])
+"""Values of sampling settings that change nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    messages: Sequence[Message]
+    """Canonical ones"""
+    tools: Sequence[dict[str, Any]] = ()
+    """JSON schemas that the policy is shown"""
+    n: int = 1
+    max_tokens: int | None = None
+    """May lower the run's limit, and nothing else"""
+    stop: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The client's sampling settings, by the names of its API"""
+
+    def overridden(self, run: SamplingConfig) -> list[str]:
+        """Names of the client's settings that the run's replace."""
+        own = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
+        given = {name: value for name, value in self.sampling.items() if value is not None}
+        replaced = [
+            name for name, value in given.items() if (value != own[name] if name in own else value not in NEUTRAL)
+        ]
+        more = self.max_tokens is not None and self.max_tokens > run.max_new_tokens
+        return [*replaced, *(["max_tokens"] if more else [])]
+
+
+@dataclass(eq=False, kw_only=True)
+class Reply:
+    """The turns that answer a request."""
+
+    turns: Sequence[SampledTurn]
+    chat: ChatFormat
+    sampling: Mapping[str, Any]
+    """The run's settings, which were used"""
+    overridden: Sequence[str]
+    """The client's settings, which were not"""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.turns[0].tokens) - len(self.turns[0].sampled)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(turn.sampled) for turn in self.turns)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.turns[0].results[0].cached_tokens
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """The field `slimrl` of every answer."""
+        return {"sampling": dict(self.sampling), "overridden": list(self.overridden)}
+
+
+def token_logprobs(turn: SampledTurn, chat: ChatFormat) -> list[dict[str, Any]]:
+    """Each sampled token with its log-prob, in OpenAI's form; the token that ended the turn included."""
+    listed = []
+    for result in turn.results:
+        for token, logprob in zip(result.tokens, result.logprobs, strict=True):
+            text = chat.template.decode([token])
+            listed.append(
+                {"token": text, "token_id": token, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}
+            )
+    return listed

@@ -1,0 +1,56 @@
+"""What the gateway refuses, as each API says it: a status, a code that clients know, and a reason."""
+
+from pydantic import ValidationError
+
+
+class ApiError(Exception):
+    """An answer of the gateway that is no turn of the policy.
+
+    Args:
+        status: of HTTP.
+        code: of OpenAI's API, such as `context_length_exceeded`.
+        retry: whether the client may send the request again.
+    """
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, retry: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.retry = status, message, code, retry
+
+
+class BudgetSpent(ApiError):
+    """The trajectory has no turns or tokens left for the request, and is truncated."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(400, message, code=code)
+
+
+def refused(message: str, code: str | None = None) -> ApiError:
+    """A request that no policy can answer."""
+    return ApiError(400, message, code=code)
+
+
+def refused_body(error: ValidationError) -> ApiError:
+    """A body with fields that are unknown, missing, or of another form."""
+    problems = []
+    for problem in error.errors(include_url=False, include_input=False):
+        where = ".".join(map(str, problem["loc"])) or "body"
+        unknown = problem["type"] == "extra_forbidden"
+        problems.append(f"{where}: {'is not supported' if unknown else problem['msg']}")
+    return refused("; ".join(problems[:3]), "unsupported_parameter" if "not supported" in problems[0] else None)
+
+
+OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 502: "server_error"}
+ANTHROPIC_TYPES = {**OPENAI_TYPES, 413: "request_too_large", 502: "api_error"}
+REFUSED = "invalid_request_error"
+
+
+def openai_error(error: ApiError) -> dict[str, object]:
+    """The body of an error in OpenAI's form."""
+    kind = OPENAI_TYPES.get(error.status, REFUSED)
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+
+
+def anthropic_error(error: ApiError) -> dict[str, object]:
+    """The body of an error in Anthropic's form."""
+    kind = ANTHROPIC_TYPES.get(error.status, REFUSED)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}

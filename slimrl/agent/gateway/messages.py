@@ -1,0 +1,105 @@
+"""Histories of messages in one form, so that what a client sends back is known again.
+
+Clients write the same history in many ways: arguments of calls as text with other spaces or another order, content as
+a list of parts, ids that are absent or their own, None for an empty text. `canonical` gives each history one form, in
+which every call has its answer after it, in the order of the calls. `history_key` leaves out ids and thinking: a
+history is known by its texts, its calls' names and arguments, and the tools that the policy is shown.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from slimrl.agent.environment import Message
+from slimrl.agent.gateway.errors import refused
+from slimrl.chat.chat_format import ChatFormat
+
+
+def canonical(messages: Sequence[Message]) -> list[Message]:
+    """
+    Args:
+        messages: of roles system, user, assistant and tool with a text as content; arguments of calls are objects.
+
+    Raises:
+        ApiError: there are none, the last one is the policy's, or calls and their answers do not belong together.
+    """
+    if not messages:
+        raise refused("there are no messages")
+    if messages[-1]["role"] == "assistant":
+        raise refused("the last message is the assistant's; the policy does not go on with given words")
+    ordered: list[Message] = []
+    place, num_calls = 0, 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        if message["role"] == "tool":
+            raise refused(f"messages[{place - 1}]: a tool's answer without a call before it")
+        calls = message.get("tool_calls")
+        if not calls:
+            ordered.append({name: value for name, value in message.items() if name != "tool_calls"})
+            continue
+        named = [{**call, "id": call.get("id") or f"call_{num_calls + number}"} for number, call in enumerate(calls)]
+        num_calls += len(named)
+        ordered.append({**message, "tool_calls": named})
+        answers = list(_leading_answers(messages[place:]))
+        ordered += _in_order(named, answers, place)
+        place += len(answers)
+    return ordered
+
+
+def _leading_answers(messages: Sequence[Message]) -> Sequence[Message]:
+    count = next((number for number, one in enumerate(messages) if one["role"] != "tool"), len(messages))
+    return messages[:count]
+
+
+def _in_order(calls: Sequence[dict[str, Any]], answers: Sequence[Message], place: int) -> list[Message]:
+    """One answer for each call; one without an id answers the first call that has none yet."""
+    open_calls = {call["id"]: call["function"]["name"] for call in calls}
+    given = {}
+    for number, answer in enumerate(answers, place):
+        call_id = answer.get("tool_call_id") or next(iter(open_calls), None)
+        if call_id not in open_calls:
+            raise refused(f"messages[{number}]: answers the call {call_id!r}, which is none of the message before it")
+        name = open_calls.pop(call_id)
+        given[call_id] = {"role": "tool", "name": name, "tool_call_id": call_id, "content": answer["content"]}
+    if open_calls:
+        raise refused(f"messages[{place - 1}]: the calls {', '.join(open_calls)} have no answers after them")
+    return [given[call["id"]] for call in calls]
+
+
+def escaped(messages: Sequence[Message], chat: ChatFormat) -> list[Message]:
+    """The messages with the special tokens broken up in what the policy was told after its first turn."""
+    first = next((number for number, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
+    return [
+        {**one, "content": chat.template.escape(one["content"])}
+        if number > first and one["role"] != "assistant"
+        else one
+        for number, one in enumerate(messages)
+    ]
+
+
+def history_key(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> bytes:
+    """Equal for equal histories.
+
+    Args:
+        messages: canonical ones.
+    """
+    said = [
+        [message["role"], message["content"], [_call_key(call) for call in message.get("tool_calls") or ()]]
+        for message in messages
+    ]
+    return hashlib.sha256(json.dumps([tools, said], sort_keys=True).encode()).digest()
+
+
+def _call_key(call: dict[str, Any]) -> list[Any]:
+    return [call["function"]["name"], _plain(call["function"]["arguments"])]
+
+
+def _plain(value: Any) -> Any:
+    """The value with whole numbers as integers: JavaScript writes 1.0 as 1."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

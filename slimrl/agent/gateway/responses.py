@@ -1,0 +1,284 @@
+"""OpenAI's responses: https://platform.openai.com/docs/api-reference/responses
+
+Each request has the whole conversation; the gateway keeps no responses that a later one could name.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from slimrl.agent.environment import Message
+from slimrl.agent.gateway.body import (
+    Content,
+    Count,
+    Loose,
+    Strict,
+    Unused,
+    assistant_message,
+    call_of,
+    function_schema,
+    text_of,
+)
+from slimrl.agent.gateway.chat_request import ChatRequest, Reply, token_logprobs
+from slimrl.agent.gateway.errors import openai_error, refused
+from slimrl.agent.gateway.events import named_event
+from slimrl.agent.gateway.history import SampledTurn
+from slimrl.agent.gateway.messages import canonical
+
+PATH = "/v1/responses"
+error_body = openai_error
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Words(Loose):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class Called(Loose):
+    type: Literal["function_call"]
+    call_id: str | None = None
+    name: str
+    arguments: str
+
+
+class Answered(Loose):
+    type: Literal["function_call_output"]
+    call_id: str | None = None
+    output: Content
+
+
+class Reasoning(Loose):
+    """Of an earlier turn, whose tokens the gateway has"""
+
+    type: Literal["reasoning"]
+
+
+ITEMS: dict[str, type[Words | Called | Answered | Reasoning]] = {
+    "message": Words,
+    "function_call": Called,
+    "function_call_output": Answered,
+    "reasoning": Reasoning,
+}
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class Text(Strict):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class StreamOptions(Strict):
+    include_obfuscation: bool | None = None
+
+
+class Body(Strict):
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: Literal[0] | None = None
+    text: Text | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    reasoning: dict[str, Any] | None = None
+
+    user: Unused = None
+    metadata: Unused = None
+    store: Unused = None
+    service_tier: Unused = None
+    safety_identifier: Unused = None
+    prompt_cache_key: Unused = None
+    prompt_cache_retention: Unused = None
+
+
+def read(value: Mapping[str, Any]) -> tuple[Body, ChatRequest]:
+    """Raises ValidationError or ApiError."""
+    body = Body.model_validate(value)
+    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
+    return body, ChatRequest(
+        messages=canonical(messages),
+        tools=[]
+        if body.tool_choice == "none"
+        else [function_schema(one.name, one.description, one.parameters) for one in body.tools or ()],
+        max_tokens=body.max_output_tokens,
+        sampling={
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "reasoning": body.reasoning,
+            "verbosity": body.text and body.text.verbosity,
+        },
+    )
+
+
+def answer(body: Body, reply: Reply) -> dict[str, Any]:
+    (turn,) = reply.turns
+    return _response(body, reply, turn, _items(body, reply, turn), done=True)
+
+
+def events(body: Body, reply: Reply) -> Iterator[bytes]:
+    """The answer as server-sent events."""
+    (turn,) = reply.turns
+    numbers = count()
+
+    def event(kind: str, **fields: Any) -> bytes:
+        return named_event({"type": f"response.{kind}", "sequence_number": next(numbers), **fields})
+
+    begun = _response(body, reply, turn, [], done=False)
+    yield event("created", response=begun)
+    yield event("in_progress", response=begun)
+    items = _items(body, reply, turn)
+    for index, item in enumerate(items):
+        place = {"output_index": index, "item_id": item["id"]}
+        match item["type"]:
+            case "message":
+                yield event(
+                    "output_item.added", output_index=index, item={**item, "status": "in_progress", "content": []}
+                )
+                yield from _text_events(event, place, item["content"][0])
+            case "function_call":
+                empty = {**item, "status": "in_progress", "arguments": ""}
+                yield event("output_item.added", output_index=index, item=empty)
+                yield event("function_call_arguments.delta", **place, delta=item["arguments"])
+                yield event("function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"])
+            case _:
+                yield event("output_item.added", output_index=index, item=item)
+        yield event("output_item.done", output_index=index, item=item)
+    ended = "incomplete" if turn.is_cut_off else "completed"
+    yield event(ended, response=_response(body, reply, turn, items, done=True))
+
+
+def _text_events(event: Any, place: dict[str, Any], part: dict[str, Any]) -> Iterator[bytes]:
+    inside = {**place, "content_index": 0}
+    yield event("content_part.added", **inside, part={**part, "text": "", "logprobs": []})
+    yield event("output_text.delta", **inside, delta=part["text"], logprobs=part["logprobs"])
+    yield event("output_text.done", **inside, text=part["text"], logprobs=part["logprobs"])
+    yield event("content_part.done", **inside, part=part)
+
+
+def _messages(items: list[dict[str, Any]]) -> list[Message]:
+    """The conversation; an assistant's words and the calls after them are one message."""
+    messages: list[Message] = []
+    for number, value in enumerate(items):
+        where = f"input[{number}]"
+        item = _item(value, where)
+        match item:
+            case Words(role="assistant"):
+                messages.append(assistant_message(text_of(item.content), []))
+            case Words():
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": text_of(item.content)})
+            case Called():
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append(assistant_message("", []))
+                call = call_of(item.call_id, item.name, _parsed(item, where), where)
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case Answered():
+                messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
+    return messages
+
+
+def _item(value: dict[str, Any], where: str) -> Words | Called | Answered | Reasoning:
+    kind = value.get("type", "message")
+    if kind not in ITEMS:
+        raise refused(f"{where}: items of type {kind!r} are not supported", "unsupported_parameter")
+    try:
+        return ITEMS[kind].model_validate(value)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise refused(f"{'.'.join([where, *map(str, problem['loc'])])}: {problem['msg']}") from error
+
+
+def _parsed(called: Called, where: str) -> Any:
+    try:
+        return json.loads(called.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise refused(f"{where}: the arguments of {called.name} are no JSON: {error}") from error
+
+
+def _items(body: Body, reply: Reply, turn: SampledTurn) -> list[dict[str, Any]]:
+    message, items = turn.said.message, list[dict[str, Any]]()
+    calls = message.get("tool_calls", [])
+    status = "incomplete" if turn.is_cut_off else "completed"
+    if turn.said.reasoning:
+        thought = {"type": "reasoning_text", "text": turn.said.reasoning}
+        items.append({"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [thought]})
+    if message["content"] or not calls:
+        logprobs = token_logprobs(turn, reply.chat) if LOGPROBS in (body.include or ()) else []
+        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}
+        items.append(
+            {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": status, "content": [part]}
+        )
+    for number, call in enumerate(calls):
+        function = call["function"]
+        items.append(
+            {
+                "id": f"fc_{reply.id}_{number}",
+                "type": "function_call",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": json.dumps(function["arguments"]),
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _response(
+    body: Body, reply: Reply, turn: SampledTurn, items: list[dict[str, Any]], *, done: bool
+) -> dict[str, Any]:
+    cut_off = done and turn.is_cut_off
+    status = "in_progress" if not done else "incomplete" if cut_off else "completed"
+    sampled = reply.num_sampled_tokens
+    usage = {
+        "input_tokens": reply.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": reply.num_cached_tokens},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": reply.num_prompt_tokens + sampled,
+    }
+    return {
+        "id": f"resp_{reply.id}",
+        "object": "response",
+        "created_at": reply.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+        "instructions": body.instructions,
+        "model": body.model,
+        "output": items,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": reply.sampling["temperature"],
+        "top_p": reply.sampling["top_p"],
+        "max_output_tokens": reply.sampling["max_tokens"],
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "metadata": body.metadata or {},
+        "usage": usage if done else None,
+        "slimrl": reply.note,
+    }

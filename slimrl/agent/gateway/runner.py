@@ -1,0 +1,135 @@
+"""Runs an agent behind the gateway for each trajectory, in the place of episodes.
+
+1. A session is opened; the agent gets the data line and the session's addresses and key.
+2. The agent acts until it ends, or until the trajectory's deadline, and the session with it.
+3. The turns that the policy sampled become the trajectory's segments.
+
+The trajectory is completed if the agent ended well, truncated if the policy ran out of turns or tokens, aborted at its
+deadline or by the engine, and failed if the agent or the engine did. It always keeps the turns so far.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from slimrl.agent.dialogue import Dialogues
+from slimrl.agent.environment import UNKNOWN_TOOL
+from slimrl.agent.gateway.agents import Agent, AgentFailed
+from slimrl.agent.gateway.history import SampledTurn, count_calls
+from slimrl.agent.gateway.server import GatewayServer
+from slimrl.agent.gateway.session import Session
+from slimrl.agent.tool_environment import first_messages
+from slimrl.agent.turn_request import TurnRequests
+from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
+from slimrl.data.engine import Engine
+from slimrl.data.trajectory import POSTED_REWARD, Prompt, Status, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayRunner:
+    """Runs the agents. `one_at_a_time`: a session's requests reach the engine one after another."""
+
+    engine: Engine
+    dialogues: Dialogues
+    agent: Agent
+    rollout: RolloutConfig
+    config: AgentConfig
+    one_at_a_time: bool = False
+    server: GatewayServer = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "server", GatewayServer(self.config.gateway))
+
+    async def start(self) -> None:
+        """Raises OSError: the gateway's address is none of this machine."""
+        await self.server.start()
+
+    async def stop(self) -> None:
+        await self.server.close()
+
+    async def run(
+        self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
+    ) -> Trajectory:
+        """One trajectory, not yet scored; see EpisodeRunner.run."""
+        session = Session(
+            engine=self.engine,
+            dialogues=self.dialogues,
+            requests=TurnRequests(rollout=self.rollout, sampling=sampling, session_id=trajectory_id, seed=seed),
+            agent=self.config,
+            one_at_a_time=self.one_at_a_time,
+        )
+        connection = self.server.open(session)
+        status, error = Status.completed, ""
+        try:
+            async with asyncio.timeout(self.rollout.trajectory_timeout_s):
+                await self.agent.run(_line(prompt, self.config.system_prompt), connection)
+        except TimeoutError:
+            status, error = Status.aborted, f"not finished within {self.rollout.trajectory_timeout_s:g} s"
+        except AgentFailed as failure:
+            status, error = Status.failed, str(failure)
+        finally:
+            self.server.end(connection)
+            await session.close(self.config.close_timeout_s)
+        if session.crash is not None:
+            raise session.crash
+        trajectory = Trajectory(
+            group_id=prompt.prompt_id, trajectory_id=trajectory_id, segments=session.history.segments(), status=status
+        )
+        _complete(trajectory, session, error)
+        return trajectory
+
+
+def _line(prompt: Prompt, system_prompt: str | None) -> Mapping[str, Any]:
+    return {
+        "id": prompt.prompt_id,
+        "messages": first_messages(prompt, system_prompt),
+        "label": prompt.label,
+        "metadata": prompt.metadata,
+    }
+
+
+def _complete(trajectory: Trajectory, session: Session, error: str) -> None:
+    """Add how a trajectory ended, its conversation and its figures."""
+    last = session.history.last
+    if session.fault is not None:
+        trajectory.status, error = session.fault
+    elif last is None:
+        reason = error or (session.spent.message if session.spent else "the agent asked the policy nothing")
+        trajectory.status, error = Status.failed, reason
+    elif trajectory.status is not Status.aborted and (session.spent is not None or _is_cut_off(trajectory, session)):
+        trajectory.status, error = Status.truncated, ""
+    turns = list(session.history.turns())
+    results = [result for turn in turns for result in turn.results]
+    calls = count_calls(turns, UNKNOWN_TOOL)
+    trajectory.messages = last.messages if last else []
+    trajectory.metadata = {
+        "num_turns": len(turns),
+        "num_tool_calls": sum(counts["calls"] for counts in calls.values()),
+        "num_tool_errors": 0,
+        "num_malformed_calls": sum(counts["malformed"] for counts in calls.values()),
+        "tool_calls": calls,
+        "num_cached_tokens": sum(result.cached_tokens for result in results),
+        "num_retries": sum(result.num_retries for result in results),
+        "num_prompt_messages": len(last.path[0].told_messages) if last else 0,
+        "environment": {"states": list(map(_state, turns))} if len(trajectory.segments) > 1 else {},
+        "gateway": {"segments": len(trajectory.segments), **asdict(session.counts)},
+        **({"error": error} if error else {}),
+    }
+    trajectory.times = {"start_s": 0.0, "step_s": session.idle_s, "close_s": 0.0}
+    if session.posted_reward is not None:
+        trajectory.scratch[POSTED_REWARD] = session.posted_reward
+
+
+def _state(turn: SampledTurn) -> str:
+    """Equal for turns that were told the same, as `observed_states` has it for a trajectory of one segment."""
+    told = [[message["role"], message["content"]] for message in turn.told_messages]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def _is_cut_off(trajectory: Trajectory, session: Session) -> bool:
+    """Whether an agent that ended well was left with a turn that ran out of tokens."""
+    last = session.history.last
+    return trajectory.status is Status.completed and last is not None and last.is_cut_off

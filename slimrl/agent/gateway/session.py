@@ -1,0 +1,377 @@
+"""One trajectory's session at the gateway: its requests become turns of its history, within the run's limits.
+
+1. A request whose history a sampled turn ends is joined to that turn's tokens. The chat template writes any other
+   whole.
+2. The engine samples. Nothing is kept until it has answered, so that an abandoned request leaves no turn.
+3. The turns are kept before the client gets them. They are taken back if it is gone by then.
+4. A client that sends a request again says so (`x-stainless-retry-count`). If its first attempt was answered, it gets
+   the same answer; one that is still under way is abandoned. The same request from a client that does not say so asks
+   for another sample, as agents do that choose the best of several.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from slimrl.agent.dialogue import Dialogue, Dialogues
+from slimrl.agent.environment import Message, call_name
+from slimrl.agent.gateway.chat_request import ChatRequest, Reply
+from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused
+from slimrl.agent.gateway.history import History, SampledTurn
+from slimrl.agent.gateway.messages import escaped, history_key
+from slimrl.agent.said_turn import read_turn
+from slimrl.agent.turn_request import TurnRequests
+from slimrl.chat.chat_format import CallName, Context
+from slimrl.config.schema import AgentConfig, HistoryMode
+from slimrl.data.engine import Engine, EngineError, GenerateResult
+from slimrl.data.trajectory import Status
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Requests of a trajectory."""
+
+    requests: int = 0
+    refused: int = 0
+    """Answered with an error of the client's"""
+    abandoned: int = 0
+    """Their client was gone before the answer"""
+    repeated: int = 0
+    """Answered again, because the client did not get the first answer"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Context:
+    """What a request asks the policy to go on from."""
+
+    dialogue: Dialogue
+    parent: SampledTurn | None
+    told: list[int]
+    told_messages: Sequence[Message]
+    in_thinking: bool
+    tokens: list[int]
+    """All of them"""
+
+
+def _root(dialogue: Dialogue, messages: Sequence[Message], written: Context) -> _Context:
+    return _Context(
+        dialogue=dialogue,
+        parent=None,
+        told=written.tokens,
+        told_messages=messages,
+        in_thinking=written.opens_thinking,
+        tokens=written.tokens,
+    )
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """A request that was asked, and its reply once there is one."""
+
+    task: "asyncio.Task[Any]"
+    reply: Reply | None = None
+
+
+class Session:
+    """The gateway's side of one trajectory.
+
+    Args:
+        one_at_a_time: its requests reach the engine one after another.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        dialogues: Dialogues,
+        requests: TurnRequests,
+        agent: AgentConfig,
+        one_at_a_time: bool,
+    ) -> None:
+        self._engine, self._dialogues, self._requests, self._agent = engine, dialogues, requests, agent
+        self._turnstile = asyncio.Semaphore(1 if one_at_a_time else agent.gateway.max_concurrent_requests)
+        self.history = History()
+        self.counts = Counts()
+        self.posted_reward: float | None = None
+        self.spent: BudgetSpent | None = None
+        """Why a request was refused for a limit of the run"""
+        self.fault: tuple[Status, str] | None = None
+        """What the engine did to the trajectory, and why"""
+        self._is_over = False
+        self.crash: Exception | None = None
+        """A fault of ours in the answer to a request"""
+        self._exchanges: dict[bytes, _Exchange] = {}
+        self._samples: dict[bytes, set[int]] = {}
+        """Numbers of the samples that were taken of each history"""
+        self._num_taken = 0
+        """Turns that are sampled or under way"""
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._rate = _Rate(agent.gateway.max_requests_per_s)
+        self._idle_since, self.idle_s = time.monotonic(), 0.0
+        """Seconds without a request under way"""
+
+    async def answer(self, request: ChatRequest, *, is_retry: bool) -> Reply:
+        """Turns of the policy that answer a request. The caller takes them back if the client does not get them.
+
+        Raises:
+            ApiError: the request is refused, or the engine failed.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._admit()
+        key = history_key(request.tools, request.messages)
+        whole = key + repr((request.n, request.max_tokens, request.stop)).encode()
+        if is_retry and (earlier := self._exchanges.get(whole)) is not None:
+            if earlier.reply is None:
+                earlier.task.cancel()
+                await asyncio.wait([earlier.task], timeout=self._agent.close_timeout_s)
+            elif not any(turn.children for turn in earlier.reply.turns):
+                self.counts.repeated += 1
+                return earlier.reply
+        exchange = self._exchanges[whole] = _Exchange(task)
+        self._begin(task)
+        try:
+            exchange.reply = await self._sampled(request, key)
+        except asyncio.CancelledError:
+            self.counts.abandoned += 1
+            raise
+        except ApiError:
+            raise
+        except Exception as error:
+            self.crash = error
+            raise
+        finally:
+            self._end(task)
+            if exchange.reply is None and self._exchanges.get(whole) is exchange:
+                del self._exchanges[whole]
+        return exchange.reply
+
+    def take_back(self, reply: Reply) -> None:
+        """Forget turns that the client did not get."""
+        if self.history.take_back(reply.turns):
+            self.counts.abandoned += 1
+            self._num_taken -= len(reply.turns)
+            for turn in reply.turns:
+                self._samples[turn.asked].discard(turn.number)
+            for whole in [whole for whole, one in self._exchanges.items() if one.reply is reply]:
+                del self._exchanges[whole]
+
+    def post_reward(self, value: Any) -> None:
+        """Raises ApiError: it is no finite number."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise refused(f'write {{"reward": number}}; {value!r} is no finite number')
+        self.posted_reward = float(value)
+
+    async def close(self, timeout_s: float) -> None:
+        """End the requests that are under way, and admit no more."""
+        self._is_over = True
+        for task in self._under_way:
+            task.cancel()
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=timeout_s)
+        if not self._under_way:
+            self.idle_s += time.monotonic() - self._idle_since
+
+    def _admit(self) -> None:
+        if self._is_over:
+            raise ApiError(401, "the session is over")
+        if self.fault is not None:
+            raise ApiError(502, f"the trajectory has failed: {self.fault[1]}")
+        limit = self._agent.gateway.max_concurrent_requests
+        if len(self._under_way) >= limit:
+            raise ApiError(429, f"{limit} requests are under way, agent.gateway.max_concurrent_requests", retry=True)
+        if not self._rate.admits():
+            most = self._agent.gateway.max_requests_per_s
+            raise ApiError(429, f"more than {most:g} requests a second, agent.gateway.max_requests_per_s", retry=True)
+
+    def _begin(self, task: "asyncio.Task[Any]") -> None:
+        if not self._under_way:
+            self.idle_s += time.monotonic() - self._idle_since
+        self._under_way.add(task)
+
+    def _end(self, task: "asyncio.Task[Any]") -> None:
+        self._under_way.discard(task)
+        if not self._under_way:
+            self._idle_since = time.monotonic()
+
+    async def _sampled(self, request: ChatRequest, key: bytes) -> Reply:
+        context = self._context(request)
+        limit = self._requests.rollout.max_trajectory_tokens
+        try:
+            if len(context.tokens) >= limit:
+                said = f"this model's maximum context length is {limit} tokens, and the messages have"
+                raise BudgetSpent(f"{said} {len(context.tokens)}", code="context_length_exceeded")
+            if self._num_taken + request.n > (most := self._requests.rollout.max_turns):
+                raise BudgetSpent(f"the trajectory has no turns left of {most}", code="max_turns_exceeded")
+        except BudgetSpent as spent:
+            self.spent = spent
+            raise
+        run = self._requests.sampling
+        room = limit - len(context.tokens)
+        most = min(run.max_new_tokens, room, request.max_tokens or run.max_new_tokens)
+        taken = self._samples.setdefault(key, set())
+        numbers = _free_numbers(taken, request.n)
+        taken.update(numbers)
+        self._num_taken += request.n
+        turns: list[SampledTurn] = []
+        try:
+            turns = await self._gathered([self._turn(context, request, key, one, most) for one in numbers])
+        finally:
+            if not turns:
+                taken.difference_update(numbers)
+                self._num_taken -= request.n
+        self.history.add(turns)
+        used = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k, "max_tokens": most}
+        return Reply(turns=turns, chat=self._dialogues.chat, sampling=used, overridden=request.overridden(run))
+
+    async def _gathered(self, turns: Sequence[Any]) -> list[SampledTurn]:
+        """All turns or none: what one of them raises ends the others."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(turn) for turn in turns]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _context(self, request: ChatRequest) -> _Context:
+        try:
+            dialogue = self._dialogues.of(request.tools)
+        except (ValueError, TypeError, LookupError) as error:
+            raise refused(f"tools: {error}") from error
+        messages = escaped(request.messages, dialogue.chat)
+        last = max((number for number, one in enumerate(messages) if one["role"] == "assistant"), default=None)
+        if last is not None:
+            said = request.messages[: last + 1]
+            parent = self.history.find(history_key(request.tools, said))
+            if parent is not None and (after := self._followed(parent, messages[last + 1 :], dialogue)) is not None:
+                return after
+        try:
+            written = dialogue.chat.prompt(messages, dialogue.schemas)
+        except ValueError as error:
+            raise refused(f"messages: {error}") from error
+        return _root(dialogue, messages, written)
+
+    def _followed(self, parent: SampledTurn, told: list[Message], dialogue: Dialogue) -> _Context | None:
+        """The context after a sampled turn; None if its tokens cannot be gone on from."""
+        calls = () if parent.said.is_malformed else parent.said.calls
+        for message, call in zip(told, calls, strict=False):
+            message["tool_call_id"] = call.id
+        before = parent.tokens
+        try:
+            if self._agent.history is HistoryMode.template:
+                whole = [*parent.messages, *told]
+                written = dialogue.chat.prompt(whole, dialogue.schemas)
+                if written.tokens[: len(before)] != before:
+                    return _root(dialogue, whole, written)
+                written = replace(written, tokens=written.tokens[len(before) :])
+            elif parent.said.can_be_answered:
+                names = [CallName(id=call.id, name=call_name(call)) for call in calls]
+                written = dialogue.chat.join(before[-1], names, told, dialogue.schemas)
+            else:
+                return None
+        except ValueError:
+            return None  # the template has no words for it there; written whole, it may have
+        return _Context(
+            dialogue=dialogue,
+            parent=parent,
+            told=written.tokens,
+            told_messages=told,
+            in_thinking=written.opens_thinking,
+            tokens=[*before, *written.tokens],
+        )
+
+    async def _turn(
+        self, context: _Context, request: ChatRequest, asked: bytes, number: int, max_new_tokens: int
+    ) -> SampledTurn:
+        """One turn, as the engine samples it.
+
+        Args:
+            asked: key of the request's history.
+            number: of the sample of that history.
+        """
+        parent, results, sampled = context.parent, list[GenerateResult](), list[int]()
+        num_calls = parent.num_calls if parent else sum(len(one.get("tool_calls") or ()) for one in request.messages)
+        experts = sum(map(len, parent.experts)) if parent else 0
+        read = partial(
+            read_turn,
+            dialogue=context.dialogue,
+            in_thinking=context.in_thinking,
+            num_calls=num_calls,
+            stop=request.stop,
+        )
+        while True:
+            result = await self._generated(
+                self._requests.make(
+                    [*context.tokens, *sampled],
+                    context.dialogue,
+                    path=(asked.hex(), number, len(sampled)),
+                    max_new_tokens=max_new_tokens - len(sampled),
+                    experts_from=experts,
+                    stop=request.stop,
+                )
+            )
+            results.append(result)
+            sampled += result.tokens
+            experts += 0 if result.routed_experts is None else len(result.routed_experts)
+            finish = "length" if result.finish_reason == "length" else "stop"
+            try:
+                said = read(sampled, cut_off=finish == "length")
+                if said is None and len(sampled) >= max_new_tokens:
+                    finish, said = "length", read(sampled, cut_off=True)
+            except Exception as error:
+                # The schemas of an agent's tools may break the parser in any way.
+                cause = f"a turn cannot be read with the agent's tools: {error!r}"
+                self.fault = (Status.failed, cause)
+                raise refused(cause) from error
+            if said is not None:
+                break
+        text = context.dialogue.chat.turn_text(sampled)
+        return SampledTurn(
+            parent=parent,
+            told=context.told,
+            told_messages=context.told_messages,
+            results=results,
+            said=replace(said, can_be_answered=said.can_be_answered and finish == "stop"),
+            is_cut_off=finish == "length",
+            stop_text=min((one for one in request.stop if one in text), key=text.find, default=None),
+            asked=asked,
+            number=number,
+            key=history_key(request.tools, [*request.messages, said.message]),
+        )
+
+    async def _generated(self, request: Any) -> GenerateResult:
+        try:
+            async with self._turnstile:
+                result = await self._engine.generate(request)
+        except EngineError as error:
+            self.fault = (Status.failed, str(error))
+            raise ApiError(502, str(error)) from error
+        if result.finish_reason == "abort":
+            self.fault = (Status.aborted, "aborted by the engine")
+            raise ApiError(502, "aborted by the engine")
+        return result
+
+
+class _Rate:
+    """Admits so many requests a second, and as many at once."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s, self._left, self._since = per_s, max(per_s, 1.0), time.monotonic()
+
+    def admits(self) -> bool:
+        now = time.monotonic()
+        self._left = min(max(self._per_s, 1.0), self._left + (now - self._since) * self._per_s)
+        self._since = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+def _free_numbers(taken: set[int], count: int) -> list[int]:
+    """The smallest numbers that are not taken."""
+    return [number for number in range(len(taken) + count) if number not in taken][:count]

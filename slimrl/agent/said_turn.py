@@ -1,0 +1,77 @@
+"""What the policy said in one turn, read from the tokens that it sampled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from slimrl.agent.dialogue import Dialogue
+from slimrl.agent.environment import Message
+from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.chat.thinking import split_thinking
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaidTurn:
+    text: str
+    """Without thinking and calls; the whole answer if a call is malformed"""
+    reasoning: str | None
+    """Its thinking, if there is any"""
+    calls: tuple[ToolCall | MalformedCall, ...]
+    can_be_answered: bool
+    """Whether it ended with a token after which the conversation may go on"""
+
+    @property
+    def is_malformed(self) -> bool:
+        return any(isinstance(call, MalformedCall) for call in self.calls)
+
+    @property
+    def message(self) -> Message:
+        """As chat templates take it, without calls if one of them is malformed."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls and not self.is_malformed:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+                if isinstance(call, ToolCall)
+            ]
+        return message
+
+
+def read_turn(
+    tokens: Sequence[int],
+    dialogue: Dialogue,
+    *,
+    in_thinking: bool,
+    cut_off: bool,
+    num_calls: int,
+    stop: Sequence[str] = (),
+) -> SaidTurn | None:
+    """What a turn says; None if the turn goes on, because it stopped at a call within its thinking.
+
+    Args:
+        tokens: that the policy sampled of the turn.
+        in_thinking: the context before them ends within thinking.
+        cut_off: they end because no more could be sampled, so that the turn does not go on.
+        num_calls: before this turn, for the ids of calls whose format has none.
+        stop: texts that end a turn and are no part of it.
+    """
+    chat = dialogue.chat
+    text = chat.turn_text(tokens)
+    end = min((place for place in map(text.find, stop) if place >= 0), default=len(text))
+    thought = split_thinking(text[:end], opened=in_thinking)
+    last = tokens[-1] if tokens else None
+    at_call = last in dialogue.stop_token_ids and last not in chat.stop_token_ids
+    if at_call and not thought.closed and not cut_off:
+        return None
+    parsed = dialogue.parser.parse(thought.answer)
+    if len(parsed.calls) > 1 and not chat.takes_parallel_calls:
+        parsed = ParsedTurn(content=parsed.content, calls=[MalformedCall(problem="only one tool call at a time")])
+    calls = tuple(replace(call, id=call.id or f"call_{num_calls + number}") for number, call in enumerate(parsed.calls))
+    malformed = any(isinstance(call, MalformedCall) for call in calls)
+    return SaidTurn(
+        text=thought.answer if malformed else parsed.content,
+        reasoning=thought.thinking,
+        calls=calls,
+        can_be_answered=last in (dialogue.call_ends if calls else chat.answer_ends),
+    )

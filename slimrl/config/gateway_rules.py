@@ -1,0 +1,61 @@
+"""Rules of agents behind the gateway: `agent.command` and `agent.function`."""
+
+import ipaddress
+import shlex
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from slimrl.config.problems import Violation
+from slimrl.config.schema import AgentConfig
+
+EXCLUDED = (
+    "tools", "tool_args", "mcp", "subagents", "max_tool_calls", "environment", "environment_args", "episode",
+)  # fmt: skip
+
+
+def command_words(command: Any) -> list[str]:
+    """The words of `agent.command`.
+
+    Raises:
+        ValueError: it is neither a list of words nor a text with whole quotes.
+    """
+    if isinstance(command, list) and all(isinstance(word, str) for word in command):
+        return command
+    if not isinstance(command, str):
+        raise ValueError(f"{command!r} is no command. Write a list of words, or a text.")
+    return shlex.split(command)
+
+
+def gateway_violations(agent: AgentConfig) -> Iterator[Violation]:
+    """Agents that are given twice or beside what they replace, and commands that are not on this machine."""
+    if not agent.uses_gateway:
+        return
+    key = "agent.command" if agent.command else "agent.function"
+    if agent.command and agent.function:
+        yield "agent.function", "agent.command has the agent too. Give one of the two."
+    for name in EXCLUDED:
+        if getattr(agent, name):
+            yield f"agent.{name}", f"the agent of {key} has tools and a loop of its own. Leave it out."
+    if agent.compaction.at_tokens is not None:
+        yield "agent.compaction.at_tokens", f"the agent of {key} keeps its own contexts. Leave it out."
+    if agent.workers > 1:
+        yield (
+            "agent.workers",
+            f"{agent.workers}: one process serves all agents, which are processes themselves. Use 1.",
+        )
+    if agent.command:
+        try:
+            words = command_words(agent.command)
+        except ValueError as error:
+            yield "agent.command", str(error)
+        else:
+            if not words or shutil.which(words[0]) is None:
+                yield "agent.command", f"{words[0] if words else agent.command!r}: no such program on this machine."
+    try:
+        unspecified = ipaddress.ip_address(agent.gateway.host).is_unspecified
+    except ValueError:
+        yield "agent.gateway.host", f"{agent.gateway.host!r} is no IP address."
+    else:
+        if unspecified:
+            yield "agent.gateway.host", "agents cannot ask this address. Give one that this machine has."

@@ -1,0 +1,127 @@
+"""Agents that are commands: what they are given, how they fail, and that nothing of them is left."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from gateway_agents import ANSWER, CALL, ScriptedEngine, assert_every_sample_is_trained_once, encode, play, trained
+
+from slimrl.agent.gateway.agents import CommandAgent
+from slimrl.data.trajectory import Status, Trajectory
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "calculator_agent.py"
+
+
+def python(code: str) -> CommandAgent:
+    return CommandAgent(words=[sys.executable, "-c", code], host="127.0.0.1")
+
+
+async def run(agent: CommandAgent, *script: object, timeout_s: float = 60.0) -> tuple[Trajectory, ScriptedEngine]:
+    engine = ScriptedEngine(list(script))
+    return await play(engine, agent, trajectory_timeout_s=timeout_s), engine
+
+
+async def test_an_unmodified_script_acts_and_the_proxy_of_the_environment_is_passed_by(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    agent = CommandAgent(words=[sys.executable, str(SCRIPT)], host="127.0.0.1")
+    trajectory, engine = await run(agent, CALL, ANSWER)
+    assert trajectory.status is Status.completed, trajectory.metadata
+    assert [tokens for tokens, _ in trained(trajectory)] == [encode(CALL) + encode(ANSWER)]
+    assert [one["role"] for one in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[2]["content"] == "580"
+    assert_every_sample_is_trained_once(trajectory, engine)
+
+
+ASK = """
+import json, os, sys, urllib.request
+def post(url, body):
+    head = {"authorization": "Bearer " + os.environ["SLIMRL_API_KEY"]}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return json.load(opener.open(urllib.request.Request(url, json.dumps(body).encode(), head)))
+def ask(text):
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+                {"model": "m", "messages": [{"role": "user", "content": text}]})
+"""
+
+
+async def test_the_data_line_comes_on_stdin_and_the_environment_has_addresses_and_keys():
+    code = ASK + (
+        "line = json.loads(sys.stdin.read())\n"
+        "env = {name: value for name, value in os.environ.items() if name.startswith(('OPENAI', 'ANTHROPIC'))}\n"
+        "assert env['OPENAI_BASE_URL'] == env['ANTHROPIC_BASE_URL'] + '/v1'\n"
+        "assert env['OPENAI_API_KEY'] == env['ANTHROPIC_API_KEY'] == os.environ['SLIMRL_API_KEY']\n"
+        "ask(json.dumps([line['id'], line['label'], line['metadata'], line['messages']]))\n"
+        "print('x' * 10_000_000)\n"
+        "post(os.environ['SLIMRL_REWARD_URL'], {'reward': 0.5})\n"
+    )
+    trajectory, _ = await run(python(code), ANSWER)
+    assert trajectory.status is Status.completed, trajectory.metadata
+    said = '["p:1", 580, {"level": 2}, [{"role": "user", "content": "Compute 34*17+2."}]]'
+    assert trajectory.messages[0]["content"] == said
+    assert trajectory.scratch == {"posted_reward": 0.5}
+
+
+async def test_another_exit_code_fails_the_trajectory_with_the_end_of_stderr():
+    code = ASK + "ask('x'); sys.stderr.write('y' * 100_000 + 'the cause'); sys.exit(3)"
+    trajectory, _ = await run(python(code), ANSWER)
+    assert trajectory.status is Status.failed
+    assert trajectory.metadata["error"].startswith(f"{sys.executable} ended with exit code 3: yyy")
+    assert trajectory.metadata["error"].endswith("yyythe cause")
+    assert len(trajectory.metadata["error"]) < 3000
+    assert len(trajectory.segments) == 1
+    silent, _ = await run(python("import os; os.kill(os.getpid(), 9)"))
+    assert "exit code -9, and wrote nothing to stderr" in silent.metadata["error"]
+    absent, _ = await run(CommandAgent(words=["/no/such/program"], host="127.0.0.1"))
+    assert "cannot be started" in absent.metadata["error"]
+
+
+def children() -> set[int]:
+    return {one.pid for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_nothing_of_a_command_is_left(ends: bool, tmp_path: Path):
+    pids, before = tmp_path / "pids", children()
+    code = ASK + (
+        "import subprocess, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        "ask('x')\n" + ("" if ends else "ask('y')\n")
+    )
+    start = time.monotonic()
+    trajectory, engine = await run(python(code), *([ANSWER] if ends else [ANSWER, 600.0]), timeout_s=30 if ends else 6)
+    assert trajectory.status is (Status.completed if ends else Status.aborted), trajectory.metadata
+    assert engine.cancelled == (0 if ends else 1)
+    assert len(trajectory.segments) == 1
+    assert time.monotonic() - start < 29
+    parent, child = map(int, pids.read_text().split())
+    await asyncio.sleep(0.2)
+    assert children() == before
+    assert not any(alive(pid) for pid in (parent, child))
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def test_a_command_that_reads_nothing_and_keeps_its_stderr_open_ends():
+    code = ASK + "ask('x'); os.setpgrp() if os.fork() == 0 and __import__('time').sleep(1) else None"
+    trajectory, _ = await run(python(code), ANSWER)
+    assert trajectory.status is Status.completed, trajectory.metadata
+
+
+async def test_files_of_the_gateway_are_closed():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        await run(python(ASK + "ask('x')"), ANSWER)
+    await asyncio.sleep(0.1)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2

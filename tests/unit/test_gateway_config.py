@@ -1,0 +1,133 @@
+"""What a recipe may say of agents behind the gateway, and what is refused before anything starts."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_agents import ANSWER, CALL, PROMPT, ScriptedEngine, runner_of
+
+from slimrl.agent.calculator import calculator
+from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.gateway import calculator_agent
+from slimrl.agent.gateway.agents import CommandAgent, FunctionAgent
+from slimrl.agent.tool_environment import ToolEnvironment
+from slimrl.agent.tools import ToolBox, make_tool
+from slimrl.config.functions import function_violations
+from slimrl.config.gateway_rules import command_words, gateway_violations
+from slimrl.config.load import load_recipe
+from slimrl.config.problems import RecipeError
+from slimrl.config.schema import AgentConfig, GatewayConfig, SamplingConfig
+from slimrl.models.offline_recipe import read_offline
+from slimrl.runtime.checks.environment import load_agent
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator_gateway.yaml"
+SYSTEM = "Put the answer in \\boxed{}."
+
+
+@pytest.mark.parametrize(
+    ("agent", "key"),
+    [
+        ({"command": "python a.py", "function": "a:f"}, "agent.function"),
+        ({"function": "a:f", "tools": ["a:g"]}, "agent.tools"),
+        ({"function": "a:f", "max_tool_calls": 3}, "agent.max_tool_calls"),
+        ({"function": "a:f", "environment": "a:E"}, "agent.environment"),
+        ({"command": ["sh"], "episode": "a:play"}, "agent.episode"),
+        ({"command": "no-such-program x"}, "agent.command"),
+        ({"command": "sh 'x"}, "agent.command"),
+        ({"command": ["sh", 3]}, "agent.command"),
+        ({"command": {"a": 1}}, "agent.command"),
+        ({"command": ["   "]}, "agent.command"),
+        ({"function": "a:f", "gateway": GatewayConfig(host="localhost")}, "agent.gateway.host"),
+        ({"function": "a:f", "gateway": GatewayConfig(host="0.0.0.0")}, "agent.gateway.host"),
+    ],
+)
+def test_a_contradiction_is_named(agent: dict[str, Any], key: str):
+    assert [one for one, _ in gateway_violations(AgentConfig(**agent))] == [key]
+
+
+@pytest.mark.parametrize(
+    "agent", [{}, {"tools": ["a:g"], "episode": "a:p"}, {"function": "a:f"}, {"command": "sh -c 'exit 1'"}]
+)
+def test_what_fits_together_is_not(agent: dict[str, Any]):
+    assert list(gateway_violations(AgentConfig(**agent))) == []
+
+
+def test_a_command_is_words_or_a_text(tmp_path: Path):
+    assert command_words("sh -c 'a b'") == command_words(["sh", "-c", "a b"]) == ["sh", "-c", "a b"]
+    for given in ("sh -c 'a b'", ["sh", "-c", "a b"]):
+        loaded = load_recipe(RECIPE, [f"agent.command={given!r}", "agent.function=''"], "train")
+        agent = load_agent(loaded.recipe.agent)
+        assert isinstance(agent, CommandAgent)
+        assert list(agent.words) == ["sh", "-c", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("agent.function=calculator", "agent.function"),
+        ("agent.gateway.max_body_bytes=0", "agent.gateway.max_body_bytes"),
+        ("agent.gateway.max_requests_per_s=-1", "agent.gateway.max_requests_per_s"),
+        ("agent.gateway.port=3", "agent.gateway.port"),
+        ("agent.tools=[slimrl.agent.calculator:calculator]", "agent.tools"),
+    ],
+)
+def test_the_check_of_a_recipe_knows_these_rules(override: str, key: str):
+    with pytest.raises(RecipeError) as refused:
+        read_offline(RECIPE, [override], "train", model_needed=False)
+    assert [problem.key for problem in refused.value.problems if not problem.warning] == [key]
+
+
+def test_a_function_that_is_not_there_or_takes_something_else_is_refused():
+    wrong = load_recipe(RECIPE, ["agent.function=slimrl.agent.gateway.calculator_agent:solv"], "train").recipe
+    ((key, said),) = function_violations(wrong, "train")
+    assert key == "agent.function"
+    assert said.endswith("Did you mean solve?")
+    with pytest.raises(ValueError, match="cannot be called as calculator"):
+        load_agent(AgentConfig(function="slimrl.agent.calculator:calculator"))
+
+
+async def test_the_calculators_agent_acts_as_the_built_in_loop_does():
+    """The same tokens, masks, log-probs and messages, from the prompt to the answer."""
+    sampling = SamplingConfig(max_new_tokens=64)
+    wrong = CALL.replace("34*17+2", "1/0")
+    ours, theirs = ScriptedEngine([wrong, CALL, ANSWER]), ScriptedEngine([wrong, CALL, ANSWER])
+    agent = FunctionAgent(function=calculator_agent.solve, path="solve")
+    gateway = runner_of(ours, agent)
+    gateway.config.system_prompt = SYSTEM
+    await gateway.start()
+    through = await gateway.run(PROMPT, trajectory_id="t", sampling=sampling, seed=3)
+    await gateway.stop()
+    config = AgentConfig(system_prompt=SYSTEM)
+    tools = ToolBox([make_tool(calculator)])
+    loop = EpisodeRunner(
+        engine=theirs,
+        dialogues=gateway.dialogues,
+        environment=lambda: ToolEnvironment(tools, config, 5.0),
+        rollout=gateway.rollout,
+        agent=config,
+    )
+    built_in = await loop.run(PROMPT, trajectory_id="t", sampling=sampling, seed=3)
+    ((a,), (b,)) = through.segments, built_in.segments
+    for name in ("tokens", "loss_mask", "rollout_logprobs", "weight_versions", "turn_ids"):
+        assert np.array_equal(getattr(a, name), getattr(b, name)), name
+    assert (through.status, through.messages) == (built_in.status, built_in.messages)
+    same = ("num_turns", "num_tool_calls", "num_malformed_calls", "num_prompt_messages", "num_cached_tokens")
+    assert {name: through.metadata[name] for name in same} == {name: built_in.metadata[name] for name in same}
+
+
+async def test_trajectories_at_once_do_not_see_each_other():
+    engine = ScriptedEngine(lambda text: ANSWER if "<tool_response>" in text or "words" in text else CALL)
+    runner = runner_of(engine, FunctionAgent(function=calculator_agent.solve, path="solve"))
+    prompts = [replace(PROMPT, messages=[{"role": "user", "content": text}]) for text in ("34*17+2?", "words")] * 4
+    await runner.start()
+    sampling = SamplingConfig(max_new_tokens=64)
+    done = await asyncio.gather(
+        *(runner.run(one, trajectory_id=f"t{i}", sampling=sampling, seed=i) for i, one in enumerate(prompts))
+    )
+    await runner.stop()
+    assert [one.metadata["num_turns"] for one in done] == [2, 1] * 4
+    assert [one.messages[0] for one in done] == [one.messages[0] for one in prompts]
+    assert engine.most_under_way > 1
