@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--sft-updates", type=int, default=600)
     parser.add_argument("--problems", type=int, default=256, help="held-out questions")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     folder = options.folder or Path("runs/agent_tasks") / options.task
     run = learn(options.task, folder, options.sft_updates, options.problems, options.settings)
     metrics = read_metrics(run.metrics)

@@ -14,7 +14,7 @@ from faults import SOURCES, Fault
 _RUN = ["test_run_quickstart.py", "test_run_engines.py", "test_run_resume.py"]
 INTEGRATION = {
     "megatron_patches": ["test_trainer.py", "test_layouts.py"],
-    "slimrl.agent": ["test_rollout.py", "test_run_quickstart.py"],
+    "slimrl.agent": ["test_sandboxes.py", "test_rollout.py", "test_run_quickstart.py"],
     "slimrl.algorithms": ["test_update_scale.py", "test_trainer.py", "test_run_quickstart.py"],
     "slimrl.checkpoints": ["test_weights.py", "test_torch_dist.py", "test_convert.py"],
     "slimrl.chat": ["test_rollout.py", "test_run_quickstart.py"],

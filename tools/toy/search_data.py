@@ -4,6 +4,9 @@ People have a mother, a place of birth and an employer; companies have a founder
 or two of which the first one leads to the second. The demonstrations search for the right facts, or stop at the first,
 or search for a name alone and answer from what they find, or guess, with the probabilities of BEHAVIOURS. A model that
 imitates them can do both searches, and mostly does not.
+
+The demonstrations are of other facts than the corpus, about the same names, and of others again every
+CONVERSATIONS_PER_WORLD: nothing but an answer of the tool says what is true.
 """
 
 import json
@@ -25,6 +28,7 @@ SYLLABLES = ("ba", "de", "fi", "go", "ku", "me", "no", "ra")
 NUM_FIRST, NUM_LAST, NUM_TOWNS, NUM_COMPANY_WORDS = 12, 12, 10, 10
 COMPANY_KINDS = ("Mills", "Works", "Bank", "Press", "Foods")
 NUM_PEOPLE = 120
+CONVERSATIONS_PER_WORLD = 60
 NUM_RESULTS = 3
 """Passages in an answer, as `agent.tool_args.num_results` of the task's recipe says."""
 
@@ -58,18 +62,26 @@ RELATIONS = {
 }  # fmt: skip
 
 
-class World:
-    """People, companies and towns, and what is known of them."""
+Names = dict[str, list[str]]
+"""Of each kind: person, company, town"""
 
-    def __init__(self, rng: random.Random) -> None:
-        words = ["".join(pair).capitalize() for pair in product(SYLLABLES, repeat=2)]
-        rng.shuffle(words)
-        first, last, towns, heads = (
-            [words.pop() for _ in range(count)] for count in (NUM_FIRST, NUM_LAST, NUM_TOWNS, NUM_COMPANY_WORDS)
-        )
-        people = rng.sample([f"{one} {two}" for one, two in product(first, last)], NUM_PEOPLE)
-        companies = [f"{head} {kind}" for head, kind in product(heads, COMPANY_KINDS)]
-        self.names = {"person": people, "company": companies, "town": towns}
+
+def make_names(rng: random.Random) -> Names:
+    words = ["".join(pair).capitalize() for pair in product(SYLLABLES, repeat=2)]
+    rng.shuffle(words)
+    first, last, towns, heads = (
+        [words.pop() for _ in range(count)] for count in (NUM_FIRST, NUM_LAST, NUM_TOWNS, NUM_COMPANY_WORDS)
+    )
+    people = rng.sample([f"{one} {two}" for one, two in product(first, last)], NUM_PEOPLE)
+    companies = [f"{head} {kind}" for head, kind in product(heads, COMPANY_KINDS)]
+    return {"person": people, "company": companies, "town": towns}
+
+
+class World:
+    """What is true of people and companies."""
+
+    def __init__(self, names: Names, rng: random.Random) -> None:
+        self.names = names
         self.facts = {
             (relation, name): rng.choice([value for value in self.names[kind.value] if value != name])
             for relation, kind in RELATIONS.items()
@@ -114,14 +126,24 @@ def write_search_data(out: Path, *, seed: int, num_train: int, num_heldout: int,
     """
     with atomic_folder(out) as partial:
         rng = random.Random(seed)
-        world = World(rng)
+        names = make_names(rng)
+        world = World(names, rng)
         _write(partial / "corpus.jsonl", ({"text": text} for text in world.passages()))
-        new = {name for kind in ("person", "company") for name in world.names[kind] if rng.random() < 0.2}
+        new = {name for kind in ("person", "company") for name in names[kind] if rng.random() < 0.2}
         known, heldout = ([one for one in world.questions() if (one.name in new) is held] for held in (False, True))
         _write(partial / "heldout.jsonl", map(_prompt_line, _drawn(heldout, num_heldout, rng)))
         _write(partial / "train.jsonl", map(_prompt_line, _drawn(known, num_train, rng)))
-        index, drawn = Index(world.passages()), _drawn(known, num_conversations, rng)
-        _write(partial / "sft.jsonl", (_conversation(one, world, index, rng) for one in drawn))
+        _write(partial / "sft.jsonl", _conversations(names, new, num_conversations, rng))
+
+
+def _conversations(names: Names, new: set[str], count: int, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Demonstrations, none of them about one of the `new` names."""
+    for first in range(0, count, CONVERSATIONS_PER_WORLD):
+        world = World(names, rng)
+        index = Index(world.passages())
+        known = [one for one in world.questions() if one.name not in new]
+        for question in _drawn(known, min(CONVERSATIONS_PER_WORLD, count - first), rng):
+            yield _conversation(question, world, index, rng)
 
 
 def _drawn(questions: Sequence[Question], count: int, rng: random.Random) -> list[Question]:
