@@ -32,5 +32,9 @@ def sandbox_violations(recipe: Recipe) -> Iterator[Violation]:
             f"{sandbox.limits.wall_s}: the call ends before, after rollout.tool_timeout_s {timeout_s}, and the policy "
             "does not hear what the program printed. Use less.",
         )
+    if sandbox.all_nodes and sandbox.backend is SandboxBackend.remote:
+        yield "agent.sandbox.all_nodes", "the remote server runs the code, on no node of the cluster. Use false."
+    if sandbox.all_nodes and recipe.agent.workers > 1:
+        yield "agent.sandbox.all_nodes", f"agent.workers {recipe.agent.workers} have sandboxes here alone. Use false."
     if sandbox.backend is SandboxBackend.remote and not sandbox.url.startswith(("http://", "https://")):
         yield "agent.sandbox.url", f"{sandbox.url!r} is no URL; write http://HOST:PORT."

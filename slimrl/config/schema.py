@@ -803,6 +803,8 @@ class SandboxConfig:
 
     backend: SandboxBackend = SandboxBackend.bubblewrap
     """Where code runs; slimrl never falls back from one to another."""
+    all_nodes: bool = False
+    """Run on all nodes of the Ray cluster, each with these limits and places, instead of the driver's alone."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     session_cpu_s: int = 60
     """CPU time of each process of a session, over the session's life: in place of `limits.cpu_s`."""

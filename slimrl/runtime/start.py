@@ -41,6 +41,7 @@ from slimrl.runtime.cluster.placement import most_slots, place
 from slimrl.runtime.cluster.processes import Processes, start_processes
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
 from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
+from slimrl.runtime.cluster.sandbox_nodes import NodeSandboxes
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.versions_folder import versions_folder
@@ -245,6 +246,10 @@ def rollout_stage(
         shape = (int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]))
     vocab_size = int(config["vocab_size"])
     client = engines.client(vocab_size=vocab_size, routed_experts_shape=shape)
+
+    if recipe.agent.sandbox.all_nodes:
+        nodes, _ = cluster_nodes(private=False)
+        task.sandbox.use(NodeSandboxes(recipe.agent.sandbox, nodes), len(nodes))
 
     def watch() -> None:
         engines.watch()

@@ -136,6 +136,8 @@ def test_a_task_that_asks_for_no_sandbox_needs_none(monkeypatch, tmp_path):
         (f"agent.tools=[{TOOLS}:shell]", "agent.sandbox.max_sessions", "Use 192."),
         (f"agent={{tools: [{TOOLS}:shell], sandbox: {{backend: remote}}}}", "agent.sandbox.backend", "has no sessions"),
         ("agent.sandbox={backend: remote, url: here}", "agent.sandbox.url", "write http://HOST:PORT"),
+        ("agent.sandbox={backend: remote, url: http://a:1, all_nodes: true}", "agent.sandbox.all_nodes", "on no node"),
+        ("agent={workers: 2, sandbox: {all_nodes: true}}", "agent.sandbox.all_nodes", "have sandboxes here alone"),
         ("agent.sandbox.backend=chroot", "agent.sandbox.backend", "bubblewrap"),
         ("agent.sandbox.bakend=remote", "agent.sandbox.bakend", "Did you mean agent.sandbox.backend?"),
     ],

@@ -5,13 +5,12 @@ remain and variables do not. The image may be another one for each session: that
 """
 
 import asyncio
-import io
 import subprocess
-import tarfile
 import uuid
 from dataclasses import replace
 from pathlib import Path
 
+from slimrl.agent.sandbox.folder_archive import packed
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxError, SessionEnded, check_code
 from slimrl.agent.sandbox.process import Command, run_command
 from slimrl.config.schema import SandboxConfig, SandboxLimits
@@ -61,7 +60,7 @@ class ContainerSandbox:
         session = ContainerSession(self, self._config.command, name, language, limits)
         self._sessions.add(session)
         try:
-            archive = b"" if folder is None else await asyncio.to_thread(_archive, folder)
+            archive = b"" if folder is None else await asyncio.to_thread(packed, folder)
             unpack = f"mkdir -p {WORK}" + (f" && tar -xf - -C {WORK}" if archive else "")
             await self._control([self._config.command, "exec", "--interactive", name, "sh", "-c", unpack], archive)
         except BaseException:
@@ -167,10 +166,3 @@ def _of_program(result: Result, language: Language) -> Result:
     if result.ended is Ended.timeout:
         raise SandboxError("the container did not start before the program's deadline")
     raise SandboxError(f"the container did not start: {result.stderr.strip()}")
-
-
-def _archive(folder: Path) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        archive.add(folder, arcname=".")
-    return buffer.getvalue()

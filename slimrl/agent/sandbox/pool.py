@@ -31,9 +31,20 @@ class SandboxPool(Supplied):
     """
 
     def __init__(self, config: SandboxConfig, sandbox: Sandbox | None = None) -> None:
-        self._sandbox = sandbox or _BACKENDS[config.backend](config)
+        self._config = config
+        self.use(sandbox or _BACKENDS[config.backend](config))
+
+    def use(self, sandbox: Sandbox, num_nodes: int = 1) -> None:
+        """Take another backend, before the first run.
+
+        Args:
+            num_nodes: that it has, each with the places of the settings.
+        """
+        config = self._config
+        self._sandbox = sandbox
         queue = partial(Admission, max_waiting=config.max_waiting, wait_s=config.wait_s)
-        self._runs, self._sessions = queue(max_running=config.max_running), queue(max_running=config.max_sessions)
+        self._runs = queue(max_running=num_nodes * config.max_running)
+        self._sessions = queue(max_running=num_nodes * config.max_sessions)
 
     async def run(self, program: Program, limits: SandboxLimits | None = None) -> Result:
         """Raises SandboxBusy, besides what the backend raises."""
