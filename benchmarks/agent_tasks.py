@@ -23,7 +23,8 @@ from slimrl.observability.report import write_curve
 from slimrl.observability.run_folder import RunFolder
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
-TASKS = ("python", "search")
+TASKS = {"python": 600, "search": 800}
+"""Updates of the cold start by task"""
 HELDOUT = "eval/heldout/reward_mean"
 COMMAND_TIMEOUT_S = 7200.0
 
@@ -66,12 +67,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="data, models and runs; runs/agent_tasks/TASK")
     parser.add_argument("--json", type=Path, help="the curve")
     parser.add_argument("--plot", type=Path, help="PNG of the curve")
-    parser.add_argument("--sft-updates", type=int, default=600)
+    parser.add_argument("--sft-updates", type=int, help="of the cold start")
     parser.add_argument("--problems", type=int, default=256, help="held-out questions")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path("runs/agent_tasks") / options.task
-    run = learn(options.task, folder, options.sft_updates, options.problems, options.settings)
+    updates = options.sft_updates or TASKS[options.task]
+    run = learn(options.task, folder, updates, options.problems, options.settings)
     metrics = read_metrics(run.metrics)
     curve = [(step["step"], step[HELDOUT]) for step in metrics if HELDOUT in step]
     write_figures(options.json, {"task": options.task, "curve": curve})
