@@ -144,6 +144,12 @@ class _Noted:
         self.schemas = TOOLS.schemas
         self.caches = False
 
+    async def for_episode(self):
+        return self
+
+    async def end_episode(self):
+        pass
+
     async def call(self, name, arguments, timeout_s, info):
         return ToolAnswer(text=self.words)
 

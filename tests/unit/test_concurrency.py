@@ -19,6 +19,12 @@ class Episodes:
     def __init__(self) -> None:
         self.running = self.most = 0
 
+    async def start(self):
+        pass
+
+    async def stop(self):
+        pass
+
     async def run(self, prompt: Prompt, *, trajectory_id: str, **_) -> Trajectory:
         self.running += 1
         self.most = max(self.most, self.running)

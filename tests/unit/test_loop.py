@@ -43,6 +43,7 @@ class Stages:
         self.asked = False
         self.asked_in = ""
         self.scoring = ScoringTimes()
+        self.lags_s: list[float] = []
 
     def _note(self, call: str) -> None:
         self.calls.append(call)

@@ -55,7 +55,7 @@ def test_what_no_server_can_be_is_named(override, key, said):
 
 def test_an_environment_of_ones_own_has_no_servers():
     found = problems(TIME, "agent.tools=[]", "agent.environment=slimrl.agent.tool_environment:ToolEnvironment")
-    assert "the environment of agent.environment says that itself" in found["agent.mcp"]
+    assert "agent.environment says that itself" in found["agent.mcp"]
 
 
 def test_an_unknown_key_of_a_server_is_named():

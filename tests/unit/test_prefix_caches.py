@@ -66,7 +66,10 @@ class Task:
                 metadata=counts,
             )
 
-        return SimpleNamespace(run=run)
+        async def nothing() -> None:
+            pass
+
+        return SimpleNamespace(run=run, start=nothing, stop=nothing)
 
     sandbox = SandboxPool(SandboxConfig())
     rewards = Rewards(function=lambda trajectory, prompt: 1.0)

@@ -45,6 +45,12 @@ class Answers:
 
     caches = False
 
+    async def for_episode(self):
+        return self
+
+    async def end_episode(self):
+        pass
+
     async def call(self, name, arguments, timeout_s, info):
         return ToolAnswer(text=self.texts.pop(0))
 

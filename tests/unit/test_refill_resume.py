@@ -30,6 +30,7 @@ class Stage:
     def __init__(self, dropped_in: str = "") -> None:
         self.dropped_in = dropped_in
         self.scoring = ScoringTimes()
+        self.lags_s: list[float] = []
         self.asked: list[tuple[str, list[str]]] = []
 
     def rollout(self, prompts, *, label, check_cancelled, earlier=()):

@@ -108,7 +108,11 @@ def stage_of(episodes: Episodes, *, watch: Callable[[], None] = lambda: None, **
     recipe.rollout.samples_per_prompt = 2
     for name, value in settings.items():
         setattr(recipe.rollout, name, value)
-    task = SimpleNamespace(episode_runner=lambda recipe, engine: episodes, rewards=Rewards(function=episodes.reward))
+    task = SimpleNamespace(
+        sandbox=SandboxPool(SandboxConfig()),
+        episode_runner=lambda recipe, engine: episodes,
+        rewards=Rewards(function=episodes.reward),
+    )
     return RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None)
 
 

@@ -224,6 +224,12 @@ class Stage:
     def __init__(self, endings: dict[int, Status]) -> None:
         self.endings, self.count, self.ended = endings, 0, 0
 
+    async def start(self):
+        pass
+
+    async def stop(self):
+        pass
+
     def open(self, session_ids, *, at_once):
         self.count = 0
 

@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -88,6 +89,7 @@ def test_the_rollout_of_a_run_applies_the_rule_before_its_metrics_are_taken(tmp_
 
     class Stage:
         scoring = ScoringTimes()
+        lags_s: ClassVar[list[float]] = []
 
         def rollout(self, prompts, *, label, check_cancelled):
             asked.append((prompts, label))
