@@ -19,6 +19,8 @@ NO_EFFECT = (
     *("run", "resync", "checkpoint", "tracking", "data", "model.path", "model.megatron"),
     *("reward.group", "reward.group_filters", "reward.retries", "reward.retry_on", "reward.startup_timeout_s"),
     "reward.alarm_steps",
+    *("agent.workers", "agent.sandbox.all_nodes", "agent.sandbox.max_running", "agent.sandbox.max_waiting"),
+    *("agent.sandbox.max_sessions", "agent.gateway"),
     *("eval.every_steps", "eval.at_start", "eval.at_end", "eval.pass_at", "eval.pass_reward"),
     *("rollout.sampling", "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.colocated"),
     *("rollout.num_engines", "rollout.threads_per_engine", "rollout.max_concurrency_per_engine"),
