@@ -68,7 +68,7 @@ def runner():
 @pytest.fixture(scope="module")
 def graded(runner):
     """The reward of a program by tests, by their fraction; one sandbox for all tests of this file."""
-    pool = SandboxPool(SandboxConfig(limits=LIMITS))
+    pool = SandboxPool(SandboxConfig(limits=SandboxLimits(**LIMITS)))
     reward = CodeTests(credit="fraction", sandbox=pool)
     runner.run(reward.start())
     yield lambda code, tests: runner.run(reward(said(f"So:\n```python\n{code}\n```\n"), asked(tests)))
@@ -116,7 +116,7 @@ def test_no_cheat_prints_what_is_expected(graded, name):
 
 @needs_namespaces
 async def test_all_must_be_passed_unless_a_fraction_is_asked_for():
-    pool = SandboxPool(SandboxConfig(limits=LIMITS))
+    pool = SandboxPool(SandboxConfig(limits=SandboxLimits(**LIMITS)))
     reward = CodeTests(sandbox=pool, tests_key="hidden")
     await reward.start()
     try:

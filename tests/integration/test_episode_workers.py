@@ -16,6 +16,7 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from worker_cases import SeededEngine, total
 
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema import Recipe
 from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
 from slimrl.observability.progress import Progress
@@ -52,7 +53,12 @@ def recipe_of(model: Path, folder: Path, workers: int, **rollout) -> Recipe:
 def stage_of(recipe: Recipe, logs: Path) -> Iterator[RolloutStage]:
     engine = SeededEngine(build_tokenizer().eos_token_id)
     workers = EpisodeWorkers(recipe, engine, logs) if recipe.agent.workers > 1 else None
-    task = SimpleNamespace(episode_runner=load_runner, rewards=Rewards(function=total))
+    sandbox = SandboxPool(recipe.agent.sandbox)
+    task = SimpleNamespace(
+        sandbox=sandbox,
+        episode_runner=lambda recipe, engine: load_runner(recipe, engine, sandbox),
+        rewards=Rewards(function=total),
+    )
     with (
         Progress(1) as progress,
         RolloutStage(
