@@ -160,8 +160,10 @@ class Bench:
         ]  # fmt: skip
         if case.teacher:
             settings.append(f"teacher.path={self.export_of(_run_name(case.teacher, 0))}")
-        arguments = [str(RECIPES / case.recipe), *settings, *case.settings, *self.extra]
-        _slimrl("train", *arguments, "--resume-or-start")
+        # A run that ended just before its result was kept is complete, and refuses to go on.
+        if not self.export_of(run).is_dir():
+            arguments = [str(RECIPES / case.recipe), *settings, *case.settings, *self.extra]
+            _slimrl("train", *arguments, "--resume-or-start")
         metrics = read_metrics(self.folder / "runs" / run / "metrics.jsonl")
         curve = [[step["step"], step[HELDOUT]] for step in metrics if HELDOUT in step]
         kept = ("mismatch/logprob_abs_mean", "policy/clip_fraction", "policy/effective_sample_size")
