@@ -10,6 +10,7 @@ import pytest
 from scripted_episode import END, PROMPT, played, runner_of, told
 
 from slimrl.agent.adapters.gymnasium import GymnasiumEnvironment
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
@@ -152,7 +153,7 @@ def test_what_cannot_be_made_is_refused_before_the_start(arguments, said):
         environment="slimrl.agent.adapters.gymnasium:GymnasiumEnvironment", environment_args=arguments
     )
     with pytest.raises(ValueError, match=said):
-        load_environment(recipe, ToolBox([]))
+        load_environment(recipe, ToolBox([]), SandboxPool(recipe.agent.sandbox))
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
@@ -170,5 +171,9 @@ def test_the_pages_recipe_makes_its_environment(tmp_path, monkeypatch):
     loaded = load_recipe("lake.yaml", ["model.path=absent"], "train")
     keys = {problem.key for problem in check_loaded(loaded) if not problem.warning}
     assert keys == {"model.path", "data.train", "data.eval.heldout"}
-    first = asyncio.run(load_environment(loaded.recipe, ToolBox([]))().start(PROMPT, seed=1, scratch={}))
+    first = asyncio.run(
+        load_environment(loaded.recipe, ToolBox([]), SandboxPool(loaded.recipe.agent.sandbox))().start(
+            PROMPT, seed=1, scratch={}
+        )
+    )
     assert "[S]FFF" in first.messages[0]["content"]

@@ -12,7 +12,7 @@ import pytest
 
 from slimrl.observability.metrics import read_metrics
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"python": [], "slimrl": ["-m", "slimrl.cli"], "slimrl-tools": ["-m", "slimrl_tools.cli"]}

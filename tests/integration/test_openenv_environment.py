@@ -12,6 +12,7 @@ from own_venv import own_venv
 from scripted_episode import END, PROMPT, call_text, played, runner_of, told
 
 from slimrl.agent.adapters.openenv import OpenEnvEnvironment
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.config.schema import AgentConfig, Recipe
 from slimrl.data.trajectory import Prompt, Status
@@ -110,7 +111,7 @@ def refusal(**arguments) -> str:
     recipe = Recipe()
     recipe.agent = AgentConfig(environment=ENVIRONMENT, environment_args=arguments)
     with pytest.raises(ValueError, match=ENVIRONMENT) as refused:
-        load_environment(recipe, ToolBox([]))
+        load_environment(recipe, ToolBox([]), SandboxPool(recipe.agent.sandbox))
     return str(refused.value)
 
 
