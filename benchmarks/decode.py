@@ -45,7 +45,8 @@ class Engine:
     """One of the two engines."""
 
     def __init__(self, name: str, model: Path, folder: Path, max_concurrency: int) -> None:
-        from slimrl.config.schema import Precision, RolloutConfig
+        from slimrl.config.schema.precision import Precision
+        from slimrl.config.schema.rollout import RolloutConfig
         from slimrl.rollout.servers.ports import free_port
         from slimrl.rollout.servers.process import ServerProcess
         from slimrl.rollout.servers.server import engine_arguments, engine_environment

@@ -33,7 +33,9 @@ from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.stop_tokens import stop_token_ids
 from slimrl.chat.template import ChatTemplate
 from slimrl.chat.tokenizer import load_tokenizer
-from slimrl.config.schema import AgentConfig, GatewayConfig, Precision, RolloutConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig, GatewayConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.rollout.client import SglangEngine

@@ -21,16 +21,10 @@ from figures import make_table, write_figures
 from resync_ranks import TrainerRanks
 from rich.console import Console
 
-from slimrl.config.schema import (
-    OptimizerConfig,
-    ParallelConfig,
-    Precision,
-    ResyncConfig,
-    RolloutConfig,
-    TrainerConfig,
-    TransportName,
-    VerifyMode,
-)
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.observability.memory import MemoryWatch, session_members
 from slimrl.resync.estimate.machine import GB
 from slimrl.resync.report import ResyncReport

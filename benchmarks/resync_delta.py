@@ -21,17 +21,9 @@ from figures import make_table, write_figures
 from rich.console import Console
 
 from slimrl.algorithms.objective import cross_entropy
-from slimrl.config.schema import (
-    DeltaEncoding,
-    OptimizerConfig,
-    ParallelConfig,
-    PauseMode,
-    Precision,
-    ResyncConfig,
-    TrainerConfig,
-    TransportName,
-    VerifyMode,
-)
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import DeltaEncoding, PauseMode, ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.trajectory import Segment
 from slimrl.data.weights import EngineControl, EnginePlace

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 
-from slimrl.config.schema import ResyncConfig, TrainerConfig
+from slimrl.config.schema.resync import ResyncConfig
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.rollout.servers.ports import free_port

@@ -22,7 +22,7 @@ from slimrl.agent.sandbox import visible
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
 from slimrl.agent.sandbox.interface import Program
 from slimrl.agent.sandbox.process import Command, run_command
-from slimrl.config.schema import SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 SNIPPET = """import math
 def roots(n):

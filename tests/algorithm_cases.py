@@ -1,7 +1,7 @@
 """Settings of every algorithm and of every option of one, for tests of losses and of layouts."""
 
 from slimrl.config.algorithms import SETTINGS
-from slimrl.config.schema import (
+from slimrl.config.schema.algorithm import (
     Aggregation,
     AlgorithmConfig,
     AlgorithmName,

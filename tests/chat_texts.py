@@ -11,7 +11,8 @@ from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.parsers import make_parser
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
-from slimrl.config.schema import AgentConfig, HistoryMode, RolloutConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig, HistoryMode
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateResult
 from slimrl.data.trajectory import Prompt
 

@@ -14,7 +14,8 @@ from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.parsers import NoCalls, make_parser
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import ChatTemplate
-from slimrl.config.schema import AgentConfig, GatewayConfig, HistoryMode, RolloutConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig, GatewayConfig, HistoryMode
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
 from slimrl.data.trajectory import Prompt, Trajectory
 

@@ -22,7 +22,8 @@ from slimrl.agent.transcript import Transcript
 from slimrl.agent.turn_request import TurnRequests
 from slimrl.chat.chat_format import CallName, Context
 from slimrl.chat.thinking import split_thinking
-from slimrl.config.schema import AgentConfig, HistoryMode, RolloutConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig, HistoryMode
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
 from slimrl.data.trajectory import Segment, Status, Trajectory
 

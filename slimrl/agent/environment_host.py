@@ -17,7 +17,7 @@ from slimrl.agent.environment import Environment, EnvironmentFailure, MakeEnviro
 from slimrl.agent.subagents import Delegate
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolCrash
-from slimrl.config.schema import AgentConfig
+from slimrl.config.schema.agent import AgentConfig
 from slimrl.data.threads import reportable
 from slimrl.data.trajectory import Prompt
 

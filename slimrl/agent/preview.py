@@ -13,7 +13,8 @@ from slimrl.agent.example_arguments import example_arguments
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import Schemas
 from slimrl.chat.thinking import CLOSE, OPEN
-from slimrl.config.schema import AgentConfig, CompactionConfig, RolloutConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig, CompactionConfig
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult
 from slimrl.data.preview import Preview, PreviewToken, Source
 from slimrl.data.trajectory import Prompt, Segment, Status

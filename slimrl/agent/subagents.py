@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slimrl.agent.tools import Tool, ToolAnswer
-from slimrl.config.schema import SubagentConfig
+from slimrl.config.schema.agent import SubagentConfig
 from slimrl.data.trajectory import Segment, Status, Trajectory
 
 TASK = "task"

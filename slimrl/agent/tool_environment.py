@@ -13,7 +13,7 @@ from slimrl.agent.environment import Observation, Turn, answers, error_text
 from slimrl.agent.parsers import MalformedCall, ToolCall
 from slimrl.agent.subagents import TASK, Delegate, Delegation
 from slimrl.agent.tools import EpisodeInfo, ToolAnswer, ToolBox, ToolError
-from slimrl.config.schema import AgentConfig
+from slimrl.config.schema.agent import AgentConfig
 from slimrl.data.trajectory import Prompt
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slimrl.agent.dialogue import Dialogue
-from slimrl.config.schema import RolloutConfig, SamplingConfig
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateRequest
 from slimrl.data.seeds import derive_seed
 

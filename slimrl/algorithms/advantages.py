@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slimrl.config.algorithms import COMPARING
-from slimrl.config.schema import AdvantageName
+from slimrl.config.schema.algorithm import AdvantageName
 from slimrl.data.import_path import resolve
 from slimrl.data.trajectory import Trajectory
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slimrl.algorithms.policy_tokens import MAX_LOG_RATIO, PolicyTokens, by_token
-from slimrl.config.schema import AlgorithmConfig, CorrectionConfig, CorrectionLevel, CorrectionMode
+from slimrl.config.schema.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionLevel, CorrectionMode
 
 
 def correction_terms(tokens: PolicyTokens, settings: AlgorithmConfig) -> dict[str, Tensor]:

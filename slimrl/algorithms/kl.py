@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slimrl.algorithms.policy_tokens import MAX_LOG_RATIO
-from slimrl.config.schema import KlEstimator
+from slimrl.config.schema.algorithm import KlEstimator
 
 
 def kl(logprobs_T: Tensor, reference_T: Tensor, log_ratio_T: Tensor, estimator: KlEstimator) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimrl.algorithms.policy_tokens import PolicyTokens, by_token
-from slimrl.config.schema import AlgorithmConfig, LossName
+from slimrl.config.schema.algorithm import AlgorithmConfig, LossName
 from slimrl.data.import_path import resolve
 
 SAPO_TEMPERATURES = (1.0, 1.05)

@@ -26,7 +26,7 @@ from slimrl.algorithms.policy_tokens import (
     whole_sums,
 )
 from slimrl.config.algorithms import TOKEN_LOSSES
-from slimrl.config.schema import Aggregation, AlgorithmConfig, KlEstimator, KlPlace
+from slimrl.config.schema.algorithm import Aggregation, AlgorithmConfig, KlEstimator, KlPlace
 
 ObjectiveName = Literal["policy", "sft"]
 """What an update optimizes: `policy` the recipe's algorithm, `sft` the likelihood of the tokens in the loss mask."""

@@ -7,7 +7,8 @@ settings that cost a pass.
 
 from slimrl.algorithms.token_advantages import charges_kl
 from slimrl.config.algorithms import TOKEN_LOSSES
-from slimrl.config.schema import AlgorithmConfig, OldPolicy, Recipe, RoutingReplay
+from slimrl.config.schema.algorithm import AlgorithmConfig, OldPolicy, RoutingReplay
+from slimrl.config.schema.recipe import Recipe
 
 
 def needs_old(recipe: Recipe, number: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimrl.config.schema import AlgorithmConfig, OldPolicy
+from slimrl.config.schema.algorithm import AlgorithmConfig, OldPolicy
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS
 
 MAX_LOG_RATIO = 20.0

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slimrl.config.schema import DynamicSamplingConfig
+from slimrl.config.schema.credit import DynamicSamplingConfig
 
 
 class PromptValues:

@@ -7,7 +7,7 @@ import torch
 
 from slimrl.algorithms.objective import sequence_terms
 from slimrl.algorithms.policy_tokens import LossBatch, policy_tokens, sum_by_trajectory
-from slimrl.config.schema import AlgorithmConfig
+from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.data.packing import MicroBatch
 
 Sums = dict[str, np.ndarray]

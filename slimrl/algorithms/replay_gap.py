@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from slimrl.algorithms.mismatch import LogProbReport, mismatch_metrics
-from slimrl.config.schema import AlgorithmConfig, RoutingReplay
+from slimrl.config.schema.algorithm import AlgorithmConfig, RoutingReplay
 
 
 def replay_gap_is_due(algorithm: AlgorithmConfig, step: int) -> bool:

@@ -24,14 +24,9 @@ from slimrl.algorithms.turn_credit import (
     weighted,
 )
 from slimrl.config.algorithms import COMPARING
-from slimrl.config.schema import (
-    AdvantageName,
-    AlgorithmConfig,
-    CreditName,
-    SelectionConfig,
-    SelectionMode,
-    TruncationMode,
-)
+from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig
+from slimrl.config.schema.credit import CreditName, SelectionConfig, SelectionMode
+from slimrl.config.schema.data import TruncationMode
 from slimrl.data.trajectory import Status, Trajectory
 
 ROUNDING = 1e-9

@@ -5,7 +5,9 @@ Both are applied once to the scored trajectories of a step, in this order, so th
 
 from collections.abc import Sequence
 
-from slimrl.config.schema import AlgorithmConfig, OverlongConfig, TruncationMode
+from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.config.schema.credit import OverlongConfig
+from slimrl.config.schema.data import TruncationMode
 from slimrl.data.trajectory import Status, Trajectory
 
 OVERLONG = "overlong"

@@ -6,7 +6,7 @@ turns alone.
 
 import numpy as np
 
-from slimrl.config.schema import AdvantageName, AlgorithmConfig, KlPlace
+from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig, KlPlace
 
 WHITENING_EPSILON = 1e-8
 """Least variance that whitening divides by."""

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from slimrl.algorithms.advantages import group_advantages, groups_of
-from slimrl.config.schema import CreditConfig
+from slimrl.config.schema.credit import CreditConfig
 
 
 def stage_weights(credit: CreditConfig, step: int) -> tuple[float, float]:

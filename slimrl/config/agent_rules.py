@@ -8,7 +8,8 @@ from slimrl.config.gateway_rules import gateway_violations
 from slimrl.config.mcp_rules import mcp_violations
 from slimrl.config.problems import Violation
 from slimrl.config.sandbox_rules import sandbox_violations
-from slimrl.config.schema import HistoryMode, Recipe
+from slimrl.config.schema.agent import HistoryMode
+from slimrl.config.schema.recipe import Recipe
 
 TOOL_NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from slimrl.config.bounds import MODULE_FUNCTION
 from slimrl.config.problems import Violation, suggestion
-from slimrl.config.schema import (
+from slimrl.config.schema.algorithm import (
     AdvantageName,
     CorrectionLevel,
     CorrectionMode,
@@ -12,8 +12,8 @@ from slimrl.config.schema import (
     KlPlace,
     LossName,
     OldPolicy,
-    Recipe,
 )
+from slimrl.config.schema.recipe import Recipe
 
 SEQUENCE_LOSSES = (LossName.gspo.value, LossName.gspo_token.value)
 TOKEN_CLIPPED_LOSSES = (LossName.ppo.value, LossName.cispo.value, LossName.gmpo.value)

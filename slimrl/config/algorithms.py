@@ -6,16 +6,8 @@ comment says what was chosen.
 
 from typing import Any
 
-from slimrl.config.schema import (
-    AdvantageName,
-    Aggregation,
-    AlgorithmName,
-    KlEstimator,
-    KlPlace,
-    LossName,
-    RefillMode,
-    SelectionMode,
-)
+from slimrl.config.schema.algorithm import AdvantageName, Aggregation, AlgorithmName, KlEstimator, KlPlace, LossName
+from slimrl.config.schema.credit import RefillMode, SelectionMode
 
 _TOKEN_CLIP = {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2}
 

@@ -8,7 +8,8 @@
 
 import math
 
-from slimrl.config.schema import Fp8Scaling, TrainerConfig
+from slimrl.config.schema.precision import Fp8Scaling
+from slimrl.config.schema.trainer import TrainerConfig
 
 FP8_TOKENS, MXFP8_TOKENS, FP4_TOKENS = 16, 32, 32
 """Tokens of a tile: megatron-core, fp8_utils.get_fp8_align_size and fp4_utils.get_fp4_align_size."""

@@ -8,7 +8,7 @@ from typing import Any
 from slimrl.config.keys import KEY_TYPES, NAME, REWARD_SECTIONS, flatten, schema_key
 from slimrl.config.package_fields import tool_call_parsers
 from slimrl.config.problems import Violation, suggestion
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 
 _AT_LEAST_1 = (lambda value: value >= 1, "must be at least 1")
 _FRACTION = (lambda value: 0 <= value <= 1, "must lie between 0 and 1")

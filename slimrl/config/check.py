@@ -35,7 +35,7 @@ from slimrl.config.rollout_rules import (
     transport_warnings,
 )
 from slimrl.config.routing_rules import routing_violations
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.config.stop_rules import stop_violations
 from slimrl.config.teacher_rules import teacher_model_violations, teacher_violations
 from slimrl.config.trainer_rules import (

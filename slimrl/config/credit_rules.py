@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import AdvantageName, CreditName, Recipe, RefillMode, SelectionMode
+from slimrl.config.schema.algorithm import AdvantageName
+from slimrl.config.schema.credit import CreditName, RefillMode, SelectionMode
+from slimrl.config.schema.recipe import Recipe
 
 COMPARING_TURNS = (AdvantageName.grpo, AdvantageName.dr_grpo, AdvantageName.rloo)
 """Advantages that may also compare turns."""

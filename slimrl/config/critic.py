@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from slimrl.config.schema import KlPlace, LoraConfig, MtpConfig, Recipe, RoutingReplay
+from slimrl.config.schema.algorithm import KlPlace, RoutingReplay
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import LoraConfig, MtpConfig
 
 
 def critic_recipe(recipe: Recipe) -> Recipe:

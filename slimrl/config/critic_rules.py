@@ -6,7 +6,10 @@ from slimrl.config.critic import critic_key, critic_recipe
 from slimrl.config.keys import flatten
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation
-from slimrl.config.schema import CriticConfig, LossName, Recipe, RefillMode, SelectionMode
+from slimrl.config.schema.algorithm import LossName
+from slimrl.config.schema.credit import RefillMode, SelectionMode
+from slimrl.config.schema.critic import CriticConfig
+from slimrl.config.schema.recipe import Recipe
 
 
 def critic_violations(recipe: Recipe) -> Iterator[Violation]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation, suggestion
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 
 PROMPT_KEYS = ("prompt", "messages", "label", "id", "metadata")
 """Our names of what a row of a prompt file has."""

@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Fp8Scaling, Recipe, TransportName
+from slimrl.config.schema.precision import Fp8Scaling
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 
 
 def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:

@@ -15,7 +15,8 @@ from typing import Any
 
 from slimrl.config.hf_config import expert_columns, first_of, num_experts, num_kv_heads, shared_columns
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Fp8Scaling, Recipe
+from slimrl.config.schema.precision import Fp8Scaling
+from slimrl.config.schema.recipe import Recipe
 
 EXPERTS = "columns of an expert"
 

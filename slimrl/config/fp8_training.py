@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Fp8Scaling, Precision, Recipe, TrainerConfig
+from slimrl.config.schema.precision import Fp8Scaling, Precision
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import TrainerConfig
 
 FORMATS = {
     Fp8Scaling.blockwise: "e4m3",

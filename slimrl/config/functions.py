@@ -13,7 +13,7 @@ from slimrl.config.keys import NAME, schema_key
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.reward_rules import reward_parts
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 
 NO_CLASS = {
     **dict.fromkeys(("agent.tools", f"agent.subagents.{NAME}.tools"), "A tool is a function."),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import AgentConfig
+from slimrl.config.schema.agent import AgentConfig
 
 EXCLUDED = (
     "tools", "tool_args", "mcp", "subagents", "max_tool_calls", "environment", "environment_args", "episode",

@@ -10,7 +10,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 
 EXTENDS = "extends"
 """Key that names the files from which a file inherits; not a setting."""

@@ -38,7 +38,8 @@ from slimrl.config.keys import (
 )
 from slimrl.config.passthrough import field_problem, passthrough_fields
 from slimrl.config.problems import Problem, RecipeError, suggestion
-from slimrl.config.schema import AlgorithmName, Recipe
+from slimrl.config.schema.algorithm import AlgorithmName
+from slimrl.config.schema.recipe import Recipe
 from slimrl.config.sources import read_file, read_overrides
 from slimrl.config.yaml_source import Entry, display_path
 

@@ -5,7 +5,9 @@ from typing import Any
 
 from slimrl.config.hf_config import num_experts
 from slimrl.config.problems import Violation, suggestion
-from slimrl.config.schema import Fp8Scaling, LoraConfig, Recipe
+from slimrl.config.schema.precision import Fp8Scaling
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import LoraConfig
 
 ALL_LINEAR = "all-linear"
 """Word for every linear layer below that the model has."""

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import AgentConfig
+from slimrl.config.schema.agent import AgentConfig
 
 
 def mcp_violations(agent: AgentConfig) -> Iterator[Violation]:

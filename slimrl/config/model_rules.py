@@ -8,7 +8,8 @@ from typing import Any
 from slimrl.config.hf_config import expert_columns, first_of, num_experts, num_kv_heads, shared_columns
 from slimrl.config.load import trains
 from slimrl.config.problems import Violation, fitting_text
-from slimrl.config.schema import ParallelConfig, Recipe
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import ParallelConfig
 
 UNEVEN_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 

@@ -4,19 +4,20 @@ import ast
 import dataclasses
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any, get_type_hints
 
 from omegaconf import MISSING
 
-from slimrl.config import schema
 from slimrl.config.keys import NAME, named_type
-from slimrl.config.schema import Recipe, TrainerConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import TrainerConfig
 
 HEADER = r"""# Settings
 
-Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/config/schema.py`, which has the defaults.
+Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/config/schema/`, which has the defaults.
 `slimrl config show RECIPE` prints the value of each setting in a recipe, and where it was set.
 
 - A setting without a default must be given for the commands that read it.
@@ -126,5 +127,5 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def _class_node(cls: type) -> ast.ClassDef:
-    tree = ast.parse(inspect.getsource(schema))
+    tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
     return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)

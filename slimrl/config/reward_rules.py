@@ -7,7 +7,8 @@ from omegaconf import MISSING
 from slimrl.config.bounds import MODULE_FUNCTION
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Recipe, RewardConfig, RewardPartConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
 
 OVERLONG = "overlong"
 """Part that `algorithm.overlong` adds."""

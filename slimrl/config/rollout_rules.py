@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation, fitting_text
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 from slimrl.config.sglang_layouts import layout_violations
 
 MAX_COLOCATED_FRACTION = 0.85

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Recipe, RoutingReplay
+from slimrl.config.schema.algorithm import RoutingReplay
+from slimrl.config.schema.recipe import Recipe
 
 _BALANCING = ("sinkhorn", "quantile_balancing")
 """Kinds of moe_router_load_balancing_type in which a router does not ask for the top-k of its scores."""

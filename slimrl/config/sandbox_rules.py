@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Recipe, SandboxBackend
+from slimrl.config.schema.agent import SandboxBackend
+from slimrl.config.schema.recipe import Recipe
 
 SANDBOX_TOOLS = "slimrl.agent.sandbox.tools:"
 """Start of the import paths of tools that run code in the sandbox"""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 
 LIMITS = ("mismatch", "kl", "entropy_min", "entropy_max", "grad_norm", "effective_sample_size_min")
 """Settings of the section that limit a metric."""

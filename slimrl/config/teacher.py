@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
-from slimrl.config.schema import ModelConfig, Recipe, ResyncConfig, RolloutConfig, TransportName
+from slimrl.config.schema.model import ModelConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import ResyncConfig, TransportName
+from slimrl.config.schema.rollout import RolloutConfig
 
 
 def teacher_recipe(recipe: Recipe) -> Recipe:

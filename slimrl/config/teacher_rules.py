@@ -9,7 +9,8 @@ from slimrl.config.hf_config import first_of
 from slimrl.config.model_rules import engine_violations
 from slimrl.config.problems import Violation
 from slimrl.config.rollout_rules import rollout_violations
-from slimrl.config.schema import Recipe, TeacherConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.teacher import TeacherConfig
 from slimrl.config.teacher import teacher_key, teacher_recipe
 
 _URL = re.compile(r"https?://[^/\s]+/?")

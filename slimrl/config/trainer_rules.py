@@ -7,7 +7,9 @@ from slimrl.config.algorithms import COMPARING
 from slimrl.config.alignment import round_up, sequence_alignment, tile_tokens
 from slimrl.config.package_fields import DTYPES
 from slimrl.config.problems import Violation, fitting_text, multiples_text, suggestion
-from slimrl.config.schema import LrSchedule, Precision, Recipe
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import LrSchedule
 
 RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Modules that megatron-core's `recompute_modules` may name."""

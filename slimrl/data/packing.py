@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slimrl.config.alignment import round_up
-from slimrl.config.schema import TrainerConfig
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.data.training import Layout
 from slimrl.data.trajectory import Segment
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
-from slimrl.config.schema import PauseMode
+from slimrl.config.schema.resync import PauseMode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slimrl.config.schema import EvalConfig
+from slimrl.config.schema.data import EvalConfig
 from slimrl.config.show import changed_settings
 from slimrl.data.seeds import derive_seed
 from slimrl.evaluation.estimates import intervals, items_by_prompt, prompt_scores

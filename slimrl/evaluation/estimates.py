@@ -8,7 +8,7 @@ from math import comb
 
 import numpy as np
 
-from slimrl.config.schema import EvalConfig
+from slimrl.config.schema.data import EvalConfig
 from slimrl.data.trajectory import Status
 from slimrl.evaluation.item import Item
 

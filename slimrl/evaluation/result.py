@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from slimrl.config.schema import EvalConfig
+from slimrl.config.schema.data import EvalConfig
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Status
 from slimrl.evaluation.estimates import intervals, items_by_prompt, prompt_scores

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.lora_rules import adapter_targets
-from slimrl.config.schema import LoraConfig
+from slimrl.config.schema.trainer import LoraConfig
 from slimrl.models.family import family_of
 
 FACTS_FILE = "checkpoint.json"

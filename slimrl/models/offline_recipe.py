@@ -15,7 +15,9 @@ from slimrl.config.critic_rules import with_critic
 from slimrl.config.functions import absent_modules, function_violations
 from slimrl.config.load import Command, LoadedRecipe, is_needed, read_recipe, trains
 from slimrl.config.problems import Problem, RecipeError, Violation
-from slimrl.config.schema import Fp8Scaling, Recipe, ResyncConfig
+from slimrl.config.schema.precision import Fp8Scaling
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import ResyncConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import config_for_planning, nearest_published
 from slimrl.models.megatron_config import MegatronModelConfig

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slimrl.config.lora_rules import MLP, adapter_targets
-from slimrl.config.schema import LoraConfig
+from slimrl.config.schema.trainer import LoraConfig
 
 
 def peft_config(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from slimrl.config.schema import TrackingConfig, WandbMode
+from slimrl.config.schema.run import TrackingConfig, WandbMode
 from slimrl.observability.metrics import MetricsWriter, plain_number
 from slimrl.observability.run_folder import RunFolder
 

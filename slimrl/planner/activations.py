@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slimrl.config.schema import TrainerConfig
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.planner.schedule import chunks_in_flight
 from slimrl.planner.shape import Shape
 

@@ -19,7 +19,7 @@ Full recompute adds a forward pass per stage. Log-probs are a forward pass only.
 
 from dataclasses import dataclass, replace
 
-from slimrl.config.schema import TrainerConfig
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.planner.hardware import GB, Hardware
 from slimrl.planner.model_state import data_parallel_sizes, gradient_bytes
 from slimrl.planner.parameters import Stage

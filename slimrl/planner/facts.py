@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slimrl.config.lora_rules import adapter_targets
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.models.adapters import adapter_map
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig

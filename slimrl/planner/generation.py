@@ -5,7 +5,7 @@ least one sequence is routed to, and the KV cache of all sequences (arXiv:2211.0
 attention are read and written.
 """
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.planner.engine import EnginePlan
 from slimrl.planner.hardware import GB, TERA, Hardware
 from slimrl.planner.shape import Shape

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from slimrl.algorithms.passes import num_passes
 from slimrl.config.rollout_rules import LARGER_ENGINES
-from slimrl.config.schema import Recipe, RolloutConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.planner.communication import Communication, logprob_communication, update_communication
 from slimrl.planner.engine import GIB, EnginePlan
 from slimrl.planner.facts import Facts

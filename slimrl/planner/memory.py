@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slimrl.algorithms.passes import needs_reference
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.planner.activations import logits_bytes, stage_activations
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import lcm
 
 from slimrl.config.alignment import round_up
-from slimrl.config.schema import ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
 from slimrl.config.trainer_rules import STATE_DTYPES
 from slimrl.planner.hardware import GB, Hardware
 from slimrl.planner.parameters import Stage, stage_total

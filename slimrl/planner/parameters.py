@@ -11,7 +11,7 @@ from math import prod
 
 from torch import nn
 
-from slimrl.config.schema import ParallelConfig, TrainerConfig
+from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.parameters import count_parameters
 from slimrl.models.weight_map import WeightMap

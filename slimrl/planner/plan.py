@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
-from slimrl.config.schema import Fp8Scaling, Recipe, TransportName
+from slimrl.config.schema.precision import Fp8Scaling
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 from slimrl.models.draft import draft_specs
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.planner.critic import plan_critic

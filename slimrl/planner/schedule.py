@@ -7,7 +7,8 @@ section 2.2).
 from dataclasses import dataclass
 from math import ceil
 
-from slimrl.config.schema import ParallelConfig, Recipe
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from slimrl.config.check import check_recipe
 from slimrl.config.model_rules import UNEVEN_PIPELINE_FIELDS
-from slimrl.config.schema import ParallelConfig, Recipe
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts, buckets_of, model_facts, with_engines

@@ -11,7 +11,8 @@ writes it once, 6 d v, and multiplies triangular matrices within a chunk of 64 t
 from dataclasses import dataclass
 
 from slimrl.algorithms.passes import num_passes
-from slimrl.config.schema import Recipe, TrainerConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.planner.engine import EnginePlan
 from slimrl.planner.generation import rollout_at_least_s
 from slimrl.planner.hardware import TERA, Hardware

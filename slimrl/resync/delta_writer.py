@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from slimrl.checkpoints.safetensors_file import element_bytes, write_at
-from slimrl.config.schema import DeltaEncoding
+from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.weights import TensorPart, TensorSpec
 from slimrl.resync.last_version import LastVersion
 from slimrl.resync.version_writer import TensorBlock, VersionWriter, in_order

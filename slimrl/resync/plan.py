@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace, Place, Region, SourceLayout, SourcePiece, TensorPart
 from slimrl.resync.buckets import Bucket, Transform, cut_buckets
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from slimrl.config.schema import PauseMode, ResyncConfig, TransportName
+from slimrl.config.schema.resync import PauseMode, ResyncConfig, TransportName
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EngineControl, WeightSource
 from slimrl.resync.buckets import Transform

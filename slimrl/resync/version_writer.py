@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from slimrl.config.schema import DeltaEncoding
+from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.weights import TensorPart, TensorSpec, num_rows
 from slimrl.versions.codec import MAX_WORKERS, block_ranges, num_workers
 from slimrl.versions.directory import sync_and_close

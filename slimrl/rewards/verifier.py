@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from slimrl.config.schema import RewardPartConfig
+from slimrl.config.schema.reward import RewardPartConfig
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.loading import Supplies, load_part
 from slimrl.rewards.scoring import call_reward, finite_number

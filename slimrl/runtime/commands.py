@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from slimrl.algorithms.shaping import shape_rewards
 from slimrl.config.load import LoadedRecipe
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.mixture import DataOrder, Mixture
 from slimrl.data.prompts import Sampler

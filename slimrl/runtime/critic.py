@@ -12,7 +12,7 @@ from slimrl.algorithms.selection import Selection
 from slimrl.algorithms.token_advantages import charges_kl
 from slimrl.algorithms.values import value_metrics, value_objective
 from slimrl.config.critic import critic_recipe
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, PackedBatch, num_sampled
 from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Trajectory

@@ -17,7 +17,8 @@ from slimrl.algorithms.advantages import groups_of
 from slimrl.algorithms.prompt_values import PromptValues
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.shaping import shape_rewards
-from slimrl.config.schema import Recipe, RefillMode
+from slimrl.config.schema.credit import RefillMode
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.mixture import DataOrder
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory

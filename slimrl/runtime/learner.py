@@ -8,7 +8,7 @@ from slimrl.algorithms.passes import needs_old, needs_reference, needs_sums
 from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.token_advantages import has_token_advantages
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import (
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,

@@ -1,7 +1,7 @@
 """The selected trajectories of a rollout as packed batches, one for each optimizer update."""
 
 from slimrl.algorithms.selection import Selection, deal
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import PackedBatch, pack_for
 from slimrl.data.training import Layout
 

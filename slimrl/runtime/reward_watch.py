@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from slimrl.config.schema import RewardConfig
+from slimrl.config.schema.reward import RewardConfig
 from slimrl.data.trajectory import Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.rewards.alarm import alarm_text, can_alarm, part_point, series_of, state_of

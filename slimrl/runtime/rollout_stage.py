@@ -18,7 +18,9 @@ from typing import Any, Self
 from slimrl.agent.tools import ToolsUnavailable
 from slimrl.algorithms.selection import check_credit
 from slimrl.algorithms.turn_states import observed_states
-from slimrl.config.schema import CreditName, Recipe, SamplingConfig
+from slimrl.config.schema.credit import CreditName
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.mixture import DataOrder
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder

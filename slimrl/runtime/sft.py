@@ -13,7 +13,7 @@ from slimrl.algorithms.objective import cross_entropy
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import pack_for
 from slimrl.data.prompts import read_conversations
 from slimrl.data.rows import summary

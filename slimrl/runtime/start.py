@@ -18,7 +18,7 @@ import yaml
 from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
 from slimrl.ipc.stale_files import clean_stale_segments
 from slimrl.models.hf_config import read_hf_config

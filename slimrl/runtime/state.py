@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from slimrl.checkpoints.digests import FileDigest
-from slimrl.config.schema import AlgorithmConfig
+from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.data.training import UpdateResult
 from slimrl.observability.run_folder import CHECKPOINT_NAME
 from slimrl.runtime.cluster.errors import RunError, StageError

@@ -9,7 +9,8 @@ NaN is beyond every limit. The lists are part of RunState, so a resumed run coun
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slimrl.config.schema import Recipe, StopConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.stop import StopConfig
 
 ALWAYS_RECORDED = "policy/grad_norm"
 """Metric of every step with an optimizer update, in reinforcement learning and in supervised training."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slimrl.config.load import LoadedRecipe
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 from slimrl.observability.folder_lock import folder_lock
 
 OWNER_FILE = "run"

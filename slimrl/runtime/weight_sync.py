@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.observability.progress import Progress
 from slimrl.resync.session import ResyncReport
 from slimrl.runtime.cluster.engine_group import EngineGroup

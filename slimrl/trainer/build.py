@@ -17,7 +17,8 @@ from torch import nn
 from slimrl import device
 from slimrl.config.alignment import round_up
 from slimrl.config.fp8_training import megatron_fp8
-from slimrl.config.schema import Fp8Scaling, OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema.precision import Fp8Scaling, Precision
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.trainer.fp8_emulation import emulate_fp8
 from slimrl.trainer.fusions import fusions

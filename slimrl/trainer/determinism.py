@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from slimrl import device
-from slimrl.config.schema import TrainerConfig
+from slimrl.config.schema.trainer import TrainerConfig
 
 
 def make_deterministic(trainer: TrainerConfig) -> TrainerConfig:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slimrl import device
 from slimrl.config.environment import FP8_SCALES
-from slimrl.config.schema import Fp8Scaling
+from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.models.hf_config import FP8_BLOCK
 from slimrl.quantization.rounding import E5M2
 from slimrl.trainer.fp8_delayed import delayed_roundings

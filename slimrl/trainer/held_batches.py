@@ -15,7 +15,8 @@ from slimrl.algorithms.objective import LossFunction
 from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.algorithms.token_advantages import charges_kl, kl_returns, kl_rewards, whitening_deviation
 from slimrl.algorithms.values import estimate_advantages
-from slimrl.config.schema import AdvantageName, AlgorithmConfig, CriticConfig, RoutingReplay
+from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig, RoutingReplay
+from slimrl.config.schema.critic import CriticConfig
 from slimrl.data.packing import (
     ADVANTAGES,
     OLD_LOGPROBS,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from slimrl import device
 from slimrl.config.fp8_training import megatron_fp8
-from slimrl.config.schema import Precision, TrainerConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.trainer.passthrough import fields_for
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.alignment import tile_tokens
 from slimrl.config.lora_rules import adapter_targets
-from slimrl.config.schema import RoutingReplay, TrainerConfig
+from slimrl.config.schema.algorithm import RoutingReplay
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.data.training import MemoryPart
 from slimrl.models.adapters import adapter_map
 from slimrl.models.architecture import architecture_of, check_architecture, trained_architecture, weights_folder

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 import zstandard
 
-from slimrl.config.schema import DeltaEncoding
+from slimrl.config.schema.resync import DeltaEncoding
 
 BLOCK_BYTES = 4 * 1024**2
 """Most bytes of a tensor in one frame: a few of them fit into a processor's cache."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
-from slimrl.config.schema import DeltaEncoding
+from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.weights import TensorSpec
 
 MANIFEST_NAME = "manifest.json"

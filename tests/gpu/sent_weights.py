@@ -4,7 +4,7 @@ import torch
 from machine import choose
 
 from slimrl import device
-from slimrl.config.schema import ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.resync.session import ResyncSession
 
 RUN_ID = "gpu_suite"

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from engine_probes import answers, serves
 from weight_sender import WeightSender
 
-from slimrl.config.schema import ParallelConfig, Precision, ResyncConfig, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.data.weights import EngineControl
 from slimrl.observability.memory import session_members
 from slimrl.resync.session import ResyncError, ResyncReport, ResyncSession

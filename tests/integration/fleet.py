@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import TracebackType
 
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.rollout.servers.router import Router
 from slimrl.rollout.servers.server import EngineServer
 

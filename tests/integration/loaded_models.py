@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer.build import build_model, unwrap

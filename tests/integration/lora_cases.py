@@ -11,7 +11,7 @@ from trainer_cases import packed_batches, token_cross_entropy, trainer_config
 from weight_cases import change_layout, join
 
 from slimrl.config.lora_rules import adapter_targets
-from slimrl.config.schema import LoraConfig, OptimizerConfig
+from slimrl.config.schema.trainer import LoraConfig, OptimizerConfig
 from slimrl.data.seeds import derive_seed
 from slimrl.models.adapters import adapter_map, layer_name
 from slimrl.models.family import family_of

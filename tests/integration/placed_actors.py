@@ -9,7 +9,7 @@ import sys
 import ray
 
 from slimrl.config.environment import thread_variables
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.runtime.cluster.placement import place
 from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 

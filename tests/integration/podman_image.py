@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.config.schema import SandboxBackend, SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxBackend, SandboxConfig, SandboxLimits
 
 IMAGE = "localhost/slimrl-tests:latest"
 _COMMANDS = ("/bin/bash", "/bin/sh", "/bin/cat", "/bin/sleep", "/bin/mkdir", "/bin/tar", "/usr/bin/id")

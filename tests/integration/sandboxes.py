@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
-from slimrl.config.schema import SandboxLimits
+from slimrl.config.schema.agent import SandboxLimits
 
 SMALL = SandboxLimits(
     wall_s=1.5, cpu_s=1, memory_bytes=128 * 1024**2, processes=16, disk_bytes=16 * 1024**2, output_bytes=65536

@@ -15,7 +15,7 @@ from typing import Any
 from sandboxes import SMALL
 
 from slimrl.agent.sandbox.interface import Program, Result
-from slimrl.config.schema import SandboxBackend, SandboxConfig
+from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
 from slimrl.runtime.cluster.reservation import cluster_nodes
 from slimrl.runtime.cluster.sandbox_nodes import NodeSandboxes

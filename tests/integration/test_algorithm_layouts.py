@@ -14,7 +14,7 @@ from trainer_cases import in_layouts, sequences
 from slimrl.algorithms.objective import denominator, loss_function
 from slimrl.algorithms.passes import needs_sums
 from slimrl.algorithms.token_advantages import has_token_advantages
-from slimrl.config.schema import OptimizerConfig
+from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.data.packing import (
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,

@@ -10,7 +10,9 @@ from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl import device
-from slimrl.config.schema import Precision, ResyncConfig, RolloutConfig, VerifyMode
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import GenerateRequest
 from slimrl.resync.session import ResyncSession
 from slimrl.rollout.client import SglangEngine

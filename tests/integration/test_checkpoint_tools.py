@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 from weight_cases import change_layout, join, loaded_chunks, trainer_config
 
-from slimrl.config.schema import ParallelConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

@@ -10,7 +10,7 @@ from sandboxes import needs_namespaces
 
 from slimrl.agent.sandbox.interface import SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.config.schema import SandboxBackend, SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxBackend, SandboxConfig, SandboxLimits
 from slimrl.rewards.code import CodeTests
 from slimrl.rewards.parts import Part
 from slimrl.rewards.services import NotStarted, RewardServices

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.torch_dist.reader import read_metadata
-from slimrl.config.schema import ParallelConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.units import show_bytes
 
@@ -218,7 +218,7 @@ def test_a_killed_conversion_to_hugging_face_continues_to_the_same_files(tmp_pat
 MEASURED = """
 import sys
 from pathlib import Path
-from slimrl.config.schema import ParallelConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl_tools.convert import hf_to_megatron as there, megatron_to_hf as back
 from slimrl_tools.convert.options import Options
 

@@ -11,7 +11,8 @@ from shard_shapes import shard_shape
 from small_models import CONFIGS
 from weight_cases import join, trainer_config
 
-from slimrl.config.schema import ParallelConfig, Precision
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config, published_names
 from slimrl.trainer.build import _gpt, transformer_config

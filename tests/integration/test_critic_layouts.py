@@ -13,7 +13,9 @@ from ranks import run_ranks
 from trainer_cases import in_layouts, sequences
 
 from slimrl.algorithms.values import estimate_advantages, value_objective
-from slimrl.config.schema import AlgorithmConfig, CriticConfig, KlPlace, OptimizerConfig
+from slimrl.config.schema.algorithm import AlgorithmConfig, KlPlace
+from slimrl.config.schema.critic import CriticConfig
+from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RETURNS, VALUES, num_sampled, pack
 from slimrl.data.pieces import pieces_of
 from slimrl.trainer.build import unwrap

@@ -12,7 +12,9 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from small_models import CONFIGS, small_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slimrl.config.schema import PauseMode, Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import PauseMode
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult
 from slimrl.data.seeds import derive_seed
 from slimrl.models.families.qwen3_next import unserved

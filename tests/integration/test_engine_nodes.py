@@ -14,7 +14,9 @@ from engine_probes import serves
 from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
 
-from slimrl.config.schema import Precision, ResyncConfig, RolloutConfig, TransportName, VerifyMode
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.models.fingerprint import fingerprint
 from slimrl.resync.session import ResyncSession
 from slimrl.rollout.servers.control import EngineMemory, SglangControl

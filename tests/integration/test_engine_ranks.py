@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
 
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.models.fingerprint import fingerprint
 from slimrl.rollout.servers.control import SglangControl

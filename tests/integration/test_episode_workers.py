@@ -17,7 +17,7 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from worker_cases import SeededEngine, total
 
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards

@@ -18,7 +18,10 @@ from slimrl.algorithms.replay_gap import replay_gap_metrics
 from slimrl.algorithms.routing import compare_routing
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import ChatTemplate
-from slimrl.config.schema import OptimizerConfig, Precision, RolloutConfig, RoutingReplay
+from slimrl.config.schema.algorithm import RoutingReplay
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.data.engine import GenerateRequest
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.trajectory import Segment, Status, Trajectory

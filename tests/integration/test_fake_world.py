@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slimrl.config.schema import ParallelConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.trainer.build import build_local_chunk

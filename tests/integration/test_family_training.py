@@ -9,7 +9,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from small_models import small_model
 
-from slimrl.config.schema import Precision
+from slimrl.config.schema.precision import Precision
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from trainer_cases import in_layouts, packed_batches
 
 from slimrl.algorithms.objective import loss_function
-from slimrl.config.schema import AlgorithmConfig
+from slimrl.config.schema.algorithm import AlgorithmConfig
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -15,7 +15,8 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
 
 from slimrl.agent.gateway.connection import Connection
-from slimrl.config.schema import Precision, RolloutConfig, SamplingConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.trajectory import Status
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.servers.control import SglangControl

@@ -14,7 +14,8 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
-from slimrl.config.schema import AgentConfig, Recipe
+from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.rewards.environment import environment_return
 from slimrl.runtime.checks.environment import load_environment

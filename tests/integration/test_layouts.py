@@ -4,7 +4,7 @@ import pytest
 from ranks import run_ranks
 from trainer_cases import run_layouts
 
-from slimrl.config.schema import OptimizerConfig
+from slimrl.config.schema.trainer import OptimizerConfig
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

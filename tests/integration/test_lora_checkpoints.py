@@ -11,7 +11,7 @@ from ranks import run_ranks
 from small_models import small_model
 from weight_cases import join
 
-from slimrl.config.schema import LoraConfig
+from slimrl.config.schema.trainer import LoraConfig
 from slimrl.models.architecture import architecture_of, trained_architecture
 from slimrl.trainer.checkpointing import checkpoint
 

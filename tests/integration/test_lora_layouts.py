@@ -6,7 +6,7 @@ from lora_cases import LORA, two_updates
 from ranks import run_ranks
 from small_models import small_model
 
-from slimrl.config.schema import LoraConfig, OptimizerConfig
+from slimrl.config.schema.trainer import LoraConfig, OptimizerConfig
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -16,7 +16,7 @@ from trainer_cases import packed_batches, sequences, token_cross_entropy, traine
 from transformers import AutoModelForCausalLM
 from weight_cases import join
 
-from slimrl.config.schema import OptimizerConfig
+from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.peft_config import peft_config
 from slimrl.trainer.lora.attach import without_adapters

@@ -15,7 +15,7 @@ from small_models import small_model
 from transformers import AutoConfig
 
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.config.schema import ParallelConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 

@@ -22,7 +22,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolAnswer, ToolCrash, ToolError, ToolsUnavailable, make_tool
 from slimrl.cli import app
 from slimrl.config.load import load_recipe
-from slimrl.config.schema import AgentConfig, McpServerConfig
+from slimrl.config.schema.agent import AgentConfig, McpServerConfig
 from slimrl.data.trajectory import Status
 from slimrl.rollout.servers.ports import free_port
 from slimrl.runtime.checks.attempts import Attempts

@@ -22,7 +22,8 @@ from weight_cases import (
     round_trip,
 )
 
-from slimrl.config.schema import ParallelConfig, Precision
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.weight_source import MegatronWeightSource
 

@@ -25,7 +25,8 @@ from weight_cases import (
 from slimrl.algorithms.objective import cross_entropy
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.config.schema import MtpConfig, OptimizerConfig, ParallelConfig, Precision
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import MtpConfig, OptimizerConfig, ParallelConfig
 from slimrl.data.packing import pack, pack_for
 from slimrl.data.trajectory import Segment
 from slimrl.trainer.build import unwrap

@@ -6,7 +6,7 @@ import pytest
 from ranks import run_ranks
 from trainer_cases import in_layouts, save_initial_weights
 
-from slimrl.config.schema import MtpConfig, OptimizerConfig
+from slimrl.config.schema.trainer import MtpConfig, OptimizerConfig
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -14,7 +14,8 @@ from trainer_cases import (
     weight_bytes,
 )
 
-from slimrl.config.schema import OptimizerConfig, Precision
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.data.training import MemoryPart
 from slimrl.trainer.layout.parallel import destroy_parallel, init_model_parallel
 from slimrl.trainer.offload import Offload

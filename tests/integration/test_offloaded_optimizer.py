@@ -8,7 +8,7 @@ from megatron.core import parallel_state as mpu
 from ranks import run_ranks
 from trainer_cases import Run, start, trainer_config
 
-from slimrl.config.schema import Precision
+from slimrl.config.schema.precision import Precision
 from slimrl.data.training import MemoryPart
 from slimrl.trainer.checkpointing import checkpoint
 from slimrl.trainer.layout.parallel import destroy_parallel, init_model_parallel

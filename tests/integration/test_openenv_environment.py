@@ -14,7 +14,8 @@ from scripted_episode import END, PROMPT, call_text, played, runner_of, told
 from slimrl.agent.adapters.openenv import OpenEnvEnvironment
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
-from slimrl.config.schema import AgentConfig, Recipe
+from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.rewards.environment import environment_return
 from slimrl.rollout.servers.ports import free_port

@@ -8,7 +8,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from ranks import run_ranks
 from trainer_cases import LAYERS, VOCAB, Run, in_layouts, model_config, start, trainer_config
 
-from slimrl.config.schema import OptimizerConfig, Precision
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.planner.activations import layer_bytes

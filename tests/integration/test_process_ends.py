@@ -9,7 +9,8 @@ import pytest
 from cli_runs import SIZE
 from slimrl_tools.toy.toy import write_toy
 
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.rollout.servers.process import ServerError, ServerProcess
 from slimrl.rollout.servers.server import EngineServer
 

@@ -17,7 +17,7 @@ from trainer_cases import (
     trainer_config,
 )
 
-from slimrl.config.schema import RoutingReplay
+from slimrl.config.schema.algorithm import RoutingReplay
 from slimrl.data.packing import OLD_LOGPROBS, pack
 from slimrl.data.training import UpdateResult
 from slimrl.trainer import routing_replay

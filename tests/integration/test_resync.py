@@ -8,14 +8,10 @@ from weight_sender import WeightSender
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.hf_config import num_experts
-from slimrl.config.schema import (
-    ParallelConfig,
-    Precision,
-    ResyncConfig,
-    RolloutConfig,
-    TransportName,
-    VerifyMode,
-)
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.session import ResyncReport, ResyncSession

@@ -11,14 +11,10 @@ from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_sender import WeightSender
 
-from slimrl.config.schema import (
-    ParallelConfig,
-    Precision,
-    ResyncConfig,
-    RolloutConfig,
-    TransportName,
-    VerifyMode,
-)
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.data.engine import EngineError
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transports.collective import CollectiveTransport

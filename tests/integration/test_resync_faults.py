@@ -28,7 +28,9 @@ from fleet import Fleet
 from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
 
-from slimrl.config.schema import DeltaEncoding, Precision, ResyncConfig, RolloutConfig, TransportName, VerifyMode
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import DeltaEncoding, ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.rollout.servers.process import ServerError
 from slimrl.rollout.servers.server import EngineServer
 from slimrl.versions.directory import VersionDirectory

@@ -11,15 +11,10 @@ from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_sender import WeightSender
 
-from slimrl.config.schema import (
-    DeltaEncoding,
-    ParallelConfig,
-    Precision,
-    ResyncConfig,
-    RolloutConfig,
-    TransportName,
-    VerifyMode,
-)
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import DeltaEncoding, ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.resync.session import ResyncSession
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.rollout.servers.server import EngineServer

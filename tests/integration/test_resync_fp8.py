@@ -15,7 +15,9 @@ from slimrl import device
 from slimrl.checkpoints.checkpoint_reader import read_whole
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8, open_hf_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.config.schema import Precision, ResyncConfig, RolloutConfig, VerifyMode
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.metrics import read_metrics

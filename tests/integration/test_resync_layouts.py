@@ -14,14 +14,10 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_cases import MOE_LAYOUTS_OF_4
 from weight_sender import WeightSender
 
-from slimrl.config.schema import (
-    ParallelConfig,
-    Precision,
-    ResyncConfig,
-    RolloutConfig,
-    TransportName,
-    VerifyMode,
-)
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.resync.session import ResyncSession
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.rollout.servers.server import EngineServer

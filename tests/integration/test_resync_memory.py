@@ -17,15 +17,9 @@ from memory_engine import MemoryEngine
 from ranks import run_ranks
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
-from slimrl.config.schema import (
-    OptimizerConfig,
-    ParallelConfig,
-    Precision,
-    ResyncConfig,
-    TrainerConfig,
-    TransportName,
-    VerifyMode,
-)
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.data.weights import packed_bytes
 from slimrl.ipc.shared_buffer import open_shared
 from slimrl.models.fingerprint import add_hashes, as_hex, partial_hash

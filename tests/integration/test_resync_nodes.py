@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from small_models import small_model
 from weight_cases import MOE_LAYOUTS_OF_4, change_layout, join, loaded_chunks
 
-from slimrl.config.schema import ParallelConfig, ResyncConfig, VerifyMode
+from slimrl.config.schema.resync import ResyncConfig, VerifyMode
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.quantization.fp8 import BlockFp8, quantize
 from slimrl.resync.report import ResyncError

@@ -6,7 +6,9 @@ from engine_probes import serves
 from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl import device
-from slimrl.config.schema import Precision, ResyncConfig, RolloutConfig, VerifyMode
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.resync.session import ResyncSession
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.rollout.servers.server import EngineServer

@@ -18,7 +18,9 @@ from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
 
-from slimrl.config.schema import PauseMode, Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import PauseMode
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
 from slimrl.data.seeds import derive_seed
 from slimrl.observability.memory import session_members
@@ -291,7 +293,8 @@ async def test_lockstep_rollouts_are_bit_identical_on_two_processes(fleet):
 OWNER = """
 import sys, time
 from pathlib import Path
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.rollout.servers.router import Router
 from slimrl.rollout.servers.server import EngineServer
 rollout = RolloutConfig(max_trajectory_tokens=64, max_concurrency_per_engine=4, startup_timeout_s=200)

@@ -21,7 +21,8 @@ from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
 
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.trajectory import Trajectory, read_trajectories
 from slimrl.observability.metrics import read_metrics
 

@@ -13,7 +13,7 @@ from sandboxes import SMALL, needs_namespaces, processes_inside
 
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result
-from slimrl.config.schema import SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 pytestmark = [
     pytest.mark.integration,

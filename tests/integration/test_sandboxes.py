@@ -31,7 +31,7 @@ from slimrl.agent.sandbox.rlimited import SubprocessSandbox
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox
 from slimrl.config.load import read_recipe
-from slimrl.config.schema import AgentConfig, SandboxBackend, SandboxConfig
+from slimrl.config.schema.agent import AgentConfig, SandboxBackend, SandboxConfig
 from slimrl.data.trajectory import Prompt
 from slimrl.runtime.checks.sandbox import check_sandbox
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from shard_shapes import shard_shape
 from transformers import AutoConfig
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.data.weights import SourceLayout
 from slimrl.models.family import family_of
 from slimrl.models.weight_map import WeightMap

@@ -13,7 +13,8 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from transformers import AutoModelForCausalLM
 
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import EngineError, GenerateRequest, ScoreRequest
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Segment, Status, Trajectory

@@ -24,7 +24,7 @@ from trainer_cases import packed_batches, token_cross_entropy, trainer_config
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.torch_dist.chunks import SHARDING
 from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk
-from slimrl.config.schema import ParallelConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint

@@ -16,7 +16,7 @@ TRACK = """
 import os, sys
 from pathlib import Path
 import psutil
-from slimrl.config.schema import TrackingConfig
+from slimrl.config.schema.run import TrackingConfig
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
 run = open_run_folder(Path("runs"), "demo", "seed: 1")

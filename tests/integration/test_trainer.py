@@ -19,7 +19,9 @@ from trainer_cases import (
 )
 
 from slimrl.algorithms.objective import loss_function
-from slimrl.config.schema import AlgorithmConfig, OptimizerConfig, Precision
+from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.data.packing import OLD_LOGPROBS, is_split, pack
 from slimrl.trainer.checkpointing import checkpoint
 from slimrl.trainer.held_batches import HeldBatches

@@ -16,7 +16,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slimrl.algorithms.objective import loss_function
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
-from slimrl.config.schema import AlgorithmConfig, OptimizerConfig, Precision, TrainerConfig
+from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig, TrainerConfig
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.training import MemoryPart
 from slimrl.data.trajectory import Segment

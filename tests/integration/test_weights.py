@@ -12,7 +12,8 @@ from small_models import VOCAB, small_model
 from transformers import AutoModelForCausalLM
 from weight_cases import join, loaded_chunks
 
-from slimrl.config.schema import ParallelConfig, Precision
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.checkpointing.export import export_hf
 from slimrl.trainer.weight_source import MegatronWeightSource

@@ -11,7 +11,9 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 
 from slimrl.algorithms.objective import LossSums, cross_entropy, loss_function
-from slimrl.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.trajectory import Segment
 from slimrl.models.megatron_config import MegatronModelConfig

@@ -12,7 +12,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.device import compute_device
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch.distributed as dist
 from weight_cases import TIMEOUT_S, change_layout, trainer_config
 
-from slimrl.config.schema import ParallelConfig, Precision
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer.build import build_model

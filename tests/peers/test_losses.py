@@ -20,7 +20,7 @@ from slimrl.algorithms.objective import denominator, policy_objective
 from slimrl.algorithms.policy_tokens import LossBatch
 from slimrl.algorithms.token_advantages import whitening_deviation
 from slimrl.algorithms.values import estimate_advantages, value_objective
-from slimrl.config.schema import (
+from slimrl.config.schema.algorithm import (
     Aggregation,
     AlgorithmConfig,
     CorrectionConfig,

@@ -6,7 +6,7 @@ import time
 import torch
 from engine_ranks import OnlyRank
 
-from slimrl.config.schema import ResyncConfig, VerifyMode
+from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec, packed_bytes
 from slimrl.ipc.broadcast_group import GroupError

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.environment import FP8_SCALES, engine_variables, nccl_variables, thread_variables, trainer_variables
-from slimrl.config.schema import Fp8Scaling, Recipe, TransportName
+from slimrl.config.schema.precision import Fp8Scaling
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 
 SGLANG = Path(find_spec("sglang").submodule_search_locations[0]) / "srt"
 NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")

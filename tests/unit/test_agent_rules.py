@@ -11,7 +11,8 @@ from slimrl.agent.tools import make_tool
 from slimrl.config.check import check_recipe
 from slimrl.config.functions import function_violations
 from slimrl.config.load import LoadedRecipe, load_recipe
-from slimrl.config.schema import Recipe, SandboxConfig
+from slimrl.config.schema.agent import SandboxConfig
+from slimrl.config.schema.recipe import Recipe
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.environment import check_summary_request, load_subagents, load_summary_rule
 from slimrl.runtime.checks.tools import load_tools

@@ -7,7 +7,7 @@ import pytest
 import torch
 from resync_engines import Source, config, weights
 
-from slimrl.config.schema import DeltaEncoding, TransportName
+from slimrl.config.schema.resync import DeltaEncoding, TransportName
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EnginePlace, TensorPart, TensorSpec
 from slimrl.ipc.broadcast_group import GroupError

@@ -5,7 +5,7 @@ from slimrl_tools.cli import app
 from slimrl_tools.command_options import torch_dtype, torch_dtype_or_keep
 from typer.testing import CliRunner
 
-from slimrl.config.schema import Precision
+from slimrl.config.schema.precision import Precision
 
 
 @pytest.mark.parametrize(

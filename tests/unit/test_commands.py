@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe, TruncationMode
+from slimrl.config.schema.data import TruncationMode
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.observability.run_folder import RunFolder

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from test_episode import CALL, CHAT, PROMPT, ScriptedEngine, encode, expert_rows, runner_of
 
-from slimrl.config.schema import AgentConfig, CompactionConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig, CompactionConfig
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.trajectory import Status
 from slimrl.rollout.statistics import rollout_metrics
 

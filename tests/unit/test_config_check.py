@@ -11,7 +11,7 @@ from slimrl.config.check import check_loaded, check_recipe
 from slimrl.config.keys import KEY_TYPES
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import AlgorithmName
+from slimrl.config.schema.algorithm import AlgorithmName
 from slimrl.config.trainer_rules import padded_tokens
 
 MODEL = {

@@ -9,7 +9,8 @@ from slimrl_tools.inspect.config_fields import kind_of_field
 from slimrl_tools.toy.toy_configs import TOYS, ToySize, toy_config
 from typer.testing import CliRunner
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.models.family import FAMILIES
 from slimrl.models.hf_config import published_config, published_names
 

@@ -7,7 +7,9 @@ import pytest
 
 from slimrl.config.functions import _defined_names, _find, absent_modules, function_violations
 from slimrl.config.problems import fitting_text, multiples_text
-from slimrl.config.schema import AgentConfig, Recipe, RewardConfig
+from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.reward import RewardConfig
 
 
 @pytest.fixture

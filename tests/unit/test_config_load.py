@@ -16,7 +16,9 @@ from slimrl.config.keys import meant_key
 from slimrl.config.load import LoadedRecipe, intended_command, load_recipe, read_recipe
 from slimrl.config.package_fields import megatron_fields, package_folder, sglang_fields
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Aggregation, Recipe, VerifyMode
+from slimrl.config.schema.algorithm import Aggregation
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import VerifyMode
 from slimrl.config.show import dump_resolved, show
 
 MINIMAL = """\

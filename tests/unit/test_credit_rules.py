@@ -3,7 +3,8 @@
 import pytest
 
 from slimrl.config.credit_rules import credit_violations
-from slimrl.config.schema import CreditName, Recipe, RefillMode, SelectionMode
+from slimrl.config.schema.credit import CreditName, RefillMode, SelectionMode
+from slimrl.config.schema.recipe import Recipe
 
 
 def recipe(**changes) -> Recipe:

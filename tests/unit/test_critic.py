@@ -9,7 +9,9 @@ import pytest
 from test_learner import AnsweringTrainers, pairs, recipe
 
 from slimrl.algorithms.values import value_objective
-from slimrl.config.schema import KlEstimator, KlPlace, Recipe, TruncationMode
+from slimrl.config.schema.algorithm import KlEstimator, KlPlace
+from slimrl.config.schema.data import TruncationMode
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import num_sampled
 from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Status

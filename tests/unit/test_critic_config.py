@@ -11,7 +11,7 @@ from slimrl.config.critic import critic_recipe
 from slimrl.config.keys import flatten
 from slimrl.config.load import NOT_NEEDED, Command, LoadedRecipe, load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import LoraConfig, MtpConfig, TrainerConfig
+from slimrl.config.schema.trainer import LoraConfig, MtpConfig, TrainerConfig
 from slimrl.config.show import dump_resolved, resolved_dict, show
 
 GIVEN = """\

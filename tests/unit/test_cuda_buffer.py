@@ -15,7 +15,9 @@ import torch
 from torch.multiprocessing import reductions
 
 from slimrl import device
-from slimrl.config.schema import Recipe, RolloutConfig, TrainerConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.ipc.allocator import forbid_expandable_segments
 from slimrl.ipc.shared_buffer import CUDA_PREFIX, CudaBuffer, open_shared
 from slimrl.rollout.servers.server import engine_environment

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from slimrl.config.schema import DeltaEncoding
+from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.versions.codec import BLOCK_BYTES, BlockCodec
 
 ENCODINGS = list(DeltaEncoding)

@@ -10,7 +10,11 @@ from slimrl import device
 from slimrl.config.check import check_recipe
 from slimrl.config.environment import trainer_variables
 from slimrl.config.load import load_recipe
-from slimrl.config.schema import ModelConfig, Precision, Recipe, RolloutConfig, TrainerConfig
+from slimrl.config.schema.model import ModelConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.rollout.servers.server import engine_arguments
 from slimrl.runtime.cluster import engine_actor

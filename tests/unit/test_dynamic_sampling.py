@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from slimrl.algorithms.prompt_values import PromptValues
-from slimrl.config.schema import DynamicSamplingConfig, Recipe, RefillMode
+from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.runtime.cluster.errors import StepDropped

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from slimrl.config.schema import PauseMode
+from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError, GenerateRequest
 from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
 from slimrl.rollout import client

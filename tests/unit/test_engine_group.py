@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.client import SglangEngine, StickyEngines

@@ -8,7 +8,9 @@ from test_engine_group import Actors, Router
 
 from slimrl.config.check import check_recipe
 from slimrl.config.load import load_recipe
-from slimrl.config.schema import Precision, Recipe, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.servers import server
 from slimrl.rollout.servers.control import EngineMemory

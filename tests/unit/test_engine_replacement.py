@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.resync.report import ResyncReport
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.state import RunState

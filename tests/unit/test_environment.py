@@ -11,7 +11,11 @@ from slimrl.config.check import check_recipe
 from slimrl.config.environment import ENGINE_OWNED, TRAINER_OWNED, environment_violations, trainer_variables
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import ParallelConfig, Precision, Recipe, RolloutConfig, TrainerConfig, TransportName
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
 from slimrl.rollout.servers.server import engine_environment
 from slimrl.runtime.cluster import trainer_actor, trainer_group
 from slimrl.runtime.cluster.trainer_actor import TrainerActor

@@ -9,7 +9,8 @@ from test_episode import CHAT, PROMPT, TOKENIZER, ScriptedEngine, encode, runner
 
 from slimrl.agent.environment import Observation, answers
 from slimrl.agent.tools import ToolBox
-from slimrl.config.schema import AgentConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.trajectory import Status, from_json, to_json
 
 SCHEMA = {

@@ -13,7 +13,9 @@ from slimrl.agent.tools import ToolBox
 from slimrl.config.check import check_loaded
 from slimrl.config.functions import function_violations
 from slimrl.config.load import load_recipe
-from slimrl.config.schema import AgentConfig, Recipe, SamplingConfig, SandboxConfig
+from slimrl.config.schema.agent import AgentConfig, SandboxConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Status
 from slimrl.runtime.checks.attempts import Attempts

@@ -17,7 +17,8 @@ from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool, shortened
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import ChatTemplate
-from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import EngineError, GenerateResult
 from slimrl.data.trajectory import Prompt, Status
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from slimrl import cli
 from slimrl.config.check import check_recipe
 from slimrl.config.load import load_recipe
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.evaluation import comparison
 from slimrl.evaluation.item import Item, item_keys

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slimrl.config.schema import EvalConfig
+from slimrl.config.schema.data import EvalConfig
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.evaluation.comparison import compare
 from slimrl.evaluation.estimates import eval_metrics, intervals, pass_at, prompt_scores

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.environment import thread_variables
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 from slimrl.runtime.checks import folder_check
 from slimrl.runtime.checks.folder_check import check_nodes, why_not_writable
 from slimrl.runtime.cluster.errors import StageError

@@ -3,7 +3,8 @@
 import pytest
 
 from slimrl import device
-from slimrl.config.schema import Precision, TrainerConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.trainer import fusions
 from slimrl.trainer.build import transformer_config

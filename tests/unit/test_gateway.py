@@ -26,7 +26,8 @@ from gateway_agents import (
 
 from slimrl.agent.gateway.agents import FunctionAgent
 from slimrl.agent.gateway.connection import Connection
-from slimrl.config.schema import HistoryMode, SamplingConfig
+from slimrl.config.schema.agent import HistoryMode
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.trajectory import Status
 from slimrl.rewards.posted import posted_reward

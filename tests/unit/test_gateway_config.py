@@ -19,7 +19,8 @@ from slimrl.config.functions import function_violations
 from slimrl.config.gateway_rules import command_words, gateway_violations
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import AgentConfig, GatewayConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig, GatewayConfig
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.models.offline_recipe import read_offline
 from slimrl.runtime.checks.environment import load_agent
 

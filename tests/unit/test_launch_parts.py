@@ -17,7 +17,8 @@ from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 from slimrl.cli import app
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 from slimrl.launch import allreduce_probe, ray_node, slurm
 from slimrl.launch.allreduce_probe import AllReduceProbe
 from slimrl.launch.attempt import AttemptFolder

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from slimrl.config.load import load_recipe
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.launch.job_check import unmounted_paths
 from slimrl.launch.options import add_options
 from slimrl.launch.reports import LaunchError

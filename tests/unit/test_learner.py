@@ -9,7 +9,8 @@ import pytest
 from slimrl.algorithms.mismatch import report_logprobs
 from slimrl.algorithms.objective import policy_objective
 from slimrl.algorithms.remote import remote_sums, set_remote
-from slimrl.config.schema import Aggregation, CorrectionLevel, KlEstimator, KlPlace, OldPolicy, Recipe
+from slimrl.config.schema.algorithm import Aggregation, CorrectionLevel, KlEstimator, KlPlace, OldPolicy
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import num_trajectories
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.data.trajectory import Segment, Status, Trajectory

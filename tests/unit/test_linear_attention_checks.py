@@ -7,7 +7,8 @@ import pytest
 
 from slimrl import device
 from slimrl.config.problems import Problem
-from slimrl.config.schema import Precision, TrainerConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.runtime.checks.model_check import model_problems
 from slimrl.toys.toy_configs import ToySize
 

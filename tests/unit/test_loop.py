@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe, WandbMode
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.evaluation.item import Item

@@ -15,7 +15,8 @@ from slimrl.config.lora_rules import (
     lora_model_violations,
     lora_violations,
 )
-from slimrl.config.schema import LoraConfig, ParallelConfig, Recipe
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import LoraConfig, ParallelConfig
 from slimrl.models.adapters import adapter_map, layer_name
 from slimrl.models.architecture import trained_architecture
 from slimrl.models.family import family_of

@@ -17,7 +17,7 @@ from megatron_patches.first_import import _compile_does_nothing, _hidden
 from megatron_patches.page import patches_page
 from megatron_patches.patching import patch_attr, patch_source
 from megatron_patches.zigzag import zigzag_indices
-from slimrl.config.schema import OptimizerConfig, TrainerConfig
+from slimrl.config.schema.trainer import OptimizerConfig, TrainerConfig
 
 
 def test_a_second_application_changes_nothing():

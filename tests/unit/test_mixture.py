@@ -12,7 +12,7 @@ from slimrl.config.bounds import bound_violations
 from slimrl.config.check import check_recipe, file_violations
 from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.mixture import Mixture
 from slimrl.data.prompts import Sampler
 from slimrl.runtime import commands

@@ -5,7 +5,7 @@ import torch
 from resync_engines import Source, config, session, weights
 
 from slimrl import device
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, CudaBuffer
 from slimrl.quantization.fp8 import BlockFp8

@@ -18,7 +18,7 @@ from slimrl.algorithms.passes import needs_old, needs_sums
 from slimrl.algorithms.policy_tokens import LossBatch
 from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.config.algorithms import SETTINGS
-from slimrl.config.schema import (
+from slimrl.config.schema.algorithm import (
     Aggregation,
     AlgorithmConfig,
     AlgorithmName,
@@ -26,12 +26,11 @@ from slimrl.config.schema import (
     CorrectionLevel,
     CorrectionMode,
     KlPlace,
-    LoraConfig,
     LossName,
     OldPolicy,
-    Recipe,
-    TrainerConfig,
 )
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import LoraConfig, TrainerConfig
 from slimrl.data.packing import MicroBatch
 
 LENGTHS = (5, 9, 1, 17, 4, 12, 3)

@@ -7,7 +7,8 @@ import pytest
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import MtpConfig, ParallelConfig, Recipe, TrainerConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import MtpConfig, ParallelConfig, TrainerConfig
 from slimrl.models import offline_recipe
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import nearest_published

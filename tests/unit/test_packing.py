@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from slimrl.config.alignment import sequence_alignment, tile_tokens
-from slimrl.config.schema import Fp8Scaling, TrainerConfig
+from slimrl.config.schema.precision import Fp8Scaling
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.data.packing import TEACHER_LOGPROBS, balanced_partition, first_fit_decreasing, is_split, pack
 from slimrl.data.training import Layout
 from slimrl.data.trajectory import Segment

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.planner.communication import Communication, logprob_communication, update_communication

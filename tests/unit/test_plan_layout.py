@@ -5,7 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Fp8Scaling, ParallelConfig, Precision, Recipe, SftConfig, TransportName
+from slimrl.config.schema.data import SftConfig
+from slimrl.config.schema.precision import Fp8Scaling, Precision
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.planner.communication import Communication, logprob_communication, update_communication
 from slimrl.planner.engine import GIB, EnginePlan
 from slimrl.planner.generation import rollout_at_least_s

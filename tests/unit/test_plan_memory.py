@@ -5,7 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Precision, Recipe, RolloutConfig, TransportName
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.planner.engine import GIB, kv_bytes_per_token, plan_engine, static_fraction

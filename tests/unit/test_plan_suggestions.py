@@ -10,7 +10,11 @@ from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
 from slimrl.config.load import LoadedRecipe, intended_command
 from slimrl.config.problems import Problem
-from slimrl.config.schema import ParallelConfig, Precision, Recipe, SftConfig, TransportName
+from slimrl.config.schema.data import SftConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.offline_recipe import OfflineRecipe, read_offline
 from slimrl.planner import command, plan, suggest
 from slimrl.planner.communication import Communication

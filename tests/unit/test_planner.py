@@ -7,16 +7,10 @@ import pytest
 from published_sizes import PUBLISHED_SIZES
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
-from slimrl.config.schema import (
-    Fp8Scaling,
-    MtpConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    Precision,
-    Recipe,
-    RolloutConfig,
-    TrainerConfig,
-)
+from slimrl.config.schema.precision import Fp8Scaling, Precision
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import MtpConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.config.trainer_rules import RECOMPUTABLE
 from slimrl.data.weights import TensorPart, num_rows
 from slimrl.models.draft import draft_specs

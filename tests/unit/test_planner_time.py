@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Precision, Recipe
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.recipe import Recipe
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.planner.engine import EnginePlan

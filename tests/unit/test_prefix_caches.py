@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.config.schema import Recipe, SandboxConfig
+from slimrl.config.schema.agent import SandboxConfig
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress

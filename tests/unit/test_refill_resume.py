@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.config.schema import DynamicSamplingConfig, Recipe, RefillMode, WandbMode
+from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory

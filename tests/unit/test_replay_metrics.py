@@ -8,7 +8,7 @@ import pytest
 from slimrl.algorithms.mismatch import LogProbReport
 from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
 from slimrl.algorithms.routing import compare_routing
-from slimrl.config.schema import AlgorithmConfig, RoutingReplay
+from slimrl.config.schema.algorithm import AlgorithmConfig, RoutingReplay
 from slimrl.data.training import UpdateResult
 from slimrl.runtime.step_metrics import update_metrics
 

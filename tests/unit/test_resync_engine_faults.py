@@ -8,7 +8,7 @@ import torch
 from resync_engines import Engine, Source, config, session, weights
 
 from slimrl import device
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 from slimrl.data.engine import EngineError
 from slimrl.resync import engine_calls
 from slimrl.resync.engine_calls import EnginesFailed

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace, SourceLayout, SourcePiece, TensorSpec
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.buckets import Transform

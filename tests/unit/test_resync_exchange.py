@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimrl.config.schema import ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.models.fingerprint import fingerprint
 from slimrl.quantization.fp8 import BlockFp8, quantize

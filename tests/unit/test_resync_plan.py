@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config

@@ -10,7 +10,7 @@ from resync_engines import Engine, config, session
 from thread_dist import ThreadDist
 
 from slimrl import device
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR

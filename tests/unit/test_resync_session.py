@@ -10,7 +10,7 @@ import torch
 from resync_engines import Engine, Source, config, session, weights
 
 from slimrl import device
-from slimrl.config.schema import PauseMode, TransportName, VerifyMode
+from slimrl.config.schema.resync import PauseMode, TransportName, VerifyMode
 from slimrl.data.engine import EngineError
 from slimrl.ipc.broadcast_group import BroadcastGroup
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slimrl.config.schema import ResyncConfig, VerifyMode
+from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.data.weights import SourcePiece, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.fingerprint import fingerprint

@@ -25,7 +25,7 @@ from version_cases import (
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import INDEX_NAME
-from slimrl.config.schema import DeltaEncoding, ResyncConfig
+from slimrl.config.schema.resync import DeltaEncoding, ResyncConfig
 from slimrl.data.weights import TensorPart, TensorSpec, num_rows, packed_bytes
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import BLOCK_FP8

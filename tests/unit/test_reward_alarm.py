@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from reward_cases import said
 
-from slimrl.config.schema import RewardConfig
+from slimrl.config.schema.reward import RewardConfig
 from slimrl.data.trajectory import Status
 from slimrl.observability.metrics import is_metric
 from slimrl.rewards.alarm import PartPoint, PartSeries, can_alarm, part_point, series_of, state_of

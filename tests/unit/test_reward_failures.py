@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.config.schema import Recipe, RewardConfig, SandboxConfig
+from slimrl.config.schema.agent import SandboxConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.reward import RewardConfig
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part, PartsReward, SingleReward

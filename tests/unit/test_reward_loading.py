@@ -13,7 +13,8 @@ from slimrl.config.functions import function_violations
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.reward_rules import reward_violations
-from slimrl.config.schema import Recipe, RewardConfig, RewardPartConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
 from slimrl.config.show import dump_resolved
 from slimrl.rewards.loading import load_part, load_rewards, refuse_unknown_names
 from slimrl.rewards.scoring import score

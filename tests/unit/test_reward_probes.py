@@ -14,7 +14,8 @@ import yaml
 from reward_cases import asked, said, sampled
 
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.config.schema import RewardPartConfig, SandboxConfig
+from slimrl.config.schema.agent import SandboxConfig
+from slimrl.config.schema.reward import RewardPartConfig
 from slimrl.data.trajectory import Prompt
 from slimrl.rewards.comparison import equivalent
 from slimrl.rewards.loading import Supplies, load_part

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from slimrl.config.package_fields import package_folder
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
 from slimrl.rollout.client import batch_body, parse_answer, request_body
 from slimrl.rollout.lockstep import LockstepEngine

@@ -11,7 +11,9 @@ import pytest
 
 from slimrl.agent.sandbox.interface import Ended, Program, Result
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.config.schema import CreditName, Recipe, SandboxConfig
+from slimrl.config.schema.agent import SandboxConfig
+from slimrl.config.schema.credit import CreditName
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.evaluation.items import Items
 from slimrl.rewards.loading import Rewards

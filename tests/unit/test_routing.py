@@ -9,7 +9,7 @@ import pytest
 from slimrl.algorithms.mismatch import mismatch_metrics, report_logprobs
 from slimrl.algorithms.routing import compare_routing, routing_metrics
 from slimrl.algorithms.selection import select
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.runtime.learner import make_updates
 

@@ -12,7 +12,8 @@ from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.algorithms.selection import Selection
 from slimrl.algorithms.selection import select as select_with
 from slimrl.algorithms.shaping import apply_truncation_rule
-from slimrl.config.schema import Recipe, TruncationMode
+from slimrl.config.schema.data import TruncationMode
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import num_trajectories
 from slimrl.data.prompts import Sampler
 from slimrl.data.training import LogProbs

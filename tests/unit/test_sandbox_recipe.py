@@ -10,7 +10,9 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.check import check_recipe
 from slimrl.config.load import read_recipe
-from slimrl.config.schema import Recipe, RewardPartConfig, SandboxBackend, SandboxConfig
+from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.reward import RewardPartConfig
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.rewards.loading import load_part
 from slimrl.runtime.checks.environment import load_environment

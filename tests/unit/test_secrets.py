@@ -17,7 +17,7 @@ from slimrl.cli import app
 from slimrl.config.interpolation import FromEnvironment
 from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import TrackingConfig, WandbMode
+from slimrl.config.schema.run import TrackingConfig, WandbMode
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict, show
 from slimrl.observability.progress import Progress
 from slimrl.observability.trackers import Trackers

@@ -10,7 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import EngineError
 from slimrl.rollout.servers import ports, process, router, server
 from slimrl.rollout.servers.ports import free_port, free_ports

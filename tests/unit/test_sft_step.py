@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from slimrl.algorithms.objective import cross_entropy
-from slimrl.config.schema import Recipe, WandbMode
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Segment

@@ -8,7 +8,8 @@ from slimrl.config.check import check_recipe
 from slimrl.config.load import load_recipe
 from slimrl.config.package_fields import package_folder
 from slimrl.config.passthrough import OWNED
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_layouts import SGLANG_CHOICES, SGLANG_LAYOUTS
 from slimrl.rollout.servers import server
 from slimrl.rollout.servers.server import FLAGS, engine_arguments

@@ -5,13 +5,9 @@ import pytest
 
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.shaping import overlong_penalty, shape_rewards
-from slimrl.config.schema import (
-    AlgorithmConfig,
-    OverlongConfig,
-    SelectionConfig,
-    SelectionMode,
-    TruncationMode,
-)
+from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.config.schema.credit import OverlongConfig, SelectionConfig, SelectionMode
+from slimrl.config.schema.data import TruncationMode
 from slimrl.data.trajectory import Segment, Status, Trajectory
 
 

@@ -6,7 +6,7 @@ from slimrl_tools.toy.toy_configs import TOYS
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.config.schema import ParallelConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.family import family_of
 from slimrl.toys.sized_toy import sized_config, write_sized_toy
 

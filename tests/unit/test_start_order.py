@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.runtime.cluster import processes
 
 CHECKPOINT = Path("checkpoints/step_000002")

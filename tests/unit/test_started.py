@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime import start
 from slimrl.runtime.cluster.errors import RunError

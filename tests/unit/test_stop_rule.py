@@ -5,7 +5,8 @@ import math
 import pytest
 from test_sft_step import run_of
 
-from slimrl.config.schema import Recipe, StopConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.stop import StopConfig
 from slimrl.config.stop_rules import LIMITS, OF_SFT, stop_violations
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder

@@ -10,7 +10,8 @@ from test_episode import CHAT, ScriptedEngine, encode, expert_rows, runner_of
 from slimrl.agent.calculator import calculator
 from slimrl.agent.subagents import subagent_tool
 from slimrl.agent.tools import EpisodeInfo, ToolBox, make_tool
-from slimrl.config.schema import AgentConfig, CompactionConfig, SamplingConfig, SubagentConfig
+from slimrl.config.schema.agent import AgentConfig, CompactionConfig, SubagentConfig
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.packing import ADVANTAGES, pack
 from slimrl.data.trajectory import Prompt, Status, from_json, to_json

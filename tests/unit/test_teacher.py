@@ -11,7 +11,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.config.schema import Recipe, SandboxConfig, TransportName
+from slimrl.config.schema.agent import SandboxConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.config.schema import AlgorithmConfig, KlEstimator, KlPlace
+from slimrl.config.schema.algorithm import AlgorithmConfig, KlEstimator, KlPlace
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, pack
 from slimrl.data.pieces import cut, join, pieces_of
 from slimrl.data.trajectory import Segment

@@ -10,7 +10,8 @@ import ray
 
 from slimrl.algorithms.objective import cross_entropy, loss_function
 from slimrl.checkpoints.digests import FileDigest
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 from slimrl.data.packing import pack
 from slimrl.data.trajectory import Segment
 from slimrl.runtime.cluster import trainer_group

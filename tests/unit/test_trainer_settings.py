@@ -22,15 +22,8 @@ from slimrl_tools.toy.toy_configs import ToySize, toy_config
 from slimrl import device
 from slimrl.config.alignment import tile_tokens
 from slimrl.config.passthrough import DELTA_NETS, LATENT_ATTENTION
-from slimrl.config.schema import (
-    Fp8Scaling,
-    LoraConfig,
-    LrSchedule,
-    OptimizerConfig,
-    ParallelConfig,
-    Precision,
-    TrainerConfig,
-)
+from slimrl.config.schema.precision import Fp8Scaling, Precision
+from slimrl.config.schema.trainer import LoraConfig, LrSchedule, OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.config.trainer_rules import RECOMPUTABLE, STATE_DTYPES
 from slimrl.models.architecture import FACTS_FILE, architecture_of, check_architecture
 from slimrl.models.family import family_of

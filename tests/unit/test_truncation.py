@@ -11,7 +11,8 @@ import pytest
 
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.shaping import apply_truncation_rule
-from slimrl.config.schema import Recipe, TruncationMode
+from slimrl.config.schema.data import TruncationMode
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.teacher import ScoringTimes

@@ -8,7 +8,8 @@ import pytest
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.turn_credit import mixed_reward, stage_weights, turn_returns, weighted
 from slimrl.algorithms.turn_states import observed_states
-from slimrl.config.schema import AlgorithmConfig, CreditConfig, CreditName
+from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.config.schema.credit import CreditConfig, CreditName
 from slimrl.data.packing import ADVANTAGES, pack
 from slimrl.data.trajectory import Segment, Status, Trajectory
 

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from slimrl.config.schema import DeltaEncoding
+from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.weights import TensorSpec
 from slimrl.resync.last_version import LastVersion
 from slimrl.versions import apply

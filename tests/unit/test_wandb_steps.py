@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slimrl.config.schema import TrackingConfig, WandbMode
+from slimrl.config.schema.run import TrackingConfig, WandbMode
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.resync.report import ResyncReport
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.cluster.memory_phases import MemoryPhase

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.config.schema import DeltaEncoding, ResyncConfig
+from slimrl.config.schema.resync import DeltaEncoding, ResyncConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import TensorPart, TensorSpec
 from slimrl.resync.transports.disk import DiskTransport

@@ -57,7 +57,7 @@ def hf_to_megatron(
         with imports_uncollected():
             from slimrl_tools.convert.hf_to_megatron import hf_to_megatron as convert
 
-            from slimrl.config.schema import ParallelConfig
+            from slimrl.config.schema.trainer import ParallelConfig
 
         parallel = ParallelConfig(
             tensor=tensor,

@@ -29,7 +29,8 @@ from slimrl.checkpoints.safetensors_file import element_bytes
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
 from slimrl.checkpoints.torch_dist.files import FILE_BYTES, chunk_bytes, plan_distcp_files
 from slimrl.config.model_rules import model_violations
-from slimrl.config.schema import ParallelConfig, Recipe, TrainerConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
 from slimrl.data.weights import TensorSpec
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, architecture_of
 from slimrl.models.family import family_of

@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from slimrl_tools.inspect.config_fields import kind_of_field, matters, variants
 
-from slimrl.config.schema import TrainerConfig
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.models.family import Family, family_of
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.trainer.build import transformer_config

@@ -128,7 +128,8 @@ def _by_megatron(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str) -> Tens
     # Imports Megatron, which takes seconds.
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from slimrl.config.schema import OptimizerConfig, ParallelConfig, Precision, TrainerConfig
+    from slimrl.config.schema.precision import Precision
+    from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
     from slimrl.device import compute_device
     from slimrl.trainer.build import build_model
     from slimrl.trainer.checkpointing.checkpoint import load_weights
@@ -168,7 +169,7 @@ def _by_megatron(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str) -> Tens
 def _alone() -> Iterator[None]:
     """Megatron's process groups, of this one process."""
     from slimrl import device
-    from slimrl.config.schema import ParallelConfig
+    from slimrl.config.schema.trainer import ParallelConfig
     from slimrl.trainer.layout.parallel import destroy_parallel, init_model_parallel
 
     device.select_device(0)

@@ -9,7 +9,7 @@ from typing import Any
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.history import SampledTurn
 from slimrl.chat.chat_format import ChatFormat
-from slimrl.config.schema import SamplingConfig
+from slimrl.config.schema.rollout import SamplingConfig
 
 NEUTRAL: tuple[Any, ...] = (0, {}, [])
 """Values of sampling settings that change nothing."""

@@ -23,7 +23,8 @@ from slimrl.agent.gateway.server import GatewayServer
 from slimrl.agent.gateway.session import Session
 from slimrl.agent.tool_environment import first_messages
 from slimrl.agent.turn_request import TurnRequests
-from slimrl.config.schema import AgentConfig, RolloutConfig, SamplingConfig
+from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import POSTED_REWARD, Prompt, Status, Trajectory
 

@@ -20,7 +20,7 @@ from slimrl.agent.gateway.chat_request import Reply
 from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.errors import ApiError, refused, refused_body
 from slimrl.agent.gateway.session import Session
-from slimrl.config.schema import GatewayConfig
+from slimrl.config.schema.agent import GatewayConfig
 from slimrl.data.jsonl import refuse_unwritable
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from slimrl.agent.gateway.messages import escaped, history_key
 from slimrl.agent.said_turn import read_turn
 from slimrl.agent.turn_request import TurnRequests
 from slimrl.chat.chat_format import CallName, Context
-from slimrl.config.schema import AgentConfig, HistoryMode
+from slimrl.config.schema.agent import AgentConfig, HistoryMode
 from slimrl.data.engine import Engine, EngineError, GenerateResult
 from slimrl.data.trajectory import Status
 

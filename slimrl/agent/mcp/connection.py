@@ -17,7 +17,7 @@ from mcp.types import CONNECTION_CLOSED, CallToolResult, PaginatedRequestParams,
 
 from slimrl.agent.mcp.stderr_tail import StderrTail
 from slimrl.agent.tools import ToolsUnavailable
-from slimrl.config.schema import McpServerConfig
+from slimrl.config.schema.agent import McpServerConfig
 
 SESSION_TERMINATED = 32600
 """The client's code for a server that does not know the session, as after its restart."""

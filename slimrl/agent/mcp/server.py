@@ -13,7 +13,7 @@ from slimrl.agent.mcp.connection import Connection, ConnectionLost
 from slimrl.agent.mcp.loop_thread import LoopThread
 from slimrl.agent.mcp.result_text import result_text
 from slimrl.agent.tools import ToolError
-from slimrl.config.schema import AgentConfig
+from slimrl.config.schema.agent import AgentConfig
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from slimrl.agent.mcp.loop_thread import LoopThread
 from slimrl.agent.mcp.server import McpServer
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import Tool, ToolBox, ToolOptions
-from slimrl.config.schema import AgentConfig
+from slimrl.config.schema.agent import AgentConfig
 
 
 class McpToolBox(ToolBox):

@@ -12,7 +12,7 @@ from pathlib import Path
 from slimrl.agent.sandbox.forked_session import ForkedSession, folder_archive, run_result
 from slimrl.agent.sandbox.interface import Language, Program, Result
 from slimrl.agent.sandbox.zygote_client import ZygoteClient, memory_file
-from slimrl.config.schema import SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 
 class BubblewrapSandbox:

@@ -13,7 +13,7 @@ from pathlib import Path
 from slimrl.agent.sandbox.folder_archive import packed
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxError, SessionEnded, check_code
 from slimrl.agent.sandbox.process import Command, run_command
-from slimrl.config.schema import SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 COMMAND_S = 120.0
 """Deadline of the start of a container, which may load an image, and of its end."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from slimrl.agent.sandbox.interface import Ended, Language, Result, SessionEnded, check_code
 from slimrl.agent.sandbox.outcome import out_of_cpu_time, why
 from slimrl.agent.sandbox.zygote_client import Run, ZygoteClient
-from slimrl.config.schema import SandboxLimits
+from slimrl.config.schema.agent import SandboxLimits
 
 MAX_STATUS_BYTES = 16
 EXIT_S = 1.0

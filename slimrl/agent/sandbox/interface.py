@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from slimrl.config.schema import SandboxLimits
+from slimrl.config.schema.agent import SandboxLimits
 
 MAX_CODE_BYTES = 100_000
 """Of a program; less than an argument of a process may have (128 KiB)."""

@@ -3,7 +3,7 @@
 import re
 
 from slimrl.agent.sandbox.interface import Ended
-from slimrl.config.schema import SandboxLimits
+from slimrl.config.schema.agent import SandboxLimits
 
 _KILLED = (-9, 128 + 9)
 """A process that SIGKILL ended, and a shell whose last command it ended."""

@@ -11,7 +11,7 @@ from slimrl.agent.sandbox.interface import Language, Program, Result, Sandbox, S
 from slimrl.agent.sandbox.remote import RemoteSandbox
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
 from slimrl.agent.supplied import Supplied
-from slimrl.config.schema import SandboxBackend, SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxBackend, SandboxConfig, SandboxLimits
 
 _BACKENDS: dict[SandboxBackend, Callable[[SandboxConfig], Sandbox]] = {
     SandboxBackend.bubblewrap: BubblewrapSandbox,

@@ -14,7 +14,7 @@ from slimrl.agent.sandbox.capture import Capture
 from slimrl.agent.sandbox.interface import Ended, Result, SandboxError
 from slimrl.agent.sandbox.outcome import why
 from slimrl.agent.sandbox.zygote_client import memory_file
-from slimrl.config.schema import SandboxLimits
+from slimrl.config.schema.agent import SandboxLimits
 
 END_S = 10.0
 """How long a killed process may take to end."""

@@ -12,7 +12,7 @@ import httpx
 
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxError, Session
 from slimrl.agent.sandbox.outcome import why
-from slimrl.config.schema import SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 ANSWER_S = 30.0
 """How much later than a run's own deadline the server may answer."""

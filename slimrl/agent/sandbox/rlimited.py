@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slimrl.agent.sandbox.interface import Language, Program, Result, SandboxError, Session
 from slimrl.agent.sandbox.process import Command, run_command
-from slimrl.config.schema import SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 logger = logging.getLogger(__name__)
 WARNING = (

@@ -15,7 +15,7 @@ from slimrl.agent.sandbox.bwrap import bwrap_command
 from slimrl.agent.sandbox.capture import Capture
 from slimrl.agent.sandbox.interface import SandboxError
 from slimrl.agent.sandbox.user_namespace import open_user_namespace
-from slimrl.config.schema import SandboxLimits
+from slimrl.config.schema.agent import SandboxLimits
 
 START_S = 60.0
 """Deadline of the warm interpreter's start, with the import of its packages."""

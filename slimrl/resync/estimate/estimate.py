@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace
 from slimrl.resync.estimate.gathering import exchange, gather, transform
 from slimrl.resync.estimate.machine import Machine

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimrl.config.schema import ResyncConfig
+from slimrl.config.schema.resync import ResyncConfig
 from slimrl.data.atomic import disk_reason
 from slimrl.data.weights import EngineControl, TensorPart, TensorSpec, packed_bytes
 from slimrl.ipc.shared_buffer import SharedBuffer

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from slimrl.config.schema import PauseMode
+from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EnginePlace, GroupSpec, TensorPart
 from slimrl.sglang_plugin import scheduler, version_loader, weight_fingerprints

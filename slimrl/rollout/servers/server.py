@@ -14,7 +14,8 @@ import httpx
 
 from slimrl import device
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8
-from slimrl.config.schema import Precision, RolloutConfig
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_layouts import plain_kernels
 from slimrl.models.family import has_linear_attention
 from slimrl.models.hf_config import read_hf_config

@@ -12,7 +12,8 @@ from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, tools_of
 from slimrl.chat.chat_format import CallName, ChatFormat, tool_results
 from slimrl.config.gateway_rules import command_words
-from slimrl.config.schema import AgentConfig, CompactionConfig, Recipe
+from slimrl.config.schema.agent import AgentConfig, CompactionConfig
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.import_path import parameters_of_type, resolve
 
 METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

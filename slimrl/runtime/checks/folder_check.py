@@ -10,7 +10,8 @@ import ray
 from slimrl.config.environment import thread_variables
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import Problem
-from slimrl.config.schema import Recipe, TransportName
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.placement import Node, Slot
 from slimrl.runtime.cluster.reservation import Reservation

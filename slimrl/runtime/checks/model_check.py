@@ -9,7 +9,7 @@ from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.config.critic_rules import with_critic
 from slimrl.config.load import LoadedRecipe, trains
 from slimrl.config.problems import Problem, Violation
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.families import qwen3_next
 from slimrl.models.family import family_of

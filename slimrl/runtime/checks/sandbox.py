@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from slimrl.agent.sandbox.interface import Ended, Program, SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.reward_rules import reward_parts
-from slimrl.config.schema import Recipe, SandboxBackend, SandboxConfig
+from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.import_path import parameters_of_type, resolve
 
 

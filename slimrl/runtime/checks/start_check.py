@@ -11,7 +11,7 @@ from typing import Any
 
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import Problem, RecipeError
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.models.architecture import check_architecture, trained_architecture
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.run_folder import RunFolder, check_run_folder

@@ -19,7 +19,8 @@ from slimrl.algorithms.advantages import load_advantage
 from slimrl.algorithms.losses import load_loss
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import AdvantageName, Recipe
+from slimrl.config.schema.algorithm import AdvantageName
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import Engine
 from slimrl.data.import_path import resolve
 from slimrl.data.prompts import read_prompts

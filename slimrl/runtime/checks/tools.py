@@ -8,7 +8,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.subagents import subagent_tool
 from slimrl.agent.tools import Tool, ToolBox, ToolsUnavailable, check_arguments, tools_of
 from slimrl.config.problems import suggestion
-from slimrl.config.schema import AgentConfig
+from slimrl.config.schema.agent import AgentConfig
 from slimrl.runtime.checks.attempts import Attempts
 
 

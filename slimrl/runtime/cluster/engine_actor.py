@@ -11,7 +11,7 @@ import ray
 
 from slimrl import device
 from slimrl.config.hub import fetch_to_this_node
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.ipc.allocator import forbid_expandable_segments

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.environment import engine_variables
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import Engine, EngineError
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.client import SglangEngine, StickyEngines

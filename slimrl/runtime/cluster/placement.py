@@ -19,7 +19,7 @@ from functools import cached_property
 
 from slimrl.config.critic import critic_recipe
 from slimrl.config.rollout_rules import LARGER_ENGINES
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.config.teacher import teacher_recipe
 from slimrl.observability.units import counted
 from slimrl.runtime.cluster.errors import StageError

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimrl.config.critic import critic_recipe
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.training import MemoryPart
 from slimrl.observability.progress import Progress

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slimrl.agent.sandbox.folder_archive import packed, unpacked
 from slimrl.agent.sandbox.interface import Language, Program, Result, SandboxError, SessionEnded
 from slimrl.agent.sandbox.pool import PooledSession, SandboxPool
-from slimrl.config.schema import SandboxConfig, SandboxLimits
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 from slimrl.runtime.cluster.placement import Node
 
 MARGIN_S = 60.0

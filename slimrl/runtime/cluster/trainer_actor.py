@@ -13,7 +13,7 @@ from ray.util import get_node_ip_address
 
 from slimrl.algorithms.passes import needs_reference
 from slimrl.config.hub import fetch_to_this_node
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.training import Layout
 from slimrl.ipc.allocator import forbid_expandable_segments
 from slimrl.ipc.stale_files import clean_stale_segments

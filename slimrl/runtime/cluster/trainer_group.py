@@ -12,7 +12,8 @@ from slimrl.algorithms.mismatch import LogProbReport
 from slimrl.algorithms.objective import LossFunction
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.environment import trainer_variables
-from slimrl.config.schema import AlgorithmConfig, Recipe
+from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import PackedBatch
 from slimrl.data.training import Layout, MemoryPart, UpdateResult
 from slimrl.observability.progress import Phase, Progress

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from slimrl.config.load import read_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.weights import EnginePlace
 from slimrl.models.family import family_of
 from slimrl.models.offline_recipe import read_offline

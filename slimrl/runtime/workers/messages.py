@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slimrl.config.schema import Recipe, SamplingConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Prompt
 

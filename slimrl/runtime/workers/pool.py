@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.agent.episode import failed_trajectory
-from slimrl.config.schema import Recipe, SamplingConfig
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rollout.servers.process import ServerError, ServerProcess

@@ -19,7 +19,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolsUnavailable
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema import Recipe
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import Engine
 from slimrl.data.threads import end_process_if_calls_hang
 from slimrl.data.trajectory import Trajectory

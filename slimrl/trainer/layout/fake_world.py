@@ -16,7 +16,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slimrl.config.schema import ParallelConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.trainer.layout.parallel import make_groups, seed_ranks
 
 

@@ -9,7 +9,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slimrl import device
-from slimrl.config.schema import ParallelConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.data.training import Layout
 
 PIPELINE_SEED_STRIDE = 100

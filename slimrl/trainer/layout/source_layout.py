@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slimrl.config.model_rules import UNEVEN_PIPELINE_FIELDS
-from slimrl.config.schema import ParallelConfig, TrainerConfig
+from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
 from slimrl.data.weights import SourceLayout, SourcePiece, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor, nn
 
 from slimrl.config.lora_rules import adapter_targets
-from slimrl.config.schema import LoraConfig
+from slimrl.config.schema.trainer import LoraConfig
 from slimrl.models.adapters import ADAPTERS, adapted_tensors
 from slimrl.models.family import Family
 from slimrl.trainer.lora.layer_adapters import LayerAdapters

@@ -19,7 +19,8 @@ from trainer_cases import trainer_config as packed_trainer_config
 from transformers import AutoModelForCausalLM
 from weight_cases import TIMEOUT_S, change_layout, loaded_chunks, packed_logits, round_trip
 
-from slimrl.config.schema import ParallelConfig, Precision
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner

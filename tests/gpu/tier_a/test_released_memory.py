@@ -9,7 +9,7 @@ from machine import choose, copy_gb_per_s, on_gpu
 from ranks import run_ranks
 from trainer_cases import Run, gradient_bytes, model_config, optimizer_bytes, start, trainer_config, weight_bytes
 
-from slimrl.config.schema import Precision
+from slimrl.config.schema.precision import Precision
 from slimrl.data.training import MemoryPart
 from slimrl.models.fingerprint import fingerprint
 from slimrl.trainer.host_memory import whole_pages

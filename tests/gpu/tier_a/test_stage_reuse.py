@@ -7,7 +7,7 @@ from machine import choose, cycles_per_s, on_gpu, spin
 from ranks import run_ranks
 
 from slimrl import device
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.resync.buckets import rows_of
 from slimrl.resync.pipeline import Pipeline

@@ -13,7 +13,8 @@ from small_models import small_model
 
 from slimrl import device
 from slimrl.config.environment import FP8_SCALES
-from slimrl.config.schema import Fp8Scaling, LoraConfig, ParallelConfig, Precision
+from slimrl.config.schema.precision import Fp8Scaling, Precision
+from slimrl.config.schema.trainer import LoraConfig, ParallelConfig
 
 pytestmark = [
     pytest.mark.timeout(300),

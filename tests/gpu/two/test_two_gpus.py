@@ -14,7 +14,7 @@ from ranks import run_ranks, start_method
 from resync_engines import Source
 from sent_weights import bucket_bytes, session, weights
 
-from slimrl.config.schema import TransportName
+from slimrl.config.schema.resync import TransportName
 
 NUM_BUCKETS, NUM_VERSIONS = 8, 4
 VISIBLE = "CUDA_VISIBLE_DEVICES"

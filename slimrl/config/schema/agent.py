@@ -1,0 +1,201 @@
+"""What the policy acts in, and what it is shown."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class HistoryMode(str, Enum):
+    """What the policy is shown of its earlier turns."""
+
+    keep = "keep"
+    """The tokens that it sampled, thinking included."""
+    template = "template"
+    """What the chat template writes of them, which may leave thinking out; where it does, a new segment begins."""
+
+
+class SandboxBackend(str, Enum):
+    """Where code that the policy wrote runs; docs/sandbox.md compares them."""
+
+    bubblewrap = "bubblewrap"
+    """Namespaces, seccomp and limits on this machine, forked from a warm interpreter."""
+    subprocess = "subprocess"
+    """A plain process with limits: no isolation."""
+    remote = "remote"
+    """A server with the HTTP interface of SandboxFusion."""
+    container = "container"
+    """docker or podman, a container for each run or session."""
+
+
+@dataclass(kw_only=True)
+class McpServerConfig:
+    """A server of tools that speaks the Model Context Protocol (docs/mcp.md): the settings of `agent.mcp.NAME`."""
+
+    command: list[str] = field(default_factory=list)
+    """Command that starts the server, which talks over its standard input and output."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the command, which gets PATH, HOME and the like besides."""
+    url: str = ""
+    """URL of a server over streamable HTTP, instead of a command."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """HTTP headers of each request to the URL."""
+    tools: list[str] = field(default_factory=list)
+    """The server's tools that the model is shown; empty for all."""
+    pure: list[str] = field(default_factory=list)
+    """Its tools whose answers follow from their arguments alone: answers are given again, and calls are repeated that a
+    server which ended may have taken."""
+    per_trajectory: bool = False
+    """A connection, and so a process of a command, for each trajectory, for a server that keeps state."""
+    restarts: int = 2
+    """How often a call connects anew to a server that has ended."""
+
+
+@dataclass(kw_only=True)
+class SandboxLimits:
+    """Limits of a run. docs/sandbox.md says how each backend enforces them."""
+
+    wall_s: float = 8.0
+    """Deadline of a run, or of one execution in a session. Below `rollout.tool_timeout_s`, so that a tool answers."""
+    cpu_s: int = 8
+    """CPU time of each process; whole seconds."""
+    memory_bytes: int = 512 * 1024**2
+    """Address space that a process may add to the warm interpreter's, and private memory of all processes together."""
+    processes: int = 32
+    """Processes and threads at the same time."""
+    disk_bytes: int = 64 * 1024**2
+    """/tmp and /dev/shm together, and the largest file."""
+    output_bytes: int = 256 * 1024
+    """stdout and stderr together."""
+
+
+@dataclass(kw_only=True)
+class SandboxConfig:
+    """Which sandbox, and how much of it at a time (docs/sandbox.md)."""
+
+    backend: SandboxBackend = SandboxBackend.bubblewrap
+    """Where code runs; slimrl never falls back from one to another."""
+    all_nodes: bool = False
+    """Run on all nodes of the Ray cluster, each with these limits and places, instead of the driver's alone."""
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    session_cpu_s: int = 60
+    """CPU time of each process of a session, over the session's life: in place of `limits.cpu_s`."""
+    max_running: int = 8
+    """Runs at the same time; others wait."""
+    max_waiting: int = 1024
+    """Runs that wait; one more is refused."""
+    wait_s: float = 60.0
+    """How long a run waits before it is refused."""
+    max_sessions: int = 64
+    """Sessions that are open at the same time; others wait, as runs do."""
+    packages: list[str] = field(default_factory=lambda: ["numpy", "sympy"])
+    """Distributions that the warm interpreter has imported, of bubblewrap: those of them that are installed."""
+    url: str = "http://127.0.0.1:8080"
+    """Of the remote server."""
+    command: str = "docker"
+    """Of the container backend: docker, podman or a path."""
+    image: str = "python:3.12-slim"
+    """Of the container backend; holds python3, sh, bash and, for sessions in a folder, tar."""
+
+
+@dataclass(kw_only=True)
+class CompactionConfig:
+    at_tokens: int | None = None
+    """Length from which on a context is compacted: a summary takes the place of its turns (docs/environments.md). Null
+    for never."""
+    keep_turns: int = 1
+    """Newest turns that stay beside the summary, with what they led to, where they fit."""
+    prompt: str = (
+        "The conversation has become too long. Write a summary that takes its place: what the task is, what was done "
+        "and found so far, and what is left to do."
+    )
+    """What asks the policy for the summary, which it is trained on."""
+    function: str = ""
+    """Import path `module:function` of a function of the messages that writes the summary instead of the policy."""
+
+
+@dataclass(kw_only=True)
+class SubagentConfig:
+    description: str = MISSING
+    """What the policy is told of it."""
+    system_prompt: str | None = None
+    """System message of its context."""
+    tools: list[str] = field(default_factory=list)
+    """Import paths `module:function` of its tools."""
+    max_turns: int = 4
+    """Most turns of a call of it; they count in `rollout.max_turns`."""
+
+
+@dataclass(kw_only=True)
+class GatewayConfig:
+    """The server through which `agent.command` and `agent.function` reach the policy (docs/gateway.md)."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine to listen on, at a free port; part of the URLs that agents get."""
+    max_body_bytes: int = 33_554_432
+    """Largest body of a request."""
+    body_timeout_s: float = 30.0
+    """Deadline for the body of a request to arrive."""
+    max_concurrent_requests: int = 64
+    """Most requests of a trajectory at a time."""
+    max_requests_per_s: float = 100.0
+    """Most requests of a trajectory in a second, on average; as many may come at once."""
+
+
+@dataclass(kw_only=True)
+class AgentConfig:
+    tools: list[str] = field(default_factory=list)
+    """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
+    tool_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of tools by name, such as `{corpus: wiki.jsonl}`. The model is not shown these parameters."""
+    mcp: dict[str, McpServerConfig] = field(default_factory=dict)
+    """Servers of further tools by name (docs/mcp.md)."""
+    max_tool_calls: int | None = None
+    """Most calls of a trajectory that tools answer; further ones are answered with an error message."""
+    subagents: dict[str, SubagentConfig] = field(default_factory=dict)
+    """Tools that are the policy itself with a task, a context and tools of its own (docs/environments.md)."""
+    environment: str = ""
+    """Import path `module:Class` of the environment, instead of tools (docs/environments.md)."""
+    environment_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of each instance of the environment."""
+    workers: int = 1
+    """Processes that run the episodes; 1 for the driver itself (docs/environments.md)."""
+    start_timeout_s: float = 120.0
+    """Deadline of an environment's start."""
+    start_retries: int = 2
+    """Further attempts to start an environment, each with a new instance."""
+    step_timeout_s: float = 120.0
+    """Deadline of an environment's answer to a turn."""
+    close_timeout_s: float = 30.0
+    """Deadline of an environment's close, after which it is left behind."""
+    episode: str = ""
+    """Import path `module:function` of a function that plays an episode, instead of turn and answer in turn
+    (docs/environments.md)."""
+    command: Any = ""
+    """Command that is run for each trajectory and asks the policy through the gateway (docs/gateway.md): a list of
+    words, or one text that is split into words as a shell does. No shell runs it."""
+    function: str = ""
+    """Import path `module:function` of a function that is called for each trajectory instead of a command."""
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    parser: str = ""
+    """Format of tool calls: a parser of SGLang by its name there (`qwen25`, `deepseekv31`, `glm45`, `kimi_k2`), or the
+    import path `module:name` of a function or class that returns a `Parser` (slimrl/agent/parsers.py); empty for the
+    one of the model's family that reads what the chat template writes. docs/chat.md has a table."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a turn; null for the model's: `eos_token_id` of generation_config.json, else of config.json, else
+    the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking` or `reasoning_effort`."""
+    history: HistoryMode = HistoryMode.keep
+    """What the policy is shown of its earlier turns."""
+    compaction: CompactionConfig = field(default_factory=CompactionConfig)
+    max_result_chars: int = 4000
+    """Maximum length of a tool result; a longer one loses its middle."""
+    system_prompt: str | None = None
+    """System message of prompts without one."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+
+    @property
+    def uses_gateway(self) -> bool:
+        return bool(self.command or self.function)

@@ -1,0 +1,96 @@
+"""What happens between the rewards of trajectories and the advantages of their tokens."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class CreditName(str, Enum):
+    """How advantages differ among the turns of a trajectory; docs/credit.md has the formulas."""
+
+    trajectory = "trajectory"
+    """Not: every turn has the advantage of its trajectory."""
+    turn = "turn"
+    """Rewards from the turn on, discounted, compared within the group at each turn."""
+    gigpo = "gigpo"
+    """The advantage of the trajectory plus that of the turn among turns from the same state (arXiv:2505.10978)."""
+
+
+class SelectionMode(str, Enum):
+    """The trajectories of a group that are trained on."""
+
+    all = "all"
+    """All of them."""
+    best_and_worst = "best_and_worst"
+    """Those with the highest and the lowest rewards; the others only count in the group's baseline."""
+    best = "best"
+    """Rejection sampling: those with the highest rewards, each with advantage 1."""
+
+
+class RefillMode(str, Enum):
+    """Prompts that replace groups without a signal (dynamic sampling, arXiv:2503.14476)."""
+
+    off = "off"
+    """None: a step has as many prompts as `rollout.prompts_per_step`, with or without a signal."""
+    order = "order"
+    """The next ones in the order of the training data."""
+    value = "value"
+    """Drawn from all prompts with weights that prefer those of middling difficulty and those seldom tried."""
+
+
+@dataclass(kw_only=True)
+class CreditConfig:
+    name: CreditName = CreditName.trajectory
+    """How advantages differ among the turns of a trajectory."""
+    discount: float = 1.0
+    """Factor on a later turn's reward for each turn in between (turn, gigpo)."""
+    step_weight: float = 1.0
+    """Weight of the advantage among turns from the same state (gigpo)."""
+    turn_weights: list[float] = field(default_factory=list)
+    """Factors on the advantages of the first turn, the second and so on; later turns have the last. Empty for 1."""
+    process_weights: list[float] = field(default_factory=lambda: [1.0])
+    """Weight of the rewards of turns in each stage of the run; `[0.7, 0.3, 0]` moves from dense to sparse rewards."""
+    outcome_weights: list[float] = field(default_factory=lambda: [1.0])
+    """Weight of the trajectory's own reward in each stage, as `[0.3, 0.7, 1]`."""
+    stage_starts: list[int] = field(default_factory=list)
+    """Steps at which the second stage and those after it begin."""
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether advantages differ among the turns of a trajectory."""
+        return self.name is not CreditName.trajectory or bool(self.turn_weights)
+
+
+@dataclass(kw_only=True)
+class SelectionConfig:
+    mode: SelectionMode = SelectionMode.all
+    """The trajectories of a group that are trained on."""
+    count: int = 1
+    """How many best ones, and with `best_and_worst` how many worst ones."""
+    min_reward: float = 1.0
+    """Smallest reward of a trajectory that `best` keeps."""
+
+
+@dataclass(kw_only=True)
+class DynamicSamplingConfig:
+    refill: RefillMode = RefillMode.off
+    """Prompts that replace groups without a signal."""
+    max_refills: int = 4
+    """Most further rollouts of a step."""
+    oversampling: float = 1.0
+    """Prompts of each rollout of a step, as a multiple of the groups that are missing."""
+    value_decay: float = 0.8
+    """Weight of a prompt's earlier results against its newest in its success rate (value)."""
+    uncertainty_weight: float = 0.5
+    """Weight of how seldom a prompt was tried, against its difficulty (value)."""
+    max_weight: float = 4.0
+    """Largest weight of a prompt, as a multiple of the mean (value)."""
+
+
+@dataclass(kw_only=True)
+class OverlongConfig:
+    max_tokens: int | None = None
+    """Sampled tokens of a trajectory at which the penalty is complete; null is off (DAPO, arXiv:2503.14476, eq. 13)."""
+    buffer_tokens: int = 1024
+    """Last tokens before it over which the penalty grows linearly."""
+    penalty: float = 1.0
+    """The complete penalty."""

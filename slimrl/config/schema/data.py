@@ -1,0 +1,81 @@
+"""Data to train on and to evaluate on."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import MISSING
+
+
+class TruncationMode(str, Enum):
+    score = "score"
+    """A truncated trajectory is rewarded like any other."""
+    zero = "zero"
+    """It is trained on with reward 0, or with its own reward if that is below 0."""
+    mask = "mask"
+    """It counts in its group's baseline, but its own tokens are not trained on."""
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    train: str = MISSING
+    """File of prompts (`slimrl train`) or of conversations (`slimrl sft`): Parquet if its name ends in `.parquet`, else
+    JSONL."""
+    eval: dict[str, str] = field(default_factory=dict)
+    """Evaluation sets by name, files like `train`."""
+    more: dict[str, str] = field(default_factory=dict)
+    """Further files to train on by name."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """How much of the training is on each file: a number for `train` and for each name of `more`, of which only the
+    proportions count. Empty to take each item of all files once per epoch."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """Columns of the files by our names: `{prompt: problem, label: answer}`; `a.b` is the key `b` of the column `a`.
+    The columns that it does not name are the prompt's metadata. Empty for files with our names."""
+    eval_keys: dict[str, str] = field(default_factory=dict)
+    """The same of the evaluation sets; empty for `keys`."""
+    shuffle: bool = True
+    """A new order each epoch, derived from the seed."""
+    max_prompt_tokens: int | None = None
+    """Prompts longer than this, with tools and system prompt, are left out and counted. Null leaves none out: prompts
+    without room for an answer are refused."""
+
+    @property
+    def train_files(self) -> dict[str, str]:
+        """Files to train on by name, `train` first."""
+        return {"train": self.train, **self.more}
+
+    @staticmethod
+    def train_key(name: str) -> str:
+        """The setting that names a training file."""
+        return "data.train" if name == "train" else f"data.more.{name}"
+
+    @property
+    def keys_of_eval(self) -> dict[str, str]:
+        """Columns of the evaluation sets."""
+        return self.eval_keys or self.keys
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    every_steps: int = 0
+    """Steps between evaluations; 0 evaluates only at the start and the end."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    samples_per_prompt: int = 1
+    """Trajectories of each prompt; more than one needs a temperature above 0 in `rollout.eval_sampling`."""
+    pass_at: list[int] = field(default_factory=list)
+    """Each k of which pass@k is estimated, at most `samples_per_prompt` (docs/evaluation.md)."""
+    pass_reward: float = 1.0
+    """Smallest reward with which a trajectory passes."""
+
+
+@dataclass(kw_only=True)
+class SftConfig:
+    batch_conversations: int = 64
+    """Conversations per optimizer update; one that the chat template rewrites as it goes on counts once for each of its
+    sequences."""
+    max_tokens: int = MISSING
+    """Maximum length; a longer conversation is refused with its line before training starts."""
+    summary_every_steps: int = 20
+    """Updates between summary rows on the terminal; metrics.jsonl has every update."""

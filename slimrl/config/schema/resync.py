@@ -1,0 +1,74 @@
+"""The resync of weights from the trainer to the engines."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class TransportName(str, Enum):
+    ipc = "ipc"
+    """Same node: CUDA IPC on a GPU, a named shared-memory segment on a CPU."""
+    collective = "collective"
+    """Across nodes: NCCL or gloo broadcast from trainer rank 0."""
+    disk = "disk"
+    """Through a shared file system: a Hugging Face checkpoint of each version, which engines reload."""
+    delta = "delta"
+    """Through a shared file system: changes since the last version, applied to a copy on the engine's node."""
+
+
+class DeltaEncoding(str, Enum):
+    """Encoding of a changed tensor; slimrl/versions/codec.py has the formats."""
+
+    xor = "xor"
+    """Exclusive or of old and new bits: smallest if most elements change, as in fp32."""
+    overwrite = "overwrite"
+    """Positions and new values of changed elements: fastest if few elements change, as in bf16."""
+
+
+class PauseMode(str, Enum):
+    """Treatment of running requests when the weights change."""
+
+    retract = "retract"
+    """They return to the queue, and their KV cache is computed again with the new weights."""
+    abort = "abort"
+    """They end, and their trajectories are aborted."""
+    in_place = "in_place"
+    """They continue with the KV cache of the old weights and are counted as stale."""
+
+
+class VerifyMode(str, Enum):
+    off = "off"
+    """No comparison."""
+    sampled = "sampled"
+    """Some tensors at each resync, all of them in turn."""
+    full = "full"
+    """Every tensor at each resync."""
+
+
+@dataclass(kw_only=True)
+class ResyncConfig:
+    transport: TransportName = TransportName.ipc
+    """Transport of weights to the engines; docs/resync.md compares them."""
+    bucket_bytes: int = 256 * 1024**2
+    """Most bytes gathered and sent at a time."""
+    verify: VerifyMode = VerifyMode.sampled
+    """Comparison of fingerprints of the engines' loaded tensors with the trainer's after each resync."""
+    sampled_versions: int = 50
+    """Resyncs in which `sampled` compares every tensor once."""
+    sampled_bytes: int = 16 * 1024**2
+    """Minimum size of a sample; a model of less than twice this is compared whole at each resync."""
+    timeout_s: float = 300.0
+    """Deadline of one resync."""
+    pause: PauseMode = PauseMode.retract
+    """Treatment of running requests."""
+    dir: str = ""
+    """Folder for versions, at the same path for trainer and engines (disk, delta); empty for `resync` in the run
+    folder."""
+    keep: int = 2
+    """Newest versions kept in `dir`, besides those on which they build."""
+    local_dir: str = ""
+    """Folder on a local disk of each node with engines, with room for one model per engine, and of the node of trainer
+    rank 0, with room for one model (delta)."""
+    full_every: int = 20
+    """Every how many versions a whole one is written (delta)."""
+    delta_encoding: DeltaEncoding = DeltaEncoding.overwrite
+    """Encoding of changes (delta)."""

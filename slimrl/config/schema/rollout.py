@@ -1,0 +1,83 @@
+"""The rollout: its engines, its limits and how they sample."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens with this total probability; 1 is off. `slimrl train` refuses it in
+    `rollout.sampling`."""
+    top_k: int = -1
+    """Sample from this many of the likeliest tokens; -1 is off. `slimrl train` refuses it in `rollout.sampling`."""
+    max_new_tokens: int = 1024
+    """Most new tokens of a turn."""
+    ignore_end_of_turn: bool = False
+    """Sample exactly `max_new_tokens` tokens: fixed work, for benchmarks."""
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    num_engines: int = 1
+    """SGLang servers, each with a whole model."""
+    engine_tp: int = 1
+    """Tensor-parallel size of an engine, which is its number of ranks."""
+    engine_ep: int = 1
+    """Expert-parallel size of an engine; it divides `engine_tp`."""
+    engine_attention_dp: int = 1
+    """Groups of an engine's ranks, each of which computes attention for requests of its own and caches these alone,
+    while experts stay spread over all ranks; it divides `engine_tp`. docs/recipes.md says when it pays."""
+    engine_nodes: int = 1
+    """Nodes over which each engine spreads its ranks evenly; not with resync.transport ipc."""
+    threads_per_engine: int = 1
+    """CPU threads of each engine process (OMP_NUM_THREADS)."""
+    colocated: bool = False
+    """Engines share the trainer's devices: each side releases its memory while the other works."""
+    max_replacements: int = 3
+    """Most engines that a run replaces, because they ended or failed in a resync, before it stops."""
+    router: bool = True
+    """Route requests through smg; without it a trajectory stays on one engine, chosen by hash."""
+    prompts_per_step: int = 32
+    """Groups (prompts) per step."""
+    samples_per_prompt: int = 8
+    """Trajectories per group."""
+    max_concurrency_per_engine: int = 256
+    """Concurrent trajectories per engine on average: `num_engines` times as many in all."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    max_turns: int = 4
+    """Most assistant turns of a trajectory."""
+    max_trajectory_tokens: int = MISSING
+    """Maximum length of a trajectory with its prompt and tool results; a longer one is truncated. With `agent.history:
+    template` and `agent.compaction`, of each of its segments."""
+    stop_at_tool_call: bool = True
+    """With tools, end the turn at the first closed tool call instead of at the end-of-turn token, if the text that
+    closes a call is one token."""
+    routed_experts: bool = False
+    """Engines report the experts of each token."""
+    request_timeout_s: float = 120.0
+    """Deadline of a turn of the model."""
+    tool_timeout_s: float = 10.0
+    """Deadline of a tool call."""
+    trajectory_timeout_s: float = 600.0
+    """Deadline of a whole trajectory."""
+    max_failed_fraction: float = 0.1
+    """Fraction of the trajectories of a step or an evaluation that may fail (engine, tool, reward) or be aborted
+    (deadline)."""
+    startup_timeout_s: float = 300.0
+    """Deadline for an engine to start."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of the engines' processes; those that slimrl sets are refused."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Fields of SGLang's ServerArgs, but for those that slimrl sets and for layouts into which a resync cannot place
+    weights (slimrl/config/sglang_layouts.py: pipelines, EPLB, DeepEP and other all-to-all backends, LoRA and more)."""
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks of an engine that share the attention of a request."""
+        return self.engine_tp // self.engine_attention_dp

@@ -1,0 +1,43 @@
+"""The run: its folder, its checkpoints, and where it is followed."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from omegaconf import MISSING
+
+
+class WandbMode(str, Enum):
+    offline = "offline"
+    """Written into the run folder, for a later `wandb sync`."""
+    online = "online"
+    """Sent during the run."""
+    disabled = "disabled"
+    """wandb is not used."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    name: str = MISSING
+    """Name of the run; its folder is `<dir>/<name>`."""
+    dir: str = "runs"
+    """Folder that holds the run folders."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every_steps: int = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+    grace_s: float = 60.0
+    """After SIGUSR1 the run finishes and saves its step, but drops a rollout that takes longer than this."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    wandb: WandbMode = WandbMode.offline
+    """Use of wandb."""
+    wandb_project: str = "slimrl"
+    """wandb's project for the run."""
+    trajectories_per_step: int = 4
+    """Readable trajectories written at each step."""

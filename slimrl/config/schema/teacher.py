@@ -1,0 +1,46 @@
+"""The teacher of on-policy distillation."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class TeacherConfig:
+    """The model that scores the policy's tokens for on-policy distillation (docs/distillation.md)."""
+
+    path: str = ""
+    """Hugging Face checkpoint folder or id on the Hub, as `model.path`; its tokenizer must be the policy's. The run
+    serves it on devices of its own. Empty for none."""
+    urls: list[str] = field(default_factory=list)
+    """SGLang servers of the teacher that somebody else runs, such as `http://node7:30000`, instead of `path`."""
+    num_engines: int = 1
+    """SGLang servers, each with a whole teacher."""
+    engine_tp: int = 1
+    """Tensor-parallel size of a teacher's engine, which is its number of ranks."""
+    engine_ep: int = 1
+    """Expert-parallel size of a teacher's engine; it divides `engine_tp`."""
+    engine_nodes: int = 1
+    """Nodes over which each of its engines spreads its ranks evenly."""
+    threads_per_engine: int = 1
+    """CPU threads of each of its processes (OMP_NUM_THREADS)."""
+    max_concurrency_per_engine: int = 32
+    """Segments that one engine, or one server of `urls`, scores at a time."""
+    request_timeout_s: float = 300.0
+    """Deadline for the score of a segment, once it is its turn."""
+    startup_timeout_s: float = 600.0
+    """Deadline for an engine to start."""
+    max_replacements: int = 3
+    """Most of its engines that a run restarts, because they ended, before it stops."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of its engines' processes; those that slimrl sets are refused."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Fields of SGLang's ServerArgs for its engines, but for those that slimrl sets."""
+
+    @property
+    def is_given(self) -> bool:
+        return bool(self.path or self.urls)
+
+    @property
+    def engines_to_start(self) -> int:
+        """Engines that the run starts itself."""
+        return self.num_engines if self.path else 0

@@ -1,0 +1,126 @@
+"""The trainer: layout, optimizer, batches, adapters."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+from slimrl.config.schema.precision import Fp8Scaling, Precision
+
+
+class LrSchedule(str, Enum):
+    constant = "constant"
+    """`lr` throughout."""
+    linear = "linear"
+    """Linear decay to `min_lr`."""
+    cosine = "cosine"
+    """Half a cosine down to `min_lr`."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    tensor: int = 1
+    """Ranks that share each matrix by rows or columns; each holds whole key-value heads."""
+    pipeline: int = 1
+    """Pipeline stages into which the layers are divided."""
+    virtual_pipeline: int | None = None
+    """Model chunks per pipeline rank; None for the plain 1F1B schedule."""
+    expert: int = 1
+    """Expert parallelism (EP): ranks over which the experts of a layer are divided."""
+    expert_tensor: int = 1
+    """Tensor parallelism within an expert (ETP), independent of `tensor`."""
+    context: int = 1
+    """Context parallelism: ranks that share the tokens of a micro-batch."""
+    sequence: bool = False
+    """Sequence parallelism over the tensor-parallel group; a MoE with tensor > 1 needs it."""
+
+    def data(self, num_ranks: int) -> int:
+        """The data-parallel size: ranks over which the sequences of an update are divided."""
+        return num_ranks // (self.tensor * self.pipeline * self.context)
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    lr: float = MISSING
+    """Peak learning rate."""
+    schedule: LrSchedule = LrSchedule.constant
+    """Schedule after the warm-up, over all updates of the run."""
+    warmup_updates: int = 0
+    """Optimizer updates over which the learning rate rises linearly from 0."""
+    min_lr: float = 0.0
+    """Final learning rate of `linear` and `cosine`."""
+    weight_decay: float = 0.0
+    """Decoupled from the gradient, as in AdamW."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.98
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    distributed: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    rank: int = 0
+    """Rank of the adapters; 0 trains the model's own weights."""
+    alpha: float = 32.0
+    """An adapter's output is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers that get an adapter, by the last part of their name in Hugging Face's model (`q_proj`,
+    `kv_b_proj`, `down_proj`), in attention, MLPs and experts; or `all-linear`."""
+    dropout: float = 0.0
+    """Probability with which a value of an adapter's input is dropped in training."""
+
+
+@dataclass(kw_only=True)
+class MtpConfig:
+    train: bool = False
+    """Train the model's layers for multi-token prediction, with which an engine may draft tokens. The rest of the model
+    learns the same with and without them (docs/models.md)."""
+    loss_weight: float = 0.1
+    """Factor of their loss. As it reaches no other weights, it matters little with Adam: the size of their gradient
+    before clipping, which they have for themselves."""
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    num_ranks: int = 1
+    """World size of the trainer: tensor * pipeline * context * data."""
+    threads_per_rank: int = 1
+    """CPU threads of each trainer process (OMP_NUM_THREADS)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    precision: Precision = Precision.bf16
+    """Precision of weights and activations; log-probs, gradients and optimizer state are always float32."""
+    fp8: Fp8Scaling = Fp8Scaling.off
+    """Linear layers of the transformer compute in FP8, through Transformer Engine; weights and optimizer keep
+    `precision`."""
+    fp8_emulation: bool = False
+    """Round to `fp8` and back around Megatron's own linear layers instead: the numbers of FP8 on any machine without
+    Transformer Engine, without its speed."""
+    max_tokens_per_rank: int = MISSING
+    """Token budget of a packed micro-batch on one rank (a context-parallel group holds `context` times as many)."""
+    token_multiple: int = 1
+    """A rank's tokens of a micro-batch are padded to a multiple of this, within the budget. With 128 a GPU's kernels
+    and its allocator see few sizes."""
+    updates_per_rollout: int = 1
+    """Optimizer updates per rollout batch, each on an equal part of its groups."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose log-probs are computed at a time; bounds the memory of float32 [tokens, vocabulary] logits."""
+    max_skipped_updates: int = 3
+    """The run stops after this many consecutive updates with a NaN or infinite gradient."""
+    startup_timeout_s: float = 600.0
+    """Deadline for all ranks to build the model and load its weights."""
+    timeout_s: float = 1800.0
+    """Deadline of one trainer call: a pass over a batch, a checkpoint, an export."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of the trainer's processes, such as `NCCL_DEBUG: INFO`; those that slimrl sets are refused."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig."""
