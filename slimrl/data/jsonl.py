@@ -1,12 +1,12 @@
 """Reads a JSONL file line by line and names every broken line in one error."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from slimrl.data.rows import parse_rows
+from slimrl.data.strict_json import strict_json
 
 MAX_DEPTH = 100
 """Nesting of lists and objects in one line, limited because code that walks through a value is recursive."""
@@ -34,9 +34,8 @@ def _object(line: bytes, finite: bool) -> dict[str, Any]:
         text = line.decode().rstrip()
     except UnicodeDecodeError as error:
         raise ValueError("not UTF-8") from error
-    numbers: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite_float} if finite else {}
     try:
-        value = json.loads(text, object_pairs_hook=_object_of, **numbers)
+        value = strict_json(text, finite=finite)
     except json.JSONDecodeError as error:
         place = ", the line's end" if error.pos == len(text) else ""
         raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{place}") from error
@@ -52,25 +51,6 @@ def _object(line: bytes, finite: bool) -> dict[str, Any]:
 
 
 _TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)}")
-    return value
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large for a 64-bit float")
-    return value
 
 
 def _depth(value: Any) -> int:

@@ -1,0 +1,38 @@
+"""JSON read strictly: what other readers of JSON refuse or understand otherwise (RFC 8259, 4 and 6) is refused."""
+
+import json
+import math
+from typing import Any, NoReturn
+
+
+def strict_json(text: str, *, finite: bool = True) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        finite: refuse NaN, infinities and numbers beyond a 64-bit float.
+
+    Raises:
+        ValueError: it is no JSON, or an object has a key twice.
+        RecursionError: lists and objects are nested too deeply.
+    """
+    numbers: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite_float} if finite else {}
+    return json.loads(text, object_pairs_hook=_unique, **numbers)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)}")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large for a 64-bit float")
+    return value
