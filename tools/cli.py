@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from slimrl_tools.command_options import Count, Seed
 from slimrl_tools.convert.commands_convert import app as convert
 from slimrl_tools.derive.commands_derive import average, dequantize, quantize, slice_layers
 from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.inspect.commands_diff_config import diff_config
 from slimrl_tools.inspect.commands_inspect import inspect
 from slimrl_tools.prepare.commands_prepare import prepare
+from slimrl_tools.toy.commands_data import add_data_commands
 from slimrl_tools.toy.toy_configs import TOYS, ToySize
 from slimrl_tools.verify.commands_verify import verify
 
@@ -20,12 +22,10 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0]
 )
 
-Seed = Annotated[int, typer.Option(help="The same seed gives the same files.")]
-Count = Annotated[int, typer.Option(min=1)]
-
 app.add_typer(convert, name="convert")
 for command in (verify, inspect, quantize, dequantize, average, slice_layers, diff_config, prepare):
     app.command()(command)
+add_data_commands(app)
 
 
 @app.command()
@@ -61,60 +61,6 @@ def toy(
 
         parameters = write_toy(family, out, size, seed, text)
         typer.echo(f"{out}: {family}, {parameters / 1e6:.2f} million parameters")
-
-
-@app.command()
-def calculator_data(
-    out: Annotated[Path, typer.Argument(help="New folder for train.jsonl, heldout.jsonl and sft.jsonl.")],
-    seed: Seed = 0,
-    num_train: Count = 4096,
-    num_heldout: Count = 512,
-    num_conversations: Count = 12000,
-) -> None:
-    """Write the calculator task: problems to train and evaluate on, and conversations for the cold start."""
-    with exit_codes():
-        from slimrl_tools.toy.calculator_data import write_calculator_data
-
-        write_calculator_data(
-            out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations
-        )
-        typer.echo(f"{out}: {num_train} + {num_heldout} problems, {num_conversations} conversations")
-
-
-@app.command()
-def python_data(
-    out: Annotated[Path, typer.Argument(help="New folder for train.jsonl, heldout.jsonl and sft.jsonl.")],
-    seed: Seed = 0,
-    num_train: Count = 4096,
-    num_heldout: Count = 512,
-    num_conversations: Count = 12000,
-) -> None:
-    """Write the Python task: questions that a short program answers, and conversations for the cold start."""
-    with exit_codes():
-        from slimrl_tools.toy.python_data import write_python_data
-
-        write_python_data(
-            out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations
-        )
-        typer.echo(f"{out}: {num_train} + {num_heldout} questions, {num_conversations} conversations")
-
-
-@app.command()
-def search_data(
-    out: Annotated[Path, typer.Argument(help="New folder for corpus.jsonl, train.jsonl, heldout.jsonl and sft.jsonl.")],
-    seed: Seed = 0,
-    num_train: Count = 2048,
-    num_heldout: Count = 512,
-    num_conversations: Count = 12000,
-) -> None:
-    """Write the search task: questions over a corpus of made-up facts, and conversations for the cold start."""
-    with exit_codes():
-        from slimrl_tools.toy.search_data import write_search_data
-
-        write_search_data(
-            out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations
-        )
-        typer.echo(f"{out}: {num_train} + {num_heldout} questions, {num_conversations} conversations")
 
 
 if __name__ == "__main__":

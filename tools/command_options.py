@@ -16,6 +16,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not read the result back to compare it.")]
 ShardGb = Annotated[float, typer.Option(min=0.000001, help="Gigabytes (1e9 bytes) per file at most.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same files.")]
+Count = Annotated[int, typer.Option(min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Dtype = Annotated[str, typer.Option(help=f"{KEEP}, {', '.join(DTYPES)}. Tensors that models keep in float32 stay so.")]
 

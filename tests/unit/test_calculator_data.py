@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from slimrl_tools.toy.calculator_data import SYSTEM_PROMPT, guess, write_calculator_data
+from slimrl_tools.toy.calculator_data import guess, write_calculator_data
+from slimrl_tools.toy.task_lines import SYSTEM_PROMPT
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.chat.chat_format import ChatFormat

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from slimrl_tools.toy.calculator_data import SYSTEM_PROMPT
 from slimrl_tools.toy.python_data import KINDS, write_python_data
 from slimrl_tools.toy.search_data import NUM_RESULTS, write_search_data
+from slimrl_tools.toy.task_lines import SYSTEM_PROMPT
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.chat.chat_format import ChatFormat

@@ -5,21 +5,19 @@ mostly guess, and wrongly. Some drop the last operation, some write a malformed 
 imitates them has every skill that the task needs, and solves about half of it.
 """
 
-import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from slimrl_tools.toy.task_lines import asked, call, write_lines
 
 from slimrl.agent.calculator import calculator
 from slimrl.agent.environment import error_text
 from slimrl.agent.sglang_parser import UNREADABLE
 from slimrl.agent.tools import make_tool
 from slimrl.data.atomic import atomic_folder
-
-SYSTEM_PROMPT = "Put the answer in \\boxed{}."
-"""The same as `agent.system_prompt` in the task's recipes."""
 
 PHRASES = {
     "order": ("Compute {}.", "Calculate {}.", "Evaluate {}."),
@@ -64,9 +62,9 @@ def write_calculator_data(out: Path, *, seed: int, num_train: int, num_heldout: 
         train = [_new_problem(rng, seen) for _ in range(num_train)]
         tools = [make_tool(calculator).schema]
         conversations = (_conversation(_new_problem(rng, seen), tools, rng) for _ in range(num_conversations))
-        _write(partial / "heldout.jsonl", map(_prompt_line, heldout))
-        _write(partial / "train.jsonl", map(_prompt_line, train))
-        _write(partial / "sft.jsonl", conversations)
+        write_lines(partial / "heldout.jsonl", map(_prompt_line, heldout))
+        write_lines(partial / "train.jsonl", map(_prompt_line, train))
+        write_lines(partial / "sft.jsonl", conversations)
 
 
 def _new_problem(rng: random.Random, seen: set[str]) -> Problem:
@@ -113,12 +111,11 @@ def _prompt_line(problem: Problem) -> dict[str, Any]:
 
 
 def _conversation(problem: Problem, tools: list[dict[str, Any]], rng: random.Random) -> dict[str, Any]:
-    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.text}]
     if rng.random() < NO_TOOLS_FRACTION:
-        return {"messages": messages + _guess(problem)}
+        return {"messages": asked(problem.text) + _guess(problem)}
     weights = BEHAVIOURS[problem.kind]
     behaviour = rng.choices(list(weights), list(weights.values()))[0]
-    return {"messages": messages + _DEMONSTRATIONS[behaviour](problem), "tools": tools}
+    return {"messages": asked(problem.text) + _DEMONSTRATIONS[behaviour](problem), "tools": tools}
 
 
 def _careful(problem: Problem) -> list[dict[str, Any]]:
@@ -150,16 +147,9 @@ _DEMONSTRATIONS: dict[str, Callable[[Problem], list[dict[str, Any]]]] = {
 
 
 def _call(expression: str) -> Iterator[dict[str, Any]]:
-    function = {"name": "calculator", "arguments": {"expression": expression}}
-    yield {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    yield call("calculator", expression=expression)
     yield {"role": "tool", "content": calculator(expression)}
 
 
 def _answer(expression: str, value: int) -> dict[str, Any]:
     return {"role": "assistant", "content": f"{expression} = \\boxed{{{value}}}."}
-
-
-def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    with path.open("w") as file:
-        for line in lines:
-            file.write(json.dumps(line) + "\n")

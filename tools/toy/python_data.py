@@ -7,15 +7,15 @@ imitates them can write the right program of every kind, and mostly does not.
 
 import contextlib
 import io
-import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slimrl_tools.toy.calculator_data import SYSTEM_PROMPT, guess
+from slimrl_tools.toy.calculator_data import guess
+from slimrl_tools.toy.task_lines import asked, call, write_lines
 
 from slimrl.agent.sandbox.tools import python
 from slimrl.agent.tools import make_tool
@@ -128,9 +128,9 @@ def write_python_data(out: Path, *, seed: int, num_train: int, num_heldout: int,
         heldout = [_new_question(rng, seen) for _ in range(num_heldout)]
         train = [_new_question(rng, seen) for _ in range(num_train)]
         conversations = (_conversation(_new_question(rng, seen), rng) for _ in range(num_conversations))
-        _write(partial / "heldout.jsonl", map(_prompt_line, heldout))
-        _write(partial / "train.jsonl", map(_prompt_line, train))
-        _write(partial / "sft.jsonl", conversations)
+        write_lines(partial / "heldout.jsonl", map(_prompt_line, heldout))
+        write_lines(partial / "train.jsonl", map(_prompt_line, train))
+        write_lines(partial / "sft.jsonl", conversations)
 
 
 def printed(code: str) -> str:
@@ -159,11 +159,10 @@ def _prompt_line(question: Question) -> dict[str, Any]:
 
 
 def _conversation(question: Question, rng: random.Random) -> dict[str, Any]:
-    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}]
     programs = KINDS[question.kind].programs
     template = rng.choices(list(programs), list(programs.values()))[0]
     turns = _guess(question) if rng.random() < GUESS_FRACTION else _run(question, template)
-    return {"messages": messages + list(turns), "tools": [_schema()]}
+    return {"messages": asked(question.text) + list(turns), "tools": [_schema()]}
 
 
 def _guess(question: Question) -> Iterator[dict[str, Any]]:
@@ -173,10 +172,11 @@ def _guess(question: Question) -> Iterator[dict[str, Any]]:
 def _run(question: Question, template: str) -> Iterator[dict[str, Any]]:
     """The program, and the answer that it prints; a missing import is noticed half of the time."""
     code = question.program(template)
-    yield _call(code)
+    yield call("python", code=code)
     if template.startswith("print(math"):
         yield {"role": "tool", "content": NO_IMPORT.format(code=code)}
-        yield _call(code := f"import math\n{code}")
+        code = f"import math\n{code}"
+        yield call("python", code=code)
     yield {"role": "tool", "content": printed(code)}
     yield _answer(printed(code))
 
@@ -186,16 +186,5 @@ def _schema() -> dict[str, Any]:
     return make_tool(python).schema
 
 
-def _call(code: str) -> dict[str, Any]:
-    function = {"name": "python", "arguments": {"code": code}}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-
-
 def _answer(value: str) -> dict[str, Any]:
     return {"role": "assistant", "content": f"The answer is \\boxed{{{value}}}."}
-
-
-def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    with path.open("w") as file:
-        for line in lines:
-            file.write(json.dumps(line) + "\n")

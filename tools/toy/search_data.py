@@ -9,16 +9,15 @@ The demonstrations are of other facts than the corpus, about the same names, and
 CONVERSATIONS_PER_WORLD: nothing but an answer of the tool says what is true.
 """
 
-import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from slimrl_tools.toy.calculator_data import SYSTEM_PROMPT
+from slimrl_tools.toy.task_lines import asked, call, write_lines
 
 from slimrl.agent.search import Index, search
 from slimrl.agent.tools import make_tool
@@ -128,12 +127,12 @@ def write_search_data(out: Path, *, seed: int, num_train: int, num_heldout: int,
         rng = random.Random(seed)
         names = make_names(rng)
         world = World(names, rng)
-        _write(partial / "corpus.jsonl", ({"text": text} for text in world.passages()))
+        write_lines(partial / "corpus.jsonl", ({"text": text} for text in world.passages()))
         new = {name for kind in ("person", "company") for name in names[kind] if rng.random() < 0.2}
         known, heldout = ([one for one in world.questions() if (one.name in new) is held] for held in (False, True))
-        _write(partial / "heldout.jsonl", map(_prompt_line, _drawn(heldout, num_heldout, rng)))
-        _write(partial / "train.jsonl", map(_prompt_line, _drawn(known, num_train, rng)))
-        _write(partial / "sft.jsonl", _conversations(names, new, num_conversations, rng))
+        write_lines(partial / "heldout.jsonl", map(_prompt_line, _drawn(heldout, num_heldout, rng)))
+        write_lines(partial / "train.jsonl", map(_prompt_line, _drawn(known, num_train, rng)))
+        write_lines(partial / "sft.jsonl", _conversations(names, new, num_conversations, rng))
 
 
 def _conversations(names: Names, new: set[str], count: int, rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -162,11 +161,10 @@ def _prompt_line(question: Question) -> dict[str, Any]:
 
 
 def _conversation(question: Question, world: World, index: Index, rng: random.Random) -> dict[str, Any]:
-    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}]
     weights = BEHAVIOURS[len(question.path)]
     behaviour = rng.choices(list(weights), list(weights.values()))[0]
     turns = _DEMONSTRATIONS[behaviour](question, world, index, rng)
-    return {"messages": messages + list(turns), "tools": [_schema()]}
+    return {"messages": asked(question.text) + list(turns), "tools": [_schema()]}
 
 
 Turns = Iterator[dict[str, Any]]
@@ -211,16 +209,9 @@ def _schema() -> dict[str, Any]:
 
 
 def _search(query: str, index: Index) -> Turns:
-    function = {"name": "search", "arguments": {"query": query}}
-    yield {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    yield call("search", query=query)
     yield {"role": "tool", "content": index.answer(query, NUM_RESULTS)}
 
 
 def _answer(value: str) -> dict[str, Any]:
     return {"role": "assistant", "content": f"The answer is \\boxed{{ {value} }}."}
-
-
-def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    with path.open("w") as file:
-        for line in lines:
-            file.write(json.dumps(line) + "\n")

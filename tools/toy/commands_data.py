@@ -1,0 +1,59 @@
+"""`slimrl-tools calculator-data`, `python-data` and `search-data`: the files of the toy tasks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from slimrl_tools.command_options import Count, Seed
+from slimrl_tools.exit_codes import exit_codes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyTask:
+    name: str
+    """`write_NAME_data` of the module `NAME_data` writes its files"""
+    help: str
+    files: str = "train.jsonl, heldout.jsonl and sft.jsonl"
+    num_train: int = 4096
+
+
+TASKS = (
+    ToyTask(
+        name="calculator",
+        help="Write the calculator task: problems to train and evaluate on, and conversations for the cold start.",
+    ),
+    ToyTask(
+        name="python",
+        help="Write the Python task: questions that a short program answers, and conversations for the cold start.",
+    ),
+    ToyTask(
+        name="search",
+        help="Write the search task: questions over a corpus of made-up facts, and conversations for the cold start.",
+        files="corpus.jsonl, train.jsonl, heldout.jsonl and sft.jsonl",
+        num_train=2048,
+    ),
+)
+
+
+def add_data_commands(app: typer.Typer) -> None:
+    for task in TASKS:
+        app.command(f"{task.name}-data", help=task.help)(_command(task))
+
+
+def _command(task: ToyTask) -> Callable[..., None]:
+    def write_data(
+        out: Annotated[Path, typer.Argument(help=f"New folder for {task.files}.")],
+        seed: Seed = 0,
+        num_train: Count = task.num_train,
+        num_heldout: Count = 512,
+        num_conversations: Count = 12000,
+    ) -> None:
+        with exit_codes():
+            write = getattr(import_module(f"slimrl_tools.toy.{task.name}_data"), f"write_{task.name}_data")
+            write(out, seed=seed, num_train=num_train, num_heldout=num_heldout, num_conversations=num_conversations)
+            typer.echo(f"{out}: {num_train} + {num_heldout} questions, {num_conversations} conversations")
+
+    return write_data
