@@ -29,11 +29,15 @@ HELDOUT = "eval/heldout/reward_mean"
 COMMAND_TIMEOUT_S = 7200.0
 
 
-def learn(task: str, folder: Path, sft_updates: int, problems: int, settings: Sequence[str]) -> RunFolder:
-    """Whatever is left of the five parts; returns the folder of GSPO's run."""
+def learn(task: str, folder: Path, sft_updates: int, counts: Sequence[str], settings: Sequence[str]) -> RunFolder:
+    """Whatever is left of the five parts; returns the folder of GSPO's run.
+
+    Args:
+        counts: options of the command that writes the data.
+    """
     data, model, sft = folder / "data", folder / "model", RunFolder(folder / "sft")
     if not data.is_dir():
-        _run("slimrl_tools.cli", f"{task}-data", str(data), "--num-heldout", str(problems))
+        _run("slimrl_tools.cli", f"{task}-data", str(data), *counts)
     if not model.is_dir():
         _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / "sft.jsonl"))
     shared = [f"run.dir={folder}", "tracking.wandb=disabled"]
@@ -69,11 +73,13 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="PNG of the curve")
     parser.add_argument("--sft-updates", type=int, help="of the cold start")
     parser.add_argument("--problems", type=int, default=256, help="held-out questions")
+    parser.add_argument("--conversations", type=int, default=12000, help="demonstrations for the cold start")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path("runs/agent_tasks") / options.task
     updates = options.sft_updates or TASKS[options.task]
-    run = learn(options.task, folder, updates, options.problems, options.settings)
+    counts = ["--num-heldout", str(options.problems), "--num-conversations", str(options.conversations)]
+    run = learn(options.task, folder, updates, counts, options.settings)
     metrics = read_metrics(run.metrics)
     curve = [(step["step"], step[HELDOUT]) for step in metrics if HELDOUT in step]
     write_figures(options.json, {"task": options.task, "curve": curve})

@@ -82,7 +82,8 @@ def test_algorithms_are_compared_and_results_are_not_measured_again(tmp_path: Pa
 def test_a_task_with_tools_is_learned_from_nothing_and_what_is_there_is_not_made_again(tmp_path: Path, task: str):
     out, plot = tmp_path / "task.json", tmp_path / "curve.png"
     arguments = [
-        task, "--folder", str(tmp_path / "task"), "--sft-updates", "21", "--problems", "8", "--plot", str(plot),
+        task, "--folder", str(tmp_path / "task"), "--sft-updates", "21", "--problems", "8",
+        "--conversations", "336", "--plot", str(plot),
         "steps=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.num_engines=1",
         "rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=8",
         "algorithm.skip_zero_variance=false",
