@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
+import psutil
 import pytest
 from podman_image import podman_config
 from sandboxes import SMALL, needs_namespaces, processes_inside
@@ -225,6 +226,34 @@ async def test_a_cancelled_run_is_ended(bubblewrap):
 
 
 @needs_namespaces
+async def test_a_cancelled_execution_takes_no_channel_from_the_next_session(bubblewrap):
+    """The next session may get its descriptor's number."""
+    session = await bubblewrap.session()
+    task = asyncio.create_task(session.run("while True: pass"))
+    await asyncio.sleep(0.3)
+    channel = session._channel.fileno()
+    task.cancel()
+    while session._channel.fileno() >= 0:
+        await asyncio.sleep(0)
+    following = await bubblewrap.session()
+    assert following._channel.fileno() == channel
+    assert (await following.run("print(1)")).stdout == "1\n"
+    await asyncio.gather(task, return_exceptions=True)
+    assert (await following.run("print(2)")).stdout == "2\n"
+
+
+@needs_namespaces
+async def test_a_cancelled_start_leaves_no_process(bubblewrap):
+    before = set(psutil.Process().children())
+    task = asyncio.create_task(bubblewrap.start())
+    while not (started := set(psutil.Process().children()) - before):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not any(process.is_running() for process in started)
+
+
+@needs_namespaces
 async def test_a_sandbox_that_was_killed_fails_its_runs_and_starts_again(bubblewrap):
     await bubblewrap.run(Program(code=""))
     first = bubblewrap.pid
@@ -251,7 +280,7 @@ async def test_the_sandbox_ends_with_a_driver_that_is_killed():
     code = (
         "import asyncio, time\n"
         "from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox\n"
-        "from slimrl.config.schema import SandboxConfig\n"
+        "from slimrl.config.schema.agent import SandboxConfig\n"
         "async def main():\n"
         "    box = BubblewrapSandbox(SandboxConfig(packages=()))\n"
         "    await box.start()\n"
@@ -398,9 +427,25 @@ async def test_a_container_of_a_trajectory_has_its_image_and_a_copy_of_the_folde
         await session.run("pwd")
 
 
+async def test_a_session_that_is_cancelled_while_its_container_starts_leaves_none(tmp_path):
+    command, there = tmp_path / "docker", tmp_path / "there"
+    command.write_text(f"#!/bin/sh\ncase $1 in\nrun) sleep 1; touch {there};;\nrm) rm -f {there};;\nesac\n")
+    command.chmod(0o755)
+    sandbox = ContainerSandbox(SandboxConfig(limits=ROOMY, command=str(command), image="theirs"))
+    task = asyncio.create_task(sandbox.session())
+    await asyncio.sleep(0.3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(1.0)
+    assert task.cancelled()
+    assert not there.exists()
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
-async def test_podman_isolates_and_limits_and_leaves_no_container(podman, tmp_path):
+async def test_podman_isolates_and_limits_and_leaves_no_container(podman, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "a.txt").write_text("original\n")
     said = {
         "network": await podman.run(Program(code="import socket; socket.create_connection(('1.1.1.1', 80), 5)")),
@@ -412,6 +457,7 @@ async def test_podman_isolates_and_limits_and_leaves_no_container(podman, tmp_pa
     assert "Resource temporarily unavailable" in said["forks"].stderr
     assert (await podman.run(Program(code="x = b'a' * 10**10"))).ended in (Ended.killed, Ended.memory)
     assert (await podman.run(Program(code="import os; os.abort()"))).ended is Ended.killed
+    assert not [*Path().iterdir()], "podman's monitor says there that memory ran out"
     session = await podman.session(Language.shell, folder=tmp_path)
     await session.run("echo changed > a.txt")
     assert (await session.run("cat a.txt; id -u")).stdout == "changed\n65534\n"

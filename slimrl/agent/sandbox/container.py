@@ -6,8 +6,10 @@ remain and variables do not. The image may be another one for each session: that
 
 import asyncio
 import subprocess
+import tempfile
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from slimrl.agent.sandbox.folder_archive import packed
@@ -17,6 +19,8 @@ from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 COMMAND_S = 120.0
 """Deadline of the start of a container, which may load an image, and of its end."""
+FOLDER = Path(tempfile.gettempdir())
+"""Where the commands run: podman's monitor writes a file `oom` there if a container runs out of memory."""
 WORK = "/tmp/work"
 INTERPRETERS = {Language.python: ["python3", "-I", "-c"], Language.shell: ["bash", "-c"]}
 STARTED = "slimrl: started"
@@ -39,7 +43,7 @@ class ContainerSandbox:
         argv = [self._config.command, "run", "--rm", "--interactive", *_isolation(name, limits)]
         argv += [image or self._config.image, *_started(program.language, program.code)]
         try:
-            command = Command(argv=argv, stdin=program.stdin)
+            command = Command(argv=argv, stdin=program.stdin, cwd=FOLDER)
             return _of_program(await run_command(command, limits, lambda: self._remove(name)), program.language)
         except asyncio.CancelledError:
             await self._remove(name)
@@ -56,10 +60,10 @@ class ContainerSandbox:
         limits = limits or replace(self._config.limits, cpu_s=self._config.session_cpu_s)
         name = f"slimrl-{uuid.uuid4().hex}"
         argv = [self._config.command, "run", "--rm", "--detach", *_isolation(name, limits)]
-        await self._control([*argv, image or self._config.image, "sleep", "infinity"])
         session = ContainerSession(self, self._config.command, name, language, limits)
         self._sessions.add(session)
         try:
+            await self._control([*argv, image or self._config.image, "sleep", "infinity"])
             archive = b"" if folder is None else await asyncio.to_thread(packed, folder)
             unpack = f"mkdir -p {WORK}" + (f" && tar -xf - -C {WORK}" if archive else "")
             await self._control([self._config.command, "exec", "--interactive", name, "sh", "-c", unpack], archive)
@@ -89,11 +93,17 @@ class ContainerSandbox:
         raise failure
 
     async def _control(self, argv: list[str], stdin: bytes = b"") -> None:
-        """Raises SandboxError if the command fails or takes too long."""
+        """Raises SandboxError if the command fails or takes too long. If this is cancelled, it ends with the command:
+        nothing could remove a container that is yet to start."""
+        command = partial(
+            subprocess.run, argv, input=stdin, cwd=FOLDER, capture_output=True, check=True, timeout=COMMAND_S
+        )
+        running = asyncio.ensure_future(asyncio.to_thread(command))
         try:
-            await asyncio.to_thread(
-                subprocess.run, argv, input=stdin, capture_output=True, check=True, timeout=COMMAND_S
-            )
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
         except subprocess.CalledProcessError as error:
             problem = error.stderr.decode(errors="replace").strip()
             raise SandboxError(f"{' '.join(argv[:2])}: {problem}") from error

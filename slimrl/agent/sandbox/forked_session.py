@@ -52,12 +52,10 @@ class ForkedSession:
             start = time.monotonic()
             asking = asyncio.ensure_future(self._ask(code))
             try:
-                in_time = await self._run.wait(wall_s or self._limits.wall_s, asking)
+                in_time = await self._wait(asking, wall_s or self._limits.wall_s)
             except BaseException:
                 await self._end()
                 raise
-            finally:
-                asking.cancel()
             status = asking.result() if asking.done() and not asking.cancelled() else None
             if status is None or self._run.output.full.is_set() or self._run.exited.done():
                 stdout, stderr = await self._end(wait=in_time and not self._run.output.full.is_set())
@@ -76,6 +74,14 @@ class ForkedSession:
         async with self._lock:
             if not self._closed:
                 await self._end()
+
+    async def _wait(self, asking: "asyncio.Future[int | None]", timeout_s: float) -> bool:
+        """As Run.wait. Then nothing reads the channel any more, so it may be closed and its number be another's."""
+        try:
+            return await self._run.wait(timeout_s, asking)
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
 
     async def _ask(self, code: str) -> int | None:
         """The exit status; None if the session's process has gone or does not keep to its protocol."""

@@ -110,7 +110,11 @@ class ZygoteClient:
                 if namespace is not None:
                     os.close(namespace)
             asyncio.get_running_loop().add_reader(self._control, self._receive)
-            await asyncio.wait([self._ready], timeout=START_S)
+            try:
+                await asyncio.wait([self._ready], timeout=START_S)
+            except BaseException:
+                await self.close()
+                raise
             if not self._ready.done() or self._ready.exception():
                 await self.close()
                 log.seek(0)
