@@ -46,7 +46,7 @@ async def said(sandboxes: NodeSandboxes, raylet: int) -> dict[str, Any]:
     found: dict[str, Any] = {"parents": await outcomes(sandboxes, [PARENT] * 4)}
     found["refused"] = await outcomes(sandboxes, ["\0", "import time; time.sleep(60)"])
     found["many"] = await outcomes(sandboxes, ["import time; time.sleep(1)"] * 10)
-    running = asyncio.create_task(outcomes(sandboxes, ["import time; time.sleep(1.2); print(1)"] * 2))
+    running = asyncio.create_task(outcomes(sandboxes, ["import time; time.sleep(4); print(1)"] * 2))
     await asyncio.sleep(0.5)
     os.kill(raylet, signal.SIGKILL)
     found["lost"] = await running
