@@ -111,8 +111,10 @@ class CodeTests:
 
 
 def _cases(tests: Any) -> list[tuple[str, str]]:
-    """Inputs with their outputs; none if the tests are not of this kind."""
+    """Inputs with their outputs; none if the tests are not of this kind, such as APPS's calls of a function."""
     match tests:
+        case {"fn_name": str()}:
+            return []
         case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
             return [(_joined(given), _joined(expected)) for given, expected in zip(inputs, outputs, strict=True)]
     return []

@@ -31,7 +31,8 @@ SOLUTION = "solution"
 """Name of the module that holds the policy's program."""
 ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 """Raised within a test's `all(map(...))` they would end it as if all were well."""
-PLAIN: tuple[type, ...] = (int, float, str)
+PLAIN: tuple[type, ...] = (float, str)
+LARGEST_DECIMAL = 2**63
 WAYS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -45,6 +46,9 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
         value = value.tolist()
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int):
+        # Python writes and reads no decimal number of more than 4300 digits.
+        return int(value) if abs(int(value)) < LARGEST_DECIMAL else {"int": hex(value)}
     for kind in PLAIN:
         if isinstance(value, kind):
             return kind(value)
@@ -67,6 +71,8 @@ def decode(value: Any, find: Callable[[int], Any]) -> Any:
     ((name, inner),) = value.items()
     if name == "object":
         return find(inner)
+    if name == "int":
+        return int(inner, 16)
     if name == "bytes":
         return bytes.fromhex(inner)
     if name == "complex":

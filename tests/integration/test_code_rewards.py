@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 LIMITS = {"wall_s": 6.0, "cpu_s": 2}
 ASSERTS = ["assert double(2) == 4", "assert double(10**20) == 2 * 10**20", "assert double('ab') == 'abab'"]
 CASES = {"inputs": ["2\n", "21"], "outputs": ["4\n", "42\n"]}
+CALLS = {"fn_name": "double", "inputs": [["1"]], "outputs": [["2"]]}
 UNITTEST = """
 import unittest
 from solution import Stack
@@ -92,9 +93,12 @@ def graded(runner):
         ("def double(x): return 2 if x == 1 else 6", [FUNCTIONS, CHECK], 0),
         ("def echo(x): return x", [DATA], 1),
         ("import numpy as np\ndef double(x): return np.asarray(x) * 2", ["assert double([1, 2]) == [2, 4]"], 1),
+        ("import math\ndef factorial(n): return math.factorial(n)",
+         ["import math\nassert factorial(5000) == math.factorial(5000)", "assert factorial(3) == 6"], 1),
+        ("def twice(n): return 2 * n", ["assert twice(10**5000) == 2 * 10**5000", "assert twice(-(10**5000)) < 0"], 1),
         ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'", ["assert P(3).x == 3"], 1),
     ],
-)
+)  # fmt: skip
 def test_honest_programs_get_the_fraction_that_they_pass(graded, code, tests, fraction):
     assert graded(code, tests) == pytest.approx(fraction)
 
@@ -132,7 +136,7 @@ async def test_all_must_be_passed_unless_a_fraction_is_asked_for():
             await reward(said(None, before=[{"role": "tool", "content": f"```\n{code}\n```"}]), asked(hidden=ASSERTS))
             == 0
         )
-        for tests in (None, [], "", {}, [""], {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}):
+        for tests in (None, [], "", {}, [""], {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, CALLS):
             with pytest.raises(ValueError, match=r"metadata\.hidden of g has no tests"):
                 await reward(said("```\nx\n```"), asked(hidden=tests))
     finally:
