@@ -1,11 +1,8 @@
 """Reward for an answer that is JSON of a given schema: 1.0 or 0.0.
 
-JSON is read strictly (RFC 8259): keys that occur twice, NaN, Infinity and numbers beyond a float are no JSON here,
-since readers disagree about them.
+Keys that occur twice, NaN, Infinity and numbers beyond a float are no JSON here (strict_json.py).
 """
 
-import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +12,7 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
 from referencing import Registry
 
+from slimrl.data.strict_json import strict_json
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.patterns import compiled, occurs
 from slimrl.rewards.texts import AnswerPlace
@@ -42,31 +40,8 @@ class JsonSchema:
             return 0.0
         try:
             return float(validator.is_valid(strict_json(answer)))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, TimeoutError):
             return 0.0
-
-
-def strict_json(text: str) -> Any:
-    """The value of a JSON text; raises ValueError, or RecursionError where it is nested too deeply."""
-    return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return value
-
-
-def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is no number that a float can hold")
-    return value
 
 
 def _validator(schema: Any, name: str) -> Validator:
@@ -77,9 +52,16 @@ def _validator(schema: Any, name: str) -> Validator:
     except SchemaError as error:
         raise ValueError(f"{name}: {error.message} (at {error.json_path})") from error
     # jsonschema matches with `re`, which a text of the policy could hold up.
+    if _has_pattern_properties(schema):
+        raise ValueError(f"{name}: no patternProperties; use propertyNames with a pattern, and additionalProperties")
     return extend(kind, {"pattern": _pattern})(schema, registry=Registry())
 
 
 def _pattern(validator: Validator, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
     if isinstance(instance, str) and not occurs(compiled(pattern, "pattern"), instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _has_pattern_properties(schema: Any) -> bool:
+    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    return (isinstance(schema, dict) and "patternProperties" in schema) or any(map(_has_pattern_properties, inner))

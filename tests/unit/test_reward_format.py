@@ -88,6 +88,22 @@ def test_json_of_a_schema(text, reward):
     assert JsonSchema(schema_key="form")(said(text), asked(form=PERSON)) == reward
 
 
+def test_a_pattern_that_gives_up_is_no_match_of_its_opposite(monkeypatch):
+    monkeypatch.setattr("slimrl.rewards.patterns.DEADLINE_S", 0.1)
+    schema = JsonSchema(schema={"not": {"pattern": "^(a|aa)+$"}})
+    assert schema(said('"' + "a" * 60 + '!"'), asked()) == 0
+    assert schema(said('"aab"'), asked()) == 1
+
+
+def test_keys_are_matched_with_a_deadline_too(monkeypatch):
+    monkeypatch.setattr("slimrl.rewards.patterns.DEADLINE_S", 0.1)
+    with pytest.raises(ValueError, match="schema: no patternProperties; use propertyNames"):
+        JsonSchema(schema={"items": {"patternProperties": {"^(a|aa)+$": {"type": "number"}}}})
+    schema = JsonSchema(schema={"propertyNames": {"pattern": "^(a|aa)+$"}, "additionalProperties": {"type": "number"}})
+    assert schema(said('{"aaa": 1}'), asked()) == 1
+    assert schema(said('{"' + "a" * 60 + '!": 1}'), asked()) == 0
+
+
 def test_a_prompt_without_a_schema_is_an_error():
     with pytest.raises(KeyError):
         JsonSchema(schema_key="form")(said("1"), asked())
