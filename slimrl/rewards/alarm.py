@@ -78,12 +78,12 @@ def can_alarm(parts: Sequence[Part]) -> bool:
     return {True, False} <= {part.verified for part in parts if part.name and part.weight}
 
 
-def alarm_text(names: Sequence[str], before: PartSeries, steps: int) -> str:
+def alarm_text(names: Sequence[str], series: PartSeries, steps: int) -> str:
     """The warning for a reader."""
-    changes = [f"{name} {_halves(before.proxies[name])}" for name in names]
+    changes = [f"{name} {_halves(series.proxies[name])}" for name in names]
     return (
         f"reward hacking? Over the last {steps} steps the verified parts of the reward fell "
-        f"({_halves(before.verified)}) while proxies rose: {', '.join(changes)}"
+        f"({_halves(series.verified)}) while proxies rose: {', '.join(changes)}"
     )
 
 

@@ -39,7 +39,7 @@ class Calibration(OfVerifier):
 
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> dict[str, float]:
         """Raises what the verifier raises."""
-        right = await self._verifier.correctness(trajectory, prompt)
+        right = await self.correctness(trajectory, prompt)
         stated = stated_confidence(last_text(trajectory) or "", self._tag)
         return {"correct": right, "brier": -1.0 if stated is None else -((stated - right) ** 2)}
 

@@ -4,11 +4,11 @@ Failed trajectories are left out. A function returns one number for each of the 
 trajectory's reward as a part. If it fails, all of them fail with its cause.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.rewards.deadline import within
 from slimrl.rewards.parts import Part, count_retry, failure
 from slimrl.rewards.retries import Retries
 from slimrl.rewards.scoring import call_reward, finite_number
@@ -68,14 +68,11 @@ async def _values(
             count_retry(trajectory)
 
     try:
-        async with asyncio.timeout(timeout_s) as deadline:
-            values = list(await retries.call(attempt, f"{prompt.prompt_id}: {part.title}", on_retry))
+        call = retries.call(attempt, f"{prompt.prompt_id}: {part.title}", on_retry)
+        values = list(await within(call, timeout_s, "no reward"))
         if len(values) != len(scored):
             raise ValueError(f"it returned {len(values)} numbers for {len(scored)} trajectories")
         return [finite_number(value, part.name) for value in values]
-    except TimeoutError as error:
-        late = TimeoutError(f"no reward within {timeout_s:g} s") if deadline.expired() else error
-        raise failure(part, late) from error
     except Exception as error:
         # A task's own code may raise anything; the group fails with this cause.
         raise failure(part, error) from error

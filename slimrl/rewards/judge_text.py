@@ -47,7 +47,7 @@ def question(prompt: Prompt, *, with_label: bool) -> list[str]:
 def conversation(trajectory: Trajectory) -> str:
     """What the policy said and did, and what it was told, as a JSON list of messages without thinking."""
     kept = ("role", "content", "name", "tool_calls")
-    return json.dumps([_of(message, kept) for message in own_messages(trajectory)], indent=1)
+    return json.dumps([_of(message, kept) for message in own_messages(trajectory)], indent=1, ensure_ascii=False)
 
 
 def _of(message: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:

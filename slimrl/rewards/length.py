@@ -49,7 +49,7 @@ class CosineLength(OfVerifier):
 
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> float:
         """Raises what the verifier raises."""
-        right = await self._verifier.correctness(trajectory, prompt) >= 0.5
+        right = await self.correctness(trajectory, prompt) >= 0.5
         tokens = trajectory.num_sampled_tokens
         if tokens >= self._max_tokens:
             return self._exceed

@@ -82,16 +82,19 @@ class PartsReward:
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Score:
         """Raises PartFailed, and ValueError if two parts give what only one may."""
         parts = [*self.parts, *self._named(prompt)]
-        tasks: list[asyncio.Task[Any]] = []
+        tasks = [asyncio.create_task(_value(part, trajectory, prompt, self.retries)) for part in parts]
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_value(part, trajectory, prompt, self.retries)) for part in parts]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures.exceptions[0].__cause__
-        except asyncio.CancelledError as error:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError as cancelled:
             # At the deadline, whose error names these parts.
-            late = [part.title for part, task in zip(parts, tasks, strict=True) if task.cancelled()]
-            raise asyncio.CancelledError(", ".join(late)) from error
+            late = [part.title for part, task in zip(parts, tasks, strict=True) if not task.done()]
+            raise asyncio.CancelledError(", ".join(late)) from cancelled
+        finally:
+            # Not awaited, since a part may ignore it.
+            for task in tasks:
+                task.cancel()
+        if failures := [error for task in tasks if task in ended and (error := task.exception())]:
+            raise failures[0] from failures[0].__cause__
         return _combined(parts, [_as_score(task.result()) for task in tasks])
 
     def _named(self, prompt: Prompt) -> list[Part]:

@@ -36,11 +36,7 @@ class Remote:
     async def start(self) -> None:
         """Raises EndpointError, TimeoutError or httpx.TransportError if the server does not answer as it should."""
         await self._endpoint.start()
-        try:
-            await self._ask([])
-        except BaseException:
-            await self._endpoint.close()
-            raise
+        await self._ask([])
 
     async def close(self) -> None:
         for task in self._sending:
@@ -65,6 +61,8 @@ class Remote:
         # One whose trajectory has met its deadline meanwhile needs no answer.
         batch = [(item, answer) for item, answer in self._waiting if not answer.done()]
         self._waiting = []
+        if not batch:
+            return
         task = asyncio.create_task(self._answer(batch))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)

@@ -10,6 +10,7 @@ from typing import Any
 
 from slimrl.data.threads import in_thread, reportable
 from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.rewards.deadline import within
 
 Reward = float | Mapping[str, float]
 """A number, or named parts whose sum is the reward."""
@@ -48,14 +49,7 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
     """
     if trajectory.status is Status.failed:
         return
-    try:
-        async with asyncio.timeout(timeout_s) as deadline:
-            value = await call_reward(function, trajectory, prompt)
-    except TimeoutError as error:
-        if deadline.expired():
-            late = [str(part) for part in getattr(error.__cause__, "args", ())]
-            raise TimeoutError(" from ".join([f"no reward within {timeout_s:g} s", *late])) from error
-        raise
+    value = await within(call_reward(function, trajectory, prompt), timeout_s, "no reward")
     if isinstance(value, Score):
         _set_turns(trajectory, value)
         parts, value = dict(value.parts or {}), value.reward

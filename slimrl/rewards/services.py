@@ -4,11 +4,11 @@ end.
 A reward that is a class may have `async start()` and `async close()`. Both run on the event loop of the rollouts.
 """
 
-import asyncio
 import inspect
 import logging
 from collections.abc import Sequence
 
+from slimrl.rewards.deadline import within
 from slimrl.rewards.parts import Part
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class RewardServices:
         self._open: list[Part] = []
 
     async def start(self) -> None:
-        """Start the rewards in order; if one fails, those before it are closed.
+        """Start the rewards in order; if one fails, it and those before it are closed.
 
         Raises:
             NotStarted: a reward raised or missed the deadline.
@@ -39,7 +39,7 @@ class RewardServices:
             except Exception as error:
                 # A task's own code may raise anything.
                 await self.close()
-                raise NotStarted(f"{part.title}: start failed: {_cause(error, self._timeout_s)}") from error
+                raise NotStarted(f"{part.title}: start failed: {_cause(error)}") from error
 
     async def close(self) -> None:
         """Close those that were started, the last one first. What fails is logged: the run's result stands."""
@@ -48,14 +48,13 @@ class RewardServices:
             try:
                 await self._call(part, "close")
             except Exception as error:  # noqa: BLE001 - a task's own code may raise anything
-                log.warning("%s: close failed: %s", part.title, _cause(error, self._timeout_s))
+                log.warning("%s: close failed: %s", part.title, _cause(error))
 
     async def _call(self, part: Part, name: str) -> None:
         method = getattr(part.function, name, None)
         if inspect.iscoroutinefunction(method):
-            async with asyncio.timeout(self._timeout_s):
-                await method()
+            await within(method(), self._timeout_s, "not done")
 
 
-def _cause(error: Exception, timeout_s: float) -> str:
-    return f"not done within {timeout_s:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

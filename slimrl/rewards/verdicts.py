@@ -9,7 +9,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 from slimrl.rewards.http import EndpointError, JsonEndpoint
@@ -34,21 +34,19 @@ class Judges:
     def __init__(self, endpoint: JsonEndpoint, *, model: str, options: Mapping[str, Any], cache: str) -> None:
         self._endpoint, self._cache = endpoint, cache or ":memory:"
         request = {"temperature": 0, "max_tokens": 1024, **options, "model": model}
+        self._held = ExitStack()
         self._request = {name: value for name, value in request.items() if value is not None}
 
     async def start(self) -> None:
         """Raises EndpointError, TimeoutError or httpx.TransportError if the endpoint does not have the model."""
         await self._endpoint.start()
-        try:
-            await self._endpoint.post("/chat/completions", {**self._request, "messages": _messages("Say OK.")})
-            self._verdicts = sqlite3.connect(self._cache, timeout=BUSY_S, isolation_level=None)
-            self._verdicts.execute("CREATE TABLE IF NOT EXISTS verdicts (request TEXT PRIMARY KEY, verdict TEXT)")
-        except BaseException:
-            await self._endpoint.close()
-            raise
+        await self._endpoint.post("/chat/completions", {**self._request, "messages": _messages("Say OK.")})
+        verdicts = sqlite3.connect(self._cache, timeout=BUSY_S, isolation_level=None)
+        self._verdicts = self._held.enter_context(closing(verdicts))
+        verdicts.execute("CREATE TABLE IF NOT EXISTS verdicts (request TEXT PRIMARY KEY, verdict TEXT)")
 
     async def close(self) -> None:
-        self._verdicts.close()
+        self._held.close()
         await self._endpoint.close()
 
     async def verdict(self, text: str, form: re.Pattern[str]) -> str:

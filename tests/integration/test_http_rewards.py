@@ -14,8 +14,10 @@ from reward_servers import JudgeModel, RewardServer, pooling, serving
 from slimrl.rewards.http import EndpointBusy, EndpointError
 from slimrl.rewards.judge import Judge, Pairwise
 from slimrl.rewards.judge_text import broken_up
+from slimrl.rewards.parts import Part
 from slimrl.rewards.process import ProcessReward
 from slimrl.rewards.remote import Remote
+from slimrl.rewards.services import NotStarted, RewardServices
 from slimrl.rewards.verdicts import NoVerdict
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -59,6 +61,15 @@ async def test_a_request_is_repeated_after_a_busy_status_and_not_after_another()
         with pytest.raises(EndpointError, match="400: not now"):
             await reward(said("xy"), asked())
         assert server.failures == [503]
+
+
+async def test_nothing_is_sent_for_trajectories_that_have_met_their_deadline():
+    server = RewardServer()
+    async with serving({"/r": server}) as url, Used(Remote(url=f"{url}/r", batch_s=0.1)) as reward:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reward(said("x"), asked()), 0.02)
+        await asyncio.sleep(0.3)
+        assert server.sizes == {0: 1}, "the start alone"
 
 
 async def test_a_slow_server_misses_its_deadline_in_each_attempt():
@@ -160,6 +171,24 @@ async def test_a_verdict_is_asked_for_once_by_the_whole_request(tmp_path):
                 asked_again -= len(model.requests) - before
     with sqlite3.connect(file) as verdicts:
         assert verdicts.execute("SELECT count(*) FROM verdicts").fetchone() == (4,)
+
+
+async def test_a_judge_reads_a_conversation_as_it_was_written():
+    model = JudgeModel(len)
+    async with (
+        serving({"/v1/chat/completions": model}) as url,
+        Used(Judge(url=f"{url}/v1", model="judge", rubric="r", shown="conversation", highest=100)) as judge,
+    ):
+        await judge(said("Zürich 東京"), asked("label"))
+    assert "Zürich 東京" in model.requests[-1]["messages"][-1]["content"]
+
+
+async def test_a_file_of_verdicts_that_cannot_be_opened_is_all_that_is_said(tmp_path, caplog):
+    async with serving({"/v1/chat/completions": JudgeModel(len)}) as url:
+        judge = Judge(url=f"{url}/v1", model="judge", rubric="r", cache=str(tmp_path / "none/verdicts"))
+        with pytest.raises(NotStarted, match="unable to open database file"):
+            await RewardServices([Part(name="judge", function=judge, path="slimrl.rewards.judge:Judge")]).start()
+    assert "close failed" not in caplog.text
 
 
 @pytest.mark.parametrize(

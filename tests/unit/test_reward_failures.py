@@ -3,7 +3,8 @@
 import asyncio
 import math
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +138,54 @@ def test_the_parts_that_miss_the_deadline_are_named():
     with stage_of(Rewards(function=SingleReward(part=parts[1])), limit=1.0, timeout_s=0.3) as stage:
         (trajectory,) = stage.rollout(PROMPTS[:1], label="step_000001")
     assert trajectory.metadata["error"] == "task:judge failed: TimeoutError: no reward within 0.3 s"
+
+
+class Stubborn:
+    """Ignores that it is cancelled, until it is released or 5 s are over."""
+
+    released = False
+
+    async def __call__(self, trajectory, prompt):
+        begun = time.monotonic()
+        while not self.released and time.monotonic() < begun + 5:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("place", ["alone", "parts", "group"])
+def test_a_reward_that_ignores_its_deadline_fails_its_trajectory_in_time(monkeypatch, place):
+    monkeypatch.setattr("slimrl.rewards.deadline.END_S", 0.1)
+    stubborn = Stubborn()
+    parts = [
+        Part(name="stubborn", function=stubborn, path="task:s"),
+        Part(name="quick", function=lambda *_: 1.0, path="task:q"),
+    ]
+    rewards = {
+        "alone": Rewards(function=stubborn),
+        "parts": Rewards(function=PartsReward(parts=parts)),
+        "group": Rewards(function=lambda *_: 1.0, group=parts[:1]),
+    }[place]
+    begun = time.monotonic()
+    with stage_of(rewards, limit=1.0, timeout_s=0.2) as stage:
+        (trajectory,) = stage.rollout(PROMPTS[:1], label="step_000001")
+        stubborn.released = True
+    assert time.monotonic() - begun < 3
+    assert "no reward within 0.2 s" in trajectory.metadata["error"]
+    assert ("stubborn (task:s)" in trajectory.metadata["error"]) == (place != "alone")
+
+
+def test_a_part_that_ignores_its_end_does_not_hold_up_the_failure_of_another():
+    stubborn = Stubborn()
+    parts = [
+        Part(name="stubborn", function=stubborn, path="task:s"),
+        Part(name="away", function=refuse, path="task:r"),
+    ]
+    begun = time.monotonic()
+    with stage_of(Rewards(function=PartsReward(parts=parts)), limit=1.0) as stage:
+        (trajectory,) = stage.rollout(PROMPTS[:1], label="step_000001")
+        stubborn.released = True
+    assert time.monotonic() - begun < 3
+    assert trajectory.metadata["error"] == "away (task:r) failed: ConnectionRefusedError: the judge is away"
 
 
 def ranks(trajectories, prompt):

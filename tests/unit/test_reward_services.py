@@ -1,6 +1,9 @@
 """Rewards that are started before the first rollout and closed at the end."""
 
 import asyncio
+import sys
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -43,7 +46,8 @@ async def test_they_start_in_order_and_close_in_reverse_once():
 
 
 @pytest.mark.parametrize(
-    ("failure", "cause"), [(OSError("no route"), "OSError: no route"), ("hangs", r"not done within 0\.05 s")]
+    ("failure", "cause"),
+    [(OSError("no route"), "OSError: no route"), ("hangs", r"TimeoutError: not done within 0\.05 s")],
 )
 async def test_one_that_does_not_start_is_named_and_those_begun_are_closed(failure, cause):
     journal = []
@@ -53,6 +57,42 @@ async def test_one_that_does_not_start_is_named_and_those_begun_are_closed(failu
     with pytest.raises(NotStarted, match=rf"^p1 \(task:s\): start failed: {cause}$"):
         await broken.start()
     assert journal == ["start a", "start b", "close b", "close a"]
+
+
+class Stubborn:
+    """Ignores that it is cancelled, until it is released or 5 s are over."""
+
+    released = False
+
+    async def start(self):
+        begun = time.monotonic()
+        while not self.released and time.monotonic() < begun + 5:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+
+async def test_one_that_ignores_its_deadline_does_not_hold_up_the_run(monkeypatch):
+    monkeypatch.setattr("slimrl.rewards.deadline.END_S", 0.1)
+    stubborn, begun = Stubborn(), time.monotonic()
+    with pytest.raises(NotStarted, match=r"TimeoutError: not done within 0\.1 s"):
+        await services(stubborn, timeout_s=0.1).start()
+    stubborn.released = True
+    assert time.monotonic() - begun < 3
+
+
+async def test_one_that_exits_is_one_that_does_not_start():
+    class Exits:
+        async def start(self):
+            sys.exit(3)
+
+    with pytest.raises(NotStarted, match=r"TaskCodeExited: it raised SystemExit\(3\)"):
+        await services(Exits()).start()
+
+
+async def test_a_deadline_within_a_start_is_told_as_it_is():
+    broken = services(Service("a", [], start=TimeoutError("http://judge did not answer within 5 s")))
+    with pytest.raises(NotStarted, match="TimeoutError: http://judge did not answer within 5 s"):
+        await broken.start()
 
 
 @pytest.mark.parametrize("failure", [OSError("gone"), "hangs"])

@@ -10,7 +10,7 @@ from slimrl.rewards.length import CosineLength, Repetition
 from slimrl.rewards.loading import NO_SUPPLIES
 from slimrl.rewards.tool_use import PlanConsistency, ResultUse, ToolSuccess
 from slimrl.rewards.unsupervised import Confidence, SelfConsistency
-from slimrl.rewards.verifier import Verifier
+from slimrl.rewards.verifier import OfVerifier
 
 EXACT = "slimrl.rewards.answers:ExactMatch"
 
@@ -86,10 +86,10 @@ def test_what_is_no_confidence_counts_as_none(stated):
 
 async def test_a_verifier_is_a_reward_by_its_path_with_values_from_0_to_1():
     with pytest.raises(ValueError, match=r"no module|has no"):
-        Verifier("slimrl.rewards.answers:Exact", None, NO_SUPPLIES)
+        OfVerifier("slimrl.rewards.answers:Exact", None, NO_SUPPLIES)
     with pytest.raises(ValueError, match="cannot be called"):
-        Verifier(EXACT, {"power": 2}, NO_SUPPLIES)
-    costs = Verifier("slimrl.rewards.length:Repetition", {"ngram": 1}, NO_SUPPLIES)
+        OfVerifier(EXACT, {"power": 2}, NO_SUPPLIES)
+    costs = OfVerifier("slimrl.rewards.length:Repetition", {"ngram": 1}, NO_SUPPLIES)
     with pytest.raises(ValueError, match="must give 0 to 1 here"):
         await costs.correctness(with_tokens("x", [1, 1]), asked())
 
