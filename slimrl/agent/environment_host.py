@@ -52,8 +52,8 @@ class EnvironmentHost:
         self._rewards: list[float | None] = []
         self._states: list[str | None] = []
         self.report = EnvironmentReport()
-        self.times = dict.fromkeys(("start_s", "step_s", "close_s"), 0.0)
-        """Of all attempts to start, of all steps, and of the close"""
+        self.measured = dict.fromkeys(("start_s", "step_s", "close_s"), 0.0)
+        """Seconds of all attempts to start, of all steps, and of the close; what tools add"""
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         """Raises EnvironmentFailure: it could not start, retries included."""
@@ -61,7 +61,7 @@ class EnvironmentHost:
         try:
             first = await self._started(lambda made: made.start(prompt, seed=seed, scratch=scratch), scratch)
         finally:
-            self.times["start_s"] = time.monotonic() - begun
+            self.measured["start_s"] = time.monotonic() - begun
         if not first.messages:
             raise EnvironmentFailure(f"{self._name}: start gave no messages, so the policy has nothing to answer")
         self._states.append(first.state_id)
@@ -96,7 +96,7 @@ class EnvironmentHost:
         try:
             observation = await self._call("step", partial(self._environment.step, turn), self._step_timeout_s)
         finally:
-            self.times["step_s"] += time.monotonic() - begun
+            self.measured["step_s"] += time.monotonic() - begun
         if not (observation.messages or observation.done or observation.truncated):
             raise EnvironmentFailure(f"{self._name}: step gave no messages, and the episode is not over")
         self._rewards.append(None if observation.reward is None else self._number(observation.reward, "reward"))
@@ -114,7 +114,9 @@ class EnvironmentHost:
             await self._within("close", environment.close, self._agent.close_timeout_s)
         except EnvironmentFailure as failure:
             log.warning("%s", failure)
-        self.times["close_s"] += time.monotonic() - begun
+        self.measured["close_s"] += time.monotonic() - begun
+        if isinstance(environment, ToolEnvironment):
+            self.measured |= environment.cache_hits
 
     def finished_report(self, num_turns: int) -> EnvironmentReport:
         """The report with an entry for each turn; a turn that the environment never saw has no reward."""

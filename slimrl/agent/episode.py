@@ -258,7 +258,7 @@ def _complete(trajectory: Trajectory, conversation: Conversation | None, host: E
             counts["num_subagents"] = conversation.num_subagents
         if conversation.num_compactions:
             counts["num_compactions"] = conversation.num_compactions
-    trajectory.times = host.times
+    trajectory.measured = host.measured
     trajectory.metadata = {**counts, **trajectory.metadata, "environment": host.finished_report(num_turns).to_json()}
 
 

@@ -14,7 +14,7 @@ from slimrl.agent.parsers import MalformedCall, ToolCall
 from slimrl.agent.subagents import TASK, Delegate, Delegation
 from slimrl.agent.tools import EpisodeInfo, ToolAnswer, ToolBox, ToolError
 from slimrl.config.schema.agent import AgentConfig
-from slimrl.data.trajectory import Prompt
+from slimrl.data.trajectory import CACHE_HITS, Prompt
 
 
 @dataclass(eq=False)
@@ -48,18 +48,23 @@ class ToolEnvironment:
             return Observation(truncated=True)
         given = await self._answers(turn.calls)
         self.num_cache_hits += sum(answer.from_cache for answer in given)
-        hits = self.num_cache_hits / max(self.num_calls, 1)
         return Observation(
             messages=answers(turn, [answer.text for answer in given]),
             tool_errors=[call.name for call, answer in zip(turn.calls, given, strict=True) if answer.is_error],
-            metrics={"tool_cache_hit_fraction": hits} if self.tools.caches else {},
         )
 
     async def close(self) -> None:
         """Close what the tools kept for the episode."""
-        if self.info is not None:
-            await self.info.close()
-        await self.tools.end_episode()
+        try:
+            if self.info is not None:
+                await self.info.close()
+        finally:
+            await self.tools.end_episode()
+
+    @property
+    def cache_hits(self) -> dict[str, float]:
+        """`tool_cache_hit_fraction`, of the calls of the trajectory, if there are any and a tool is pure."""
+        return {CACHE_HITS: self.num_cache_hits / self.num_calls} if self.tools.caches and self.num_calls else {}
 
     async def _answers(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolAnswer]:
         """Of all calls of a turn; sub-agents may make as many calls as are left without the turn's own."""

@@ -29,6 +29,10 @@ class Status(str, Enum):
 POSTED_REWARD = "posted_reward"
 """Key of `Trajectory.scratch`: the reward that an agent behind the gateway gave itself"""
 
+CACHE_HITS = "tool_cache_hit_fraction"
+"""Key of `Trajectory.measured`: calls of tools that were answered from the cache of pure ones, which all episodes of a
+process share"""
+
 
 @dataclass(kw_only=True)
 class Prompt:
@@ -112,8 +116,9 @@ class Trajectory:
     `reward_timed_out` and the task's own keys."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """What the environment left for the reward; not part of the file format."""
-    times: dict[str, float] = field(default_factory=dict)
-    """Seconds of the environment: `start_s`, `step_s`, `close_s`; not part of the file format."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """What depends on the clock, and is not part of the file format, so that a deterministic run repeats its files:
+    seconds of the environment (`start_s`, `step_s`, `close_s`), and `tool_cache_hit_fraction`."""
 
     @property
     def num_tokens(self) -> int:
@@ -149,7 +154,7 @@ _DTYPES = {
 _OPTIONAL = ("routed_experts", "teacher_logprobs")
 """May be null."""
 
-_NOT_IN_FILES = ("scratch", "times")
+_NOT_IN_FILES = ("scratch", "measured")
 
 _TURN_LISTS = {"turn_rewards": (float, int), "turn_states": (str,), "turn_advantages": (float, int)}
 

@@ -1,10 +1,11 @@
 """Metrics of the environments of a rollout's trajectories."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
-from slimrl.data.trajectory import Trajectory
+from slimrl.data.trajectory import CACHE_HITS, Trajectory
 from slimrl.rollout.gateway_metrics import gateway_metrics
 
 
@@ -14,17 +15,23 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     `env/<metric>` is the mean over the trajectories that have it. Trajectories of a file may have no report; without
     any there are no metrics.
     """
-    reports = [t.metadata["environment"] for t in trajectories if "environment" in t.metadata]
-    if not reports:
+    reported = [t for t in trajectories if "environment" in t.metadata]
+    if not reported:
         return {}
-    own = sorted({name for report in reports for name in report.get("metrics", {})})
+    reports = [t.metadata["environment"] for t in reported]
+    own = defaultdict[str, list[float]](list)
+    for trajectory, report in zip(reported, reports, strict=True):
+        for name, value in report.get("metrics", {}).items():
+            own[name].append(value)
+        if CACHE_HITS in trajectory.measured:
+            own[CACHE_HITS].append(trajectory.measured[CACHE_HITS])
     return {
-        "time/env_start_s": _mean([t.times.get("start_s", 0.0) for t in trajectories]),
-        "time/env_step_s": _mean([t.times.get("step_s", 0.0) for t in trajectories]),
-        "time/env_close_s": _mean([t.times.get("close_s", 0.0) for t in trajectories]),
+        "time/env_start_s": _mean([t.measured.get("start_s", 0.0) for t in trajectories]),
+        "time/env_step_s": _mean([t.measured.get("step_s", 0.0) for t in trajectories]),
+        "time/env_close_s": _mean([t.measured.get("close_s", 0.0) for t in trajectories]),
         "rollout/env_start_retries": sum(report.get("start_retries", 0) for report in reports),
         **gateway_metrics(trajectories),
-        **{f"env/{name}": _mean([r["metrics"][name] for r in reports if name in r.get("metrics", {})]) for name in own},
+        **{f"env/{name}": _mean(values) for name, values in sorted(own.items())},
     }
 
 

@@ -154,7 +154,7 @@ def test_an_environment_that_raises_or_is_late_fails_its_trajectory_and_is_close
 def test_a_close_that_fails_or_hangs_costs_its_deadline_and_nothing_else(fault):
     trajectory = walk(ScriptedEngine(MOVE, MOVE), agent={"close_timeout_s": 0.05}, walks=lambda: Walk([], close=fault))
     assert trajectory.status is Status.completed
-    assert trajectory.times["close_s"] < 2
+    assert trajectory.measured["close_s"] < 2
 
 
 def test_a_start_is_tried_again_with_a_new_instance_and_a_clean_scratch():

@@ -102,19 +102,19 @@ def test_each_training_file_has_the_mean_of_its_own_trajectories(tmp_path):
 
 
 def test_environments_are_timed_and_their_metrics_are_means_over_those_that_have_them(tmp_path):
-    def of(times, **report):
+    def of(measured, **report):
         given = trajectory(1.0, Status.completed, sampled=2, turns=1)
-        given.times, given.metadata["environment"] = times, report
+        given.measured, given.metadata["environment"] = measured, report
         return given
 
     batch = [
         of({"start_s": 1.0, "step_s": 4.0, "close_s": 0.5}, start_retries=2, metrics={"won": 1.0, "a/b": 3.0}),
-        of({"start_s": 3.0, "step_s": 0.0, "close_s": 0.5}, metrics={"won": 0.0}),
+        of({"start_s": 3.0, "step_s": 0.0, "close_s": 0.5, "tool_cache_hit_fraction": 0.25}, metrics={"won": 0.0}),
     ]
     metrics = environment_metrics(batch)
     assert metrics == {
         "time/env_start_s": 2.0, "time/env_step_s": 2.0, "time/env_close_s": 0.5, "rollout/env_start_retries": 2,
-        "env/won": 0.5, "env/a/b": 3.0,
+        "env/won": 0.5, "env/a/b": 3.0, "env/tool_cache_hit_fraction": 0.25,
     }  # fmt: skip
     assert all(map(is_metric, metrics))
     for number, given in enumerate(batch):

@@ -13,13 +13,17 @@ import typing
 from fractions import Fraction
 
 import pytest
+from scripted_episode import END, PROMPT, call_text, played, runner_of
 
 from slimrl.agent import tools
 from slimrl.agent.calculator import MAX_BITS, calculator
 from slimrl.agent.parsers import ParsedTurn, ToolCall, make_parser
+from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import EpisodeInfo, ToolAnswer, ToolBox, ToolCrash, ToolError, make_tool, tool
+from slimrl.config.schema.agent import AgentConfig
 from slimrl.data.import_path import resolve
-from slimrl.data.trajectory import Prompt
+from slimrl.data.trajectory import Prompt, Trajectory, to_json
+from slimrl.rollout.environment_metrics import environment_metrics
 
 
 def scale(value: int, factor: float = 2.0) -> float:
@@ -515,3 +519,47 @@ def test_a_pure_tool_that_gets_the_episode_is_refused():
     with pytest.raises(ValueError, match="not pure, since it gets the episode"):
         make_tool(tool(pure=True)(paint))
     del paint.tool_options
+
+
+def test_how_warm_the_cache_is_does_not_change_what_is_written_to_files():
+    @tool(pure=True)
+    def length(word: str) -> int:
+        """Length.
+
+        Args:
+            word: Of this.
+        """
+        return len(word)
+
+    box = ToolBox([make_tool(length)])
+
+    def play() -> Trajectory:
+        runner = runner_of(call_text("length", word="four"), f"4.{END}", tools=box)
+        return asyncio.run(played(runner))
+
+    cold, warm = play(), play()
+    assert to_json(cold) == to_json(warm)
+    assert [one.measured["tool_cache_hit_fraction"] for one in (cold, warm)] == [0.0, 1.0]
+    assert [environment_metrics([one])["env/tool_cache_hit_fraction"] for one in (cold, warm)] == [0.0, 1.0]
+
+
+async def test_tools_end_with_their_episode_even_if_what_it_kept_does_not_close():
+    class Kept:
+        async def close(self) -> None:
+            raise OSError("gone")
+
+    class Counted(ToolBox):
+        num_ended = 0
+
+        async def end_episode(self) -> None:
+            self.num_ended += 1
+
+    async def opened() -> Kept:
+        return Kept()
+
+    environment = ToolEnvironment(tools := Counted([]), AgentConfig(), 5.0)
+    await environment.start(PROMPT, seed=0, scratch={})
+    await environment.info.kept("session", opened)
+    with pytest.raises(OSError, match="gone"):
+        await environment.close()
+    assert tools.num_ended == 1

@@ -29,7 +29,7 @@ from slimrl.data.engine import Engine
 from slimrl.data.trajectory import POSTED_REWARD, Prompt, Status, Trajectory
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GatewayRunner:
     """Runs the agents. `one_at_a_time`: a session's requests reach the engine one after another."""
 
@@ -42,10 +42,10 @@ class GatewayRunner:
     server: GatewayServer = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "server", GatewayServer(self.config.gateway))
+        self.server = GatewayServer(self.config.gateway)
 
     async def start(self) -> None:
-        """Raises OSError: the gateway's address is none of this machine."""
+        """Raises NotListening: the gateway's address is none of this machine."""
         await self.server.start()
 
     async def stop(self) -> None:
@@ -119,7 +119,7 @@ def _complete(trajectory: Trajectory, session: Session, error: str) -> None:
         "gateway": {"segments": len(trajectory.segments), **asdict(session.counts)},
         **({"error": error} if error else {}),
     }
-    trajectory.times = {"start_s": 0.0, "step_s": session.idle_s, "close_s": 0.0}
+    trajectory.measured = {"start_s": 0.0, "step_s": session.idle_s, "close_s": 0.0}
     if session.posted_reward is not None:
         trajectory.scratch[POSTED_REWARD] = session.posted_reward
 
