@@ -11,7 +11,7 @@ from pathlib import Path
 from slimrl.config.bounds import MODULE_FUNCTION
 from slimrl.config.keys import NAME, schema_key
 from slimrl.config.load import is_needed
-from slimrl.config.problems import Violation, suggestion
+from slimrl.config.problems import Violation, suggestion, syntax_text
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema.recipe import Recipe
 
@@ -30,10 +30,14 @@ CALLED = "A reward is a function, an object that can be called, or a class of su
 
 
 def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
-    """Functions that their modules do not define, and classes in place of functions."""
+    """Functions that their modules do not define, classes in place of functions, and modules that are not Python."""
     for key, path, module, name in _import_paths(recipe, command):
         folder_or_file = _find(module)
-        names = _defined_names(folder_or_file) if folder_or_file else None
+        try:
+            names = _defined_names(folder_or_file) if folder_or_file else None
+        except SyntaxError as error:
+            yield key, f"{path}: {syntax_text(error)}"
+            continue
         if names is None:
             continue
         if name not in names:
@@ -103,13 +107,14 @@ def _find(module: str) -> Path | None:
 
 
 def _defined_names(file: Path) -> dict[str, ast.AST] | None:
-    """Names at the top level of a module -> their last definition; None if the source does not tell all of them."""
+    """Names at the top level of a module -> their last definition; None if the source does not tell all of them.
+
+    Raises:
+        SyntaxError: the source is not Python.
+    """
     if file.suffix != ".py":
         return None
-    try:
-        module = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
-        return None
+    module = ast.parse(file.read_bytes(), str(file))
     called = {
         node.func.id for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }

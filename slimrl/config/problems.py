@@ -35,6 +35,12 @@ class RecipeError(ValueError):
         super().__init__("\n".join([*map(str, self.problems), f"{len(self.problems)} {noun}. Nothing was started."]))
 
 
+def syntax_text(error: SyntaxError) -> str:
+    """Where a module is not Python, and why: `file:line: message`."""
+    place = f"{error.filename}:{error.lineno}" if error.lineno else error.filename
+    return f"{place}: {error.msg}"
+
+
 def suggestion(wrong: str, known: Iterable[str]) -> str:
     """` Did you mean X?` for the closest known name, else an empty string."""
     close = get_close_matches(wrong, list(known), n=1, cutoff=0.6)

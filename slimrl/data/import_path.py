@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slimrl.config.problems import suggestion
+from slimrl.config.problems import suggestion, syntax_text
 
 
 def parameters_of_type(target: Callable[..., Any], kind: type) -> list[str]:
@@ -24,8 +24,9 @@ def resolve(path: str, *, classes: bool = False, arguments: Sequence[str] = ()) 
         arguments: names of the arguments with which it will be called, by place; empty to leave its signature alone.
 
     Raises:
-        ValueError: the path is not of this form, there is no such module or function, or it takes other arguments.
-            Errors of the module itself are raised unchanged.
+        ValueError: the path is not of this form, there is no such module or function, it takes other arguments, or
+            the module's source is not Python.
+            Other errors of the module itself are raised unchanged.
     """
     module_name, separator, name = path.partition(":")
     if not separator or not module_name or not name:
@@ -36,6 +37,8 @@ def resolve(path: str, *, classes: bool = False, arguments: Sequence[str] = ()) 
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
         raise ValueError(f"{path}: no module {error.name}") from error
+    except SyntaxError as error:
+        raise ValueError(f"{path}: {syntax_text(error)}") from error
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):

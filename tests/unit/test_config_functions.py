@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from slimrl.config.problems import fitting_text, multiples_text
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig
+from slimrl.data.import_path import resolve
 
 
 @pytest.fixture
@@ -45,8 +47,6 @@ def modules(tmp_path, monkeypatch):
         ("setattr(a, 'b', 1)\n", None),
         ("def f():\n    exec('x')\n", None),
         ("a.exec(1)\nprint()\n", set()),
-        ("def f(:\n", None),
-        ("a = '\0'\n", None),
         ("", set()),
     ],
 )
@@ -56,6 +56,29 @@ def test_names_at_the_top_of_a_module_are_known_unless_they_appear_when_it_runs(
     assert (found if found is None else set(found)) == names
     (tmp_path / "m.so").write_text(source)
     assert _defined_names(tmp_path / "m.so") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("x = 1\ndef f(:\n", "{file}:2: invalid syntax"),
+        ("def f():\n  x\n    y\n", "{file}:3: unexpected indent"),
+        ("a = '\0'\n", "source code string cannot contain null bytes"),
+    ],
+)
+def test_a_module_that_is_not_python_is_refused_by_its_line_whoever_reads_it(modules, source, said):
+    folder = modules(wrong=source, importing="import wrong\ndef f(): pass\n")
+    recipe = Recipe(
+        agent=AgentConfig(environment="wrong:C", tools=["wrong:f"]), reward=RewardConfig(function="wrong:r")
+    )
+    said = said.format(file=folder / "wrong.py")
+    found = dict(function_violations(recipe, "train"))
+    for key, path in (("agent.environment", "wrong:C"), ("agent.tools", "wrong:f"), ("reward.function", "wrong:r")):
+        assert found[key].startswith(f"{path}: ")
+        assert found[key].endswith(said)
+    for path in ("wrong:f", "importing:f"):
+        with pytest.raises(ValueError, match=rf"^{path}: .*{re.escape(said)}$"):
+            resolve(path)
 
 
 def test_what_defines_a_name_last_counts(tmp_path):
