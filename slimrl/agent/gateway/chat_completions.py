@@ -14,25 +14,20 @@ from slimrl.agent.gateway.body import (
     Listed,
     Loose,
     Strict,
-    Unused,
     assistant_message,
     call_of,
     function_schema,
     text_of,
 )
 from slimrl.agent.gateway.chat_request import ChatRequest, Reply, token_logprobs
-from slimrl.agent.gateway.errors import openai_error, refused
+from slimrl.agent.gateway.errors import openai_error
 from slimrl.agent.gateway.events import data_event
 from slimrl.agent.gateway.history import SampledTurn
 from slimrl.agent.gateway.messages import canonical
+from slimrl.agent.gateway.openai_body import Called, Function, TextFormat, UnusedFields
 
 PATH = "/v1/chat/completions"
 error_body = openai_error
-
-
-class Called(Loose):
-    name: str
-    arguments: str
 
 
 class Call(Loose):
@@ -61,13 +56,6 @@ class Answered(Strict):
     name: str | None = None
 
 
-class Function(Strict):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 class Tool(Strict):
     type: Literal["function"]
     function: Function
@@ -78,11 +66,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
-
-
-class Body(Strict):
+class Body(UnusedFields):
     model: str
     messages: list[Annotated[Told | Said | Answered, Field(discriminator="role")]]
     tools: list[Tool] | None = None
@@ -110,14 +94,6 @@ class Body(Strict):
     logit_bias: dict[str, float] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-
-    user: Unused = None
-    metadata: Unused = None
-    store: Unused = None
-    service_tier: Unused = None
-    safety_identifier: Unused = None
-    prompt_cache_key: Unused = None
-    prompt_cache_retention: Unused = None
 
 
 SAMPLING = (
@@ -193,16 +169,9 @@ def _message(given: Told | Said | Answered, where: str) -> Message:
         named = {} if given.name is None else {"name": given.name}
         return {"role": role, "content": text_of(given.content), **named}
     calls = [
-        call_of(call.id, call.function.name, _parsed(call.function, where), where) for call in given.tool_calls or ()
+        call_of(call.id, call.function.name, call.function.parsed(where), where) for call in given.tool_calls or ()
     ]
     return assistant_message(text_of(given.content), calls, given.reasoning_content)
-
-
-def _parsed(called: Called, where: str) -> Any:
-    try:
-        return json.loads(called.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise refused(f"{where}: the arguments of {called.name} are no JSON: {error}") from error
 
 
 def _spoken(turn: SampledTurn) -> dict[str, Any]:

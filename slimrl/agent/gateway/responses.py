@@ -16,7 +16,6 @@ from slimrl.agent.gateway.body import (
     Count,
     Loose,
     Strict,
-    Unused,
     assistant_message,
     call_of,
     function_schema,
@@ -27,6 +26,7 @@ from slimrl.agent.gateway.errors import openai_error, refused
 from slimrl.agent.gateway.events import named_event
 from slimrl.agent.gateway.history import SampledTurn
 from slimrl.agent.gateway.messages import canonical
+from slimrl.agent.gateway.openai_body import Called, Function, TextFormat, UnusedFields
 
 PATH = "/v1/responses"
 error_body = openai_error
@@ -39,11 +39,9 @@ class Words(Loose):
     content: Content
 
 
-class Called(Loose):
+class Call(Called):
     type: Literal["function_call"]
     call_id: str | None = None
-    name: str
-    arguments: str
 
 
 class Answered(Loose):
@@ -58,24 +56,16 @@ class Reasoning(Loose):
     type: Literal["reasoning"]
 
 
-ITEMS: dict[str, type[Words | Called | Answered | Reasoning]] = {
+ITEMS: dict[str, type[Words | Call | Answered | Reasoning]] = {
     "message": Words,
-    "function_call": Called,
+    "function_call": Call,
     "function_call_output": Answered,
     "reasoning": Reasoning,
 }
 
 
-class Tool(Strict):
+class Tool(Function):
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextFormat(Strict):
-    type: Literal["text"]
 
 
 class Text(Strict):
@@ -87,7 +77,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Body(Strict):
+class Body(UnusedFields):
     model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -106,14 +96,6 @@ class Body(Strict):
     temperature: float | None = None
     top_p: float | None = None
     reasoning: dict[str, Any] | None = None
-
-    user: Unused = None
-    metadata: Unused = None
-    store: Unused = None
-    service_tier: Unused = None
-    safety_identifier: Unused = None
-    prompt_cache_key: Unused = None
-    prompt_cache_retention: Unused = None
 
 
 def read(value: Mapping[str, Any]) -> tuple[Body, ChatRequest]:
@@ -193,17 +175,17 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
             case Words():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": text_of(item.content)})
-            case Called():
+            case Call():
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append(assistant_message("", []))
-                call = call_of(item.call_id, item.name, _parsed(item, where), where)
+                call = call_of(item.call_id, item.name, item.parsed(where), where)
                 messages[-1].setdefault("tool_calls", []).append(call)
             case Answered():
                 messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
     return messages
 
 
-def _item(value: dict[str, Any], where: str) -> Words | Called | Answered | Reasoning:
+def _item(value: dict[str, Any], where: str) -> Words | Call | Answered | Reasoning:
     kind = value.get("type", "message")
     if kind not in ITEMS:
         raise refused(f"{where}: items of type {kind!r} are not supported", "unsupported_parameter")
@@ -212,13 +194,6 @@ def _item(value: dict[str, Any], where: str) -> Words | Called | Answered | Reas
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         raise refused(f"{'.'.join([where, *map(str, problem['loc'])])}: {problem['msg']}") from error
-
-
-def _parsed(called: Called, where: str) -> Any:
-    try:
-        return json.loads(called.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise refused(f"{where}: the arguments of {called.name} are no JSON: {error}") from error
 
 
 def _items(body: Body, reply: Reply, turn: SampledTurn) -> list[dict[str, Any]]:

@@ -1,0 +1,42 @@
+"""What the bodies of OpenAI's two APIs, chat completions and responses, have in common."""
+
+import json
+from typing import Any, Literal
+
+from slimrl.agent.gateway.body import Loose, Strict, Unused
+from slimrl.agent.gateway.errors import refused
+
+
+class Called(Loose):
+    name: str
+    arguments: str
+
+    def parsed(self, where: str) -> Any:
+        """The arguments; raises ApiError if they are no JSON."""
+        try:
+            return json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise refused(f"{where}: the arguments of {self.name} are no JSON: {error}") from error
+
+
+class Function(Strict):
+    """A tool."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class UnusedFields(Strict):
+    user: Unused = None
+    metadata: Unused = None
+    store: Unused = None
+    service_tier: Unused = None
+    safety_identifier: Unused = None
+    prompt_cache_key: Unused = None
+    prompt_cache_retention: Unused = None
