@@ -12,9 +12,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from typing import Any, Self
 
+from slimrl.agent.gateway.server import NotListening
 from slimrl.agent.tools import ToolsUnavailable
 from slimrl.algorithms.selection import check_credit
 from slimrl.algorithms.turn_states import observed_states
@@ -84,7 +85,8 @@ class RolloutStage:
         self._services = RewardServices(task.rewards.parts, timeout_s=recipe.reward.startup_timeout_s)
         self._service_tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.Runner()
-        self._held = ExitStack()
+        self._opened = AsyncExitStack()
+        """Closes what was started, the last one first, each whatever becomes of the others"""
 
     def __enter__(self) -> Self:
         """Start the rewards and the workers; raises RunError if one does not start."""
@@ -93,14 +95,16 @@ class RolloutStage:
         except BaseException:
             self.__exit__()
             raise
-        self._held.enter_context(rare_collections())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
-        if self._loop.run(self._close()):
-            # Of a loop with tasks that do not end, the close would wait for them.
-            self._loop.close()
+        have_ended = self._loop.run(self._end_episodes())
+        try:
+            self._loop.run(self._opened.aclose())
+        finally:
+            if have_ended:
+                # Of a loop with tasks that do not end, the close would wait for them.
+                self._loop.close()
 
     def rollout(
         self,
@@ -260,17 +264,27 @@ class RolloutStage:
         return [task.result() for task in tasks]
 
     async def _start(self) -> None:
+        if self._teacher is not None:
+            self._opened.push_async_callback(self._teacher.aclose)
+        self._opened.push_async_callback(self._engine.aclose)
+        self._opened.push_async_callback(self._task.sandbox.close)
         try:
+            self._opened.push_async_callback(self._services.close)
             await self._services.start()
+            self._keep_tasks()
+            self._opened.push_async_callback(self._episodes.stop)
             await self._episodes.start()
-        except (NotStarted, ToolsUnavailable) as error:
+            self._keep_tasks()
+        except (NotStarted, ToolsUnavailable, NotListening) as error:
             raise RunError(str(error)) from error
-        except OSError as error:
-            raise RunError(f"agent.gateway.host: {error}") from error
+        self._opened.enter_context(rare_collections())
+
+    def _keep_tasks(self) -> None:
+        """Take what runs now for a part of what was started, which its own close ends."""
         self._service_tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
-    async def _close(self) -> bool:
-        """End episodes that an interrupted rollout left running, then close the connections.
+    async def _end_episodes(self) -> bool:
+        """Cancel episodes that an interrupted rollout left running.
 
         Returns:
             Whether all of them have ended: a task's own code may ignore that it is cancelled.
@@ -283,12 +297,6 @@ class RolloutStage:
             await asyncio.wait([ended], timeout=self._recipe.agent.close_timeout_s + END_S)
             if stuck := sum(not task.done() for task in left):
                 log.warning("%d calls of the task's own code do not end when they are cancelled; left behind", stuck)
-        await self._episodes.stop()
-        await self._services.close()
-        await self._task.sandbox.close()
-        await self._engine.aclose()
-        if self._teacher is not None:
-            await self._teacher.aclose()
         return all(task.done() for task in left)
 
     async def _episode(self, trajectory_id: str, prompt: Prompt, sampling: SamplingConfig) -> Trajectory:

@@ -17,14 +17,15 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from worker_cases import SeededEngine, total
 
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
+from slimrl.runtime.checks.episodes import load_episode_code
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.workers.pool import EpisodeWorkers
-from slimrl.runtime.workers.worker import load_runner
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -54,9 +55,10 @@ def stage_of(recipe: Recipe, logs: Path) -> Iterator[RolloutStage]:
     engine = SeededEngine(build_tokenizer().eos_token_id)
     workers = EpisodeWorkers(recipe, engine, logs) if recipe.agent.workers > 1 else None
     sandbox = SandboxPool(recipe.agent.sandbox)
+    loaded = LoadedRecipe(recipe=recipe, provenance={}, path="", command="rollout")
     task = SimpleNamespace(
         sandbox=sandbox,
-        episode_runner=lambda recipe, engine: load_runner(recipe, engine, sandbox),
+        episode_runner=lambda recipe, engine: load_episode_code(loaded, sandbox).episode_runner(recipe, engine),
         rewards=Rewards(function=total),
     )
     with (
@@ -176,14 +178,27 @@ def test_a_worker_that_is_blocked_for_good_is_ended(model, tmp_path, monkeypatch
         assert play(stage, "plays", step=2)[0].status is Status.completed
 
 
-def test_a_worker_that_cannot_load_the_task_stops_the_start(model, tmp_path):
+def test_an_episode_that_waits_for_a_place_goes_to_the_new_worker_and_not_to_the_one_that_was_ended(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("slimrl.runtime.workers.pool.GRACE_S", 0.5)
+    recipe = recipe_of(model, tmp_path, 2, trajectory_timeout_s=2.0, max_concurrency_per_engine=1)
+    recipe.agent.start_timeout_s, recipe.agent.start_retries, recipe.agent.close_timeout_s = 1.0, 0, 0.5
+    with stage_of(recipe, tmp_path / "logs") as stage:
+        blocked, other = play(stage, "blocks for good", "plays")
+    assert blocked.status is Status.failed
+    assert other.status is Status.completed, other.metadata
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("Gone", "agent.environment: worker_cases:Gone"), ("Broken", "KeyError: 'no such table'")]
+)
+def test_a_worker_that_cannot_load_the_task_stops_the_start_with_its_cause(model, tmp_path, name: str, said: str):
     recipe = recipe_of(model, tmp_path, 2)
-    recipe.agent.environment = "worker_cases:Gone"
+    recipe.agent.environment = f"worker_cases:{name}"
+    recipe.rollout.startup_timeout_s = 60.0
     before = worker_processes()
-    with (
-        pytest.raises(StageError, match=r"episode worker [01]: ValueError: worker_cases:Gone"),
-        stage_of(recipe, tmp_path / "logs"),
-    ):
+    with pytest.raises(StageError, match=rf"episode worker [01]: .*{said}"), stage_of(recipe, tmp_path / "logs"):
         pass
     assert worker_processes() == before
 

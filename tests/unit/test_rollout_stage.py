@@ -11,12 +11,15 @@ import pytest
 
 from slimrl.agent.sandbox.interface import Ended, Program, Result
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tools import ToolsUnavailable
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.evaluation.items import Items
 from slimrl.rewards.loading import Rewards
+from slimrl.rewards.parts import Part
+from slimrl.rewards.services import RewardServices
 from slimrl.runtime import rollout_stage
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
 from slimrl.runtime.rollout_stage import RolloutStage
@@ -30,7 +33,8 @@ class Episodes:
     def __init__(self) -> None:
         self.endings: dict[int, Status] = {}
         self.takes_s = 0.0
-        self.start_error: OSError | None = None
+        self.start_error: Exception | None = None
+        self.stop_error: Exception | None = None
         self.journal: list[str] = []
         self.settings: list[tuple[float, int]] = []
         self.announced: list[tuple[list[str], int]] = []
@@ -54,6 +58,8 @@ class Episodes:
 
     async def stop(self):
         self.journal.append("episodes stop")
+        if self.stop_error is not None:
+            raise self.stop_error
 
     async def run(self, prompt, *, trajectory_id, sampling, seed) -> Trajectory:
         number = len(self.settings)
@@ -139,12 +145,42 @@ def test_what_the_episodes_need_starts_first_and_ends_before_the_connections():
     assert episodes.journal[-2:] == ["episodes stop", "connections closed"]
 
 
-def test_an_address_that_is_none_of_the_machine_ends_the_start():
+def test_what_does_not_start_ends_the_start_and_leaves_nothing_open():
     episodes = Episodes()
-    episodes.start_error = OSError("cannot assign requested address")
-    with pytest.raises(RunError, match=r"agent\.gateway\.host: cannot assign"), stage_of(episodes):
+    episodes.start_error = ToolsUnavailable("MCP server time ended")
+    with pytest.raises(RunError, match=r"^MCP server time ended$"), stage_of(episodes):
         pass
     assert episodes.journal == ["episodes start", "episodes stop", "connections closed"]
+
+
+def test_what_does_not_close_leaves_nothing_else_open():
+    episodes = Episodes()
+    episodes.stop_error = RuntimeError("it does not end")
+    with pytest.raises(RuntimeError, match="it does not end"), stage_of(episodes):
+        pass
+    assert episodes.journal == ["episodes start", "episodes stop", "connections closed"]
+
+
+def test_a_start_that_fails_lets_the_rewards_end_their_own_tasks():
+    class Service:
+        async def __call__(self, trajectory, prompt) -> float:
+            return 0.0
+
+        async def start(self):
+            self.task = asyncio.create_task(asyncio.sleep(60))
+
+        async def close(self):
+            journal.append("cancelled" if self.task.cancelled() else "under way")
+            self.task.cancel()
+
+    journal: list[str] = []
+    episodes = Episodes()
+    episodes.start_error = ToolsUnavailable("MCP server time ended")
+    stage = stage_of(episodes)
+    stage._services = RewardServices([Part(name="service", function=Service(), path="task:Service")])
+    with pytest.raises(RunError), stage:
+        pass
+    assert journal == ["under way"]
 
 
 FAILED, ABORTED, TRUNCATED = Status.failed, Status.aborted, Status.truncated

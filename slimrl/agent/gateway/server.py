@@ -35,6 +35,10 @@ RETRIES = "x-stainless-retry-count"
 """Header in which both companies' clients say how often they sent a request before"""
 
 
+class NotListening(Exception):
+    """The gateway's address is none of this machine."""
+
+
 class GatewayServer:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -51,9 +55,12 @@ class GatewayServer:
         self._url = ""
 
     async def start(self) -> None:
-        """Listen on a free port. Raises OSError: the address is none of this machine."""
+        """Listen on a free port. Raises NotListening."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._config.host, 0, backlog=BACKLOG).start()
+        try:
+            await web.TCPSite(self._runner, self._config.host, 0, backlog=BACKLOG).start()
+        except OSError as error:
+            raise NotListening(f"agent.gateway.host: {error}") from error
         host, port = self._runner.addresses[0][:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -87,7 +94,7 @@ class GatewayServer:
     def _session(self, request: web.Request) -> Session:
         given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
         key, session = self._sessions.get(request.match_info.get("session", ""), ("", None))
-        if session is None or not secrets.compare_digest(key.encode(), given.encode()):
+        if session is None or not secrets.compare_digest(key.encode(), given.encode(errors="replace")):
             raise ApiError(401, "no session under way has this address and this key", code="invalid_api_key")
         return session
 

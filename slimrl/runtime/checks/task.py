@@ -6,37 +6,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimrl.agent.compaction import SummaryRule
-from slimrl.agent.dialogue import Dialogue, Dialogues
-from slimrl.agent.environment import MakeEnvironment
-from slimrl.agent.episode import EpisodeRunner, Play
-from slimrl.agent.gateway.agents import Agent
-from slimrl.agent.gateway.runner import GatewayRunner
+from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import first_messages
-from slimrl.agent.tools import ToolBox
 from slimrl.algorithms.advantages import load_advantage
 from slimrl.algorithms.losses import load_loss
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.algorithm import AdvantageName
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.engine import Engine
 from slimrl.data.import_path import resolve
 from slimrl.data.prompts import read_prompts
 from slimrl.data.rows import summary
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.loading import Rewards, Supplies, load_rewards, refuse_unknown_names
 from slimrl.runtime.checks.attempts import Attempts
-from slimrl.runtime.checks.dialogue import load_dialogues
-from slimrl.runtime.checks.environment import (
-    check_summary_request,
-    load_agent,
-    load_environment,
-    load_play,
-    load_subagents,
-    load_summary_rule,
-)
+from slimrl.runtime.checks.episodes import EpisodeCode, load_episode_code
 from slimrl.runtime.checks.sandbox import check_sandbox
 
 GroupFilter = Callable[[list[Trajectory]], bool]
@@ -44,13 +29,7 @@ GroupFilter = Callable[[list[Trajectory]], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    dialogues: Dialogues
-    tools: ToolBox
-    environment: MakeEnvironment
-    play: Play
-    agent: Agent | None
-    """Behind the gateway, instead of environment and play"""
+class Task(EpisodeCode):
     rewards: Rewards
     group_filters: list[GroupFilter]
     sandbox: SandboxPool
@@ -58,36 +37,10 @@ class Task:
     train: dict[str, list[Prompt]]
     """By the file's name; empty if the command does not train"""
     eval_sets: dict[str, list[Prompt]]
-    summary_rule: SummaryRule | None = None
-    subagents: dict[str, ToolBox] = field(default_factory=dict)
-    """Tools of each sub-agent"""
     notes: list[str] = field(default_factory=list)
     """How many prompts of each file are left out, if `data.max_prompt_tokens` says so"""
     num_left_out: int = 0
     """Prompts left out of the files to train on"""
-
-    def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner | GatewayRunner:
-        if self.agent is not None:
-            return GatewayRunner(
-                engine=engine,
-                dialogues=self.dialogues,
-                agent=self.agent,
-                rollout=recipe.rollout,
-                config=recipe.agent,
-                one_at_a_time=recipe.deterministic,
-            )
-        return EpisodeRunner(
-            engine=engine,
-            dialogues=self.dialogues,
-            environment=self.environment,
-            rollout=recipe.rollout,
-            agent=recipe.agent,
-            play=self.play,
-            tools=self.tools,
-            summary_rule=self.summary_rule,
-            subagents=self.subagents,
-            parallel_subagents=not recipe.deterministic,
-        )
 
 
 def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool = True) -> Task:
@@ -103,17 +56,8 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
     recipe = loaded.recipe
     data, attempts = recipe.data, Attempts(loaded)
     sandbox = SandboxPool(recipe.agent.sandbox)
-    dialogues, tools = attempts.get("model.path", lambda: load_dialogues(loaded, sandbox)) or (None, ToolBox([]))
+    code = attempts.get("agent", lambda: load_episode_code(loaded, sandbox))
     values: dict[str, Any] = {
-        "dialogues": dialogues,
-        "tools": tools,
-        "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
-        "play": attempts.get("agent.episode", lambda: load_play(recipe.agent.episode)),
-        "agent": attempts.get("agent.function", lambda: load_agent(recipe.agent)),
-        "summary_rule": attempts.get(
-            "agent.compaction.function", lambda: load_summary_rule(recipe.agent.compaction.function)
-        ),
-        "subagents": attempts.get("agent.subagents", lambda: load_subagents(recipe.agent, sandbox)),
         "rewards": load_rewards(recipe.reward, attempts.get, Supplies({SandboxPool: sandbox})),
         "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "sandbox": sandbox,
@@ -126,9 +70,6 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
             for name, path in (data.eval.items() if evaluate else ())
         },
     }
-    if dialogues is not None:
-        chat = dialogues.chat
-        attempts.get("agent.compaction", lambda: check_summary_request(recipe.agent.compaction, chat))
     if is_needed("algorithm", loaded.command):
         attempts.get("algorithm.loss", lambda: load_loss(recipe.algorithm.loss))
         if recipe.algorithm.advantage != AdvantageName.given:
@@ -137,7 +78,7 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
         attempts.get("agent.sandbox.backend", lambda: check_sandbox(recipe))
     if attempts.problems:
         raise RecipeError(attempts.problems)
-    task = _without_long_prompts(Task(**values), recipe, attempts)
+    task = _without_long_prompts(Task(**vars(code), **values), recipe, attempts)
     if attempts.problems:
         raise RecipeError(attempts.problems)
     return task

@@ -102,7 +102,8 @@ class EpisodeWorker:
         self._process: ServerProcess | None = None
         self._num_starts = 0
         self._messages: Messages | None = None
-        """While the worker is ready"""
+        """The connection to the process, until it ends"""
+        self._is_ready = False
         self._starting = asyncio.Lock()
         self._ready: asyncio.Future[Ready] | None = None
         self._jobs: dict[str, asyncio.Future[Ended]] = {}
@@ -125,14 +126,16 @@ class EpisodeWorker:
             StageError: it ended, found a problem, or was not ready before `rollout.startup_timeout_s`.
         """
         async with self._starting:
-            if self._messages is not None:
+            if self._is_ready:
                 return
-            if self._process is not None:
-                self._process.stop()
-            messages = await self._connected()
+            self._end_process()
+            self._ready = asyncio.get_running_loop().create_future()
+            try:
+                messages = await self._connected()
+            except OSError as error:
+                raise StageError(f"{self._name} cannot be started: {error}") from error
             messages.send(sys.path)
             messages.send(self._setup)
-            self._ready = asyncio.get_running_loop().create_future()
             timeout_s = self._setup.recipe.rollout.startup_timeout_s
             try:
                 async with asyncio.timeout(timeout_s):
@@ -143,7 +146,6 @@ class EpisodeWorker:
                 raise StageError(str(error)) from error
             if answer.problem:
                 raise StageError(f"{self._name}: {answer.problem}")
-            self._messages = messages
 
     async def run(self, job: Job) -> bytes:
         """The pickled trajectory of an episode.
@@ -165,7 +167,8 @@ class EpisodeWorker:
 
     async def _outcome(self, job: Job) -> Ended:
         messages = self._messages
-        assert messages is not None
+        if messages is None:
+            raise WorkerEnded(self._ending())
         self._jobs[job.trajectory_id] = ended = asyncio.get_running_loop().create_future()
         messages.send(job)
         try:
@@ -174,9 +177,9 @@ class EpisodeWorker:
         except TimeoutError:
             late = f"it did not answer within {self._deadline_s:g} s, so code that does not await blocks it"
             cause = f"{self._name} was ended: {late}"
-            self._fail_all(cause)
-            if self._process is not None:
-                self._process.stop()
+            if messages is self._messages:
+                self._fail_all(cause)
+                self._end_process()
             raise WorkerEnded(cause) from None
         except asyncio.CancelledError:
             messages.send(Cancel(trajectory_id=job.trajectory_id))
@@ -186,19 +189,23 @@ class EpisodeWorker:
 
     async def close(self) -> None:
         """End the process: by itself, or by a signal once the deadline of the environments' close is over."""
-        process, messages = self._process, self._messages
-        self._process = self._messages = None
-        if process is None:
-            return
-        if messages is not None:
-            messages.close()
+        if self._process is not None and self._messages is not None and self._is_ready:
+            self._messages.close()
             deadline_s = self._setup.recipe.agent.close_timeout_s + GRACE_S
             try:
                 async with asyncio.timeout(deadline_s):
-                    await _end_of(process)
+                    await _end_of(self._process)
             except TimeoutError:
                 log.warning("%s did not end within %g s", self._name, deadline_s)
-        process.stop()
+        self._end_process()
+
+    def _end_process(self) -> None:
+        """Kill the process, if there is one; what its connection has yet to say concerns no other."""
+        process = self._process
+        self._process = self._messages = None
+        self._is_ready = False
+        if process is not None:
+            process.stop()
 
     async def _connected(self) -> Messages:
         """A new process and the connection to it."""
@@ -211,21 +218,25 @@ class EpisodeWorker:
             log_file = self._logs / f"{self._log_stem}{suffix}.log"
             self._process = ServerProcess(self._name, command, {}, log_file, pass_fds=(theirs.fileno(),))
         log.info("process %d: %s", self._process.pid, self._name)
-        messages = Messages(self._take, self._lost)
+        messages: Messages = Messages(self._take, lambda: self._lost(messages))
+        self._messages = messages
         await asyncio.get_running_loop().create_connection(lambda: messages, sock=ours)
         return messages
 
     def _take(self, message: Any) -> None:
         match message:
             case Ready() if self._ready is not None and not self._ready.done():
+                self._is_ready = not message.problem
                 self._ready.set_result(message)
             case Ended(trajectory_id=trajectory_id):
                 self._lags_s += message.lags_s
                 if (waiting := self._jobs.get(trajectory_id)) is not None and not waiting.done():
                     waiting.set_result(message)
 
-    def _lost(self) -> None:
-        self._messages = None
+    def _lost(self, messages: Messages) -> None:
+        if messages is not self._messages:
+            return  # that of a process before
+        self._messages, self._is_ready = None, False
         if self._jobs or (self._ready is not None and not self._ready.done()):
             self._fail_all(self._ending())
 

@@ -1,6 +1,6 @@
 """The process of an episode worker: `python -m slimrl.runtime.workers.worker SOCKET PARENT`.
 
-1. It loads dialogues, tools, environment and play from the driver's recipe, as the driver did before the start.
+1. It loads the code of the episodes from the driver's recipe, as the driver did before the start.
 2. It runs each job as a coroutine on its event loop and sends the trajectory, not yet scored.
 3. When the driver closes the connection it cancels what runs, which closes the environments, and ends. If the driver
    is killed, it is killed too.
@@ -12,42 +12,22 @@ import pickle
 import socket
 import sys
 import traceback
+from contextlib import AsyncExitStack
 from typing import Any
 
 from slimrl.agent.episode import EpisodeRunner, failed_trajectory
+from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.agent.tools import ToolsUnavailable
 from slimrl.config.load import LoadedRecipe
-from slimrl.config.problems import RecipeError
-from slimrl.config.schema.recipe import Recipe
-from slimrl.data.engine import Engine
 from slimrl.data.threads import end_process_if_calls_hang
 from slimrl.data.trajectory import Trajectory
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
-from slimrl.runtime.checks.dialogue import load_dialogues
-from slimrl.runtime.checks.environment import load_environment, load_play, load_subagents, load_summary_rule
+from slimrl.runtime.checks.episodes import load_episode_code
 from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup
 from slimrl.sglang_plugin.lifeline import end_with
 
 log = logging.getLogger(__name__)
-
-
-def load_runner(recipe: Recipe, engine: Engine, sandbox: SandboxPool) -> EpisodeRunner:
-    """Raises RecipeError or ValueError: the recipe's code or files are no longer as the driver's checks saw them."""
-    loaded = LoadedRecipe(recipe=recipe, provenance={}, path="", command="rollout")
-    dialogues, tools = load_dialogues(loaded, sandbox)
-    return EpisodeRunner(
-        engine=engine,
-        dialogues=dialogues,
-        environment=load_environment(recipe, tools, sandbox),
-        rollout=recipe.rollout,
-        agent=recipe.agent,
-        play=load_play(recipe.agent.episode),
-        summary_rule=load_summary_rule(recipe.agent.compaction.function),
-        subagents=load_subagents(recipe.agent, sandbox),
-        tools=tools,
-    )
 
 
 class Worker:
@@ -56,8 +36,9 @@ class Worker:
     def __init__(self) -> None:
         self._messages = Messages(self._take, self._end)
         self._ended = asyncio.Event()
-        self._runner: EpisodeRunner | None = None
-        self._sandbox: SandboxPool | None = None
+        self._runner: EpisodeRunner | GatewayRunner | None = None
+        self._opened = AsyncExitStack()
+        """Closes what was started, the last one first, each whatever becomes of the others"""
         self._starting: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._lag = LoopLag()
@@ -71,11 +52,7 @@ class Worker:
         self._lag.pause()
         if self._starting is not None:
             await self._starting
-        if self._runner is not None:
-            await self._runner.stop()
-            await self._runner.engine.aclose()
-        if self._sandbox is not None:
-            await self._sandbox.close()
+        await self._opened.aclose()
 
     def _take(self, message: Any) -> None:
         match message:
@@ -92,13 +69,18 @@ class Worker:
 
     async def _start(self, setup: Setup) -> None:
         """Load the runner and start it; the driver sends jobs when it is ready."""
-        problem = ""
-        self._sandbox = SandboxPool(setup.recipe.agent.sandbox)
+        recipe, problem = setup.recipe, ""
+        sandbox = SandboxPool(recipe.agent.sandbox)
+        self._opened.push_async_callback(sandbox.close)
+        self._opened.push_async_callback(setup.engine.aclose)
         try:
-            runner = load_runner(setup.recipe, setup.engine, self._sandbox)
-            await runner.start()
-            self._runner = runner
-        except (RecipeError, ValueError, ImportError, ToolsUnavailable) as error:
+            loaded = LoadedRecipe(recipe=recipe, provenance={}, path="", command="rollout")
+            self._runner = load_episode_code(loaded, sandbox).episode_runner(recipe, setup.engine)
+            self._opened.push_async_callback(self._runner.stop)
+            await self._runner.start()
+        except Exception as error:
+            # A task's own code may raise anything; the driver says it and ends the run.
+            log.exception("cannot run episodes")
             problem = f"{type(error).__name__}: {error}"
         self._messages.send(Ready(problem=problem))
 

@@ -1,0 +1,91 @@
+"""What the episodes of a recipe are played with, resolved before anything starts, and again in each episode worker."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from slimrl.agent.compaction import SummaryRule
+from slimrl.agent.dialogue import Dialogues
+from slimrl.agent.environment import MakeEnvironment
+from slimrl.agent.episode import EpisodeRunner, Play
+from slimrl.agent.gateway.agents import Agent
+from slimrl.agent.gateway.runner import GatewayRunner
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tools import ToolBox
+from slimrl.config.load import LoadedRecipe
+from slimrl.config.problems import RecipeError
+from slimrl.config.schema.recipe import Recipe
+from slimrl.data.engine import Engine
+from slimrl.runtime.checks.attempts import Attempts
+from slimrl.runtime.checks.dialogue import load_dialogues
+from slimrl.runtime.checks.environment import (
+    check_summary_request,
+    load_agent,
+    load_environment,
+    load_play,
+    load_subagents,
+    load_summary_rule,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeCode:
+    dialogues: Dialogues
+    tools: ToolBox
+    environment: MakeEnvironment
+    play: Play
+    agent: Agent | None
+    """Behind the gateway, instead of environment and play"""
+    summary_rule: SummaryRule | None
+    subagents: dict[str, ToolBox]
+    """Tools of each sub-agent"""
+
+    def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner | GatewayRunner:
+        if self.agent is not None:
+            return GatewayRunner(
+                engine=engine,
+                dialogues=self.dialogues,
+                agent=self.agent,
+                rollout=recipe.rollout,
+                config=recipe.agent,
+                one_at_a_time=recipe.deterministic,
+            )
+        return EpisodeRunner(
+            engine=engine,
+            dialogues=self.dialogues,
+            environment=self.environment,
+            rollout=recipe.rollout,
+            agent=recipe.agent,
+            play=self.play,
+            tools=self.tools,
+            summary_rule=self.summary_rule,
+            subagents=self.subagents,
+            parallel_subagents=not recipe.deterministic,
+        )
+
+
+def load_episode_code(loaded: LoadedRecipe, sandbox: SandboxPool) -> EpisodeCode:
+    """
+    Args:
+        sandbox: for what asks for it.
+
+    Raises:
+        RecipeError: all problems at once: import paths, tools, parser, the chat template.
+    """
+    recipe, attempts = loaded.recipe, Attempts(loaded)
+    dialogues, tools = attempts.get("model.path", lambda: load_dialogues(loaded, sandbox)) or (None, ToolBox([]))
+    agent = recipe.agent
+    values: dict[str, Any] = {
+        "dialogues": dialogues,
+        "tools": tools,
+        "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
+        "play": attempts.get("agent.episode", lambda: load_play(agent.episode)),
+        "agent": attempts.get("agent.function", lambda: load_agent(agent)),
+        "summary_rule": attempts.get("agent.compaction.function", lambda: load_summary_rule(agent.compaction.function)),
+        "subagents": attempts.get("agent.subagents", lambda: load_subagents(agent, sandbox)),
+    }
+    if dialogues is not None:
+        chat = dialogues.chat
+        attempts.get("agent.compaction", lambda: check_summary_request(agent.compaction, chat))
+    if attempts.problems:
+        raise RecipeError(attempts.problems)
+    return EpisodeCode(**values)
