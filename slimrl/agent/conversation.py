@@ -88,7 +88,7 @@ class Conversation:
 
         Raises:
             EngineError: the engine refused, ended, or did not answer before the deadline.
-            EnvironmentFailure: the context could not be compacted.
+            EnvironmentFailure: the context could not be compacted, or the turn not be read.
         """
         if self._summary_is_due and (ended := await self._compact()) is not None:
             return ended
@@ -217,13 +217,17 @@ class Conversation:
         """Keep what was sampled, and read it. None if the turn goes on: it stopped at a call within its thinking."""
         self._add_turn(result)
         self._turn_tokens += result.tokens
-        said = read_turn(
-            self._turn_tokens,
-            self._dialogue,
-            in_thinking=self._in_thinking,
-            cut_off=result.finish_reason != "stop",
-            num_calls=self.num_calls,
-        )
+        try:
+            said = read_turn(
+                self._turn_tokens,
+                self._dialogue,
+                in_thinking=self._in_thinking,
+                cut_off=result.finish_reason != "stop",
+                num_calls=self.num_calls,
+            )
+        except Exception as error:
+            # A parser of the task's own may raise anything, and so may schemas of tools that others wrote.
+            raise EnvironmentFailure(f"a turn cannot be read: {error!r}") from error
         if said is None:
             return None
         self._turn_tokens, self._turn_has_summary = [], False

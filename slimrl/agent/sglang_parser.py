@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 import jsonschema
+from referencing import Registry
 
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
 from slimrl.data.jsonl import refuse_unwritable
@@ -100,7 +101,7 @@ class SGLangParser:
         schemas: of the tools.
 
     Raises:
-        ValueError: the parser needs more than the tools.
+        ValueError: the parser needs more than the tools, or the parameters of one are no JSON schema.
     """
 
     def __init__(self, name: str, schemas: Sequence[dict[str, Any]]) -> None:
@@ -110,9 +111,17 @@ class SGLangParser:
         self._sglang = _function_calls()
         self._tools = [self._sglang.Tool(**schema) for schema in schemas]
         self._parameters = {
-            schema["function"]["name"]: jsonschema.Draft202012Validator(schema["function"].get("parameters") or {})
+            # With a registry of its own, since by default it downloads what a schema refers to.
+            schema["function"]["name"]: jsonschema.Draft202012Validator(
+                schema["function"].get("parameters") or {}, registry=Registry()
+            )
             for schema in schemas
         }
+        for name_of_tool, validator in self._parameters.items():
+            try:
+                validator.check_schema(validator.schema)
+            except jsonschema.SchemaError as error:
+                raise ValueError(f"the parameters of {name_of_tool} are no JSON schema: {error.message}") from error
         try:
             self._parser()
         except ValueError as error:

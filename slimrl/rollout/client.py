@@ -107,6 +107,9 @@ def parse_answer(
     """
     meta = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
+    logprobs = [pair[0] for pair in pairs]
+    if None in logprobs:  # how JSON has it that they are not finite
+        raise ValueError("log-probs that are not finite")
     experts = None
     if routed_experts_shape is not None:
         rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
@@ -118,7 +121,7 @@ def parse_answer(
         raise ValueError(f"finish_reason {finish!r}")
     return GenerateResult(
         tokens=[pair[1] for pair in pairs],
-        logprobs=[pair[0] for pair in pairs],
+        logprobs=logprobs,
         weight_version=int(meta["weight_version"]),
         finish_reason=finish,
         routed_experts=experts,

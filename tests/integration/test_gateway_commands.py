@@ -1,6 +1,7 @@
 """Agents that are commands: what they are given, how they fail, and that nothing of them is left."""
 
 import asyncio
+import errno
 import os
 import sys
 import time
@@ -125,3 +126,13 @@ async def test_files_of_the_gateway_are_closed():
         await run(python(ASK + "ask('x')"), ANSWER)
     await asyncio.sleep(0.1)
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+async def test_a_command_for_which_no_file_is_left_fails_alone(monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("slimrl.agent.gateway.agents.os.pipe", refuse)
+    trajectory, _ = await run(python(""))
+    assert trajectory.status is Status.failed
+    assert "Too many open files" in trajectory.metadata["error"]

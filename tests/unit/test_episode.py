@@ -399,3 +399,18 @@ def test_a_system_message_of_the_prompts_own_is_kept():
     trajectory = asyncio.run(runner.run(own, trajectory_id="t", sampling=SamplingConfig(), seed=None))
     assert trajectory.messages[:2] == own.messages
     assert own.messages == [{"role": "system", "content": "Be brief."}, *PROMPT.messages]
+
+
+def test_a_parser_that_raises_fails_its_trajectory_alone():
+    class Broken:
+        close_marker = ""
+
+        def parse(self, text):
+            raise KeyError("no such marker")
+
+    dialogues = Dialogues(CHAT, lambda schemas: Broken(), stop_at_call=True)
+    runner = dataclasses.replace(runner_of(ScriptedEngine(ANSWER)), dialogues=dialogues)
+    trajectory = asyncio.run(runner.run(PROMPT, trajectory_id="t", sampling=SamplingConfig(), seed=1))
+    assert trajectory.status is Status.failed
+    assert trajectory.metadata["error"] == "a turn cannot be read: KeyError('no such marker')"
+    assert trajectory.num_sampled_tokens > 0

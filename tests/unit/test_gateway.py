@@ -438,6 +438,7 @@ async def test_a_key_opens_its_own_session_alone():
                 (connection.url, {}),
                 (connection.url, {"authorization": "Bearer sk-other"}),
                 (connection.url, {"authorization": "Bearer"}),
+                (connection.url, {"authorization": b"Bearer \xff"}),
                 (f"{host}/{name[::-1]}", {"authorization": f"Bearer {connection.api_key}"}),
                 (host, {"x-api-key": connection.api_key}),
             ]:
@@ -461,7 +462,7 @@ async def test_a_key_opens_its_own_session_alone():
     await runner.stop()
     assert (late.status_code, late.json()["error"]["type"]) == (401, "authentication_error")
     assert set(statuses) <= {401, 404}
-    assert statuses[:16] == [401] * 16
+    assert statuses[:20] == [401] * 20
     assert trajectory.status is Status.completed, trajectory.metadata
 
 
@@ -481,6 +482,18 @@ async def test_size_number_and_rate_of_requests_have_limits():
     trajectory, _ = await asked(ScriptedEngine([0.2, ANSWER, ANSWER]), act, gateway=limits)
     assert trajectory.status is Status.completed, trajectory.metadata
     assert trajectory.metadata["num_turns"] == 2
+
+
+async def test_a_retry_takes_the_place_of_its_first_attempt_where_no_other_is_left():
+    async def act(post: Post) -> None:
+        early = asyncio.create_task(post(messages=[QUESTION]))
+        await asyncio.sleep(0.1)
+        await chat(post, QUESTION, head={"x-stainless-retry-count": "1"})
+        with pytest.raises(httpx.RemoteProtocolError):
+            await early
+
+    trajectory, _ = await asked(ScriptedEngine([30.0, ANSWER]), act, gateway={"max_concurrent_requests": 1})
+    assert trajectory.metadata["num_turns"] == 1
 
 
 async def test_requests_of_a_deterministic_run_reach_the_engine_one_after_another():

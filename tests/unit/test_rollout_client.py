@@ -99,6 +99,7 @@ def test_each_request_of_a_call_gets_the_experts_from_where_it_asked():
         answer_of(finish_reason=None),
         answer_of(finish_reason={"type": "?"}),
         answer_of(weight_version="default"),
+        answer_of(output_token_logprobs=[[-0.5, 7, None], [None, 9, None]]),
     ],
 )
 def test_what_is_no_answer_is_refused(answer):

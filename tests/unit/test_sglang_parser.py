@@ -1,10 +1,12 @@
 """SGLang's parsers through ours: good calls are read, everything broken is a malformed call, never an exception."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
 
+import jsonschema
 import pytest
 from chat_templates import MODELS
 from chat_texts import TOOLS, call_text
@@ -244,3 +246,25 @@ def test_a_broken_call_leaves_nothing_in_the_environment():
     for text in ("[1]", '{"name": 5, "arguments": {}}'):
         parser_of("qwen25").parse(f"<tool_call>\n{text}\n</tool_call>")
     assert dict(os.environ) == before
+
+
+def with_parameter(schema):
+    parameters = {"type": "object", "properties": {"x": schema}}
+    return [{"type": "function", "function": {"name": "add", "description": "", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize("schema", [{"pattern": "\\p{L}+"}, {"type": "text"}])
+def test_parameters_that_no_call_can_be_judged_by_are_refused_before_there_is_one(schema):
+    with pytest.raises(ValueError, match="the parameters of add are no JSON schema"):
+        make_parser("qwen25", with_parameter(schema))
+
+
+def test_a_schema_that_refers_to_an_address_downloads_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+        parser = make_parser("qwen25", with_parameter({"$ref": f"http://127.0.0.1:{port}/x"}))
+        with pytest.raises(jsonschema.exceptions._WrappedReferencingError):
+            parser.parse('<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>')
+        with pytest.raises(TimeoutError):
+            server.accept()

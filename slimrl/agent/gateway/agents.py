@@ -48,15 +48,22 @@ class CommandAgent:
     """Of the gateway, which is asked without a proxy"""
 
     async def run(self, line: Mapping[str, Any], connection: Connection) -> None:
-        stderr = _Stderr()
         try:
-            code = await self._ended(line, connection, stderr.write_end)
-            said = await stderr.end() if code else ""
-        finally:
-            stderr.close()
+            code, said = await self._ran(line, connection)
+        except OSError as error:
+            raise AgentFailed(f"{self.words[0]} cannot be started: {error}") from error
         if code:
             cause = f": {said}" if said else ", and wrote nothing to stderr"
             raise AgentFailed(f"{self.words[0]} ended with exit code {code}{cause}")
+
+    async def _ran(self, line: Mapping[str, Any], connection: Connection) -> tuple[int, str]:
+        """The command's exit code, and what it last wrote to stderr if that is not 0."""
+        stderr = _Stderr()
+        try:
+            code = await self._ended(line, connection, stderr.write_end)
+            return code, await stderr.end() if code else ""
+        finally:
+            stderr.close()
 
     async def _ended(self, line: Mapping[str, Any], connection: Connection, stderr: int) -> int:
         """The command's exit code, once its process group has ended."""
@@ -71,8 +78,6 @@ class CommandAgent:
                 env={**os.environ, **connection.variables(self.host)},
                 start_new_session=True,
             )
-        except OSError as error:
-            raise AgentFailed(f"{self.words[0]} cannot be started: {error}") from error
         finally:
             os.close(stdin)
             os.close(stderr)

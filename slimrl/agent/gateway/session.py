@@ -122,7 +122,6 @@ class Session:
         """
         task = asyncio.current_task()
         assert task is not None
-        self._admit()
         key = history_key(request.tools, request.messages)
         whole = key + repr((request.n, request.max_tokens, request.stop)).encode()
         if is_retry and (earlier := self._exchanges.get(whole)) is not None:
@@ -132,6 +131,7 @@ class Session:
             elif not any(turn.children for turn in earlier.reply.turns):
                 self.counts.repeated += 1
                 return earlier.reply
+        self._admit()
         exchange = self._exchanges[whole] = _Exchange(task)
         self._begin(task)
         try:
