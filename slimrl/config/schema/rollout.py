@@ -1,9 +1,34 @@
 """The rollout: its engines, its limits and how they sample."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
+
+
+class RolloutMode(str, Enum):
+    """Who waits for whom; docs/async.md."""
+
+    sync = "sync"
+    """The trainer for the rollout of its step, the engines for the trainer."""
+    one_step_off = "one_step_off"
+    """The trainer for the rollout of its step, while the engines sample the next one; both wait for each other before
+    the weights change."""
+    async_ = "async"
+    """The trainer for enough groups, the engines only when they are `max_staleness` ahead; the weights change while
+    they sample."""
+
+
+class TooOld(str, Enum):
+    """Treatment of a group that cannot be trained on within `max_staleness`."""
+
+    drop = "drop"
+    """It ends, at once if it still runs, and is counted."""
+    wait = "wait"
+    """There is none: the trainer waits for the groups that would be too old after its next update."""
+    train = "train"
+    """It is trained on: `max_staleness` bounds how far the engines are ahead, and not the age."""
 
 
 @dataclass(kw_only=True)
@@ -42,6 +67,13 @@ class RolloutConfig:
     """Most engines that a run replaces, because they ended or failed in a resync, before it stops."""
     router: bool = True
     """Route requests through smg; without it a trajectory stays on one engine, chosen by hash."""
+    mode: RolloutMode = RolloutMode.sync
+    """Who waits for whom."""
+    max_staleness: int = 1
+    """With `async`, the most updates of the weights between the one that sampled a group's first token and the one that
+    trains on the group."""
+    too_old: TooOld = TooOld.drop
+    """With `async`, treatment of groups that become older."""
     prompts_per_step: int = 32
     """Groups (prompts) per step."""
     samples_per_prompt: int = 8

@@ -1,0 +1,120 @@
+"""Which groups may begin, and which are trained on: counts and ages, without tasks or clocks.
+
+A group is a prompt with its trajectories. `version` counts the trainer's updates of the weights.
+1. A group begins while there is capacity: the most that may run less those that do, and at most as many groups as the
+   next `max_staleness + 1` updates take, less those that were taken, wait or run (AReaL, arXiv:2505.24298, section 5.1).
+2. A group that ended waits until it is taken. One that is filtered out or failed leaves the counts, and another may
+   begin in its place.
+3. A batch is taken, the oldest groups first. A group's age is the version at that moment, which is the one that the
+   update starts from, less the lowest version that sampled one of its tokens.
+4. After the update the version rises. Under `too_old: drop`, groups that no later batch may take then end at once;
+   under `wait`, no batch is taken before those have ended that only this batch may take; under `train` none is too old.
+
+Every group that began is running, waiting, taken, filtered, failed or dropped; `counts` says how many are.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from slimrl.config.schema.rollout import TooOld
+
+ENDS = ("taken", "filtered", "failed", "dropped")
+"""How a group leaves."""
+
+
+@dataclass(kw_only=True)
+class Admission:
+    """Groups have numbers, from 0 in the order in which they begin."""
+
+    batch: int
+    """Groups of an update"""
+    max_running: int
+    max_staleness: int
+    too_old: TooOld
+    version: int = 0
+    begun: int = 0
+    running: dict[int, int] = field(default_factory=dict)
+    """By a running group's number, the version when it began: none of its tokens is of an earlier one"""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """By the number of a group that has ended, the lowest version among its sampled tokens"""
+    ended: Counter[str] = field(default_factory=Counter)
+    """By the way in which groups left, one of ENDS, how many"""
+
+    @property
+    def capacity(self) -> int:
+        """How many groups may begin now."""
+        present = len(self.running) + len(self.waiting)
+        ahead = (self.max_staleness + self.version + 1) * self.batch - self.ended["taken"] - present
+        return max(0, min(self.max_running - len(self.running), ahead))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Groups by where they are; the values add up to `begun`."""
+        return {"running": len(self.running), "waiting": len(self.waiting)} | {name: self.ended[name] for name in ENDS}
+
+    def begin(self) -> int:
+        """The number of a group that begins now."""
+        assert self.capacity > 0
+        number = self.begun
+        self.begun += 1
+        self.running[number] = self.version
+        return number
+
+    def finish(self, number: int, lowest: int) -> None:
+        """A group has ended and can be trained on.
+
+        Args:
+            lowest: the lowest version that sampled one of its tokens.
+        """
+        assert lowest >= self.running.pop(number)
+        self.waiting[number] = lowest
+
+    def leave(self, number: int, end: str) -> None:
+        """A running group has ended, and nothing of it is trained on: `filtered` or `failed`."""
+        assert end in ("filtered", "failed")
+        del self.running[number]
+        self.ended[end] += 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a batch may be taken."""
+        if self.too_old is TooOld.wait and any(self.age(begun) >= self.max_staleness for begun in self.running.values()):
+            return False
+        return len(self.waiting) >= self.batch
+
+    def take(self) -> list[int]:
+        """The numbers of the next batch's groups, the oldest first."""
+        assert self.is_ready
+        taken = sorted(self.waiting, key=lambda number: (self.waiting[number], number))[: self.batch]
+        for number in taken:
+            del self.waiting[number]
+        self.ended["taken"] += len(taken)
+        return taken
+
+    def advance(self) -> list[int]:
+        """The weights were updated. Returns the numbers of groups, running or waiting, that are dropped as too old."""
+        self.version += 1
+        if self.too_old is not TooOld.drop:
+            return []
+        present = self.running | self.waiting
+        dropped = [number for number, lowest in present.items() if self.age(lowest) > self.max_staleness]
+        for number in dropped:
+            self.running.pop(number, None)
+            self.waiting.pop(number, None)
+        self.ended["dropped"] += len(dropped)
+        return sorted(dropped)
+
+    def age(self, lowest: int) -> int:
+        """Of a group, at an update that starts from the present version."""
+        return max(0, self.version - lowest)
+
+    def state(self) -> dict[str, Any]:
+        """For `restore`."""
+        groups = {name: [list(item) for item in getattr(self, name).items()] for name in ("running", "waiting")}
+        return {"version": self.version, "begun": self.begun, "ended": dict(self.ended), **groups}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state; its running groups must run again."""
+        self.version, self.begun, self.ended = state["version"], state["begun"], Counter(state["ended"])
+        self.running, self.waiting = dict(state["running"]), dict(state["waiting"])
