@@ -24,6 +24,8 @@ class LogProbReport:
     """float32, the trainer's"""
     rollout_logprobs_S: np.ndarray
     """float32, the engine's"""
+    weight_versions_S: np.ndarray
+    """int32, of the weights that the engine had"""
     entropy_sum: float
     """Sum of the policy's entropy at the sampled tokens"""
     routing: RoutingComparison | None
@@ -40,24 +42,36 @@ def report_logprobs(batch: MicroBatch, found: LogProbs) -> LogProbReport:
     return LogProbReport(
         logprobs_S=found.logprobs[batch.mask],
         rollout_logprobs_S=batch.rollout_logprobs[batch.mask],
+        weight_versions_S=batch.weight_versions[batch.mask],
         entropy_sum=float(np.sum(found.entropy, where=batch.mask, dtype=np.float64)),
         routing=routing,
     )
 
 
-def mismatch_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
+def mismatch_metrics(reports: Sequence[LogProbReport], version: int | None = None) -> dict[str, float]:
     """Metrics of a step, from the micro-batches of all its updates.
 
     `mismatch/kl_k3` estimates KL(engine, trainer), since the tokens are the engine's.
+
+    Args:
+        version: of the trainer's weights. Log-probs of tokens that others sampled differ for that reason; they are
+            metrics of their own. None: all tokens are taken for the trainer's.
     """
     rollout = np.concatenate([report.rollout_logprobs_S for report in reports])
     trainer = np.concatenate([report.logprobs_S for report in reports])
+    versions = np.concatenate([report.weight_versions_S for report in reports])
     difference = np.abs(trainer.astype(np.float64) - rollout)
-    metrics = {
-        "mismatch/logprob_abs_mean": float(difference.mean()),
-        "mismatch/logprob_abs_max": float(difference.max()),
-        "mismatch/kl_k3": float(k3(rollout, trainer).mean()),
-    }
+    own = np.full(len(versions), True) if version is None else versions == version
+    metrics = {}
+    if own.any():
+        metrics = {
+            "mismatch/logprob_abs_mean": float(difference[own].mean()),
+            "mismatch/logprob_abs_max": float(difference[own].max()),
+            "mismatch/kl_k3": float(k3(rollout[own], trainer[own]).mean()),
+        }
+    if not own.all():
+        metrics["mismatch/stale_logprob_abs_mean"] = float(difference[~own].mean())
+        metrics["mismatch/stale_kl_k3"] = float(k3(rollout[~own], trainer[~own]).mean())
     routing = [report.routing for report in reports if report.routing is not None]
     if routing:
         metrics |= routing_metrics(routing, difference)

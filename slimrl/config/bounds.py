@@ -34,6 +34,7 @@ _NOT_NEGATIVE = (
     "rollout.sampling.temperature",
     "rollout.eval_sampling.temperature",
     "rollout.max_replacements",
+    "rollout.max_staleness",
     "teacher.max_replacements",
     "algorithm.replay_gap_every_steps",
     "reward.retries",

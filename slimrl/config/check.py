@@ -10,6 +10,7 @@ from typing import Any
 
 from slimrl.config.agent_rules import agent_violations
 from slimrl.config.algorithm_rules import algorithm_violations, algorithm_warnings
+from slimrl.config.async_rules import mode_violations, mode_warnings
 from slimrl.config.bounds import DIVISORS, bound_violations
 from slimrl.config.credit_rules import credit_violations
 from slimrl.config.critic import critic_recipe
@@ -99,7 +100,8 @@ def check_recipe(
     if command in ("train", "train --trajectories", "sft"):
         violations += stop_violations(recipe, command)
     if command == "train":
-        violations += draft_violations(recipe)
+        violations += [*draft_violations(recipe), *mode_violations(recipe)]
+        warnings += mode_warnings(recipe)
         warnings += kept_memory_warnings(recipe)
     if command in ("train", "train --trajectories"):
         violations += [*algorithm_violations(recipe), *batch_violations(recipe)]

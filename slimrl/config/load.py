@@ -259,7 +259,9 @@ def _assign(config: Any, entry: Entry, value: Any, environment: FromEnvironment,
     fits = is_interpolated(entry.value) or not _is_other_scalar(annotation, value)
     try:
         if fits:
-            OmegaConf.update(config, entry.key, without_openings(value), merge=False, force_add=True)
+            OmegaConf.update(
+                config, entry.key, _by_name(annotation, without_openings(value)), merge=False, force_add=True
+            )
     except (OmegaConfBaseException, ValueError) as error:
         fits, reason = False, str(error).splitlines()[0]
     if not fits:
@@ -267,6 +269,17 @@ def _assign(config: Any, entry: Entry, value: Any, environment: FromEnvironment,
         message = _type_message(entry.key, annotation, value if reference is None else reference, reason)
         message += "" if reference is None else " The value from the environment is not shown."
         problems.append(entry.problem(message))
+
+
+def _by_name(annotation: Any, value: Any) -> Any:
+    """The name of a choice, which OmegaConf takes; `async` cannot be the name of its member in Python.
+
+    Raises:
+        ValueError: not one of the choices.
+    """
+    if isinstance(annotation, type) and issubclass(annotation, Enum) and isinstance(value, str):
+        return annotation(value).name
+    return value
 
 
 def _annotation(key: str) -> Any:

@@ -69,6 +69,8 @@ class MicroBatch:
     """int64 [T], 0..n-1 among this micro-batch's trajectories; 0 on padding, where mask is false"""
     rollout_logprobs: np.ndarray
     """float32 [T], of the targets; 0 where mask is false"""
+    weight_versions: np.ndarray
+    """int32 [T], of the weights that sampled the targets; -1 where mask is false"""
     trajectories: np.ndarray
     """int64 [n], index of each trajectory in the batch that was packed"""
     num_sampled: np.ndarray
@@ -273,6 +275,7 @@ def _micro_batch(
         sequences=numbers,
         trajectory_ids=np.zeros(total, np.int64),
         rollout_logprobs=np.zeros(total, np.float32),
+        weight_versions=np.full(total, -1, np.int32),
         trajectories=trajectories,
         num_sampled=num_sampled_N[trajectories],
         advantages=advantages_N[trajectories].astype(np.float32),
@@ -286,6 +289,7 @@ def _micro_batch(
         batch.padding[span] = False
         batch.trajectory_ids[span] = np.searchsorted(trajectories, index)
         batch.rollout_logprobs[span] = np.where(segment.loss_mask[1:], segment.rollout_logprobs[1:], 0)
+        batch.weight_versions[span] = np.where(segment.loss_mask[1:], segment.weight_versions[1:], -1)
         if batch.routed_experts is not None and segment.routed_experts is not None:
             batch.routed_experts[span] = segment.routed_experts[:-1]
     return batch

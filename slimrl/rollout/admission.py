@@ -2,7 +2,7 @@
 
 A group is a prompt with its trajectories. `version` counts the trainer's updates of the weights.
 1. A group begins while there is capacity: the most that may run less those that do, and at most as many groups as the
-   next `max_staleness + 1` updates take, less those that were taken, wait or run (AReaL, arXiv:2505.24298, section 5.1).
+   next `max_staleness + 1` updates take, less those that were taken, wait or run (as AReaL's, arXiv:2505.24298, 5.1).
 2. A group that ended waits until it is taken. One that is filtered out or failed leaves the counts, and another may
    begin in its place.
 3. A batch is taken, the oldest groups first. A group's age is the version at that moment, which is the one that the
@@ -79,7 +79,9 @@ class Admission:
     @property
     def is_ready(self) -> bool:
         """Whether a batch may be taken."""
-        if self.too_old is TooOld.wait and any(self.age(begun) >= self.max_staleness for begun in self.running.values()):
+        if self.too_old is TooOld.wait and any(
+            self.age(begun) >= self.max_staleness for begun in self.running.values()
+        ):
             return False
         return len(self.waiting) >= self.batch
 

@@ -122,6 +122,7 @@ def _train(
                             critics=processes.critics,
                             engines=processes.engines,
                             stage=stage,
+                            checkpoint=checkpoint,
                             trackers=trackers,
                             progress=progress,
                             state=state,

@@ -10,6 +10,7 @@ Nothing is kept for the next step but the position in the data and the results o
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +35,9 @@ class StepRollout:
     kept: list[Trajectory] = field(default_factory=list)
     """Those that the learner gets"""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the refill, if there may be one"""
+    """Of the refill, if there may be one, or of the rollout service"""
+    seconds: float = 0.0
+    """In which it was sampled"""
 
 
 class StepSampler:
@@ -62,6 +65,12 @@ class StepSampler:
 
     def rollout(self, step: int, check_cancelled: Callable[[], None]) -> StepRollout:
         """The rollouts of a step; raises as RolloutStage.rollout."""
+        start = time.monotonic()
+        batch = self._sampled(step, check_cancelled)
+        batch.seconds = time.monotonic() - start
+        return batch
+
+    def _sampled(self, step: int, check_cancelled: Callable[[], None]) -> StepRollout:
         label, wanted = f"step_{step:06d}", self._recipe.rollout.prompts_per_step
         if self._settings.refill is RefillMode.off:
             sampled = self._stage.rollout(self._data.take(wanted), label=label, check_cancelled=check_cancelled)

@@ -9,6 +9,7 @@ from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.token_advantages import has_token_advantages
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.packing import (
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -136,10 +137,17 @@ class Learner:
             RunError: too far.
         """
         reports = [self._reports[number] for number in sorted(self._reports)]
-        metrics = mismatch_metrics([report for of_update in reports for report in of_update])
+        is_sync = self._recipe.rollout.mode is RolloutMode.sync
+        version = None if is_sync else self._state.weight_version
+        metrics = mismatch_metrics([report for of_update in reports for report in of_update], version)
         step.record({**metrics, "policy/entropy": entropy_mean(reports)})
-        limit, found = self._recipe.algorithm.max_logprob_mismatch, metrics["mismatch/logprob_abs_mean"]
-        if enforce_limit and not found <= limit:
+        if enforce_limit and (found := metrics.get("mismatch/logprob_abs_mean")) is not None:
+            self.limit_mismatch(step, found)
+
+    def limit_mismatch(self, step: Step, found: float) -> None:
+        """Raises RunError if the log-probs of trainer and engines, of the same weights, differ too much."""
+        limit = self._recipe.algorithm.max_logprob_mismatch
+        if not found <= limit:
             raise RunError(
                 f"step {step.number}: trainer and engines disagree by {found:.2e} per token on average; "
                 f"algorithm.max_logprob_mismatch is {limit:.2e}"

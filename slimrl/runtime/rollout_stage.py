@@ -37,6 +37,7 @@ from slimrl.rollout.loop_lag import LoopLag
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.loop_thread import LoopThread
 from slimrl.runtime.workers.pool import EpisodeWorkers
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class RolloutStage:
         flush_caches: Callable[[], None],
         teacher: Teacher | None = None,
         workers: EpisodeWorkers | None = None,
+        loop: asyncio.Runner | LoopThread | None = None,
     ) -> None:
         """
         Args:
@@ -71,6 +73,7 @@ class RolloutStage:
                 engines of a resumed run have not seen the earlier prompts.
             teacher: scores the trajectories of a rollout, but not those of an evaluation.
             workers: run the episodes instead of this event loop; started and closed with the stage.
+            loop: of the episodes; None for one that runs only while a rollout does.
         """
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
@@ -84,7 +87,7 @@ class RolloutStage:
         self._lag = LoopLag()
         self._services = RewardServices(task.rewards.parts, timeout_s=recipe.reward.startup_timeout_s)
         self._service_tasks: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.Runner()
+        self._loop = asyncio.Runner() if loop is None else loop
         self._opened = AsyncExitStack()
         """Closes what was started, the last one first, each whatever becomes of the others"""
 
@@ -162,6 +165,55 @@ class RolloutStage:
             sampling = self._recipe.rollout.eval_sampling
             self._collect(f"evaluation {name}", left, sampling, on_done=keep, num_done=len(planned) - len(left))
         return items.of(keys)
+
+    def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine on the episodes' event loop."""
+        return self._loop.run(coroutine)
+
+    def check(self) -> None:
+        """Raises StageError if an engine ended that the episodes need."""
+        self._watch()
+
+    def take_lags(self) -> list[float]:
+        """Seconds by which the event loops were late since the last call; see LoopLag."""
+        return [*self._lag.take(), *(() if self._workers is None else self._workers.take_lags())]
+
+    async def run_group(
+        self,
+        prompt: Prompt,
+        trajectory_ids: Sequence[str],
+        done: dict[str, Trajectory],
+        slots: asyncio.Semaphore,
+        on_slot: Callable[[], None],
+    ) -> None:
+        """Run the episodes of a group to train on, until all of them are scored.
+
+        Args:
+            trajectory_ids: unique in the run.
+            done: scored trajectories by their ids, which do not run again; gets the others as they end.
+            slots: of all trajectories that may run at a time.
+            on_slot: called when a slot becomes free.
+        """
+        self._lag.resume()
+
+        async def run(trajectory_id: str) -> None:
+            async with slots:
+                trajectory = await self._episode(trajectory_id, prompt, self._recipe.rollout.sampling)
+            on_slot()
+            if self._teacher is not None:
+                await _score_by(self._teacher, trajectory, self.scoring)
+            done[trajectory_id] = trajectory
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for trajectory_id in trajectory_ids:
+                    if trajectory_id not in done:
+                        group.create_task(run(trajectory_id))
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
+        if self._task.rewards.group:
+            await self._score_group([done[trajectory_id] for trajectory_id in trajectory_ids], prompt)
 
     def _collect(
         self,
@@ -258,7 +310,7 @@ class RolloutStage:
             raise first from first.__cause__
         finally:
             self._lag.pause()
-            self.lags_s += [*self._lag.take(), *(() if self._workers is None else self._workers.take_lags())]
+            self.lags_s += self.take_lags()
         if teacher is not None:
             self.scoring.tail_s += time.monotonic() - last_end
         return [task.result() for task in tasks]

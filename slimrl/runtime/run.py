@@ -1,10 +1,12 @@
 """What all training runs share: numbered steps, their metrics, checkpoints, the final export."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.mixture import DataOrder
 from slimrl.observability.progress import Progress
@@ -73,10 +75,13 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Save a complete checkpoint, or none."""
-        groups = [group for group in (self.trainers, self.critics) if group is not None]
-        writers = {group.role: group.save_checkpoint for group in groups}
-        self._checkpoints.save(self.state, self.recipe.checkpoint.keep, writers)
+        self._checkpoints.save(self.state, self.recipe.checkpoint.keep, self._writers())
         self.folder.note_checkpoint(self.state.step)
+
+    def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
+        """Of each part of a checkpoint, by the name of its folder, what writes it; see CheckpointFolder.save."""
+        groups = [group for group in (self.trainers, self.critics) if group is not None]
+        return {group.role: group.save_checkpoint for group in groups}
 
     def finish(self) -> None:
         """Export the model, or only save a checkpoint if the run was preempted."""

@@ -19,6 +19,7 @@ from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
 from slimrl.ipc.stale_files import clean_stale_segments
 from slimrl.models.hf_config import read_hf_config
@@ -42,6 +43,7 @@ from slimrl.runtime.cluster.processes import Processes, start_processes
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
 from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 from slimrl.runtime.cluster.sandbox_nodes import NodeSandboxes
+from slimrl.runtime.loop_thread import LoopThread
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.versions_folder import versions_folder
@@ -265,6 +267,7 @@ def rollout_stage(
         flush_caches=engines.flush_caches,
         teacher=_teacher(recipe, teachers, vocab_size),
         workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
+        loop=None if recipe.rollout.mode is RolloutMode.sync else LoopThread(),
     )
 
 

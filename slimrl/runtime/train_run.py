@@ -1,9 +1,13 @@
 """A run of `slimrl train`: it adds engines, rollouts, evaluations and the resync."""
 
-import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
+from slimrl.checkpoints.digests import FileDigest
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.evaluation.estimates import eval_metrics
@@ -16,15 +20,20 @@ from slimrl.rollout.loop_lag import loop_lag_metrics
 from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_metrics
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.engine_group import EngineGroup
+from slimrl.runtime.cluster.errors import StepDropped
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.dynamic_sampling import StepSampler
 from slimrl.runtime.group_filters import GroupFilters
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.reward_watch import RewardWatch
+from slimrl.runtime.rollout_service import RolloutService
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.run import Run
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.weight_sync import WeightSync
+
+ROLLOUT_PART = "rollout"
+"""Folder of a checkpoint with the groups of the rollout service"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,16 +44,25 @@ class TrainRun(Run):
     task: Task
     engines: EngineGroup
     stage: RolloutStage
+    checkpoint: Path | None = None
+    """That the run continues from"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        filters = GroupFilters(self.recipe.reward.group_filters, self.task.group_filters)
+        prompts = list(chain(*self.task.train.values()))
+        self._service = (
+            None
+            if self.recipe.rollout.mode is RolloutMode.sync
+            else RolloutService(self.recipe, self.data, prompts, self.stage, filters)
+        )
         self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)
         self._sampler = StepSampler(
             self.recipe,
             self.data,
-            list(chain(*self.task.train.values())),
+            prompts,
             self.stage,
-            GroupFilters(self.recipe.reward.group_filters, self.task.group_filters),
+            filters,
             self.state.prompt_results,
         )
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
@@ -70,6 +88,9 @@ class TrainRun(Run):
             self.state.unwritten = {}
         if self.evaluation_is_due():
             self.evaluate()
+        if self._service is not None:
+            saved = None if self.checkpoint is None else self.checkpoint / ROLLOUT_PART
+            self._service.start(self.state.weight_version, saved)
 
     def rollout(self, step: Step) -> list[Trajectory]:
         """Scored trajectories of the next prompts, and of those that replace prompts without a signal.
@@ -78,12 +99,13 @@ class TrainRun(Run):
             RunError: too many trajectories failed.
             StepDropped: the run was preempted and the grace period is over.
         """
-        start = time.monotonic()
-        batch = self._sampler.rollout(step.number, self.preemption.check)
-        seconds = time.monotonic() - start
-        step.record({**rollout_metrics(batch.sampled, seconds), **batch.metrics})
+        if self._service is None:
+            batch, lags_s = self._sampler.rollout(step.number, self.preemption.check), self.stage.lags_s
+        else:
+            batch, lags_s = self._service.take(self._check_wait), self.stage.take_lags()
+        step.record({**rollout_metrics(batch.sampled, batch.seconds), **batch.metrics})
         step.record(environment_metrics(batch.sampled))
-        step.record(loop_lag_metrics(self.stage.lags_s))
+        step.record(loop_lag_metrics(lags_s))
         step.record(self._reward_watch.metrics(batch.sampled))
         step.record(teacher_metrics(batch.sampled, self.stage.scoring))
         if len(self.task.train) > 1:
@@ -95,9 +117,14 @@ class TrainRun(Run):
         return batch.kept
 
     def resync(self, step: Step) -> None:
-        """Send the weights as the next version."""
+        """Send the weights as the next version, with rollouts beside it or when they have ended, as the mode says."""
+        if self._service is not None:
+            with step.timed("drain"):
+                self._service.before_resync(self.stage.check)
         self.state.weight_version += 1
         self._send_weights(step)
+        if self._service is not None:
+            self._service.advance(self.state.weight_version)
 
     def evaluation_is_due(self) -> bool:
         return bool(self.state.unwritten)
@@ -109,13 +136,33 @@ class TrainRun(Run):
             RunError: too many trajectories failed.
         """
         step = Step(self.state.step, self.state.unwritten)
-        with step.timed("eval"):
+        with step.timed("eval"), self._rollouts_held():
             for name, prompts in self.task.eval_sets.items():
                 items = self.stage.evaluate(name, prompts, label=f"eval_{step.number:06d}")
                 step.record(eval_metrics(items, self.recipe.eval))
                 shown = [item for item in items if item.sample == 0][: self.recipe.tracking.trajectories_per_step]
                 write_items(self.folder.eval_sample_file(step.number, name), shown)
         self._write(step)
+
+    def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
+        of_rollout = {} if self._service is None else {ROLLOUT_PART: self._service.save}
+        return super()._writers() | of_rollout
+
+    @contextmanager
+    def _rollouts_held(self) -> Iterator[None]:
+        """No group of the rollout service begins meanwhile."""
+        if self._service is None:
+            yield
+            return
+        self._service.hold(True)
+        yield
+        self._service.hold(False)
+
+    def _check_wait(self) -> None:
+        """While the trainer waits for a batch: nothing that is finished is lost if the run ends here."""
+        self.stage.check()
+        if self.preemption.asked:
+            raise StepDropped
 
     def save_checkpoint(self) -> None:
         self._memory.enter(MemoryPhase.save)

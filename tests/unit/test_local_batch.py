@@ -26,6 +26,7 @@ def micro_batch() -> MicroBatch:
         tokens=tokens + 100, targets=tokens + 101, mask=tokens % 3 == 0, padding=tokens >= 20, position_ids=tokens % 8,
         cu_seqlens=np.array([0, 8, 24], np.int32), trajectory_ids=tokens // 12,
         rollout_logprobs=-tokens.astype(np.float32), trajectories=np.array([5, 3]), num_sampled=np.array([4, 2]),
+        weight_versions=tokens.astype(np.int32),
         advantages=np.array([0.5, -0.5], np.float32), remote={"policy": np.array([0.25, 0.75], np.float32)},
         sequences=np.array([0, 2]),
         added={"old_logprobs": -2 * tokens.astype(np.float32)},

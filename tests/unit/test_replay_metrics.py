@@ -25,7 +25,11 @@ def test_the_gap_is_measured_at_the_first_step_and_every_so_many_after_it():
 
 
 def report(engine: float, trainer: float, routing=None) -> LogProbReport:
-    logprobs = {"logprobs_S": np.float32([trainer] * 2), "rollout_logprobs_S": np.float32([engine] * 2)}
+    logprobs = {
+        "logprobs_S": np.float32([trainer] * 2),
+        "rollout_logprobs_S": np.float32([engine] * 2),
+        "weight_versions_S": np.int32([0] * 2),
+    }
     return LogProbReport(**logprobs, entropy_sum=0.0, routing=routing)
 
 

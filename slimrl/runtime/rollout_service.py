@@ -1,0 +1,327 @@
+"""The rollout beside the training: groups begin all the time, and the trainer takes them in batches.
+
+1. Its groups run on the stage's event loop, which has a thread of its own. Admission (rollout/admission.py) says when
+   one may begin; a free slot for a trajectory says when the engines have room for it.
+2. A group ends when all its trajectories are scored. One without a signal is left out where the recipe refills
+   (docs/credit.md), and one without a trajectory to train on always.
+3. The trainer takes the oldest groups. The weights change while others run, or with `one_step_off` when all have ended.
+4. `save` keeps the groups that wait and the ended trajectories of those that run, whose others a resumed run samples
+   again.
+
+All state is the event loop's; the driver's thread calls `run` of the loop.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimrl.algorithms.selection import select
+from slimrl.algorithms.shaping import shape_rewards
+from slimrl.checkpoints.digests import FileDigest, file_digest
+from slimrl.config.schema.credit import RefillMode
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
+from slimrl.data.mixture import DataOrder
+from slimrl.data.trajectory import Prompt, Status, Trajectory, from_json, to_json
+from slimrl.rollout.admission import Admission
+from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.dynamic_sampling import StepRollout
+from slimrl.runtime.rollout_stage import RolloutStage
+
+POLL_S = 1.0
+"""Between two checks that engines are alive and the run goes on, while the driver waits."""
+GROUPS_FILE, STATE_FILE = "groups.jsonl", "admission.json"
+
+LOST = ("filtered", "failed", "dropped")
+"""Ways in which groups leave that are not trained on"""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Group:
+    """A prompt and its trajectories."""
+
+    number: int
+    prompt: Prompt
+    ids: list[str]
+    done: dict[str, Trajectory] = field(default_factory=dict)
+    """Scored trajectories by their ids"""
+    begun: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    """How long it ran, once it has ended"""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [self.done[trajectory_id] for trajectory_id in self.ids]
+
+
+class RolloutService:
+    """Runs groups from `start` until the stage is closed."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: DataOrder[Prompt],
+        prompts: Sequence[Prompt],
+        stage: RolloutStage,
+        keeps: Callable[[list[Trajectory]], bool],
+    ) -> None:
+        """
+        Args:
+            prompts: all prompts of the training data, among which are those of saved groups.
+            keeps: the task's group filters.
+        """
+        self._recipe, self._data, self._stage, self._keeps = recipe, data, stage, keeps
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        rollout = recipe.rollout
+        most = rollout.max_concurrency_per_engine * rollout.num_engines
+        self.admission = Admission(
+            batch=rollout.prompts_per_step,
+            max_running=most,
+            max_staleness=rollout.max_staleness if rollout.mode is RolloutMode.async_ else 1,
+            too_old=rollout.too_old,
+        )
+        self._slots = asyncio.Semaphore(most)
+        self._groups: dict[int, Group] = {}
+        """Running and waiting ones"""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._held = False
+        self._fault: BaseException | None = None
+        self._versions: dict[int, int] = {}
+        """By the version of the engines' weights, the updates that made it"""
+        self._ended: list[Group] = []
+        """Since the last batch, however they ended"""
+        self._counted: dict[str, int] = {}
+        """Admission's counts at the last batch"""
+        self._last_take = time.monotonic()
+
+    def start(self, weight_version: int, saved: Path | None) -> None:
+        """Begin with groups; call it when the engines serve their first weights.
+
+        Args:
+            saved: folder of `save` in the checkpoint that the run continues from.
+
+        Raises:
+            ValueError: the saved groups do not fit the data.
+        """
+        if saved is not None:
+            self._restore(saved)
+        self._versions[weight_version] = self.admission.version
+        self._counted = self.admission.counts
+        self._stage.run(self._start())
+
+    async def _start(self) -> None:
+        for number in self.admission.running:
+            self._run(self._groups[number])
+        self._serving = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        """Begin groups while there is room for them."""
+        try:
+            while True:
+                self._changed.clear()
+                while not self._held and self.admission.capacity and not self._slots.locked():
+                    self._begin()
+                    # Its first trajectories take their slots.
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                await self._changed.wait()
+        except Exception as error:
+            self._fault = error
+            raise
+
+    def _begin(self) -> None:
+        [prompt] = self._data.take(1)
+        number = self.admission.begin()
+        ids = [f"group_{number:08d}/{sample:03d}" for sample in range(self._recipe.rollout.samples_per_prompt)]
+        self._groups[number] = Group(number=number, prompt=prompt, ids=ids)
+        self._run(self._groups[number])
+
+    def _run(self, group: Group) -> None:
+        async def run() -> None:
+            try:
+                await self._stage.run_group(group.prompt, group.ids, group.done, self._slots, self._changed.set)
+                self._end(group)
+            except Exception as error:  # noqa: BLE001 - a fault of ours, which the driver raises
+                self._fault = error
+            finally:
+                self._tasks.pop(group.number, None)
+                self._changed.set()
+
+        self._tasks[group.number] = asyncio.create_task(run())
+
+    def _end(self, group: Group) -> None:
+        group.seconds = time.monotonic() - group.begun
+        trajectories = group.trajectories
+        shape_rewards(trajectories, self._recipe.algorithm)
+        self._ended.append(group)
+        if all(t.status is Status.failed for t in trajectories):
+            self._leave(group, "failed")
+        elif self._recipe.algorithm.dynamic_sampling.refill is not RefillMode.off and not self._has_signal(group):
+            self._leave(group, "filtered")
+        else:
+            self.admission.finish(group.number, self._lowest(trajectories))
+
+    def _leave(self, group: Group, end: str) -> None:
+        self.admission.leave(group.number, end)
+        del self._groups[group.number]
+
+    def _has_signal(self, group: Group) -> bool:
+        step = self.admission.version + 1
+        return bool(select(group.trajectories, self._recipe.algorithm, self._keeps, step=step).trajectories)
+
+    def _updates_of(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
+        """int64 [sampled tokens], how many updates had made the weights that sampled each."""
+        versions = [s.weight_versions[s.loss_mask] for t in trajectories for s in t.segments]
+        found, inverse = np.unique(np.concatenate([np.zeros(0, np.int32), *versions]), return_inverse=True)
+        # Engines may serve the next update's weights a moment before `advance`.
+        newest = self.admission.version + 1
+        return np.array([self._versions.get(int(version), newest) for version in found], np.int64)[inverse]
+
+    def _lowest(self, trajectories: Sequence[Trajectory]) -> int:
+        return int(self._updates_of(trajectories).min(initial=self.admission.version))
+
+    def take(self, check: Callable[[], None]) -> StepRollout:
+        """The next batch, as soon as there is one.
+
+        Args:
+            check: called every second; an exception that it raises ends the wait, and nothing is taken.
+
+        Raises:
+            RunError: too many of the trajectories that ended since the last batch failed.
+        """
+        start = time.monotonic()
+        while (batch := self._stage.run(self._take())) is None:
+            check()
+        self._refuse_failures(batch)
+        seconds = time.monotonic() - start
+        groups, counts = batch
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        now = time.monotonic()
+        metrics = {
+            **self._ages(groups),
+            **{f"async/{name}_groups": counts[name] for name in ("running", "waiting")},
+            **{
+                f"async/{name}_groups": counts[name] - self._counted[name] for name in ("filtered", "failed", "dropped")
+            },
+            "async/wait_s": seconds,
+            "async/group_s_max": max(group.seconds for group in groups),
+        }
+        self._counted = counts
+        interval, self._last_take = now - self._last_take, now
+        return StepRollout(sampled=trajectories, kept=trajectories, metrics=metrics, seconds=interval)
+
+    async def _take(self) -> tuple[list[Group], dict[str, int]] | None:
+        """A batch, or None if there is none within POLL_S."""
+        deadline = time.monotonic() + POLL_S
+        while not self.admission.is_ready:
+            if self._fault is not None:
+                raise self._fault
+            if (left := deadline - time.monotonic()) <= 0:
+                return None
+            await asyncio.sleep(min(left, 0.02))
+        groups = [self._groups.pop(number) for number in self.admission.take()]
+        self._changed.set()
+        return groups, self.admission.counts
+
+    def _refuse_failures(self, batch: tuple[list[Group], dict[str, int]]) -> None:
+        ended, self._ended = self._ended, []
+        trajectories = [t for group in ended for t in group.trajectories]
+        failed = [t for t in trajectories if t.status in (Status.failed, Status.aborted)]
+        limit = self._recipe.rollout.max_failed_fraction
+        if len(failed) > limit * len(trajectories):
+            causes = sorted({str(t.metadata.get("error")) for t in failed})
+            raise RunError(
+                f"{len(failed)} of the {len(trajectories)} trajectories that ended since the last batch failed or were "
+                f"aborted, more than rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
+            )
+
+    def _ages(self, groups: Sequence[Group]) -> dict[str, float]:
+        ages = [self.admission.age(self._lowest(group.trajectories)) for group in groups]
+        of_tokens = self.admission.version - self._updates_of([t for group in groups for t in group.trajectories])
+        return {
+            "async/age_mean": float(np.mean(ages)),
+            "async/age_max": float(max(ages)),
+            "async/current_token_fraction": float(np.mean(of_tokens <= 0)) if len(of_tokens) else 0.0,
+        }
+
+    def before_resync(self, check: Callable[[], None]) -> None:
+        """With `one_step_off`, wait until no group runs."""
+        if self._recipe.rollout.mode is not RolloutMode.one_step_off:
+            return
+        while not self._stage.run(self._is_drained()):
+            check()
+
+    async def _is_drained(self) -> bool:
+        if self._fault is not None:
+            raise self._fault
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=POLL_S)
+        return not self._tasks and not (self.admission.capacity and not self._held)
+
+    def advance(self, weight_version: int) -> None:
+        """The engines serve the next update's weights, as this version."""
+        self._stage.run(self._advance(weight_version))
+
+    async def _advance(self, weight_version: int) -> None:
+        self._versions[weight_version] = self.admission.version + 1
+        for number in self.admission.advance():
+            group = self._groups.pop(number)
+            if (task := self._tasks.get(number)) is not None:
+                task.cancel()
+            log.info("group %d of %s is too old and dropped", number, group.prompt.prompt_id)
+        self._changed.set()
+
+    def hold(self, held: bool) -> None:
+        """Whether no group may begin; those that run go on."""
+        self._held = held
+        self._stage.run(self._wake())
+
+    async def _wake(self) -> None:
+        self._changed.set()
+
+    def save(self, folder: Path) -> Mapping[str, FileDigest]:
+        """Write what a resumed run continues from, and return the files' checksums."""
+        self._stage.run(self._save(folder))
+        return {name: file_digest(folder / name) for name in (GROUPS_FILE, STATE_FILE)}
+
+    async def _save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        state = {
+            "admission": self.admission.state(),
+            "versions": list(self._versions.items()),
+            "cursor": self._data.state(),
+        }
+        with (folder / GROUPS_FILE).open("w") as file:
+            for group in self._groups.values():
+                done = [to_json(trajectory) for trajectory in group.done.values()]
+                kept = {"number": group.number, "prompt_id": group.prompt.prompt_id, "ids": group.ids, "done": done}
+                file.write(json.dumps(kept) + "\n")
+        (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
+
+    def _restore(self, folder: Path) -> None:
+        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        self.admission.restore(state["admission"])
+        self._versions = dict(state["versions"])
+        self._data.restore(state["cursor"])
+        for line in (folder / GROUPS_FILE).read_text().splitlines():
+            value = json.loads(line)
+            prompt = self._prompts.get(value["prompt_id"])
+            if prompt is None:
+                raise ValueError(f"{folder}: prompt {value['prompt_id']} of a saved group is not in the data any more")
+            done = [from_json(one) for one in value["done"]]
+            self._groups[value["number"]] = Group(
+                number=value["number"],
+                prompt=prompt,
+                ids=value["ids"],
+                done={trajectory.trajectory_id: trajectory for trajectory in done},
+            )
