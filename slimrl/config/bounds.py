@@ -37,6 +37,7 @@ _NOT_NEGATIVE = (
     "rollout.max_staleness",
     "teacher.max_replacements",
     "algorithm.replay_gap_every_steps",
+    "algorithm.score_every_steps",
     "reward.retries",
     "eval.every_steps",
     "checkpoint.every_steps",

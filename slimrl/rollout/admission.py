@@ -2,7 +2,8 @@
 
 A group is a prompt with its trajectories. `version` counts the trainer's updates of the weights.
 1. A group begins while there is capacity: the most that may run less those that do, and at most as many groups as the
-   next `max_staleness + 1` updates take, less those that were taken, wait or run (as AReaL's, arXiv:2505.24298, 5.1).
+   next `max_staleness + 1` updates of the run take, less those that were taken, wait or run (as in AReaL,
+   arXiv:2505.24298, section 5.1).
 2. A group that ended waits until it is taken. One that is filtered out or failed leaves the counts, and another may
    begin in its place.
 3. A batch is taken, the oldest groups first. A group's age is the version at that moment, which is the one that the
@@ -32,6 +33,8 @@ class Admission:
     max_running: int
     max_staleness: int
     too_old: TooOld
+    last_version: int
+    """At which the run ends"""
     version: int = 0
     begun: int = 0
     running: dict[int, int] = field(default_factory=dict)
@@ -45,7 +48,8 @@ class Admission:
     def capacity(self) -> int:
         """How many groups may begin now."""
         present = len(self.running) + len(self.waiting)
-        ahead = (self.max_staleness + self.version + 1) * self.batch - self.ended["taken"] - present
+        updates = min(self.max_staleness + self.version + 1, self.last_version)
+        ahead = updates * self.batch - self.ended["taken"] - present
         return max(0, min(self.max_running - len(self.running), ahead))
 
     @property
@@ -110,6 +114,11 @@ class Admission:
     def age(self, lowest: int) -> int:
         """Of a group, at an update that starts from the present version."""
         return max(0, self.version - lowest)
+
+    def skip(self, version: int) -> None:
+        """Begin at this version, as if each update before had taken its groups."""
+        self.version, self.begun = version, version * self.batch
+        self.ended["taken"] = self.begun
 
     def state(self) -> dict[str, Any]:
         """For `restore`."""

@@ -1,6 +1,6 @@
 """From scored trajectories to optimizer updates: selection, what the updates need of the old policy, training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slimrl.algorithms.mismatch import LogProbReport, entropy_mean, mismatch_metrics
 from slimrl.algorithms.objective import denominator, loss_function
@@ -141,13 +141,13 @@ class Learner:
         version = None if is_sync else self._state.weight_version
         metrics = mismatch_metrics([report for of_update in reports for report in of_update], version)
         step.record({**metrics, "policy/entropy": entropy_mean(reports)})
-        if enforce_limit and (found := metrics.get("mismatch/logprob_abs_mean")) is not None:
-            self.limit_mismatch(step, found)
+        if enforce_limit:
+            self.limit_mismatch(step, metrics)
 
-    def limit_mismatch(self, step: Step, found: float) -> None:
+    def limit_mismatch(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Raises RunError if the log-probs of trainer and engines, of the same weights, differ too much."""
-        limit = self._recipe.algorithm.max_logprob_mismatch
-        if not found <= limit:
+        limit, found = self._recipe.algorithm.max_logprob_mismatch, metrics.get("mismatch/logprob_abs_mean")
+        if found is not None and not found <= limit:
             raise RunError(
                 f"step {step.number}: trainer and engines disagree by {found:.2e} per token on average; "
                 f"algorithm.max_logprob_mismatch is {limit:.2e}"

@@ -88,6 +88,7 @@ class RolloutService:
             max_running=most,
             max_staleness=rollout.max_staleness if rollout.mode is RolloutMode.async_ else 1,
             too_old=rollout.too_old,
+            last_version=recipe.steps,
         )
         self._slots = asyncio.Semaphore(most)
         self._groups: dict[int, Group] = {}
@@ -104,16 +105,19 @@ class RolloutService:
         """Admission's counts at the last batch"""
         self._last_take = time.monotonic()
 
-    def start(self, weight_version: int, saved: Path | None) -> None:
+    def start(self, step: int, weight_version: int, saved: Path | None) -> None:
         """Begin with groups; call it when the engines serve their first weights.
 
         Args:
+            step: steps completed.
             saved: folder of `save` in the checkpoint that the run continues from.
 
         Raises:
             ValueError: the saved groups do not fit the data.
         """
-        if saved is not None:
+        if saved is None:
+            self.admission.skip(step)
+        else:
             self._restore(saved)
         self._versions[weight_version] = self.admission.version
         self._counted = self.admission.counts

@@ -22,7 +22,7 @@ from slimrl.algorithms.turn_states import observed_states
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
-from slimrl.data.engine import Engine, EngineError
+from slimrl.data.engine import Engine, EngineError, Scorer
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
@@ -63,6 +63,7 @@ class RolloutStage:
         teacher: Teacher | None = None,
         workers: EpisodeWorkers | None = None,
         loop: asyncio.Runner | LoopThread | None = None,
+        scorers: Sequence[Scorer] = (),
     ) -> None:
         """
         Args:
@@ -74,12 +75,13 @@ class RolloutStage:
             teacher: scores the trajectories of a rollout, but not those of an evaluation.
             workers: run the episodes instead of this event loop; started and closed with the stage.
             loop: of the episodes; None for one that runs only while a rollout does.
+            scorers: clients of the engines, one of each; closed with the stage.
         """
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
         self._workers = workers
         self._episodes = workers or task.episode_runner(recipe, engine)
-        self._teacher = teacher
+        self._teacher, self.scorers = teacher, scorers
         self.scoring = ScoringTimes()
         """Of the last rollout, and of those before it that it refills."""
         self.lags_s: list[float] = []
@@ -318,7 +320,8 @@ class RolloutStage:
     async def _start(self) -> None:
         if self._teacher is not None:
             self._opened.push_async_callback(self._teacher.aclose)
-        self._opened.push_async_callback(self._engine.aclose)
+        for client in (self._engine, *self.scorers):
+            self._opened.push_async_callback(client.aclose)
         self._opened.push_async_callback(self._task.sandbox.close)
         try:
             self._opened.push_async_callback(self._services.close)

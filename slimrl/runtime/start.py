@@ -268,6 +268,7 @@ def rollout_stage(
         teacher=_teacher(recipe, teachers, vocab_size),
         workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
         loop=None if recipe.rollout.mode is RolloutMode.sync else LoopThread(),
+        scorers=[SglangEngine(address.url, vocab_size=vocab_size) for address in engines.addresses],
     )
 
 

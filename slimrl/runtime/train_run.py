@@ -29,6 +29,7 @@ from slimrl.runtime.reward_watch import RewardWatch
 from slimrl.runtime.rollout_service import RolloutService
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.run import Run
+from slimrl.runtime.score_check import ScoreCheck
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.weight_sync import WeightSync
 
@@ -57,6 +58,7 @@ class TrainRun(Run):
             else RolloutService(self.recipe, self.data, prompts, self.stage, filters)
         )
         self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)
+        self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers, self.stage.scorers)
         self._sampler = StepSampler(
             self.recipe,
             self.data,
@@ -89,8 +91,9 @@ class TrainRun(Run):
         if self.evaluation_is_due():
             self.evaluate()
         if self._service is not None:
-            saved = None if self.checkpoint is None else self.checkpoint / ROLLOUT_PART
-            self._service.start(self.state.weight_version, saved)
+            self._service.start(self.state.step, self.state.weight_version, self._saved_rollout)
+        elif self._saved_rollout is not None:
+            self.progress.say("rollout.mode sync: the groups that the run had sampled ahead are left out")
 
     def rollout(self, step: Step) -> list[Trajectory]:
         """Scored trajectories of the next prompts, and of those that replace prompts without a signal.
@@ -103,6 +106,10 @@ class TrainRun(Run):
             batch, lags_s = self._sampler.rollout(step.number, self.preemption.check), self.stage.lags_s
         else:
             batch, lags_s = self._service.take(self._check_wait), self.stage.take_lags()
+            if batch.metrics["async/current_token_fraction"] == 0 and self._score_check.is_due(step.number):
+                metrics = self._score_check.measure(step.number, batch.kept)
+                step.record(metrics)
+                self.learner.limit_mismatch(step, metrics)
         step.record({**rollout_metrics(batch.sampled, batch.seconds), **batch.metrics})
         step.record(environment_metrics(batch.sampled))
         step.record(loop_lag_metrics(lags_s))
@@ -147,6 +154,12 @@ class TrainRun(Run):
     def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
         of_rollout = {} if self._service is None else {ROLLOUT_PART: self._service.save}
         return super()._writers() | of_rollout
+
+    @property
+    def _saved_rollout(self) -> Path | None:
+        """Of the rollout service, in the checkpoint that the run continues from."""
+        folder = None if self.checkpoint is None else self.checkpoint / ROLLOUT_PART
+        return folder if folder is not None and folder.is_dir() else None
 
     @contextmanager
     def _rollouts_held(self) -> Iterator[None]:

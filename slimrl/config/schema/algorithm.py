@@ -239,6 +239,9 @@ class AlgorithmConfig:
     """Treatment of a trajectory that reached its maximum length or number of turns."""
     max_logprob_mismatch: float = MISSING
     """The run stops above this mismatch/logprob_abs_mean; 1e-4 suits fp32, 0.05 bf16."""
+    score_every_steps: int = 10
+    """With `rollout.mode` other than `sync`, steps between measurements of mismatch/* where none of a step's tokens is
+    of the trainer's present weights: engines score some of its trajectories. 0 for none."""
     routing_replay: RoutingReplay = RoutingReplay.off
     """Experts that the trainer takes; `rollout` needs `rollout.routed_experts`. docs/models.md says more."""
     replay_gap_every_steps: int = 10

@@ -1,0 +1,85 @@
+"""The engines' log-probs against the trainer's where no token of a step is of the trainer's present weights.
+
+An engine scores a few of the step's trajectories under the present weights, and the trainer computes the same
+log-probs, before the step changes its weights.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from slimrl.algorithms.mismatch import LogProbReport, mismatch_metrics
+from slimrl.config.schema.recipe import Recipe
+from slimrl.data.engine import EngineError, Scorer, ScoreRequest
+from slimrl.data.packing import OLD_LOGPROBS, pack_for
+from slimrl.data.trajectory import Segment, Trajectory
+from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.cluster.trainer_group import TrainerGroup
+from slimrl.runtime.rollout_stage import RolloutStage
+
+NUM_SCORED = 8
+"""Segments; the first sampled ones of the step's trajectories"""
+
+
+class ScoreCheck:
+    """Measures at the first step that has no token of the present weights, and then every so many steps."""
+
+    def __init__(self, recipe: Recipe, stage: RolloutStage, trainers: TrainerGroup, scorers: Sequence[Scorer]) -> None:
+        """
+        Args:
+            scorers: clients of the engines, for the stage's event loop.
+        """
+        self._recipe, self._stage, self._trainers, self._scorers = recipe, stage, trainers, scorers
+        self._last: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        every = self._recipe.algorithm.score_every_steps
+        return every > 0 and (self._last is None or step - self._last >= every)
+
+    def measure(self, step: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """The metrics `mismatch/`; empty if no trajectory has a sampled token.
+
+        Raises:
+            RunError: an engine did not score.
+        """
+        found = [one for t in trajectories for one in t.segments if one.loss_mask[1:].any()]
+        if not found:
+            return {}
+        self._last = step
+        scored = self._stage.run(self._scored(found[:NUM_SCORED]))
+        return mismatch_metrics(self._reports(scored))
+
+    async def _scored(self, segments: Sequence[Segment]) -> list[Segment]:
+        """The segments with the engines' present log-probs, one engine after another."""
+        requests = enumerate(segments)
+        try:
+            return list(await asyncio.gather(*(self._score(number, segment) for number, segment in requests)))
+        except EngineError as error:
+            raise RunError(f"the engines' log-probs under the present weights: {error}") from error
+
+    async def _score(self, number: int, segment: Segment) -> Segment:
+        start = int(np.flatnonzero(segment.loss_mask[1:])[0]) + 1
+        request = ScoreRequest(
+            session_id=f"score/{number}",
+            tokens=segment.tokens.tolist(),
+            start=start,
+            timeout_s=self._recipe.rollout.request_timeout_s,
+        )
+        logprobs = np.zeros(len(segment), np.float32)
+        logprobs[start:] = await self._scorers[number % len(self._scorers)].score(request)
+        return replace(segment, rollout_logprobs=np.where(segment.loss_mask, logprobs, 0))
+
+    def _reports(self, segments: Sequence[Segment]) -> list[LogProbReport]:
+        batch = pack_for(
+            self._recipe.trainer,
+            self._trainers.layout,
+            [[one] for one in segments],
+            np.zeros(len(segments), np.float32),
+        )
+        self._trainers.put_batches([batch])
+        # Engines score at temperature 1.
+        reports = self._trainers.add_logprobs(0, OLD_LOGPROBS, 1.0)
+        self._trainers.put_batches([])
+        return reports
