@@ -40,6 +40,8 @@ class RunFolder:
         """The resolved recipe; its presence marks a folder as a run folder."""
         self.provenance = self.path / "provenance.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.groups = self.path / "groups.jsonl"
+        """What became of each group of a run whose rollouts go on beside the training, and when (docs/async.md)."""
         self.curve = self.path / "curve.png"
         self.logs = self.path / "logs"
         """One file per process."""

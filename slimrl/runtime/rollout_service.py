@@ -28,6 +28,7 @@ from slimrl.checkpoints.digests import FileDigest, file_digest
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
+from slimrl.data.atomic import write_whole
 from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import Prompt, Status, Trajectory, from_json, to_json
 from slimrl.rollout.admission import Admission
@@ -54,13 +55,19 @@ class Group:
     ids: list[str]
     done: dict[str, Trajectory] = field(default_factory=dict)
     """Scored trajectories by their ids"""
-    begun: float = field(default_factory=time.monotonic)
-    seconds: float = 0.0
-    """How long it ran, once it has ended"""
+    begun: float = field(default_factory=time.time)
+    """Unix time"""
+    ended: dict[str, float] = field(default_factory=dict)
+    """Unix time at which each trajectory was scored, by its id; not those of an earlier attempt of the run"""
 
     @property
     def trajectories(self) -> list[Trajectory]:
         return [self.done[trajectory_id] for trajectory_id in self.ids]
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run."""
+        return max([time_s - self.begun for time_s in self.ended.values()], default=0.0)
 
 
 class RolloutService:
@@ -73,13 +80,15 @@ class RolloutService:
         prompts: Sequence[Prompt],
         stage: RolloutStage,
         keeps: Callable[[list[Trajectory]], bool],
+        ledger: Path,
     ) -> None:
         """
         Args:
+            ledger: file to which a line is added for each group that leaves, when the step after it has its batch.
             prompts: all prompts of the training data, among which are those of saved groups.
             keeps: the task's group filters.
         """
-        self._recipe, self._data, self._stage, self._keeps = recipe, data, stage, keeps
+        self._recipe, self._data, self._stage, self._keeps, self._ledger = recipe, data, stage, keeps, ledger
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         rollout = recipe.rollout
         most = rollout.max_concurrency_per_engine * rollout.num_engines
@@ -99,8 +108,10 @@ class RolloutService:
         self._fault: BaseException | None = None
         self._versions: dict[int, int] = {}
         """By the version of the engines' weights, the updates that made it"""
-        self._ended: list[Group] = []
-        """Since the last batch, however they ended"""
+        self._ended: list[Trajectory] = []
+        """Of groups that ended since the last batch, in whatever way"""
+        self._left: list[dict[str, Any]] = []
+        """Lines of the ledger for groups that left since the last batch"""
         self._counted: dict[str, int] = {}
         """Admission's counts at the last batch"""
         self._last_take = time.monotonic()
@@ -119,6 +130,7 @@ class RolloutService:
             self.admission.skip(step)
         else:
             self._restore(saved)
+        _keep_lines(self._ledger, step)
         self._versions[weight_version] = self.admission.version
         self._counted = self.admission.counts
         self._stage.run(self._start())
@@ -151,9 +163,14 @@ class RolloutService:
         self._run(self._groups[number])
 
     def _run(self, group: Group) -> None:
+        def keep(trajectory: Trajectory) -> None:
+            group.done[trajectory.trajectory_id] = trajectory
+            group.ended[trajectory.trajectory_id] = time.time()
+            self._changed.set()
+
         async def run() -> None:
             try:
-                await self._stage.run_group(group.prompt, group.ids, group.done, self._slots, self._changed.set)
+                await self._stage.run_group(group.prompt, group.ids, group.done, self._slots, keep)
                 self._end(group)
             except Exception as error:  # noqa: BLE001 - a fault of ours, which the driver raises
                 self._fault = error
@@ -164,10 +181,9 @@ class RolloutService:
         self._tasks[group.number] = asyncio.create_task(run())
 
     def _end(self, group: Group) -> None:
-        group.seconds = time.monotonic() - group.begun
         trajectories = group.trajectories
         shape_rewards(trajectories, self._recipe.algorithm)
-        self._ended.append(group)
+        self._ended += trajectories
         if all(t.status is Status.failed for t in trajectories):
             self._leave(group, "failed")
         elif self._recipe.algorithm.dynamic_sampling.refill is not RefillMode.off and not self._has_signal(group):
@@ -177,7 +193,22 @@ class RolloutService:
 
     def _leave(self, group: Group, end: str) -> None:
         self.admission.leave(group.number, end)
-        del self._groups[group.number]
+        self._forget(group.number, end)
+
+    def _forget(self, number: int, end: str) -> Group:
+        """A group that has left admission; its line of the ledger waits for the next step."""
+        group = self._groups.pop(number)
+        line = {
+            "group": number,
+            "prompt_id": group.prompt.prompt_id,
+            "end": end,
+            "begun": group.begun,
+            "ended": [group.ended.get(trajectory_id) for trajectory_id in group.ids],
+            "tokens": [group.done[one].num_sampled_tokens if one in group.done else None for one in group.ids],
+            "updates": [int(n) for n in np.unique(self._updates_of(list(group.done.values())))],
+        }
+        self._left.append(line)
+        return group
 
     def _has_signal(self, group: Group) -> bool:
         step = self.admission.version + 1
@@ -206,7 +237,7 @@ class RolloutService:
         start = time.monotonic()
         while (batch := self._stage.run(self._take())) is None:
             check()
-        self._refuse_failures(batch)
+        self._refuse_failures()
         seconds = time.monotonic() - start
         groups, counts = batch
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -233,13 +264,15 @@ class RolloutService:
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             await asyncio.sleep(min(left, 0.02))
-        groups = [self._groups.pop(number) for number in self.admission.take()]
+        groups = [self._forget(number, "taken") for number in self.admission.take()]
+        with self._ledger.open("a") as file:
+            file.writelines(json.dumps({"step": self.admission.version + 1, **line}) + "\n" for line in self._left)
+        self._left = []
         self._changed.set()
         return groups, self.admission.counts
 
-    def _refuse_failures(self, batch: tuple[list[Group], dict[str, int]]) -> None:
-        ended, self._ended = self._ended, []
-        trajectories = [t for group in ended for t in group.trajectories]
+    def _refuse_failures(self) -> None:
+        trajectories, self._ended = self._ended, []
         failed = [t for t in trajectories if t.status in (Status.failed, Status.aborted)]
         limit = self._recipe.rollout.max_failed_fraction
         if len(failed) > limit * len(trajectories):
@@ -279,7 +312,7 @@ class RolloutService:
     async def _advance(self, weight_version: int) -> None:
         self._versions[weight_version] = self.admission.version + 1
         for number in self.admission.advance():
-            group = self._groups.pop(number)
+            group = self._forget(number, "dropped")
             if (task := self._tasks.get(number)) is not None:
                 task.cancel()
             log.info("group %d of %s is too old and dropped", number, group.prompt.prompt_id)
@@ -304,6 +337,7 @@ class RolloutService:
             "admission": self.admission.state(),
             "versions": list(self._versions.items()),
             "cursor": self._data.state(),
+            "left": self._left,
         }
         with (folder / GROUPS_FILE).open("w") as file:
             for group in self._groups.values():
@@ -317,6 +351,7 @@ class RolloutService:
         self.admission.restore(state["admission"])
         self._versions = dict(state["versions"])
         self._data.restore(state["cursor"])
+        self._left = state["left"]
         for line in (folder / GROUPS_FILE).read_text().splitlines():
             value = json.loads(line)
             prompt = self._prompts.get(value["prompt_id"])
@@ -329,3 +364,10 @@ class RolloutService:
                 ids=value["ids"],
                 done={trajectory.trajectory_id: trajectory for trajectory in done},
             )
+
+
+def _keep_lines(ledger: Path, step: int) -> None:
+    """Remove what a resumed run writes again: the lines of later steps."""
+    if ledger.is_file():
+        kept = [line for line in ledger.read_text().splitlines() if json.loads(line)["step"] <= step]
+        write_whole(ledger, "".join(f"{line}\n" for line in kept))

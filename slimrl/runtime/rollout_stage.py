@@ -184,27 +184,26 @@ class RolloutStage:
         self,
         prompt: Prompt,
         trajectory_ids: Sequence[str],
-        done: dict[str, Trajectory],
+        done: Mapping[str, Trajectory],
         slots: asyncio.Semaphore,
-        on_slot: Callable[[], None],
+        keep: Callable[[Trajectory], None],
     ) -> None:
         """Run the episodes of a group to train on, until all of them are scored.
 
         Args:
             trajectory_ids: unique in the run.
-            done: scored trajectories by their ids, which do not run again; gets the others as they end.
+            done: scored trajectories by their ids, which do not run again.
             slots: of all trajectories that may run at a time.
-            on_slot: called when a slot becomes free.
+            keep: called with each scored trajectory, which is in `done` afterwards.
         """
         self._lag.resume()
 
         async def run(trajectory_id: str) -> None:
             async with slots:
                 trajectory = await self._episode(trajectory_id, prompt, self._recipe.rollout.sampling)
-            on_slot()
             if self._teacher is not None:
                 await _score_by(self._teacher, trajectory, self.scoring)
-            done[trajectory_id] = trajectory
+            keep(trajectory)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -320,8 +319,9 @@ class RolloutStage:
     async def _start(self) -> None:
         if self._teacher is not None:
             self._opened.push_async_callback(self._teacher.aclose)
-        for client in (self._engine, *self.scorers):
-            self._opened.push_async_callback(client.aclose)
+        for scorer in self.scorers:
+            self._opened.push_async_callback(scorer.aclose)
+        self._opened.push_async_callback(self._engine.aclose)
         self._opened.push_async_callback(self._task.sandbox.close)
         try:
             self._opened.push_async_callback(self._services.close)

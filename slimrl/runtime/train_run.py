@@ -55,7 +55,7 @@ class TrainRun(Run):
         self._service = (
             None
             if self.recipe.rollout.mode is RolloutMode.sync
-            else RolloutService(self.recipe, self.data, prompts, self.stage, filters)
+            else RolloutService(self.recipe, self.data, prompts, self.stage, filters, self.folder.groups)
         )
         self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)
         self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers, self.stage.scorers)
