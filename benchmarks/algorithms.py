@@ -17,7 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +102,10 @@ CASES = {
 class Bench:
     """The folder of the models and runs, and the results so far."""
 
-    def __init__(self, folder: Path, results: Path | None, steps: int, extra: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, results: Path | None, steps: int, extra: Sequence[str], cases: Mapping[str, Case]
+    ) -> None:
+        self.cases = cases
         self.folder, self.file, self.steps, self.extra = folder, results, steps, list(extra)
         self.results: dict[str, dict[str, Any]] = {}
         self.lock = Lock()
@@ -146,7 +149,7 @@ class Bench:
         """Run one case with one seed, or go on with its run, and keep its curve."""
         if str(seed) in self.results.get(name, {}):
             return
-        case, run, data = CASES[name], _run_name(name, seed), self.folder / "data"
+        case, run, data = self.cases[name], _run_name(name, seed), self.folder / "data"
         settings = [
             f"steps={self.steps}", f"seed={seed}", f"run.name={run}", f"run.dir={self.folder / 'runs'}",
             f"model.path={self.folder / case.model}", f"data.train={data / 'train.jsonl'}",
@@ -168,9 +171,11 @@ class Bench:
         curve = [[step["step"], step[HELDOUT]] for step in metrics if HELDOUT in step]
         kept = ("mismatch/logprob_abs_mean", "policy/clip_fraction", "policy/effective_sample_size")
         means = {key: float(np.mean([step[key] for step in metrics if key in step] or [np.nan])) for key in kept}
-        hours = sum(step["time/step_s"] + step.get("time/eval_s", 0.0) for step in metrics) / 3600
+        seconds = sum(step["time/step_s"] for step in metrics)
+        hours = (seconds + sum(step.get("time/eval_s", 0.0) for step in metrics)) / 3600
         with self.lock:
-            self.results.setdefault(name, {})[str(seed)] = {"curve": curve, "means": means, "hours": hours}
+            found = {"curve": curve, "means": means, "hours": hours, "seconds": seconds}
+            self.results.setdefault(name, {})[str(seed)] = found
             self.write()
 
     def measure_all(self, cases: Sequence[str], seeds: int, parallel: int) -> None:
@@ -178,11 +183,11 @@ class Bench:
         jobs = {(seed, name) for name in cases for seed in range(min(CASES[name].seeds, seeds))}
         jobs |= {(0, CASES[name].teacher) for name in cases if CASES[name].teacher}
         # All cases with one seed first, so that an early end leaves a whole table.
-        in_order = sorted(jobs, key=lambda job: (job[0], list(CASES).index(job[1])))
+        in_order = sorted(jobs, key=lambda job: (job[0], list(self.cases).index(job[1])))
         pool = ThreadPoolExecutor(parallel)
         try:
             for students in (False, True):
-                wave = [(name, seed) for seed, name in in_order if bool(CASES[name].teacher) is students]
+                wave = [(name, seed) for seed, name in in_order if bool(self.cases[name].teacher) is students]
                 for run in [pool.submit(self.measure, *job) for job in wave]:
                     run.result()
         finally:
@@ -227,7 +232,7 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
     Console(width=120).print(table)
 
 
-def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
+def draw(results: dict[str, dict[str, Any]], out: Path, cases: Mapping[str, Case]) -> None:
     """The curves of the cases, a panel for each of their kinds; of several seeds the mean and the range."""
     import matplotlib as mpl
 
@@ -235,9 +240,9 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
     from matplotlib import pyplot as plt
 
     panels: dict[str, list[str]] = {}
-    for name in CASES:
-        if name in results and CASES[name].panel:
-            panels.setdefault(CASES[name].panel, []).append(name)
+    for name, case in cases.items():
+        if name in results and case.panel:
+            panels.setdefault(case.panel, []).append(name)
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5 * len(panels), 4.6), sharey=True, layout="constrained", squeeze=False
     )
@@ -283,12 +288,12 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=256, help="held-out problems")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of every run")
     options = parser.parse_args()
-    bench = Bench(options.folder, options.json, options.steps, options.settings)
+    bench = Bench(options.folder, options.json, options.steps, options.settings, CASES)
     bench.prepare(options.sft_updates, options.problems)
     bench.measure_all(options.case or list(CASES), options.seeds, options.parallel)
     print_table(bench.results)
     if options.plot is not None:
-        draw(bench.results, options.plot)
+        draw(bench.results, options.plot, CASES)
 
 
 if __name__ == "__main__":

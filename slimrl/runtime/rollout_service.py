@@ -58,7 +58,7 @@ class Group:
     begun: float = field(default_factory=time.time)
     """Unix time"""
     ended: dict[str, float] = field(default_factory=dict)
-    """Unix time at which each trajectory was scored, by its id; not those of an earlier attempt of the run"""
+    """Unix time at which each trajectory was scored, by its id"""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -342,7 +342,14 @@ class RolloutService:
         with (folder / GROUPS_FILE).open("w") as file:
             for group in self._groups.values():
                 done = [to_json(trajectory) for trajectory in group.done.values()]
-                kept = {"number": group.number, "prompt_id": group.prompt.prompt_id, "ids": group.ids, "done": done}
+                kept = {
+                    "number": group.number,
+                    "prompt_id": group.prompt.prompt_id,
+                    "ids": group.ids,
+                    "begun": group.begun,
+                    "ended": group.ended,
+                    "done": done,
+                }
                 file.write(json.dumps(kept) + "\n")
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
 
@@ -362,6 +369,8 @@ class RolloutService:
                 number=value["number"],
                 prompt=prompt,
                 ids=value["ids"],
+                begun=value["begun"],
+                ended=value["ended"],
                 done={trajectory.trajectory_id: trajectory for trajectory in done},
             )
 
