@@ -180,8 +180,8 @@ class Bench:
 
     def measure_all(self, cases: Sequence[str], seeds: int, parallel: int) -> None:
         """Cases and their seeds, `parallel` runs at a time; students after all others, among which is their teacher."""
-        jobs = {(seed, name) for name in cases for seed in range(min(CASES[name].seeds, seeds))}
-        jobs |= {(0, CASES[name].teacher) for name in cases if CASES[name].teacher}
+        jobs = {(seed, name) for name in cases for seed in range(min(self.cases[name].seeds, seeds))}
+        jobs |= {(0, self.cases[name].teacher) for name in cases if self.cases[name].teacher}
         # All cases with one seed first, so that an early end leaves a whole table.
         in_order = sorted(jobs, key=lambda job: (job[0], list(self.cases).index(job[1])))
         pool = ThreadPoolExecutor(parallel)
