@@ -71,7 +71,8 @@ class Admission:
         Args:
             lowest: the lowest version that sampled one of its tokens.
         """
-        assert lowest >= self.running.pop(number)
+        begun = self.running.pop(number)
+        assert lowest >= begun
         self.waiting[number] = lowest
 
     def leave(self, number: int, end: str) -> None:

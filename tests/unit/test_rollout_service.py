@@ -1,0 +1,232 @@
+"""The rollout service on a real event loop: what is taken, dropped, saved and restored. The episodes are made up."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slimrl.config.schema.credit import RefillMode
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode, TooOld
+from slimrl.data.prompts import Sampler
+from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.loop_thread import LoopThread
+from slimrl.runtime.rollout_service import RolloutService
+
+BATCH, SAMPLES, STEPS = 3, 2, 8
+
+
+class Stage:
+    """Episodes that wait as long as they are told; every trajectory has one token of the weights at its end."""
+
+    def __init__(self, seconds: Callable[[str], float] = lambda trajectory_id: 0.001) -> None:
+        self.loop, self.seconds, self.version = LoopThread(), seconds, 0
+        self.begun: Counter[str] = Counter()
+        self.status, self.reward = Status.completed, lambda trajectory_id: float(trajectory_id[-1])
+        self.fault: Exception | None = None
+
+    def run(self, coroutine):
+        return self.loop.run(coroutine)
+
+    async def run_group(self, prompt, ids, done, slots, keep):
+        async def one(trajectory_id: str) -> None:
+            async with slots:
+                self.begun[trajectory_id] += 1
+                first = self.version
+                await asyncio.sleep(self.seconds(trajectory_id))
+                if self.fault is not None:
+                    raise self.fault
+                keep(trajectory(prompt, trajectory_id, [first, self.version], self.status, self.reward(trajectory_id)))
+
+        await asyncio.gather(*(one(trajectory_id) for trajectory_id in ids if trajectory_id not in done))
+
+
+def trajectory(prompt: Prompt, name: str, versions: list[int], status: Status, reward: float) -> Trajectory:
+    count = len(versions)
+    segment = Segment(
+        tokens=np.arange(count + 1, dtype=np.int32),
+        loss_mask=np.array([False] + [True] * count),
+        rollout_logprobs=np.zeros(count + 1, np.float32),
+        weight_versions=np.array([-1, *versions], np.int32),
+        turn_ids=np.zeros(count + 1, np.int16),
+    )
+    metadata = {"num_turns": 1} if status is Status.completed else {"num_turns": 1, "error": "made to fail"}
+    return Trajectory(
+        group_id=prompt.prompt_id, trajectory_id=name, segments=[segment], status=status, reward=reward,
+        metadata=metadata,
+    )  # fmt: skip
+
+
+def recipe_of(**rollout) -> Recipe:
+    recipe = Recipe(steps=STEPS)
+    recipe.rollout.mode = RolloutMode.async_
+    recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt = BATCH, SAMPLES
+    recipe.rollout.max_concurrency_per_engine = 64
+    for name, value in rollout.items():
+        setattr(recipe.rollout, name, value)
+    return recipe
+
+
+PROMPTS = [Prompt(prompt_id=f"p:{n}", messages=[], label=None) for n in range(100)]
+
+
+class Running:
+    """A service, and the updates of a trainer that takes no time."""
+
+    def __init__(self, folder: Path, stage: Stage, recipe: Recipe, *, step: int = 0, saved: Path | None = None) -> None:
+        self.stage, self.recipe, self.step, stage.version = stage, recipe, step, step
+        self.ledger = folder / "groups.jsonl"
+        data = Sampler(PROMPTS, seed=0, shuffle=False)
+        self.service = RolloutService(recipe, data, PROMPTS, stage, lambda group: True, self.ledger)  # type: ignore[arg-type]
+        self.service.start(step, step, saved)
+
+    def take(self) -> list[Trajectory]:
+        return self.service.take(lambda: None).kept
+
+    def update(self) -> None:
+        self.step += 1
+        self.service.before_resync(lambda: None)
+        self.stage.version = self.step
+        self.service.advance(self.step)
+
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in self.ledger.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_engines_are_at_most_so_many_updates_ahead_and_the_last_step_leaves_nothing(tmp_path, staleness):
+    run = Running(tmp_path, Stage(), recipe_of(max_staleness=staleness))
+    for step in range(STEPS):
+        taken = run.take()
+        assert len(taken) == BATCH * SAMPLES
+        run.stage.run(asyncio.sleep(0.05))
+        groups = len(run.stage.begun) // SAMPLES
+        assert groups == min(staleness + step + 1, STEPS) * BATCH
+        run.update()
+    assert run.service.admission.counts == {"running": 0, "waiting": 0, "taken": STEPS * BATCH} | dict.fromkeys(
+        ("filtered", "failed", "dropped"), 0
+    )
+    assert [line["group"] for line in run.lines()] == list(range(STEPS * BATCH))
+    assert max(run.stage.begun.values()) == 1
+
+
+def test_a_group_that_would_be_too_old_is_dropped_while_it_runs_and_counted(tmp_path):
+    slow = Stage(lambda trajectory_id: 30.0 if trajectory_id.startswith("group_00000001") else 0.001)
+    run = Running(tmp_path, slow, recipe_of(max_staleness=1))
+    for _ in range(3):
+        assert not any(t.trajectory_id.startswith("group_00000001") for t in run.take())
+        run.update()
+    run.take()
+    dropped = [line for line in run.lines() if line["end"] == "dropped"]
+    assert [(line["group"], line["ended"]) for line in dropped] == [(1, [None, None])]
+    assert run.service.admission.counts["dropped"] == 1
+
+
+def test_with_wait_the_trainer_waits_for_the_slow_group_and_nothing_is_dropped(tmp_path):
+    slow = Stage(lambda trajectory_id: 1.0 if trajectory_id.startswith("group_00000001") else 0.001)
+    run = Running(tmp_path, slow, recipe_of(max_staleness=1, too_old=TooOld.wait))
+    run.take()
+    run.update()
+    second = run.service.take(lambda: None)
+    assert any(t.trajectory_id.startswith("group_00000001") for t in second.kept)
+    assert second.metrics["async/age_max"] == 1
+    assert second.metrics["async/wait_s"] > 0.5
+
+
+def test_one_step_off_changes_the_weights_when_nothing_runs(tmp_path):
+    run = Running(tmp_path, Stage(lambda trajectory_id: 0.1), recipe_of(mode=RolloutMode.one_step_off))
+    for _ in range(STEPS):
+        for one in run.take():
+            assert len(set(one.segments[0].weight_versions[1:])) == 1
+        run.update()
+    assert {line["end"] for line in run.lines()} == {"taken"}
+
+
+def test_the_age_is_that_of_the_oldest_token(tmp_path):
+    run = Running(tmp_path, Stage(), recipe_of(max_staleness=1))
+    run.take()
+    run.stage.run(asyncio.sleep(0.05))
+    run.update()
+    metrics = run.service.take(lambda: None).metrics
+    assert (metrics["async/age_mean"], metrics["async/current_token_fraction"]) == (1.0, 0.0)
+
+
+def test_groups_without_a_signal_are_replaced_where_the_recipe_refills(tmp_path):
+    stage = Stage()
+    stage.reward = lambda trajectory_id: float(trajectory_id[-1]) if int(trajectory_id[6:14]) % 2 else 1.0
+    recipe = recipe_of()
+    recipe.algorithm.dynamic_sampling.refill = RefillMode.order
+    run = Running(tmp_path, stage, recipe)
+    assert {int(t.trajectory_id[6:14]) % 2 for t in run.take()} == {1}
+    assert {line["end"] for line in run.lines() if line["group"] % 2 == 0} == {"filtered"}
+
+
+def test_too_many_failures_end_the_run_with_their_cause(tmp_path):
+    stage = Stage(lambda trajectory_id: 0.05 * int(trajectory_id[6:14]))
+    run = Running(tmp_path, stage, recipe_of())
+    run.take()
+    run.update()
+    stage.status = Status.failed
+    run.stage.run(asyncio.sleep(1.0))
+    stage.status = Status.completed
+    with pytest.raises(RunError, match=r"more than rollout\.max_failed_fraction = 0\.1 allows: made to fail"):
+        run.take()
+
+
+def test_a_fault_of_ours_reaches_the_driver(tmp_path):
+    stage = Stage()
+    stage.fault = KeyError("a fault")
+    run = Running(tmp_path, stage, recipe_of())
+    with pytest.raises(KeyError, match="a fault"):
+        run.take()
+
+
+def test_a_wait_ends_with_the_exception_of_its_check(tmp_path):
+    def stop() -> None:
+        raise InterruptedError
+
+    run = Running(tmp_path, Stage(lambda trajectory_id: 30.0), recipe_of())
+    with pytest.raises(InterruptedError):
+        run.service.take(stop)
+
+
+def test_a_resumed_run_trains_on_every_group_once_and_runs_no_ended_trajectory_again(tmp_path):
+    def half(trajectory_id: str) -> float:
+        return 30.0 if trajectory_id.endswith("1") and int(trajectory_id[6:14]) >= 4 else 0.001
+
+    recipe = recipe_of(max_staleness=2)
+    run = Running(tmp_path, Stage(half), recipe)
+    run.take()
+    run.update()
+    run.stage.run(asyncio.sleep(0.1))
+    digests = run.service.save(tmp_path / "rollout")
+    assert set(digests) == {"groups.jsonl", "admission.json"}
+    # What the run did after its checkpoint counts for nothing.
+    run.stage.run(asyncio.sleep(0))
+    resumed = Running(tmp_path, Stage(), recipe, step=1, saved=tmp_path / "rollout")
+    for _ in range(STEPS - 1):
+        resumed.take()
+        resumed.update()
+    assert sorted(line["group"] for line in resumed.lines()) == list(range(STEPS * BATCH))
+    assert [line["prompt_id"] for line in sorted(resumed.lines(), key=lambda line: line["group"])] == [
+        f"p:{n}" for n in range(STEPS * BATCH)
+    ]
+    again = resumed.stage.begun & run.stage.begun
+    assert again
+    assert all(trajectory_id.endswith("1") and int(trajectory_id[6:14]) >= 4 for trajectory_id in again)
+
+
+def test_saved_groups_of_prompts_that_are_gone_are_refused(tmp_path):
+    run = Running(tmp_path, Stage(), recipe_of())
+    run.take()
+    run.update()
+    run.service.save(tmp_path / "rollout")
+    data = Sampler(PROMPTS, seed=0, shuffle=False)
+    other = RolloutService(run.recipe, data, PROMPTS[:1], Stage(), lambda group: True, run.ledger)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompt p:3 of a saved group is not in the data any more"):
+        other.start(1, 1, tmp_path / "rollout")
