@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 from figures import make_table, write_figures
 from rich.console import Console
@@ -80,7 +81,7 @@ class MadeUpEngine(Engine):
         return GenerateResult(
             tokens=list(tokens),
             logprobs=[-0.5] * len(tokens),
-            weight_version=1,
+            weight_versions=np.ones(len(tokens), np.int32),
             finish_reason="stop",
             routed_experts=None,
             cached_tokens=0,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 from aiohttp import web
 from figures import make_table, write_figures
 from rich.console import Console
@@ -63,8 +64,8 @@ class WaitingEngine(Engine):
         self.under_way -= 1
         logprobs = [-0.5] * len(self._tokens)
         return GenerateResult(
-            tokens=self._tokens, logprobs=logprobs, weight_version=0, finish_reason="stop", routed_experts=None,
-            cached_tokens=0,
+            tokens=self._tokens, logprobs=logprobs, weight_versions=np.zeros(len(logprobs), np.int32),
+            finish_reason="stop", routed_experts=None, cached_tokens=0,
         )  # fmt: skip
 
     async def aclose(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from functools import partial
 
+import numpy as np
 from chat_templates import MODELS, Model
 
 from slimrl.agent.dialogue import Dialogues
@@ -112,7 +113,7 @@ class Script:
         return GenerateResult(
             tokens=tokens,
             logprobs=[-1.0] * len(tokens),
-            weight_version=1,
+            weight_versions=np.ones(len(tokens), np.int32),
             finish_reason="stop" if self.turns else self.finish,
             routed_experts=None,
             cached_tokens=0,

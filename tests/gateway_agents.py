@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.agent.dialogue import Dialogues
@@ -85,7 +86,7 @@ class ScriptedEngine:
         return GenerateResult(
             tokens=tokens,
             logprobs=logprobs,
-            weight_version=7,
+            weight_versions=np.full(len(tokens), 7, np.int32),
             finish_reason=finish,
             routed_experts=None,
             cached_tokens=0,

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import numpy as np
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.agent.dialogue import Dialogues
@@ -33,8 +34,8 @@ class ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         tokens = TOKENIZER(self.texts.pop(0), add_special_tokens=False).input_ids
         return GenerateResult(
-            tokens=tokens, logprobs=[-0.5] * len(tokens), weight_version=0, finish_reason="stop", routed_experts=None,
-            cached_tokens=0,
+            tokens=tokens, logprobs=[-0.5] * len(tokens), weight_versions=np.zeros(len(tokens), np.int32),
+            finish_reason="stop", routed_experts=None, cached_tokens=0,
         )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn, answers
 from slimrl.agent.environment_host import EnvironmentHost
@@ -99,7 +101,7 @@ class _ScriptedEngine:
         return GenerateResult(
             tokens=tokens,
             logprobs=[0.0] * len(tokens),
-            weight_version=0,
+            weight_versions=np.zeros(len(tokens), np.int32),
             finish_reason="stop",
             routed_experts=None,
             cached_tokens=0,

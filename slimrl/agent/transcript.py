@@ -16,7 +16,6 @@ class _Span:
 
     length: int
     sampled: bool
-    version: int
     turn: int
 
 
@@ -32,7 +31,8 @@ class Transcript:
         self.tokens: list[int] = list(prompt_tokens)
         # Lists with an entry for each token would cost the garbage collector a third of an episode's CPU time.
         self._logprobs = array("f", bytes(4 * len(prompt_tokens)))
-        self._spans = [_Span(len(prompt_tokens), sampled=False, version=-1, turn=-1)]
+        self._versions = [np.full(len(prompt_tokens), -1, np.int32)]
+        self._spans = [_Span(len(prompt_tokens), sampled=False, turn=-1)]
         self._experts = list(experts)
         self.num_turns = num_turns
         """Assistant turns so far."""
@@ -51,17 +51,17 @@ class Transcript:
         """
         self.num_turns += not goes_on
         count = len(result.tokens)
-        assert len(result.logprobs) == count, "one log-prob per sampled token"
-        span = _Span(count, sampled=True, version=result.weight_version, turn=self.num_turns - 1)
-        self._append(result.tokens, result.logprobs, span)
+        assert len(result.logprobs) == len(result.weight_versions) == count, "one of each per sampled token"
+        span = _Span(count, sampled=True, turn=self.num_turns - 1)
+        self._append(result.tokens, result.logprobs, result.weight_versions, span)
         if (experts_TLK := result.routed_experts) is not None:
             assert self.num_expert_rows + len(experts_TLK) <= len(self.tokens), "more rows of experts than tokens"
             self._experts.append(experts_TLK.astype(np.int16, copy=False))
 
     def add_tool_results(self, tokens: list[int]) -> None:
         """Append the answers to the last turn."""
-        span = _Span(len(tokens), sampled=False, version=-1, turn=self.num_turns - 1)
-        self._append(tokens, [0.0] * len(tokens), span)
+        span = _Span(len(tokens), sampled=False, turn=self.num_turns - 1)
+        self._append(tokens, [0.0] * len(tokens), np.full(len(tokens), -1, np.int32), span)
 
     def segment(self) -> Segment:
         """All tokens so far."""
@@ -78,12 +78,13 @@ class Transcript:
             tokens=np.array(self.tokens, np.int32),
             loss_mask=spread([span.sampled for span in self._spans], np.bool_),
             rollout_logprobs=np.array(self._logprobs, np.float32),
-            weight_versions=spread([span.version for span in self._spans], np.int32),
+            weight_versions=np.concatenate(self._versions),
             turn_ids=spread([span.turn for span in self._spans], np.int16),
             routed_experts=experts,
         )
 
-    def _append(self, tokens: list[int], logprobs: list[float], span: _Span) -> None:
+    def _append(self, tokens: list[int], logprobs: list[float], versions: np.ndarray, span: _Span) -> None:
         self.tokens += tokens
         self._logprobs.extend(logprobs)
+        self._versions.append(versions)
         self._spans.append(span)

@@ -34,7 +34,8 @@ class GenerateResult:
 
     tokens: list[int]
     logprobs: list[float]
-    weight_version: int
+    weight_versions: np.ndarray
+    """int32 [len(tokens)]: version of the weights that sampled each token"""
     finish_reason: Literal["stop", "length", "abort"]
     routed_experts: np.ndarray | None
     """int16 [len(input_ids) + len(tokens) - 1 - experts_from, layers, topk], or None if not requested"""

@@ -110,24 +110,46 @@ def parse_answer(
     logprobs = [pair[0] for pair in pairs]
     if None in logprobs:  # how JSON has it that they are not finite
         raise ValueError("log-probs that are not finite")
+    finish = (meta["finish_reason"] or {})["type"]
+    if finish not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason {finish!r}")
+    if finish == "abort":
+        # SGLang says neither of a request that was aborted in its queue.
+        meta = {"cached_tokens": 0, "routed_experts": None, **meta}
     experts = None
-    if routed_experts_shape is not None:
+    if routed_experts_shape is not None and (finish != "abort" or meta["routed_experts"] is not None):
         rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
         count = max(0, len(request.input_ids) + len(pairs) - 1 - first_expert_row)
         known = request.experts_from - first_expert_row
         experts = rows.reshape(count, *routed_experts_shape)[known:].astype(np.int16)
-    finish = (meta["finish_reason"] or {})["type"]
-    if finish not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason {finish!r}")
     return GenerateResult(
         tokens=[pair[1] for pair in pairs],
         logprobs=logprobs,
-        weight_version=int(meta["weight_version"]),
+        weight_versions=weight_versions(meta, len(pairs)),
         finish_reason=finish,
         routed_experts=experts,
         cached_tokens=meta["cached_tokens"],
         num_retries=num_retries,
     )
+
+
+def weight_versions(meta: dict[str, Any], count: int) -> np.ndarray:
+    """int32 [count] of an answer's spans `weight_versions`; `weight_version` is only the last one's.
+
+    SGLang gives the spans with every finished answer. It keeps track of the versions while a request runs, pauses or
+    waits to be computed again.
+    """
+    if not count:
+        return np.zeros(0, np.int32)
+    versions, end = [], 0
+    for span in meta["weight_versions"]:
+        if span["start"] != end:
+            raise ValueError(f"weight_versions leave out tokens: {meta['weight_versions']}")
+        end = span["end"]
+        versions.append(np.full(end - span["start"], int(span["version"]), np.int32))
+    if end != count:
+        raise ValueError(f"weight_versions of {end} tokens, and there are {count}")
+    return np.concatenate(versions)
 
 
 def score_body(request: ScoreRequest, rid: str) -> dict[str, Any]:

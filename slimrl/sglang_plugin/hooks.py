@@ -1,9 +1,10 @@
 """What slimrl adds to an SGLang engine, by SGLang's own plugin mechanism (entry-point group sglang.srt.plugins).
 
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
-fingerprints of the loaded weights (weight_fingerprints.py), the number of requests under way, sleep while paused, and
-one answer of several schedulers (scheduler.py), norms of gated delta nets in the engine's precision (norm_dtype.py),
-and no files of SGLang left in /dev/shm: they are unlinked early, or named so that slimrl removes them.
+fingerprints of the loaded weights (weight_fingerprints.py), the number of requests under way, the version of a token
+that a pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of
+gated delta nets in the engine's precision (norm_dtype.py), and no files of SGLang left in /dev/shm: they are unlinked
+early, or named so that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, gates, seeded sampling without a compiler,
 no pinning of host memory, no padding of heads, and sums that NCCL would scatter. No file of SGLang is changed.
 SGLang imports this module in every engine process. A hook that does not fit is only logged there; `require_applied`
@@ -87,6 +88,7 @@ def hooks() -> list[Hook]:
         (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
         (f"{_SCHEDULER}.init_idle_sleeper", "after", scheduler.after_init_idle_sleeper),
+        (f"{_SCHEDULER}.record_weight_version_change", "around", scheduler.around_version_change),
         (f"{_CONTROLLER}.event_loop", "replace", scheduler.event_loop),
         (f"{_CONTROL}.flush_cache", "replace", scheduler.flush_cache),
         (_LOAD_FILE, "replace", _load_file),

@@ -4,6 +4,7 @@ With attention data parallelism an engine has a scheduler for each group of rank
 of any of them, and the first hands on what controls the engine.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 GROUPED_POLL_MS = 20
@@ -23,6 +24,40 @@ def after_get_internal_state(answer: Any, controller: Any, request: Any) -> Any:
     requests = {*scheduler.collect_inflight_reqs(), scheduler.chunked_req} - {None}
     answer.internal_state[RUNNING_REQUESTS] = sum(not request.finished() for request in requests)
     return answer
+
+
+def around_version_change(original: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
+    """Hook of Scheduler.record_weight_version_change: count tokens that the old weights have sampled unread.
+
+    The scheduler reads a batch's tokens while the next one is computed. A pause in place leaves them in its queue, and
+    SGLang, which counts those in the requests' outputs, would ascribe them to the new version.
+    """
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    old_version = get_serving().weight_version
+    original(scheduler, new_version)
+    if get_serving().weight_version == old_version:
+        return
+    # A scheduler without overlap has no queue.
+    for batch, result in getattr(scheduler, "result_queue", ()):
+        for request, count in zip(batch.reqs, _unread_tokens(batch, result), strict=True):
+            if request.finished() or request.is_retracted or request.inflight_middle_chunks > 0:
+                continue
+            if request.output_ids:
+                request.weight_version_events.pop()
+            request.weight_version_events.append(
+                WeightVersionEvent(old_version=old_version, num_output_tokens=len(request.output_ids) + count)
+            )
+
+
+def _unread_tokens(batch: Any, result: Any) -> list[int]:
+    """Tokens that a computed batch adds to each of its requests; speculative decoding adds several."""
+    if batch.spec_algorithm.is_none() or result.accept_lens is None:
+        return [1] * len(batch.reqs)
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    return result.accept_lens.tolist()
 
 
 def after_init_idle_sleeper(result: None, scheduler: Any) -> None:

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
+
 from slimrl.agent.environment import Observation
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
 
@@ -27,7 +29,7 @@ class SeededEngine(Engine):
         return GenerateResult(
             tokens=[*tokens, self.end],
             logprobs=[-chosen.random() for _ in range(len(tokens) + 1)],
-            weight_version=1,
+            weight_versions=np.ones(len(tokens) + 1, np.int32),
             finish_reason="stop",
             routed_experts=None,
             cached_tokens=0,

@@ -60,7 +60,8 @@ class Engine:
         self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(self.slow)
         self.under_way -= 1
-        meta = {"weight_version": "3", "finish_reason": {"type": "length"}, "cached_tokens": 1}
+        spans = [{"version": "3", "start": 0, "end": 1}]
+        meta = {"weight_versions": spans, "finish_reason": {"type": "length"}, "cached_tokens": 1}
         if self.experts is not None:
             meta["routed_experts"] = self.experts
         inputs = body["input_ids"] if isinstance(body["rid"], list) else [body["input_ids"]]

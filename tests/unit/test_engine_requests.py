@@ -15,7 +15,7 @@ from slimrl.rollout.servers.ports import free_ports
 
 META = {
     "output_token_logprobs": [[-0.5, 7, None]],
-    "weight_version": "4",
+    "weight_versions": [{"version": "4", "start": 0, "end": 1}],
     "finish_reason": {"type": "stop"},
     "cached_tokens": 0,
 }

@@ -59,7 +59,7 @@ class ScriptedEngine:
         return GenerateResult(
             tokens=tokens,
             logprobs=[-number - position / 128 for position in range(len(tokens))],
-            weight_version=self.version + number - 1,
+            weight_versions=np.full(len(tokens), self.version + number - 1, np.int32),
             finish_reason=finish,
             routed_experts=expert_rows(rows, number)[request.experts_from :] if self.experts else None,
             cached_tokens=len(request.input_ids) // 2,

@@ -35,10 +35,15 @@ def request_of(session, seed=1, **changes):
     return GenerateRequest(**values | changes)
 
 
+def span(version, start, end):
+    return {"version": version, "start": start, "end": end}
+
+
 def answer_of(**changes):
     meta = {
         "output_token_logprobs": [[-0.5, 7, None], [-1.5, 9, None]],
         "weight_version": "4",
+        "weight_versions": [span("3", 0, 1), span("4", 1, 2)],
         "finish_reason": {"type": "stop", "matched": 9},
         "cached_tokens": 2,
     }
@@ -71,7 +76,8 @@ def test_an_answer_gives_tokens_logprobs_version_and_routing():
     experts = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)
     encoded = base64.b64encode(experts.tobytes()).decode()
     result = parse_answer(answer_of(routed_experts=encoded), request_of("s"), (3, 2))
-    assert (result.tokens, result.logprobs, result.weight_version) == ([7, 9], [-0.5, -1.5], 4)
+    assert (result.tokens, result.logprobs) == ([7, 9], [-0.5, -1.5])
+    assert (result.weight_versions.tolist(), result.weight_versions.dtype) == ([3, 4], np.int32)
     assert (result.finish_reason, result.cached_tokens) == ("stop", 2)
     assert result.routed_experts is not None
     assert result.routed_experts.dtype == np.int16
@@ -91,6 +97,17 @@ def test_each_request_of_a_call_gets_the_experts_from_where_it_asked():
         parse_answer(answer, request_of("s"), (3, 2))
 
 
+def test_a_request_that_was_aborted_in_the_queue_has_what_it_sampled_before_and_neither_cache_nor_experts():
+    aborted = answer_of(finish_reason={"type": "abort", "message": "Abort in waiting queue"})
+    del aborted["meta_info"]["cached_tokens"]
+    result = parse_answer(aborted, request_of("s"), (3, 2))
+    assert (result.tokens, result.finish_reason) == ([7, 9], "abort")
+    assert (result.cached_tokens, result.routed_experts) == (0, None)
+    aborted["meta_info"] |= {"output_token_logprobs": [], "weight_versions": [span("4", 0, 0)]}
+    result = parse_answer(aborted, request_of("s"), (3, 2))
+    assert (result.tokens, result.weight_versions.tolist()) == ([], [])
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -98,8 +115,13 @@ def test_each_request_of_a_call_gets_the_experts_from_where_it_asked():
         {"meta_info": {}},
         answer_of(finish_reason=None),
         answer_of(finish_reason={"type": "?"}),
-        answer_of(weight_version="default"),
         answer_of(output_token_logprobs=[[-0.5, 7, None], [None, 9, None]]),
+        answer_of(weight_versions=[span("default", 0, 2)]),
+        answer_of(weight_versions=[]),
+        answer_of(weight_versions=[span("3", 0, 1)]),
+        answer_of(weight_versions=[span("3", 0, 3)]),
+        answer_of(weight_versions=[span("3", 1, 2)]),
+        answer_of(weight_versions=[span("3", 0, 1), span("4", 0, 2)]),
     ],
 )
 def test_what_is_no_answer_is_refused(answer):
@@ -158,8 +180,8 @@ class RecordingEngine:
             raise EngineError("engine 0: gone")
         return [
             GenerateResult(
-                tokens=[request.seed], logprobs=[0.0], weight_version=0, finish_reason="stop", routed_experts=None,
-                cached_tokens=0,
+                tokens=[request.seed], logprobs=[0.0], weight_versions=np.zeros(1, np.int32), finish_reason="stop",
+                routed_experts=None, cached_tokens=0,
             )
             for request in requests
         ]  # fmt: skip

@@ -28,6 +28,7 @@ from slimrl.sglang_plugin.scheduler import (
     after_get_internal_state,
     after_init_idle_sleeper,
     after_paused_round,
+    around_version_change,
     event_loop,
     flush_cache,
 )
@@ -48,6 +49,44 @@ def test_requests_under_way_are_counted_once_and_finished_ones_not():
         answer = SimpleNamespace(internal_state={"other": 1})
         found = after_get_internal_state(answer, SimpleNamespace(scheduler=scheduler), None)
         assert found.internal_state == {"other": 1, "slimrl_running_requests": expected}
+
+
+def running(outputs: int, **changes) -> SimpleNamespace:
+    state = {"is_retracted": False, "inflight_middle_chunks": 0, "weight_version_events": [], "done": False} | changes
+    return SimpleNamespace(output_ids=[5] * outputs, finished=lambda: state["done"], **state)
+
+
+@pytest.mark.parametrize(("accepted", "counts"), [(None, [1, 1]), ([3, 2], [3, 2])])
+def test_what_the_old_weights_have_sampled_unread_is_of_their_version(monkeypatch, accepted, counts):
+    """SGLang's own bookkeeping, of requests in the midst of an answer and of others before their first token."""
+    from sglang.srt import runtime_context
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans, record_weight_version_events
+
+    serving = SimpleNamespace(weight_version="7")
+    monkeypatch.setattr(runtime_context, "get_serving", lambda: serving)
+    talking, prefilled, idle = running(4), running(0), running(2)
+    left_out = [running(1, done=True), running(1, is_retracted=True), running(0, inflight_middle_chunks=1)]
+    requests = [talking, prefilled, *left_out]
+    batch = SimpleNamespace(reqs=requests, spec_algorithm=SimpleNamespace(is_none=lambda: accepted is None))
+    lengths = None if accepted is None else torch.tensor([*accepted, 1, 1, 1])
+    scheduler = SimpleNamespace(result_queue=[(batch, SimpleNamespace(accept_lens=lengths, copy_done=None))])
+
+    def change(scheduler: SimpleNamespace, new_version: str) -> None:
+        if new_version != serving.weight_version:
+            record_weight_version_events([*requests, idle], serving.weight_version)
+            serving.weight_version = new_version
+
+    def switch(request: SimpleNamespace) -> int:
+        spans = compute_weight_version_spans(request.weight_version_events, serving.weight_version, 9)
+        return next((span.start for span in spans if span.version == "8"), 9)
+
+    for version in ("7", "8", "8"):
+        around_version_change(change, scheduler, new_version=version)
+    assert [switch(talking), switch(prefilled), switch(idle)] == [4 + counts[0], counts[1], 2]
+    assert [switch(request) for request in left_out] == [1, 1, 0]
+    # Without overlap there is no queue.
+    around_version_change(change, SimpleNamespace(), new_version="9")
+    assert [event.num_output_tokens for event in idle.weight_version_events] == [2, 2]
 
 
 def test_a_paused_engine_sleeps_unless_requests_wait_to_be_taken_in():
