@@ -1,0 +1,80 @@
+"""Rules of `rollout.mode`: what it excludes is refused, and what it leaves unaccounted for is said."""
+
+from pathlib import Path
+
+import pytest
+
+from slimrl.config.async_rules import mode_violations, mode_warnings
+from slimrl.config.load import read_recipe
+from slimrl.config.schema.algorithm import CorrectionLevel, OldPolicy
+from slimrl.config.schema.credit import RefillMode
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode, TooOld
+
+TOY = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
+
+
+def recipe(mode: RolloutMode) -> Recipe:
+    made = Recipe()
+    made.rollout.mode = mode
+    made.algorithm.correction.level = CorrectionLevel.token
+    return made
+
+
+@pytest.mark.parametrize("mode", RolloutMode)
+def test_each_mode_is_accepted(mode):
+    assert not [*mode_violations(recipe(mode)), *mode_warnings(recipe(mode))]
+
+
+def change(made: Recipe, key: str, value: object) -> Recipe:
+    *sections, name = key.split(".")
+    target = made
+    for section in sections:
+        target = getattr(target, section)
+    setattr(target, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "value", "refused", "said"),
+    [
+        ("sync", "rollout.max_staleness", 4, "rollout.max_staleness", "only rollout.mode async reads it"),
+        ("one_step_off", "rollout.too_old", TooOld.wait, "rollout.too_old", "and the mode is one_step_off"),
+        ("async_", "deterministic", True, "rollout.mode", "async cannot be repeated bit by bit"),
+        ("one_step_off", "rollout.colocated", True, "rollout.mode", "one_step_off needs engines that sample while"),
+        (
+            "async_",
+            "algorithm.dynamic_sampling.refill",
+            RefillMode.value,
+            "algorithm.dynamic_sampling.refill",
+            "Use order",
+        ),
+    ],
+)
+def test_what_a_mode_excludes_is_refused(mode, key, value, refused, said):
+    [(found, message)] = mode_violations(change(recipe(RolloutMode[mode]), key, value))
+    assert found == refused
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "warned", "said"),
+    [
+        ("rollout.too_old", TooOld.train, "rollout.too_old", "train gives up the bound"),
+        ("algorithm.correction.level", CorrectionLevel.off, "rollout.mode", "Set algorithm.old_policy rollout, or"),
+    ],
+)
+def test_what_an_asynchronous_run_gives_up_is_said(key, value, warned, said):
+    made = change(recipe(RolloutMode.async_), key, value)
+    [(found, message)] = mode_warnings(made)
+    assert (found, said in message) == (warned, True)
+    made.algorithm.old_policy, made.rollout.too_old = OldPolicy.rollout, TooOld.drop
+    assert not list(mode_warnings(made))
+
+
+def test_a_recipe_says_async_and_not_how_python_spells_it():
+    loaded, _ = read_recipe(TOY, ["model.path=absent", "rollout.mode=async"], "train")
+    assert loaded is not None
+    assert loaded.recipe.rollout.mode is RolloutMode.async_
+    _, problems = read_recipe(TOY, ["model.path=absent", "rollout.mode=async_"], "train")
+    assert any("'async_' is not one of sync, one_step_off, async" in str(problem) for problem in problems)
