@@ -1,7 +1,8 @@
 """The training loops: reinforcement learning, training on a trajectory file, supervised training.
 
 Each step of reinforcement learning:
-1. rollout: the engines serve the current weights and generate trajectories, which are scored;
+1. rollout: the engines serve the current weights and generate trajectories, which are scored; or those are taken that a
+   rollout beside the loop has finished (`rollout.mode`);
 2. prepare: groups without a signal are dropped, the others get advantages and are packed into updates;
 3. log-probs: passes of the trainer for what the updates need, if anything (docs/algorithms.md);
 4. train: the groups are dealt to the optimizer updates, which run one after another; before the first one changes the

@@ -34,6 +34,7 @@ from slimrl.data.trajectory import Prompt, Status, Trajectory, from_json, to_jso
 from slimrl.rollout.admission import Admission
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.dynamic_sampling import StepRollout
+from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_stage import RolloutStage
 
 POLL_S = 1.0
@@ -291,11 +292,11 @@ class RolloutService:
             "async/current_token_fraction": float(np.mean(of_tokens <= 0)) if len(of_tokens) else 0.0,
         }
 
-    def before_resync(self, check: Callable[[], None]) -> None:
-        """With `one_step_off`, wait until no group runs."""
+    def before_resync(self, check: Callable[[], None], preemption: Preemption) -> None:
+        """With `one_step_off`, wait until no group runs, or the run is asked to end."""
         if self._recipe.rollout.mode is not RolloutMode.one_step_off:
             return
-        while not self._stage.run(self._is_drained()):
+        while not preemption.asked and not self._stage.run(self._is_drained()):
             check()
 
     async def _is_drained(self) -> bool:

@@ -127,7 +127,7 @@ class TrainRun(Run):
         """Send the weights as the next version, with rollouts beside it or when they have ended, as the mode says."""
         if self._service is not None:
             with step.timed("drain"):
-                self._service.before_resync(self.stage.check)
+                self._service.before_resync(self.stage.check, self.preemption)
         self.state.weight_version += 1
         self._send_weights(step)
         if self._service is not None:

@@ -16,6 +16,7 @@ from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.loop_thread import LoopThread
+from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_service import RolloutService
 
 BATCH, SAMPLES, STEPS = 3, 2, 8
@@ -80,6 +81,7 @@ class Running:
 
     def __init__(self, folder: Path, stage: Stage, recipe: Recipe, *, step: int = 0, saved: Path | None = None) -> None:
         self.stage, self.recipe, self.step, stage.version = stage, recipe, step, step
+        self.preemption = Preemption(0.0)
         self.ledger = folder / "groups.jsonl"
         data = Sampler(PROMPTS, seed=0, shuffle=False)
         self.service = RolloutService(recipe, data, PROMPTS, stage, lambda group: True, self.ledger)  # type: ignore[arg-type]
@@ -90,7 +92,7 @@ class Running:
 
     def update(self) -> None:
         self.step += 1
-        self.service.before_resync(lambda: None)
+        self.service.before_resync(lambda: None, self.preemption)
         self.stage.version = self.step
         self.service.advance(self.step)
 
@@ -145,6 +147,17 @@ def test_one_step_off_changes_the_weights_when_nothing_runs(tmp_path):
             assert len(set(one.segments[0].weight_versions[1:])) == 1
         run.update()
     assert {line["end"] for line in run.lines()} == {"taken"}
+
+
+def test_a_run_that_is_asked_to_end_does_not_wait_for_the_rollout_beside_it(tmp_path):
+    run = Running(
+        tmp_path,
+        Stage(lambda trajectory_id: 30.0 if trajectory_id > "group_00000003" else 0.001),
+        recipe_of(mode=RolloutMode.one_step_off),
+    )
+    run.take()
+    run.preemption.ask()
+    run.update()
 
 
 def test_the_age_is_that_of_the_oldest_token(tmp_path):
