@@ -35,6 +35,7 @@ _NOT_NEGATIVE = (
     "rollout.eval_sampling.temperature",
     "rollout.max_replacements",
     "rollout.max_staleness",
+    "rollout.chunk_tokens",
     "teacher.max_replacements",
     "algorithm.replay_gap_every_steps",
     "algorithm.score_every_steps",

@@ -61,6 +61,12 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
                 f"rollout.{name}",
                 f"{getattr(rollout, name)} is longer than rollout.trajectory_timeout_s {rollout.trajectory_timeout_s}.",
             )
+    if rollout.chunk_tokens and recipe.deterministic:
+        yield (
+            "rollout.chunk_tokens",
+            f"{rollout.chunk_tokens}: parts of a turn that fail are asked for again at any moment, so a deterministic "
+            "run cannot repeat its batches. Use 0, or deterministic false.",
+        )
     yield from _sglang_violations(recipe)
     if recipe.resync.transport is TransportName.delta and not recipe.resync.local_dir:
         yield "resync.local_dir", "delta needs a folder on a local disk of each node, with room for the model."

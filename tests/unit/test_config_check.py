@@ -156,6 +156,10 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "either to 1."),
         ("rollout.engine_tp=24 rollout.engine_attention_dp=2 rollout.engine_ep=8", "rollout.engine_tp",
          "24 in 2 groups of 12 does not divide the model's 32 attention heads. Use 16 or 32."),
+        ("rollout.chunk_tokens=64 deterministic=true", "rollout.chunk_tokens",
+         "64: parts of a turn that fail are asked for again at any moment, so a deterministic run cannot repeat its "
+         "batches. Use 0, or deterministic false."),
+        ("rollout.chunk_tokens=-1", "rollout.chunk_tokens", "-1: must not be negative."),
         ("rollout.engine_attention_dp=0", "rollout.engine_attention_dp", "0: must be at least 1."),
         ("resync.transport=delta", "resync.local_dir",
          "delta needs a folder on a local disk of each node, with room for the model."),

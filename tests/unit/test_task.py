@@ -9,6 +9,8 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from slimrl.agent.parsers import ParsedTurn
 from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.config.problems import RecipeError
+from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.continued import ContinuedEngine
 from slimrl.runtime.checks.task import load_task
 from slimrl.runtime.sft import read_examples
 
@@ -48,6 +50,24 @@ def num_tokens(model: Path, messages: list[dict], *overrides: str) -> int:
     return len(build_tokenizer().apply_chat_template(
         messages, tools=task.tools.schemas, add_generation_prompt=True, return_dict=False
     ))  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", ["rollout.chunk_tokens=8", "resync.pause=abort", "resync.pause=retract"])
+@pytest.mark.parametrize("agent", [[], ["agent.function=slimrl.agent.gateway.calculator_agent:solve"]])
+def test_episodes_see_whole_turns_whatever_the_requests_are(model, setting, agent):
+    """Also an agent's behind the gateway, with a decoder of the recipe's own tokenizer."""
+    given = loaded(model, Path("none.jsonl"), setting, *agent, command="rollout")
+    engine = SglangEngine("http://nobody")
+    runner = load_task(given, train=False, evaluate=False).episode_runner(given.recipe, engine)
+    if setting == "resync.pause=retract":
+        assert runner.engine is engine
+        return
+    assert isinstance(runner.engine, ContinuedEngine)
+    assert runner.engine._engine is engine
+    assert runner.engine._chunk_tokens == given.recipe.rollout.chunk_tokens
+    assert (
+        runner.engine._decode(build_tokenizer()("</tool_call>", add_special_tokens=False).input_ids) == "</tool_call>"
+    )
 
 
 class WordsParser:

@@ -30,7 +30,7 @@ class PauseMode(str, Enum):
     retract = "retract"
     """They return to the queue, and their KV cache is computed again with the new weights."""
     abort = "abort"
-    """They end, and their trajectories are aborted."""
+    """They end, and their turns go on after the pause in further requests, with the tokens that they have."""
     in_place = "in_place"
     """They continue with the KV cache of the old weights and are counted as stale."""
 

@@ -92,6 +92,9 @@ class RolloutConfig:
     closes a call is one token."""
     routed_experts: bool = False
     """Engines report the experts of each token."""
+    chunk_tokens: int = 0
+    """Ask for a turn in requests of at most so many tokens, which is what an engine that dies takes along; 0 for whole
+    turns. docs/async.md says how they are joined. Not with `deterministic`."""
     request_timeout_s: float = 120.0
     """Deadline of a turn of the model."""
     tool_timeout_s: float = 10.0

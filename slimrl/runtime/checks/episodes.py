@@ -15,6 +15,7 @@ from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import Engine
+from slimrl.rollout.continued import continued
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_dialogues
 from slimrl.runtime.checks.environment import (
@@ -40,6 +41,7 @@ class EpisodeCode:
     """Tools of each sub-agent"""
 
     def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner | GatewayRunner:
+        engine = continued(engine, recipe, self.dialogues.chat.template.decode)
         if self.agent is not None:
             return GatewayRunner(
                 engine=engine,
