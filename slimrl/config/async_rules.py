@@ -3,28 +3,43 @@
 from collections.abc import Iterator
 
 from slimrl.config.problems import Violation
-from slimrl.config.schema.algorithm import CorrectionLevel, OldPolicy
+from slimrl.config.schema.algorithm import CorrectionLevel, OldPolicy, RoutingReplay
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutConfig, RolloutMode, TooOld
 
 
 def mode_violations(recipe: Recipe) -> Iterator[Violation]:
     rollout = recipe.rollout
     mode = rollout.mode.value
+    reads_age = rollout.outlives_steps and rollout.mode is not RolloutMode.one_step_off
     for name in ("max_staleness", "too_old"):
-        value = getattr(rollout, name)
-        if rollout.mode is not RolloutMode.async_ and value != getattr(RolloutConfig, name):
-            yield f"rollout.{name}", f"only rollout.mode async reads it, and the mode is {mode}."
-    if rollout.mode is RolloutMode.sync:
+        if not reads_age and getattr(rollout, name) != getattr(RolloutConfig, name):
+            yield f"rollout.{name}", f"only rollout.mode async and rollout.oversample read it, and the mode is {mode}."
+    if not rollout.outlives_steps:
         return
+    key, value = ("oversample", f"{rollout.oversample:g}") if rollout.mode is RolloutMode.sync else ("mode", mode)
+    if rollout.oversample > 1 and rollout.mode is not RolloutMode.sync:
+        yield "rollout.oversample", f"{rollout.oversample:g} is for rollout.mode sync, and the mode is {mode}. Use 1."
     if recipe.deterministic:
         yield (
-            "rollout.mode",
-            f"{mode} cannot be repeated bit by bit: what engines compute together depends on when requests arrive. "
-            "Use sync, or deterministic false.",
+            f"rollout.{key}",
+            f"{value} cannot be repeated bit by bit: what engines compute together depends on when requests arrive. "
+            f"Use {'1' if key == 'oversample' else 'sync'}, or deterministic false.",
         )
-    if rollout.colocated:
+    if key == "oversample" and recipe.resync.pause is not PauseMode.abort:
+        yield (
+            "rollout.oversample",
+            f"{value} ends a step while requests run, which must leave the engines. Use resync.pause abort.",
+        )
+    if recipe.algorithm.routing_replay is RoutingReplay.rollout and recipe.resync.pause is PauseMode.retract:
+        yield (
+            "resync.pause",
+            f"with rollout.{key} {value}, retract makes engines report the experts of new weights for tokens that old "
+            "ones sampled. Use abort or in_place, or another algorithm.routing_replay.",
+        )
+    if rollout.colocated and key == "mode":
         yield (
             "rollout.mode",
             f"{mode} needs engines that sample while the trainer works. Use sync, or rollout.colocated false.",
@@ -32,16 +47,16 @@ def mode_violations(recipe: Recipe) -> Iterator[Violation]:
     if recipe.algorithm.dynamic_sampling.refill is RefillMode.value:
         yield (
             "algorithm.dynamic_sampling.refill",
-            f"value chooses prompts once for each step, which rollout.mode {mode} has not. Use order, by which other "
+            f"value chooses prompts once for each step, not with rollout.{key} {value}. Use order, by which other "
             "prompts take the place of groups without a signal.",
         )
 
 
 def mode_warnings(recipe: Recipe) -> Iterator[Violation]:
     rollout, algorithm = recipe.rollout, recipe.algorithm
-    if rollout.mode is RolloutMode.sync:
+    if not rollout.outlives_steps:
         return
-    if rollout.mode is RolloutMode.async_ and rollout.too_old is TooOld.train:
+    if rollout.too_old is TooOld.train:
         yield (
             "rollout.too_old",
             f"train gives up the bound: groups older than rollout.max_staleness {rollout.max_staleness} are trained "
@@ -49,7 +64,7 @@ def mode_warnings(recipe: Recipe) -> Iterator[Violation]:
         )
     if algorithm.old_policy is OldPolicy.trainer and algorithm.correction.level is CorrectionLevel.off:
         yield (
-            "rollout.mode",
-            f"with {rollout.mode.value} earlier weights sampled most of the tokens, and nothing accounts for it. Set "
+            "rollout.oversample" if rollout.mode is RolloutMode.sync else "rollout.mode",
+            "earlier weights sample some or most of the tokens, and nothing accounts for it. Set "
             "algorithm.old_policy rollout, or an algorithm.correction.level.",
         )

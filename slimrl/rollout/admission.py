@@ -35,6 +35,8 @@ class Admission:
     too_old: TooOld
     last_version: int
     """At which the run ends"""
+    most_present: int | None = None
+    """Most groups that run or wait, whatever the version; None for as many as the staleness admits"""
     version: int = 0
     begun: int = 0
     running: dict[int, int] = field(default_factory=dict)
@@ -48,9 +50,12 @@ class Admission:
     def capacity(self) -> int:
         """How many groups may begin now."""
         present = len(self.running) + len(self.waiting)
-        updates = min(self.max_staleness + self.version + 1, self.last_version)
+        updates = (
+            self.last_version if self.most_present else min(self.max_staleness + self.version + 1, self.last_version)
+        )
         ahead = updates * self.batch - self.ended["taken"] - present
-        return max(0, min(self.max_running - len(self.running), ahead))
+        room = ahead if self.most_present is None else self.most_present - present
+        return max(0, min(self.max_running - len(self.running), ahead, room))
 
     @property
     def counts(self) -> dict[str, int]:

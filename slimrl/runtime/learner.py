@@ -9,7 +9,6 @@ from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.token_advantages import has_token_advantages
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.packing import (
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -137,8 +136,7 @@ class Learner:
             RunError: too far.
         """
         reports = [self._reports[number] for number in sorted(self._reports)]
-        is_sync = self._recipe.rollout.mode is RolloutMode.sync
-        version = None if is_sync else self._state.weight_version
+        version = self._state.weight_version if self._recipe.rollout.outlives_steps else None
         metrics = mismatch_metrics([report for of_update in reports for report in of_update], version)
         step.record({**metrics, "policy/entropy": entropy_mean(reports)})
         if enforce_limit:

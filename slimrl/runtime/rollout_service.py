@@ -14,6 +14,7 @@ All state is the event loop's; the driver's thread calls `run` of the loop.
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,9 +97,12 @@ class RolloutService:
         self.admission = Admission(
             batch=rollout.prompts_per_step,
             max_running=most,
-            max_staleness=rollout.max_staleness if rollout.mode is RolloutMode.async_ else 1,
+            max_staleness=1 if rollout.mode is RolloutMode.one_step_off else rollout.max_staleness,
             too_old=rollout.too_old,
             last_version=recipe.steps,
+            most_present=None
+            if rollout.mode is not RolloutMode.sync
+            else math.ceil(rollout.oversample * rollout.prompts_per_step),
         )
         self._slots = asyncio.Semaphore(most)
         self._groups: dict[int, Group] = {}

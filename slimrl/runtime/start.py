@@ -19,7 +19,6 @@ from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.rollout import RolloutMode
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
 from slimrl.ipc.stale_files import clean_stale_segments
 from slimrl.models.hf_config import read_hf_config
@@ -267,7 +266,7 @@ def rollout_stage(
         flush_caches=engines.flush_caches,
         teacher=_teacher(recipe, teachers, vocab_size),
         workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
-        loop=None if recipe.rollout.mode is RolloutMode.sync else LoopThread(),
+        loop=LoopThread() if recipe.rollout.outlives_steps else None,
         scorers=[SglangEngine(address.url, vocab_size=vocab_size) for address in engines.addresses],
     )
 

@@ -54,7 +54,7 @@ class TrainRun(Run):
         prompts = list(chain(*self.task.train.values()))
         self._service = (
             None
-            if self.recipe.rollout.mode is RolloutMode.sync
+            if not self.recipe.rollout.outlives_steps
             else RolloutService(self.recipe, self.data, prompts, self.stage, filters, self.folder.groups)
         )
         self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)
@@ -93,7 +93,7 @@ class TrainRun(Run):
         if self._service is not None:
             self._service.start(self.state.step, self.state.weight_version, self._saved_rollout)
         elif self._saved_rollout is not None:
-            self.progress.say("rollout.mode sync: the groups that the run had sampled ahead are left out")
+            self.progress.say("the groups that the run had begun beside its steps are left out: rollout.mode is sync")
 
     def rollout(self, step: Step) -> list[Trajectory]:
         """Scored trajectories of the next prompts, and of those that replace prompts without a signal.
@@ -110,6 +110,10 @@ class TrainRun(Run):
                 metrics = self._score_check.measure(step.number, batch.kept)
                 step.record(metrics)
                 self.learner.limit_mismatch(step, metrics)
+            if self.recipe.rollout.mode is RolloutMode.sync:
+                # Until the resync: the trainer may need the engines' devices.
+                self._service.hold(True)
+                self.engines.pause()
         step.record({**rollout_metrics(batch.sampled, batch.seconds), **batch.metrics})
         step.record(environment_metrics(batch.sampled))
         step.record(loop_lag_metrics(lags_s))
@@ -132,6 +136,7 @@ class TrainRun(Run):
         self._send_weights(step)
         if self._service is not None:
             self._service.advance(self.state.weight_version)
+            self._service.hold(False)
 
     def evaluation_is_due(self) -> bool:
         return bool(self.state.unwritten)

@@ -6,7 +6,7 @@ import pytest
 
 from slimrl.config.async_rules import mode_violations, mode_warnings
 from slimrl.config.load import read_recipe
-from slimrl.config.schema.algorithm import CorrectionLevel, OldPolicy
+from slimrl.config.schema.algorithm import CorrectionLevel, OldPolicy, RoutingReplay
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode, TooOld
@@ -38,8 +38,17 @@ def change(made: Recipe, key: str, value: object) -> Recipe:
 @pytest.mark.parametrize(
     ("mode", "key", "value", "refused", "said"),
     [
-        ("sync", "rollout.max_staleness", 4, "rollout.max_staleness", "only rollout.mode async reads it"),
+        (
+            "sync",
+            "rollout.max_staleness",
+            4,
+            "rollout.max_staleness",
+            "only rollout.mode async and rollout.oversample read it",
+        ),
         ("one_step_off", "rollout.too_old", TooOld.wait, "rollout.too_old", "and the mode is one_step_off"),
+        ("sync", "rollout.oversample", 1.5, "rollout.oversample", "Use resync.pause abort"),
+        ("async_", "algorithm.routing_replay", RoutingReplay.rollout, "resync.pause", "Use abort or in_place"),
+        ("async_", "rollout.oversample", 1.5, "rollout.oversample", "1.5 is for rollout.mode sync"),
         ("async_", "deterministic", True, "rollout.mode", "async cannot be repeated bit by bit"),
         ("one_step_off", "rollout.colocated", True, "rollout.mode", "one_step_off needs engines that sample while"),
         (

@@ -160,6 +160,22 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_the_rollout_beside_it(tmp_
     run.update()
 
 
+def test_a_synchronous_step_ends_with_its_batch_and_the_others_go_on_in_the_next(tmp_path):
+    slow = Stage(lambda trajectory_id: 1.0 if int(trajectory_id[6:14]) in (0, 1) else 0.001)
+    run = Running(tmp_path, slow, recipe_of(mode=RolloutMode.sync, oversample=5 / 3))
+    first = run.take()
+    assert len(run.stage.begun) == 5 * SAMPLES
+    assert {int(t.trajectory_id[6:14]) for t in first} == {2, 3, 4}
+    run.service.hold(True)
+    run.update()
+    run.stage.run(asyncio.sleep(1.1))
+    assert len(run.stage.begun) == 5 * SAMPLES
+    run.service.hold(False)
+    second = run.service.take(lambda: None)
+    assert {int(t.trajectory_id[6:14]) for t in second.kept} >= {0, 1}
+    assert second.metrics["async/age_max"] == 1
+
+
 def test_the_age_is_that_of_the_oldest_token(tmp_path):
     run = Running(tmp_path, Stage(), recipe_of(max_staleness=1))
     run.take()

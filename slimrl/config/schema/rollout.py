@@ -70,10 +70,14 @@ class RolloutConfig:
     mode: RolloutMode = RolloutMode.sync
     """Who waits for whom."""
     max_staleness: int = 1
-    """With `async`, the most updates of the weights between the one that sampled a group's first token and the one that
-    trains on the group."""
+    """With `async` or `oversample`, the most updates of the weights between the one that sampled a group's first token
+    and the one that trains on the group."""
     too_old: TooOld = TooOld.drop
-    """With `async`, treatment of groups that become older."""
+    """With `async` or `oversample`, treatment of groups that become older."""
+    oversample: float = 1.0
+    """With `sync`, groups that a step begins with, as a multiple of `prompts_per_step`: it ends when that many groups
+    have, and the others go on in the next step, with the tokens that they have. They may be `max_staleness` updates
+    old."""
     prompts_per_step: int = 32
     """Groups (prompts) per step."""
     samples_per_prompt: int = 8
@@ -111,6 +115,11 @@ class RolloutConfig:
     sglang: dict[str, Any] = field(default_factory=dict)
     """Fields of SGLang's ServerArgs, but for those that slimrl sets and for layouts into which a resync cannot place
     weights (slimrl/config/sglang_layouts.py: pipelines, EPLB, DeepEP and other all-to-all backends, LoRA and more)."""
+
+    @property
+    def outlives_steps(self) -> bool:
+        """Whether groups run that are not of the step's own rollout."""
+        return self.mode is not RolloutMode.sync or self.oversample > 1
 
     @property
     def attention_tp(self) -> int:

@@ -12,6 +12,7 @@ import ray
 from slimrl import device
 from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.ipc.allocator import forbid_expandable_segments
@@ -108,6 +109,11 @@ class EngineActor:
     def flush_cache(self) -> None:
         """Raises EngineError if the engine cannot flush its prefix cache."""
         self.control.flush_when_idle()
+
+    def pause(self) -> None:
+        """See EngineGroup.pause."""
+        with self._unless_ended():
+            self.control.pause(PauseMode.abort)
 
     def release_memory(self, parts: list[EngineMemory]) -> None:
         """A server that has ended holds no memory; the next resync replaces it."""

@@ -113,6 +113,10 @@ class EngineGroup:
         """Flush the prefix cache of every engine; raises StageError if one has running requests."""
         self._actors.call("flush_cache", dict.fromkeys(self._parts, ()), timeout_s=self._recipe.resync.timeout_s + 30)
 
+    def pause(self) -> None:
+        """Abort what runs, and let new requests wait until the next resync ends."""
+        self._actors.call("pause", dict.fromkeys(self._parts, ()), timeout_s=self._recipe.resync.timeout_s)
+
     def release_memory(self, parts: Collection[EngineMemory]) -> None:
         """See SglangControl.release_memory."""
         self._move_memory("release_memory", parts)
