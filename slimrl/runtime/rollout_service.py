@@ -270,6 +270,8 @@ class RolloutService:
                 return None
             await asyncio.sleep(min(left, 0.02))
         groups = [self._forget(number, "taken") for number in self.admission.take()]
+        # A synchronous step's engines wait for the trainer.
+        self._held = self._recipe.rollout.mode is RolloutMode.sync
         with self._ledger.open("a") as file:
             file.writelines(json.dumps({"step": self.admission.version + 1, **line}) + "\n" for line in self._left)
         self._left = []
@@ -316,6 +318,7 @@ class RolloutService:
 
     async def _advance(self, weight_version: int) -> None:
         self._versions[weight_version] = self.admission.version + 1
+        self._held = False
         for number in self.admission.advance():
             group = self._forget(number, "dropped")
             if (task := self._tasks.get(number)) is not None:

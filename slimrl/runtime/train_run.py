@@ -112,7 +112,6 @@ class TrainRun(Run):
                 self.learner.limit_mismatch(step, metrics)
             if self.recipe.rollout.mode is RolloutMode.sync:
                 # Until the resync: the trainer may need the engines' devices.
-                self._service.hold(True)
                 self.engines.pause()
         step.record({**rollout_metrics(batch.sampled, batch.seconds), **batch.metrics})
         step.record(environment_metrics(batch.sampled))
@@ -136,7 +135,6 @@ class TrainRun(Run):
         self._send_weights(step)
         if self._service is not None:
             self._service.advance(self.state.weight_version)
-            self._service.hold(False)
 
     def evaluation_is_due(self) -> bool:
         return bool(self.state.unwritten)

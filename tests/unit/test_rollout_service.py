@@ -166,11 +166,11 @@ def test_a_synchronous_step_ends_with_its_batch_and_the_others_go_on_in_the_next
     first = run.take()
     assert len(run.stage.begun) == 5 * SAMPLES
     assert {int(t.trajectory_id[6:14]) for t in first} == {2, 3, 4}
-    run.service.hold(True)
+    run.stage.run(asyncio.sleep(0.1))
+    assert len(run.stage.begun) == 5 * SAMPLES
     run.update()
     run.stage.run(asyncio.sleep(1.1))
-    assert len(run.stage.begun) == 5 * SAMPLES
-    run.service.hold(False)
+    assert len(run.stage.begun) == 8 * SAMPLES
     second = run.service.take(lambda: None)
     assert {int(t.trajectory_id[6:14]) for t in second.kept} >= {0, 1}
     assert second.metrics["async/age_max"] == 1
