@@ -9,7 +9,8 @@ A group is a prompt with its trajectories. `version` counts the trainer's update
 3. A batch is taken, the oldest groups first. A group's age is the version at that moment, which is the one that the
    update starts from, less the lowest version that sampled one of its tokens.
 4. After the update the version rises. Under `too_old: drop`, groups that no later batch may take then end at once;
-   under `wait`, no batch is taken before those have ended that only this batch may take; under `train` none is too old.
+   under `wait`, a batch is taken only if the later ones can take all other groups, oldest first, before these are too
+   old; under `train` none is too old.
 
 Every group that began is running, waiting, taken, filtered, failed or dropped; `counts` says how many are.
 """
@@ -89,16 +90,24 @@ class Admission:
     @property
     def is_ready(self) -> bool:
         """Whether a batch may be taken."""
-        if self.too_old is TooOld.wait and any(
-            self.age(begun) >= self.max_staleness for begun in self.running.values()
-        ):
+        if len(self.waiting) < self.batch:
             return False
-        return len(self.waiting) >= self.batch
+        if self.too_old is not TooOld.wait:
+            return True
+        left = self.running | self.waiting
+        for number in self._oldest():
+            del left[number]
+        ages = sorted(map(self.age, left.values()), reverse=True)
+        return all(age + 1 + place // self.batch <= self.max_staleness for place, age in enumerate(ages))
+
+    def _oldest(self) -> list[int]:
+        """The numbers of the waiting groups that a batch would take."""
+        return sorted(self.waiting, key=lambda number: (self.waiting[number], number))[: self.batch]
 
     def take(self) -> list[int]:
         """The numbers of the next batch's groups, the oldest first."""
         assert self.is_ready
-        taken = sorted(self.waiting, key=lambda number: (self.waiting[number], number))[: self.batch]
+        taken = self._oldest()
         for number in taken:
             del self.waiting[number]
         self.ended["taken"] += len(taken)
