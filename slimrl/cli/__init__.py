@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slimrl.cli import config, evaluation, inspect_chat, launch, plan, resync, runs
+from slimrl.cli import config, evaluation, inspect_chat, launch, plan, resync, runs, simulate
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.data.threads import end_process_if_calls_hang
 
@@ -46,6 +46,7 @@ COMMANDS: tuple[tuple[typer.Typer, str, Callable[..., None]], ...] = (
     (app, "export", runs.export),
     (app, "report", runs.report),
     (app, "plan", plan.plan),
+    (app, "simulate", simulate.simulate),
     (app, "inspect-chat", inspect_chat.inspect_chat),
     (config_app, "show", config.show_settings),
     (config_app, "check", config.check),

@@ -50,6 +50,13 @@ GpusPerNode = Annotated[
 ]
 NvlinkGbPerS = Annotated[float, typer.Option(help="Bandwidth of a GPU to its node's other GPUs, each way.")]
 NetworkGbPerS = Annotated[float, typer.Option(help="Bandwidth of a GPU's network adapter, each way.")]
+GpuMemoryGib = Annotated[float, typer.Option(help="Memory of one GPU.")]
+ReserveGib = Annotated[
+    float, typer.Option(help="Memory of a GPU that tensors cannot use: CUDA contexts, communication.")
+]
+PeakTflops = Annotated[float, typer.Option(help="Peak of one GPU in dense bf16.")]
+Mfu = Annotated[float, typer.Option(help="Fraction of the peak that a computation reaches.")]
+MemoryGbPerS = Annotated[float, typer.Option(help="Read bandwidth of a GPU's memory.")]
 ToJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RayAddress = Annotated[
     str | None,

@@ -4,7 +4,19 @@ from typing import Annotated
 
 import typer
 
-from slimrl.cli.arguments import GpusPerNode, NetworkGbPerS, NvlinkGbPerS, Overrides, Recipe, ToJson
+from slimrl.cli.arguments import (
+    GpuMemoryGib,
+    GpusPerNode,
+    MemoryGbPerS,
+    Mfu,
+    NetworkGbPerS,
+    NvlinkGbPerS,
+    Overrides,
+    PeakTflops,
+    Recipe,
+    ReserveGib,
+    ToJson,
+)
 from slimrl.resync.estimate.machine import Machine
 
 
@@ -12,17 +24,15 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     gpus_per_node: GpusPerNode = 8,
-    gpu_memory_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
-    reserve_gib: Annotated[
-        float, typer.Option(help="Memory of a GPU that tensors cannot use: CUDA contexts, communication.")
-    ] = 4.0,
+    gpu_memory_gib: GpuMemoryGib = 80.0,
+    reserve_gib: ReserveGib = 4.0,
     host_memory_gib: Annotated[float, typer.Option(help="Memory of a node that trainer ranks may use.")] = 1800.0,
-    peak_tflops: Annotated[float, typer.Option(help="Peak of one GPU in dense bf16.")] = 989.0,
-    mfu: Annotated[float, typer.Option(help="Fraction of the peak that a computation reaches.")] = 0.4,
+    peak_tflops: PeakTflops = 989.0,
+    mfu: Mfu = 0.4,
     expert_load: Annotated[
         float, typer.Option(help="Tokens of the busiest expert-parallel rank, over the mean.")
     ] = 1.0,
-    memory_gb_per_s: Annotated[float, typer.Option(help="Read bandwidth of a GPU's memory.")] = Machine.memory_gb_per_s,
+    memory_gb_per_s: MemoryGbPerS = Machine.memory_gb_per_s,
     nvlink_gb_per_s: NvlinkGbPerS = Machine.nvlink_gb_per_s,
     network_gb_per_s: NetworkGbPerS = Machine.network_gb_per_s,
     mean_tokens: Annotated[

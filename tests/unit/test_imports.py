@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "checkpoints", "versions", "toys", "evaluation", "rollout", "trainer", "resync", "sglang_plugin",
     },
     "planner": {*LEAVES, "algorithms", "models", "observability", "checkpoints", "trainer", "resync", "runtime"},
+    "simulator": {*LEAVES, "models", "observability", "planner", "rollout"},
     "launch": {*LEAVES, "models", "runtime"},
 }  # fmt: skip
 """Part -> the other parts that it may import. cli may import all; slimrl_tools too, except cli and runtime."""

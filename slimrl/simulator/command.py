@@ -1,0 +1,214 @@
+"""`slimrl simulate`: compares modes, numbers of GPUs or splits of a recipe."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+
+from slimrl.config.problems import RecipeError
+from slimrl.models.offline_recipe import OfflineRecipe
+from slimrl.observability.terminal import plain_console
+from slimrl.planner.hardware import Hardware
+from slimrl.simulator.cluster import Cluster, planned_cluster, read_train_recipe
+from slimrl.simulator.distribution import read_distribution
+from slimrl.simulator.schedule import SYNC, Schedule, all_schedules, schedule_of
+from slimrl.simulator.simulation import Simulation
+from slimrl.simulator.splits import best_splits, legal_splits, scaled_split, shared_overrides, split_overrides
+from slimrl.simulator.tables import PIPED_COLUMNS, Row, print_rows
+from slimrl.simulator.trace import read_trace
+from slimrl.simulator.workload import DrawnWorkload, Workload, drawn_workload
+
+SHOWN_SPLITS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Options of the command."""
+
+    turns: str | None = None
+    turn_tokens: str | None = None
+    tool: str | None = None
+    prompt_tokens: int | None = None
+    decode_efficiency: float = 0.6
+    gpus: str | None = None
+    scale_batch: bool = False
+    suggest: int | None = None
+    trace: Path | None = None
+    steps: int = 40
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is impossible, and for options that do not go together."""
+        if self.steps < 1:
+            raise ValueError(f"--steps {self.steps}: must be at least 1")
+        if not 0 < self.decode_efficiency <= 1:
+            raise ValueError(f"--decode-efficiency {self.decode_efficiency}: must be above 0 and at most 1")
+        if self.scale_batch and self.gpus is None:
+            raise ValueError("--scale-batch goes with --gpus.")
+        if self.gpus is not None and self.suggest is not None:
+            raise ValueError("--gpus and --suggest exclude each other.")
+        planned = ("turns", "turn_tokens", "tool", "prompt_tokens", "gpus", "suggest")
+        given = [f"--{name.replace('_', '-')}" for name in planned if getattr(self, name) is not None]
+        if self.trace is not None and given:
+            raise ValueError(f"{' and '.join(given)} cannot go with --trace, which has the times of one cluster.")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Raises ValueError if `gpus` is no list of numbers."""
+        if self.gpus is None:
+            return []
+        parts = self.gpus.split(",")
+        if not all(part.isdecimal() and int(part) for part in parts):
+            raise ValueError(f"--gpus {self.gpus}: must be numbers of GPUs with commas between them, such as 8,64")
+        return [int(part) for part in parts]
+
+
+class Simulator:
+    """Plans clusters for one recipe and simulates them."""
+
+    def __init__(self, path: Path, overrides: Sequence[str], hardware: Hardware, question: Question) -> None:
+        """
+        Raises:
+            ValueError: the recipe or an option is refused.
+        """
+        self._path, self._overrides, self._hardware, self._question = path, overrides, hardware, question
+        self.planned = read_train_recipe(path, overrides, model_needed=question.trace is None)
+        self.recipe = self.planned.recipe
+        self.notes: list[str] = []
+        if self.recipe.shares_devices and question.trace is None:
+            raise ValueError(
+                f"{path}: the engines share the trainer's GPUs, and only sync works so. To compare modes, give "
+                "rollout.colocated=false resync.transport=collective; the row `sync, shared` has all GPUs in turns."
+            )
+
+    def rows_by_mode(self) -> list[Row]:
+        """All modes of the recipe, on its own GPUs or those of --gpus."""
+        question = self._question
+        if question.trace is not None:
+            cluster, recorded, self.notes = read_trace(question.trace, self.recipe)
+            return [
+                self._simulate(cluster, recorded, schedule, self.recipe.rollout.prompts_per_step, inf)
+                for schedule in all_schedules(self.recipe.rollout.too_old)
+            ]
+        splits = [scaled_split(self.recipe, size, scale_batch=question.scale_batch) for size in question.sizes]
+        rows: list[Row] = []
+        for split in splits or [[]]:
+            planned = self._read(split)
+            rows += self._rows(planned, all_schedules(self.recipe.rollout.too_old))
+            rows += self._shared_rows(planned, split)
+        return rows
+
+    def rows_by_split(self) -> list[Row]:
+        """The best splits of --suggest in the recipe's own mode."""
+        assert self._question.suggest is not None
+
+        def measure(ranks: int, engines: int) -> Row:
+            [row] = self._rows(self._read(split_overrides(ranks, engines)), [schedule_of(self.recipe.rollout)])
+            return row
+
+        splits = legal_splits(self.recipe, self._question.suggest)
+        return best_splits(splits, measure, lambda row: row.outcome.trajectories_per_s)[:SHOWN_SPLITS]
+
+    def _read(self, more: Sequence[str]) -> OfflineRecipe:
+        return read_train_recipe(self._path, [*self._overrides, *more]) if more else self.planned
+
+    def _rows(self, planned: OfflineRecipe, schedules: Sequence[Schedule], *, shared: bool = False) -> list[Row]:
+        rollout = planned.recipe.rollout
+        workload = self._workload(planned)
+        cluster, problems = planned_cluster(
+            planned,
+            self._hardware,
+            lengths=workload.lengths(),
+            decode_efficiency=self._question.decode_efficiency,
+        )
+        kind = "shared GPUs" if shared else f"{cluster.trainer_ranks} + {cluster.engine_gpus} GPUs"
+        self.notes += [f"{kind} do not fit: {problem}" for problem in problems]
+        return [
+            self._simulate(
+                cluster, workload, schedule, rollout.prompts_per_step, rollout.trajectory_timeout_s, shared=shared
+            )
+            for schedule in schedules
+        ]
+
+    def _shared_rows(self, planned: OfflineRecipe, split: Sequence[str]) -> list[Row]:
+        """`sync` on the same number of GPUs, all of which train and generate in turns."""
+        recipe = planned.recipe
+        gpus = recipe.trainer.num_ranks + recipe.rollout.num_engines * recipe.rollout.engine_tp
+        try:
+            shared = self._read([*split, *shared_overrides(recipe, gpus)])
+        except RecipeError as error:
+            self.notes.append(f"{gpus} GPUs shared by trainer and engines are left out: {error.problems[0].message}")
+            return []
+        return self._rows(shared, [SYNC], shared=True)
+
+    def _workload(self, planned: OfflineRecipe) -> DrawnWorkload:
+        question = self._question
+        given = {name: getattr(question, name) for name in ("turns", "turn_tokens", "tool")}
+        turns, turn_tokens, tool_s = (
+            None if text is None else read_distribution(f"--{name.replace('_', '-')}", text)
+            for name, text in given.items()
+        )
+        return drawn_workload(
+            planned.recipe.rollout,
+            turns=turns,
+            turn_tokens=turn_tokens,
+            tool_s=tool_s,
+            prompt_tokens=question.prompt_tokens,
+            seed=question.seed,
+        )
+
+    def _simulate(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        schedule: Schedule,
+        batch: int,
+        deadline_s: float,
+        *,
+        shared: bool = False,
+    ) -> Row:
+        warm_up = 2 + 2 * schedule.max_staleness
+        simulation = Simulation(
+            cluster,
+            workload,
+            schedule,
+            batch=batch,
+            steps=self._question.steps,
+            warm_up=warm_up,
+            deadline_s=deadline_s,
+        )
+        return Row(cluster=cluster, schedule=schedule, outcome=simulation.run(), shared=shared)
+
+
+def run(
+    path: Path, overrides: Sequence[str], hardware: Hardware, question: Question, *, json_file: Path | None
+) -> None:
+    """Print the table, and write its rows to the file if there is one.
+
+    Raises:
+        ValueError: the recipe or an option is refused.
+    """
+    simulator = Simulator(path, overrides, hardware, question)
+    rollout = simulator.recipe.rollout
+    if question.suggest is not None:
+        rows = simulator.rows_by_split()
+        title = f"splits of {question.suggest} GPUs in mode {schedule_of(rollout).name}, the best first"
+    else:
+        rows = simulator.rows_by_mode()
+        title = f"{rollout.prompts_per_step} groups of {rollout.samples_per_prompt} a step, {question.steps} steps"
+    print_rows(title, rows)
+    console = plain_console(stderr=True, piped_columns=PIPED_COLUMNS)
+    for note in simulator.notes:
+        console.print(f"note: {note}")
+    if json_file is not None:
+        written = {
+            "recipe": str(path),
+            "overrides": list(overrides),
+            "question": {
+                name: str(value) if isinstance(value, Path) else value for name, value in asdict(question).items()
+            },
+            "rows": [row.as_json() for row in rows],
+            "notes": simulator.notes,
+        }
+        json_file.write_text(json.dumps(written, indent=2) + "\n")
