@@ -12,7 +12,7 @@ import numpy as np
 
 from slimrl.algorithms.mismatch import LogProbReport, mismatch_metrics
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.engine import EngineError, Scorer, ScoreRequest
+from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.packing import OLD_LOGPROBS, pack_for
 from slimrl.data.trajectory import Segment, Trajectory
 from slimrl.runtime.cluster.errors import RunError
@@ -26,12 +26,8 @@ NUM_SCORED = 8
 class ScoreCheck:
     """Measures at the first step that has no token of the present weights, and then every so many steps."""
 
-    def __init__(self, recipe: Recipe, stage: RolloutStage, trainers: TrainerGroup, scorers: Sequence[Scorer]) -> None:
-        """
-        Args:
-            scorers: clients of the engines, for the stage's event loop.
-        """
-        self._recipe, self._stage, self._trainers, self._scorers = recipe, stage, trainers, scorers
+    def __init__(self, recipe: Recipe, stage: RolloutStage, trainers: TrainerGroup) -> None:
+        self._recipe, self._stage, self._trainers = recipe, stage, trainers
         self._last: int | None = None
 
     def is_due(self, step: int) -> bool:
@@ -52,7 +48,7 @@ class ScoreCheck:
         return mismatch_metrics(self._reports(scored))
 
     async def _scored(self, segments: Sequence[Segment]) -> list[Segment]:
-        """The segments with the engines' present log-probs, one engine after another."""
+        """The segments with the engines' present log-probs, the engines in turn."""
         requests = enumerate(segments)
         try:
             return list(await asyncio.gather(*(self._score(number, segment) for number, segment in requests)))
@@ -68,7 +64,7 @@ class ScoreCheck:
             timeout_s=self._recipe.rollout.request_timeout_s,
         )
         logprobs = np.zeros(len(segment), np.float32)
-        logprobs[start:] = await self._scorers[number % len(self._scorers)].score(request)
+        logprobs[start:] = await self._stage.scorers[number % len(self._stage.scorers)].score(request)
         return replace(segment, rollout_logprobs=np.where(segment.loss_mask, logprobs, 0))
 
     def _reports(self, segments: Sequence[Segment]) -> list[LogProbReport]:

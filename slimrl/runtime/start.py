@@ -252,6 +252,8 @@ def rollout_stage(
         nodes, _ = cluster_nodes(private=False)
         task.sandbox.use(NodeSandboxes(recipe.agent.sandbox, nodes), len(nodes))
 
+    scored_urls = [address.url for address in engines.addresses] if recipe.rollout.outlives_steps else []
+
     def watch() -> None:
         engines.watch()
         if teachers is not None:
@@ -267,7 +269,7 @@ def rollout_stage(
         teacher=_teacher(recipe, teachers, vocab_size),
         workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
         loop=LoopThread() if recipe.rollout.outlives_steps else None,
-        scorers=[SglangEngine(address.url, vocab_size=vocab_size) for address in engines.addresses],
+        scorers=[SglangEngine(url, vocab_size=vocab_size) for url in scored_urls],
     )
 
 

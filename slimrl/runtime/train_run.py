@@ -58,7 +58,7 @@ class TrainRun(Run):
             else RolloutService(self.recipe, self.data, prompts, self.stage, filters, self.folder.groups)
         )
         self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)
-        self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers, self.stage.scorers)
+        self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers)
         self._sampler = StepSampler(
             self.recipe,
             self.data,
