@@ -46,6 +46,8 @@ class Admission:
     """By the number of a group that has ended, the lowest version among its sampled tokens"""
     ended: Counter[str] = field(default_factory=Counter)
     """By the way in which groups left, one of ENDS, how many"""
+    surplus: int = 0
+    """Groups that were taken beyond those of `version` batches: earlier ones may have been larger, see `refit`"""
 
     @property
     def capacity(self) -> int:
@@ -54,7 +56,7 @@ class Admission:
         updates = (
             self.last_version if self.most_present else min(self.max_staleness + self.version + 1, self.last_version)
         )
-        ahead = updates * self.batch - self.ended["taken"] - present
+        ahead = updates * self.batch - (self.ended["taken"] - self.surplus) - present
         room = ahead if self.most_present is None else self.most_present - present
         return max(0, min(self.max_running - len(self.running), ahead, room))
 
@@ -119,12 +121,14 @@ class Admission:
         if self.too_old is not TooOld.drop:
             return []
         present = self.running | self.waiting
-        dropped = [number for number, lowest in present.items() if self.age(lowest) > self.max_staleness]
-        for number in dropped:
+        return self._drop([number for number, lowest in present.items() if self.age(lowest) > self.max_staleness])
+
+    def _drop(self, numbers: list[int]) -> list[int]:
+        for number in numbers:
             self.running.pop(number, None)
             self.waiting.pop(number, None)
-        self.ended["dropped"] += len(dropped)
-        return sorted(dropped)
+        self.ended["dropped"] += len(numbers)
+        return sorted(numbers)
 
     def age(self, lowest: int) -> int:
         """Of a group, at an update that starts from the present version."""
@@ -134,6 +138,25 @@ class Admission:
         """Begin at this version, as if each update before had taken its groups."""
         self.version, self.begun = version, version * self.batch
         self.ended["taken"] = self.begun
+
+    def refit(self) -> list[int]:
+        """Count on under other settings than those of the restored state, between two updates.
+
+        Returns:
+            The numbers of groups that are dropped, since no batch may take them any more; none if nothing changed.
+        """
+        self.surplus = self.ended["taken"] - self.version * self.batch
+        if self.too_old is TooOld.train:
+            return []
+        present, kept = self.running | self.waiting, 0
+        dropped = []
+        for number in sorted(present, key=lambda number: (present[number], number)):
+            updates = kept // self.batch if self.too_old is TooOld.wait else 0
+            if self.age(present[number]) + updates > self.max_staleness:
+                dropped.append(number)
+            else:
+                kept += 1
+        return self._drop(dropped)
 
     def state(self) -> dict[str, Any]:
         """For `restore`."""

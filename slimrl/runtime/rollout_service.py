@@ -3,7 +3,7 @@
 1. Its groups run on the stage's event loop, which has a thread of its own. Admission (rollout/admission.py) says when
    one may begin; a free slot for a trajectory says when the engines have room for it.
 2. A group ends when all its trajectories are scored. One without a signal is left out where the recipe refills
-   (docs/credit.md), and one without a trajectory to train on always.
+   (docs/credit.md), at most `max_refills` times a batch's groups; one without a trajectory to train on always.
 3. The trainer takes the oldest groups. The weights change while others run, or with `one_step_off` when all have ended.
 4. `save` keeps the groups that wait and the ended trajectories of those that run, whose others a resumed run samples
    again.
@@ -113,8 +113,10 @@ class RolloutService:
         self._fault: BaseException | None = None
         self._versions: dict[int, int] = {}
         """By the version of the engines' weights, the updates that made it"""
-        self._ended: list[Trajectory] = []
-        """Of groups that ended since the last batch, in whatever way"""
+        self._num_ended = 0
+        """Trajectories of groups that ended since the last batch, in whatever way"""
+        self._causes: list[str] = []
+        """Of those among them that failed or were aborted"""
         self._left: list[dict[str, Any]] = []
         """Lines of the ledger for groups that left since the last batch"""
         self._counted: dict[str, int] = {}
@@ -177,8 +179,11 @@ class RolloutService:
             try:
                 await self._stage.run_group(group.prompt, group.ids, group.done, self._slots, keep)
                 self._end(group)
-            except Exception as error:  # noqa: BLE001 - a fault of ours, which the driver raises
-                self._fault = error
+            except Exception as error:  # a fault of ours, which the driver raises
+                if group.number in self._groups:
+                    self._fault = error
+                else:
+                    log.warning("group %d, when it was dropped: %s", group.number, error, exc_info=error)
             finally:
                 self._tasks.pop(group.number, None)
                 self._changed.set()
@@ -188,10 +193,12 @@ class RolloutService:
     def _end(self, group: Group) -> None:
         trajectories = group.trajectories
         shape_rewards(trajectories, self._recipe.algorithm)
-        self._ended += trajectories
+        self._num_ended += len(trajectories)
+        bad = (Status.failed, Status.aborted)
+        self._causes += [str(t.metadata.get("error")) for t in trajectories if t.status in bad]
         if all(t.status is Status.failed for t in trajectories):
             self._leave(group, "failed")
-        elif self._recipe.algorithm.dynamic_sampling.refill is not RefillMode.off and not self._has_signal(group):
+        elif self._may_refill and not self._has_signal(group):
             self._leave(group, "filtered")
         else:
             self.admission.finish(group.number, self._lowest(trajectories))
@@ -215,6 +222,14 @@ class RolloutService:
         self._left.append(line)
         return group
 
+    @property
+    def _may_refill(self) -> bool:
+        """Whether another group may take the place of one without a signal; without a limit there might never be a
+        batch."""
+        settings = self._recipe.algorithm.dynamic_sampling
+        replaced = self.admission.counts["filtered"] - self._counted["filtered"]
+        return settings.refill is not RefillMode.off and replaced < settings.max_refills * self.admission.batch
+
     def _has_signal(self, group: Group) -> bool:
         step = self.admission.version + 1
         return bool(select(group.trajectories, self._recipe.algorithm, self._keeps, step=step).trajectories)
@@ -237,38 +252,35 @@ class RolloutService:
             check: called every second; an exception that it raises ends the wait, and nothing is taken.
 
         Raises:
-            RunError: too many of the trajectories that ended since the last batch failed.
+            RunError: too many of the trajectories that ended since the last batch failed; a batch may never come then.
         """
         start = time.monotonic()
         while (batch := self._stage.run(self._take())) is None:
             check()
-        self._refuse_failures()
         seconds = time.monotonic() - start
         groups, counts = batch
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         now = time.monotonic()
         metrics = {
             **self._ages(groups),
-            **{f"async/{name}_groups": counts[name] for name in ("running", "waiting")},
-            **{
-                f"async/{name}_groups": counts[name] - self._counted[name] for name in ("filtered", "failed", "dropped")
-            },
+            **{f"async/{name}_groups": counts[name] for name in ("running", "waiting", *LOST)},
             "async/wait_s": seconds,
             "async/group_s_max": max(group.seconds for group in groups),
         }
-        self._counted = counts
         interval, self._last_take = now - self._last_take, now
         return StepRollout(sampled=trajectories, kept=trajectories, metrics=metrics, seconds=interval)
 
     async def _take(self) -> tuple[list[Group], dict[str, int]] | None:
-        """A batch, or None if there is none within POLL_S."""
+        """A batch, or None if there is none within POLL_S; and how many groups run, wait, and were lost since the last
+        one."""
         deadline = time.monotonic() + POLL_S
         while not self.admission.is_ready:
-            if self._fault is not None:
-                raise self._fault
+            self._refuse()
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             await asyncio.sleep(min(left, 0.02))
+        self._refuse()
+        self._num_ended, self._causes = 0, []
         groups = [self._forget(number, "taken") for number in self.admission.take()]
         # A synchronous step's engines wait for the trainer.
         self._held = self._recipe.rollout.mode is RolloutMode.sync
@@ -276,17 +288,20 @@ class RolloutService:
             file.writelines(json.dumps({"step": self.admission.version + 1, **line}) + "\n" for line in self._left)
         self._left = []
         self._changed.set()
-        return groups, self.admission.counts
+        before, self._counted = self._counted, self.admission.counts
+        return groups, self._counted | {name: self._counted[name] - before[name] for name in LOST}
 
-    def _refuse_failures(self) -> None:
-        trajectories, self._ended = self._ended, []
-        failed = [t for t in trajectories if t.status in (Status.failed, Status.aborted)]
-        limit = self._recipe.rollout.max_failed_fraction
-        if len(failed) > limit * len(trajectories):
-            causes = sorted({str(t.metadata.get("error")) for t in failed})
+    def _refuse(self) -> None:
+        """Raise the fault of a group, or RunError if more failed than may of those that ended, or than of a batch."""
+        if self._fault is not None:
+            raise self._fault
+        rollout = self._recipe.rollout
+        of_batch = rollout.prompts_per_step * rollout.samples_per_prompt
+        if len(self._causes) > rollout.max_failed_fraction * max(self._num_ended, of_batch):
             raise RunError(
-                f"{len(failed)} of the {len(trajectories)} trajectories that ended since the last batch failed or were "
-                f"aborted, more than rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
+                f"{len(self._causes)} of the {self._num_ended} trajectories that ended since the last batch failed or "
+                f"were aborted, more than rollout.max_failed_fraction = {rollout.max_failed_fraction:g} allows (of a "
+                f"batch's {of_batch} at least): {'; '.join(sorted(set(self._causes))[:3])}"
             )
 
     def _ages(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -306,8 +321,7 @@ class RolloutService:
             check()
 
     async def _is_drained(self) -> bool:
-        if self._fault is not None:
-            raise self._fault
+        self._refuse()
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=POLL_S)
         return not self._tasks and not (self.admission.capacity and not self._held)
@@ -328,10 +342,10 @@ class RolloutService:
 
     def hold(self, held: bool) -> None:
         """Whether no group may begin; those that run go on."""
-        self._held = held
-        self._stage.run(self._wake())
+        self._stage.run(self._hold(held))
 
-    async def _wake(self) -> None:
+    async def _hold(self, held: bool) -> None:
+        self._held = held
         self._changed.set()
 
     def save(self, folder: Path) -> Mapping[str, FileDigest]:
@@ -381,6 +395,9 @@ class RolloutService:
                 ended=value["ended"],
                 done={trajectory.trajectory_id: trajectory for trajectory in done},
             )
+        for number in self.admission.refit():
+            group = self._forget(number, "dropped")
+            log.info("group %d of %s is too old for the recipe now and dropped", number, group.prompt.prompt_id)
 
 
 def _keep_lines(ledger: Path, step: int) -> None:

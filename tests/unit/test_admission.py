@@ -279,3 +279,35 @@ def test_tokens_of_the_next_version_are_of_age_0():
     state = admission()
     state.skip(3)
     assert [state.age(lowest) for lowest in (1, 3, 4)] == [2, 0, 0]
+
+
+def restored(state: Admission, **settings) -> tuple[Admission, list[int]]:
+    """Of a run that continues with other settings, and the groups that it drops."""
+    other = admission(**settings)
+    other.restore(json.loads(json.dumps(state.state())))
+    return other, other.refit()
+
+
+@pytest.mark.parametrize("batch", [1, 2, 6])
+def test_a_run_that_continues_with_other_batches_is_as_far_ahead_as_before(batch):
+    state = admission()
+    state.skip(10)
+    other, dropped = restored(state, batch=batch)
+    assert (other.capacity, dropped) == (2 * batch, [])
+
+
+@pytest.mark.parametrize(
+    ("too_old", "dropped"), [(TooOld.drop, [0, 1]), (TooOld.wait, [0, 1, 4, 5]), (TooOld.train, [])]
+)
+def test_a_run_that_continues_with_a_smaller_bound_drops_what_no_batch_may_take(too_old, dropped):
+    state = admission(max_staleness=3)
+    ages = {0: 2, 1: 2, 2: 1, 3: 1, 4: 1, 5: 1}
+    state.version, state.begun, state.ended["taken"] = 5, 16, 10
+    state.waiting = {number: 5 - age for number, age in ages.items() if number % 2}
+    state.running = {number: 5 - age for number, age in ages.items() if not number % 2}
+    other, found = restored(state, max_staleness=1, too_old=too_old)
+    assert (found, other.counts["dropped"]) == (dropped, len(dropped))
+    assert sum(other.counts.values()) == other.begun
+    if too_old is TooOld.wait:
+        other.finish(2, 4)
+        assert other.is_ready

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,15 @@ def trajectory(prompt: Prompt, name: str, versions: list[int], status: Status, r
         group_id=prompt.prompt_id, trajectory_id=name, segments=[segment], status=status, reward=reward,
         metadata=metadata,
     )  # fmt: skip
+
+
+def stop_after(seconds: float) -> Callable[[], None]:
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        assert time.monotonic() < deadline, "there is no batch"
+
+    return check
 
 
 def recipe_of(**rollout) -> Recipe:
@@ -203,8 +213,52 @@ def test_too_many_failures_end_the_run_with_their_cause(tmp_path):
     stage.status = Status.failed
     run.stage.run(asyncio.sleep(1.0))
     stage.status = Status.completed
-    with pytest.raises(RunError, match=r"more than rollout\.max_failed_fraction = 0\.1 allows: made to fail"):
+    with pytest.raises(RunError, match=r"more than rollout\.max_failed_fraction = 0\.1 allows .*: made to fail"):
         run.take()
+
+
+def test_a_run_whose_trajectories_all_fail_ends_though_there_is_never_a_batch(tmp_path):
+    stage = Stage()
+    stage.status = Status.failed
+    run = Running(tmp_path, stage, recipe_of())
+    with pytest.raises(RunError, match=r"rollout\.max_failed_fraction = 0\.1 allows .*: made to fail"):
+        run.service.take(stop_after(3.0))
+
+
+def test_a_rollout_beside_the_training_of_which_all_fails_is_not_waited_for(tmp_path):
+    stage = Stage(lambda trajectory_id: 0.001 if trajectory_id < "group_00000003" else 0.2)
+    run = Running(tmp_path, stage, recipe_of(mode=RolloutMode.one_step_off))
+    run.take()
+    stage.status = Status.failed
+    with pytest.raises(RunError, match=r"rollout\.max_failed_fraction = 0\.1 allows .*: made to fail"):
+        run.service.before_resync(stop_after(3.0), run.preemption)
+
+
+def test_groups_without_a_signal_are_replaced_so_often_and_then_a_part_of_the_batch(tmp_path):
+    stage = Stage()
+    stage.reward = lambda trajectory_id: 1.0
+    recipe = recipe_of()
+    recipe.algorithm.dynamic_sampling.refill, recipe.algorithm.dynamic_sampling.max_refills = RefillMode.order, 2
+    run = Running(tmp_path, stage, recipe)
+    batch = run.service.take(stop_after(3.0))
+    assert len(batch.kept) == BATCH * SAMPLES
+    assert batch.metrics["async/filtered_groups"] == 2 * BATCH
+
+
+def test_what_goes_wrong_while_a_dropped_group_ends_does_not_end_the_run(tmp_path):
+    class Failing(Stage):
+        async def run_group(self, prompt, ids, done, slots, keep):
+            try:
+                await super().run_group(prompt, ids, done, slots, keep)
+            except asyncio.CancelledError as error:
+                raise OSError("the environment could not be closed") from error
+
+    stage = Failing(lambda trajectory_id: 30.0 if trajectory_id.startswith("group_00000001") else 0.001)
+    run = Running(tmp_path, stage, recipe_of(max_staleness=1))
+    for _ in range(STEPS):
+        run.take()
+        run.update()
+    assert run.service.admission.counts["dropped"] == 1
 
 
 def test_a_fault_of_ours_reaches_the_driver(tmp_path):
