@@ -22,6 +22,13 @@ def mode_violations(recipe: Recipe) -> Iterator[Violation]:
     key, value = ("oversample", f"{rollout.oversample:g}") if rollout.mode is RolloutMode.sync else ("mode", mode)
     if rollout.oversample > 1 and rollout.mode is not RolloutMode.sync:
         yield "rollout.oversample", f"{rollout.oversample:g} is for rollout.mode sync, and the mode is {mode}. Use 1."
+    if key == "oversample" and rollout.too_old is TooOld.wait and rollout.oversample > rollout.max_staleness + 1:
+        yield (
+            "rollout.oversample",
+            f"{value} begins more groups than the {rollout.max_staleness + 1} updates take that rollout.max_staleness "
+            f"{rollout.max_staleness} allows them, so with rollout.too_old wait no batch is ever taken. Use at most "
+            f"{rollout.max_staleness + 1}, or drop.",
+        )
     if recipe.deterministic:
         yield (
             f"rollout.{key}",

@@ -9,6 +9,7 @@ from slimrl.config.load import read_recipe
 from slimrl.config.schema.algorithm import CorrectionLevel, OldPolicy, RoutingReplay
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutMode, TooOld
 
 TOY = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
@@ -87,3 +88,22 @@ def test_a_recipe_says_async_and_not_how_python_spells_it():
     assert loaded.recipe.rollout.mode is RolloutMode.async_
     _, problems = read_recipe(TOY, ["model.path=absent", "rollout.mode=async_"], "train")
     assert any("'async_' is not one of sync, one_step_off, async" in str(problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("oversample", "staleness", "too_old", "fits"),
+    [
+        (2.0, 1, TooOld.wait, True),
+        (2.1, 1, TooOld.wait, False),
+        (1.5, 0, TooOld.wait, False),
+        (1.5, 0, TooOld.drop, True),
+    ],
+)
+def test_a_step_that_waits_for_all_groups_begins_no_more_than_the_next_updates_take(
+    oversample, staleness, too_old, fits
+):
+    made = recipe(RolloutMode.sync)
+    made.resync.pause = PauseMode.abort
+    made.rollout.oversample, made.rollout.max_staleness, made.rollout.too_old = oversample, staleness, too_old
+    found = [message for key, message in mode_violations(made) if key == "rollout.oversample"]
+    assert [f"Use at most {staleness + 1}, or drop" in message for message in found] == ([] if fits else [True])
