@@ -71,11 +71,9 @@ def teacher_metrics(trajectories: Sequence[Trajectory], times: ScoringTimes) -> 
             tokens += int(segment.loss_mask.sum())
     if not tokens:
         return {}
-    return {
-        "distill/reverse_kl": total / tokens,
-        "distill/score_s": float(np.mean(times.scores_s)),
-        "time/teacher_s": times.tail_s,
-    }
+    # The groups of a batch may have waited since before the last one, or the last start of the run.
+    scores = {"distill/score_s": float(np.mean(times.scores_s))} if times.scores_s else {}
+    return {"distill/reverse_kl": total / tokens, **scores, "time/teacher_s": times.tail_s}
 
 
 def _mean(trajectories: Sequence[Trajectory], key: str) -> float:

@@ -40,7 +40,7 @@ class Preemption:
     def check(self) -> None:
         """Call it regularly while the step can be dropped; raises StepDropped after the grace period."""
         if self._deadline is not None and time.monotonic() > self._deadline:
-            raise StepDropped
+            raise StepDropped("its rollout took longer than checkpoint.grace_s")
 
 
 @contextmanager

@@ -151,6 +151,7 @@ class RolloutStage:
             RunError: as `rollout`.
         """
         items = items or Items()
+        self.lags_s = []
         samples = self._recipe.eval.samples_per_prompt
         keys = item_keys(name, prompts, samples)
         planned = planned_trajectories(prompts, samples_per_prompt=samples, label=f"{label}/{name}")
@@ -180,6 +181,11 @@ class RolloutStage:
         """Seconds by which the event loops were late since the last call; see LoopLag."""
         return [*self._lag.take(), *(() if self._workers is None else self._workers.take_lags())]
 
+    def take_scoring(self) -> ScoringTimes:
+        """Times of the scores since the last call, where groups do not run in rollouts of their own."""
+        taken, self.scoring = self.scoring, ScoringTimes()
+        return taken
+
     async def run_group(
         self,
         prompt: Prompt,
@@ -202,7 +208,7 @@ class RolloutStage:
             async with slots:
                 trajectory = await self._episode(trajectory_id, prompt, self._recipe.rollout.sampling)
             if self._teacher is not None:
-                await _score_by(self._teacher, trajectory, self.scoring)
+                await self._score_by(self._teacher, trajectory)
             keep(trajectory)
 
         try:
@@ -298,7 +304,7 @@ class RolloutStage:
             if groups is not None and (ended := groups.add(trajectory)):
                 await self._score_group(ended, prompt)
             if teacher is not None:
-                await _score_by(teacher, trajectory, self.scoring)
+                await self._score_by(teacher, trajectory)
             on_done(trajectory)
             return trajectory
 
@@ -370,6 +376,19 @@ class RolloutStage:
             _fail(trajectory, cause)
         return trajectory
 
+    async def _score_by(self, teacher: Teacher, trajectory: Trajectory) -> None:
+        """A trajectory that the teacher cannot score fails."""
+        if trajectory.status is Status.failed:
+            return
+        start = time.monotonic()
+        try:
+            await teacher.score(trajectory)
+            self.scoring.scores_s.append(time.monotonic() - start)
+        except EngineError as error:
+            cause = f"the teacher failed: {error}"
+            log.warning("%s: %s", trajectory.trajectory_id, cause)
+            _fail(trajectory, cause)
+
     async def _score_group(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
         """Add the rewards of groups to a prompt's trajectories, all of which fail if one of these rewards does."""
         rewards, timeout_s = self._task.rewards, self._recipe.rollout.trajectory_timeout_s
@@ -400,20 +419,6 @@ class RolloutStage:
 def _fail(trajectory: Trajectory, cause: str) -> None:
     trajectory.status = Status.failed
     trajectory.metadata["error"] = cause
-
-
-async def _score_by(teacher: Teacher, trajectory: Trajectory, times: ScoringTimes) -> None:
-    """A trajectory that the teacher cannot score fails."""
-    if trajectory.status is Status.failed:
-        return
-    start = time.monotonic()
-    try:
-        await teacher.score(trajectory)
-        times.scores_s.append(time.monotonic() - start)
-    except EngineError as error:
-        cause = f"the teacher failed: {error}"
-        log.warning("%s: %s", trajectory.trajectory_id, cause)
-        _fail(trajectory, cause)
 
 
 def planned_trajectories(prompts: Sequence[Prompt], *, samples_per_prompt: int, label: str) -> dict[str, Prompt]:

@@ -54,8 +54,8 @@ class Run:
         step = Step(self.state.step + 1)
         try:
             yield step
-        except StepDropped:
-            self.progress.say(f"step {step.number} dropped: its rollout took longer than checkpoint.grace_s")
+        except StepDropped as dropped:
+            self.progress.say(f"step {step.number} dropped: {dropped}")
             return
         step.close()
         self.state.step = step.number

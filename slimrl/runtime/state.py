@@ -144,9 +144,12 @@ class CheckpointFolder:
             file.flush()
             os.fsync(file.fileno())
         final = self.path / partial.name.removeprefix(_PARTIAL)
+        before = self.path / f"{_PARTIAL}before_{final.name}"
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(before)
         partial.rename(final)
+        if before.exists():
+            self._remove(before)
         return final
 
     def prune(self, keep: int) -> None:

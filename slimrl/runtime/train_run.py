@@ -104,8 +104,10 @@ class TrainRun(Run):
         """
         if self._service is None:
             batch, lags_s = self._sampler.rollout(step.number, self.preemption.check), self.stage.lags_s
+            scoring = self.stage.scoring
         else:
             batch, lags_s = self._service.take(self._check_wait), self.stage.take_lags()
+            scoring = self.stage.take_scoring()
             if batch.metrics["async/current_token_fraction"] == 0 and self._score_check.is_due(step.number):
                 metrics = self._score_check.measure(step.number, batch.kept)
                 step.record(metrics)
@@ -117,7 +119,7 @@ class TrainRun(Run):
         step.record(environment_metrics(batch.sampled))
         step.record(loop_lag_metrics(lags_s))
         step.record(self._reward_watch.metrics(batch.sampled))
-        step.record(teacher_metrics(batch.sampled, self.stage.scoring))
+        step.record(teacher_metrics(batch.sampled, scoring))
         if len(self.task.train) > 1:
             step.record(source_metrics(batch.sampled, self._sources))
         if self.recipe.data.max_prompt_tokens is not None:
@@ -178,7 +180,10 @@ class TrainRun(Run):
         """While the trainer waits for a batch: nothing that is finished is lost if the run ends here."""
         self.stage.check()
         if self.preemption.asked:
-            raise StepDropped
+            if self.state.step > 0:
+                # Also if the step's checkpoint is there: other groups have ended since.
+                self.save_checkpoint()
+            raise StepDropped("the run ends while it waits for groups")
 
     def save_checkpoint(self) -> None:
         self._memory.enter(MemoryPhase.save)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Status, Trajectory
@@ -23,6 +24,7 @@ from slimrl.resync.report import ResyncReport
 from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime import dynamic_sampling, train_run
 from slimrl.runtime.cluster.errors import RunError, StepDropped
+from slimrl.runtime.dynamic_sampling import StepRollout
 from slimrl.runtime.loop import train
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
@@ -45,6 +47,12 @@ class Stages:
         self.asked_in = ""
         self.scoring = ScoringTimes()
         self.lags_s: list[float] = []
+
+    def take_lags(self):
+        return []
+
+    def take_scoring(self):
+        return self.scoring
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -111,7 +119,7 @@ class Stages:
 
     def check(self) -> None:
         if self.asked and self.asked_in.startswith("rollout"):
-            raise StepDropped
+            raise StepDropped("its rollout took longer than checkpoint.grace_s")
 
     def say(self, text):
         self.said.append(text)
@@ -152,7 +160,14 @@ def saved_state(folder: RunFolder) -> RunState:
 
 
 def play(
-    recipe: Recipe, stages: Stages, where: Path, *, resume: bool = False, sets=("heldout",), train_files=None
+    recipe: Recipe,
+    stages: Stages,
+    where: Path,
+    *,
+    resume: bool = False,
+    sets=("heldout",),
+    train_files=None,
+    service=None,
 ) -> RunFolder:
     """A run from its start, or from its newest checkpoint, to wherever it comes."""
     folder = open_run_folder(where, "run", "seed: 1\n", resume=resume)
@@ -180,6 +195,7 @@ def play(
             preemption=stages,
         )
         run.learner = stages
+        run._service = service
         train(run)
     return folder
 
@@ -431,3 +447,42 @@ def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tm
     ]
     assert 0.002 <= seen[1][2] < 60
     assert lines(folder)[1]["rollout/tokens"] == 5
+
+
+class Beside:
+    """A rollout beside the training, of which a group ends at each look; the run is preempted in the second wait."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages, self.num_taken, self.num_ended = stages, 0, 0
+
+    def start(self, step, weight_version, saved):
+        pass
+
+    def before_resync(self, check, preemption):
+        pass
+
+    def advance(self, weight_version):
+        pass
+
+    def take(self, check):
+        self.num_taken += 1
+        self.num_ended += 1
+        self.stages.asked = self.num_taken == 2
+        check()
+        figures = {"async/current_token_fraction": 1.0}
+        return StepRollout(sampled=["a trajectory"], kept=["a trajectory"], metrics=figures)  # type: ignore[list-item]
+
+    def save(self, folder: Path):
+        folder.mkdir()
+        (folder / "ended").write_text(str(self.num_ended))
+        return {}
+
+
+def test_what_ended_since_the_step_s_checkpoint_is_saved_when_a_wait_for_groups_is_preempted(tmp_path: Path):
+    stages, recipe = Stages(), recipe_of(3, every=1)
+    recipe.rollout.mode = RolloutMode.async_
+    folder = play(recipe, stages, tmp_path, service=Beside(stages))
+    assert [one.name for one in folder.checkpoints.iterdir()] == ["step_000001"]
+    assert (folder.checkpoints / "step_000001" / "rollout" / "ended").read_text() == "2"
+    assert stages.said == ["step 2 dropped: the run ends while it waits for groups"]
+    assert stages.calls[-2:] == ["checkpoint", "checkpoint"]

@@ -291,6 +291,20 @@ def test_a_rollout_is_scored_but_for_what_failed_and_an_evaluation_is_not():
     assert engine.closed
 
 
+def test_groups_that_run_by_themselves_have_their_times_in_the_batch_after_them():
+    async def group(number: int) -> None:
+        done: dict[str, Trajectory] = {}
+        slots, names = asyncio.Semaphore(4), [f"group_{number}/{sample}" for sample in range(2)]
+        await stage.run_group(PROMPTS[0], names, done, slots, lambda t: done.setdefault(t.trajectory_id, t))
+
+    with stage_of(Scores()) as stage:
+        stage._episodes.count = 0
+        stage.run(group(0))
+        assert len(stage.take_scoring().scores_s) == 2
+        stage.run(group(1))
+        assert len(stage.take_scoring().scores_s) == 2
+
+
 def test_a_trajectory_that_the_teacher_cannot_score_fails_with_the_cause():
     with stage_of(Scores(fails_at=2)) as stage:
         batch = stage.rollout(PROMPTS, label="step_000001")
@@ -310,6 +324,8 @@ def test_the_metrics_are_means_over_sampled_tokens_and_over_scored_trajectories(
     assert found == pytest.approx({"distill/reverse_kl": -0.5 / 3, "distill/score_s": 1.5, "time/teacher_s": 0.25})
     assert all(map(is_metric, found))
     assert teacher_metrics([failed], ScoringTimes()) == {}
+    # Scored before the run was resumed.
+    assert "distill/score_s" not in teacher_metrics([first], ScoringTimes())
 
 
 def test_a_teacher_s_engines_share_nothing_and_cache_nothing_in_a_deterministic_run():
