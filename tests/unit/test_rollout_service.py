@@ -234,6 +234,18 @@ def test_a_rollout_beside_the_training_of_which_all_fails_is_not_waited_for(tmp_
         run.service.before_resync(stop_after(3.0), run.preemption)
 
 
+def test_of_few_that_ended_since_the_last_batch_as_many_may_fail_as_of_a_batch(tmp_path):
+    stage = Stage(lambda trajectory_id: 0.001 if trajectory_id < "group_00000007" else 30.0)
+    run = Running(tmp_path, stage, recipe_of(max_failed_fraction=0.4))
+    stage.run(asyncio.sleep(0.1))
+    run.take()
+    stage.status = Status.failed
+    run.update()
+    stage.run(asyncio.sleep(0.1))
+    batch = run.service.take(lambda: None)
+    assert (len(batch.kept), batch.metrics["async/failed_groups"]) == (BATCH * SAMPLES, 1)
+
+
 def test_groups_without_a_signal_are_replaced_so_often_and_then_a_part_of_the_batch(tmp_path):
     stage = Stage()
     stage.reward = lambda trajectory_id: 1.0
