@@ -40,6 +40,7 @@ def ahead(staleness: int, *settings: str) -> tuple[str, ...]:
 
 CASES = {
     "sync": timed(),
+    "partial": timed("rollout.oversample=2", "rollout.max_staleness=4", "resync.pause=abort", *CORRECTED),
     "one_step_off": timed("rollout.mode=one_step_off", *CORRECTED),
     "async, staleness 1": timed(*ahead(1, *CORRECTED)),
     "async, staleness 4": timed(*ahead(4, *CORRECTED)),

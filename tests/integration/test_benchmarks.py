@@ -181,3 +181,19 @@ def test_conversions_are_timed_against_copies(tmp_path: Path):
     assert figures["copy_seconds"] == pytest.approx((rows["cp"]["seconds"] + rows["cp again"]["seconds"]) / 2)
     assert_positive(*(row["ratio"] for row in rows.values()))
     assert [path.name for path in tmp_path.iterdir()] == ["conversion.json"]
+
+
+@pytest.mark.full
+def test_modes_of_rollout_are_compared_by_seconds_and_accuracy(tmp_path: Path):
+    out, plot = tmp_path / "asynchrony.json", tmp_path / "curves.png"
+    arguments = [
+        "--folder", str(tmp_path / "bench"), "--case", "sync", "--case", "async, staleness 1", "--seeds", "1",
+        "--steps", "1", "--sft-updates", "1", "--problems", "8", "--plot", str(plot),
+        "rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=8",
+    ]  # fmt: skip
+    figures = figures_of("asynchrony", out, *arguments)
+    for name in ("sync", "async, staleness 1"):
+        run = figures["results"][name]["0"]
+        assert [step for step, _ in run["curve"]] == [0, 1]
+        assert_positive(run["seconds"])
+    assert plot.stat().st_size > 10_000
