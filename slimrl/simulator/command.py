@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 
@@ -108,7 +108,7 @@ class Simulator:
             return row
 
         splits = legal_splits(self.recipe, self._question.suggest)
-        return best_splits(splits, measure, lambda row: row.outcome.trajectories_per_s)[:SHOWN_SPLITS]
+        return best_splits(splits, measure, _worth)[:SHOWN_SPLITS]
 
     def _read(self, more: Sequence[str]) -> OfflineRecipe:
         return read_train_recipe(self._path, [*self._overrides, *more]) if more else self.planned
@@ -122,14 +122,11 @@ class Simulator:
             lengths=workload.lengths(),
             decode_efficiency=self._question.decode_efficiency,
         )
-        kind = "shared GPUs" if shared else f"{cluster.trainer_ranks} + {cluster.engine_gpus} GPUs"
-        self.notes += [f"{kind} do not fit: {problem}" for problem in problems]
-        return [
-            self._simulate(
-                cluster, workload, schedule, rollout.prompts_per_step, rollout.trajectory_timeout_s, shared=shared
-            )
+        rows = [
+            self._simulate(cluster, workload, schedule, rollout.prompts_per_step, rollout.trajectory_timeout_s)
             for schedule in schedules
         ]
+        return [replace(row, shared=shared, problems=problems) for row in rows]
 
     def _shared_rows(self, planned: OfflineRecipe, split: Sequence[str]) -> list[Row]:
         """`sync` on the same number of GPUs, all of which train and generate in turns."""
@@ -165,8 +162,6 @@ class Simulator:
         schedule: Schedule,
         batch: int,
         deadline_s: float,
-        *,
-        shared: bool = False,
     ) -> Row:
         warm_up = 2 + 2 * schedule.max_staleness
         simulation = Simulation(
@@ -178,7 +173,12 @@ class Simulator:
             warm_up=warm_up,
             deadline_s=deadline_s,
         )
-        return Row(cluster=cluster, schedule=schedule, outcome=simulation.run(), shared=shared)
+        return Row(cluster=cluster, schedule=schedule, outcome=simulation.run())
+
+
+def _worth(row: Row) -> tuple[bool, float]:
+    """What fits is better than what does not."""
+    return not row.problems, row.outcome.trajectories_per_s
 
 
 def run(
@@ -198,8 +198,14 @@ def run(
         rows = simulator.rows_by_mode()
         title = f"{rollout.prompts_per_step} groups of {rollout.samples_per_prompt} a step, {question.steps} steps"
     print_rows(title, rows)
+    notes = [
+        *simulator.notes,
+        *dict.fromkeys(f"{row.split} GPUs do not fit: {why}" for row in rows for why in row.problems),
+    ]
+    if question.trace is None and question.turn_tokens is None:
+        notes.append("all turns sample the most tokens that the recipe allows; --turn-tokens sets their distribution")
     console = plain_console(stderr=True, piped_columns=PIPED_COLUMNS)
-    for note in simulator.notes:
+    for note in notes:
         console.print(f"note: {note}")
     if json_file is not None:
         written = {
@@ -209,6 +215,6 @@ def run(
                 name: str(value) if isinstance(value, Path) else value for name, value in asdict(question).items()
             },
             "rows": [row.as_json() for row in rows],
-            "notes": simulator.notes,
+            "notes": notes,
         }
         json_file.write_text(json.dumps(written, indent=2) + "\n")

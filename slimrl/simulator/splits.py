@@ -9,6 +9,7 @@ from math import gcd, prod
 
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
 
 TRIED = 8
 """Splits between two known ones that a search tries at a time"""
@@ -42,8 +43,15 @@ def split_overrides(ranks: int, engines: int) -> list[str]:
 
 def shared_overrides(recipe: Recipe, gpus: int) -> list[str]:
     """The trainer and the engines on all GPUs in turns."""
-    colocated = ["rollout.colocated=true", "resync.transport=ipc", "rollout.mode=sync"]
-    return [*split_overrides(gpus, gpus // recipe.rollout.engine_tp), *colocated]
+    plain = RolloutConfig()
+    return [
+        *split_overrides(gpus, gpus // recipe.rollout.engine_tp),
+        "rollout.colocated=true",
+        "resync.transport=ipc",
+        f"rollout.mode={plain.mode.value}",
+        f"rollout.max_staleness={plain.max_staleness}",
+        f"rollout.too_old={plain.too_old.value}",
+    ]
 
 
 def legal_splits(recipe: Recipe, gpus: int) -> list[tuple[int, int]]:
@@ -54,7 +62,7 @@ def legal_splits(recipe: Recipe, gpus: int) -> list[tuple[int, int]]:
     """
     parallel, of_engine = recipe.trainer.parallel, recipe.rollout.engine_tp
     of_replica = prod((parallel.tensor, parallel.context, parallel.pipeline))
-    of_experts = prod((parallel.expert, parallel.expert_tensor or 1, parallel.pipeline))
+    of_experts = prod((parallel.expert, parallel.expert_tensor, parallel.pipeline))
     splits = [
         (gpus - engines * of_engine, engines)
         for engines in range(1, gpus // of_engine + 1)
@@ -69,13 +77,14 @@ def legal_splits(recipe: Recipe, gpus: int) -> list[tuple[int, int]]:
 
 
 def best_splits[Row](
-    splits: Sequence[tuple[int, int]], measure: Callable[[int, int], Row], throughput: Callable[[Row], float]
+    splits: Sequence[tuple[int, int]], measure: Callable[[int, int], Row], worth: Callable[[Row], tuple[bool, float]]
 ) -> list[Row]:
     """The measured splits, the best first: some over the whole range, then those around the best, until it has no
     neighbour that was not tried. Splits that break a rule are left out.
 
     Args:
         measure: by trainer ranks and engines; RecipeError for one that breaks a rule.
+        worth: the higher the better; it rises up to the best split and falls behind it.
 
     Raises:
         RecipeError: all that were tried break one.
@@ -93,9 +102,9 @@ def best_splits[Row](
                 first_error = first_error or error
         if not rows:
             continue
-        best = max(rows, key=lambda place: throughput(rows[place]))
+        best = max(rows, key=lambda place: worth(rows[place]))
         low = max((place for place in tried if place < best), default=best)
         high = min((place for place in tried if place > best), default=best)
     if first_error is not None and not rows:
         raise first_error
-    return sorted(rows.values(), key=throughput, reverse=True)
+    return sorted(rows.values(), key=worth, reverse=True)

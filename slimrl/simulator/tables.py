@@ -14,7 +14,7 @@ from slimrl.simulator.schedule import Schedule
 
 PIPED_COLUMNS = 160
 COLUMNS = (
-    "GPUs", "mode", "steps/h", "trajectories/s", "x sync", "trainer idle", "engines idle", "slots used", "staleness",
+    "GPUs", "mode", "steps/h", "trajectories/s", "times", "trainer idle", "engines idle", "slots used", "staleness",
     "p95", "max", "dropped", "aborted", "p99/p50",
 )  # fmt: skip
 
@@ -26,6 +26,8 @@ class Row:
     outcome: Outcome
     shared: bool = False
     """Trainer and engines work in turns on all GPUs"""
+    problems: Sequence[str] = ()
+    """Why it does not fit, as far as it is planned"""
 
     @property
     def mode(self) -> str:
@@ -43,29 +45,30 @@ class Row:
             "max_staleness": self.schedule.max_staleness,
             "too_old": self.schedule.too_old.value,
             "shared_gpus": self.shared,
-            "gpus": cluster.trainer_ranks + cluster.engine_gpus,
+            "gpus": cluster.gpus,
             "trainer_ranks": cluster.trainer_ranks,
             "num_engines": cluster.num_engines,
             "train_s": cluster.train_s,
             "resync_s": cluster.resync_s,
+            "problems": list(self.problems),
             **self.outcome.as_json(),
         }
 
 
 def print_rows(title: str, rows: Sequence[Row]) -> None:
-    """The first row without sharing of each number of GPUs is what the others are compared with."""
+    """`times` is over the first row of the same number of GPUs that are not shared."""
     table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row in rows:
         outcome, ages = row.outcome, row.outcome.ages_sorted()
-        sync = next(other for other in rows if other.cluster.gpus == row.cluster.gpus and not other.shared)
+        first = next(other for other in rows if other.cluster.gpus == row.cluster.gpus and not other.shared)
         table.add_row(
             row.split,
             row.mode,
             f"{outcome.steps_per_hour:,.1f}",
             f"{outcome.trajectories_per_s:,.2f}",
-            f"{outcome.trajectories_per_s / sync.outcome.trajectories_per_s:.2f}",
+            f"{outcome.trajectories_per_s / first.outcome.trajectories_per_s:.2f}",
             *(f"{share:.0%}" for share in (outcome.trainer_idle, outcome.engines_idle, outcome.slots_used)),
             f"{ages.mean():.2f}",
             f"{np.percentile(ages, 95, method='higher'):.0f}",
