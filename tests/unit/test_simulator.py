@@ -139,6 +139,7 @@ def test_a_trajectory_ends_at_its_deadline_wherever_it_is():
     outcome = simulate(SYNC, work, deadline_s=20.0)
     assert outcome.seconds == pytest.approx(6 * (20 + 5))
     assert outcome.aborted == 6 * 2 * 2
+    assert outcome.engines_idle == pytest.approx(4 / 25), "what was aborted does not decode on"
     assert max(outcome.durations_s) == pytest.approx(20)
 
 
