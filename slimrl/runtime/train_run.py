@@ -216,7 +216,7 @@ class TrainRun(Run):
 
     def _end(self, step: Step) -> None:
         """Write the step's metrics, or keep them until its evaluation if it has one."""
-        if step.number > max(0, self.recipe.critic.warmup_steps) and "policy/grad_norm" not in step.metrics:
+        if step.number > max(0, self.recipe.critic.warmup_steps) and "policy/loss" not in step.metrics:
             self.progress.say(f"step {step.number}: the policy learned nothing, since no group had a signal")
         if self._has_evaluation(step.number):
             self.state.unwritten = step.metrics

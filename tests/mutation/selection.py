@@ -38,6 +38,7 @@ INTEGRATION = {
     ],
     "slimrl.rollout": ["test_rollout.py", "test_resync.py", "test_run_engines.py"],
     "slimrl.runtime": _RUN,
+    "slimrl.simulator": ["test_simulate.py"],
     "slimrl.sglang_plugin": ["test_rollout.py", "test_delta_engines.py", "test_resync.py", "test_engine_ranks.py"],
     "slimrl.toys": ["test_resync_bench.py"],
     "slimrl.trainer": [
