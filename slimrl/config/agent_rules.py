@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 
 from slimrl.config.bounds import MODULE_FUNCTION
-from slimrl.config.gateway_rules import gateway_violations
 from slimrl.config.mcp_rules import mcp_violations
 from slimrl.config.problems import Violation
 from slimrl.config.sandbox_rules import sandbox_violations
@@ -29,7 +28,11 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
             f"{agent.workers}: a deterministic run forms the engines' batches from all episodes in one process. Use 1, "
             "or deterministic false.",
         )
-    yield from gateway_violations(agent)
+    if agent.uses_gateway:
+        # Recipes without such an agent are checked sooner without it.
+        from slimrl.config.gateway_rules import gateway_violations
+
+        yield from gateway_violations(agent)
     yield from mcp_violations(agent)
     yield from sandbox_violations(recipe)
     yield from _compaction_violations(recipe)

@@ -28,9 +28,11 @@ def command_words(command: Any) -> list[str]:
 
 
 def gateway_violations(agent: AgentConfig) -> Iterator[Violation]:
-    """Agents that are given twice or beside what they replace, and commands that are not on this machine."""
-    if not agent.uses_gateway:
-        return
+    """Agents that are given twice or beside what they replace, and commands that are not on this machine.
+
+    Args:
+        agent: with an agent behind the gateway.
+    """
     key = "agent.command" if agent.command else "agent.function"
     if agent.command and agent.function:
         yield "agent.function", "agent.command has the agent too. Give one of the two."

@@ -58,15 +58,21 @@ def test_what_a_start_would_not_find_is_refused_from_sources_and_the_config_alon
 
 
 def test_modules_that_are_not_here_are_noted_and_refused_with_the_files_alone():
-    away = ["reward.function=somewhere.else:reward", "agent.tools=[slimrl.agent.nowhere:f]"]
+    away = ["reward.function=somewhere.else:reward", "agent.tools=[nowhere:f]"]
     said = {
         "reward.function": "somewhere.else:reward: no module somewhere.else.",
-        "agent.tools": "slimrl.agent.nowhere:f: no module slimrl.agent.nowhere.",
+        "agent.tools": "nowhere:f: no module nowhere.",
     }
     noted = [str(note) for note in planned(*away).notes]
     assert {f"command line: {key}: warning: {message}" for key, message in said.items()} <= set(noted)
     lines = refused(*away, files=True)
     assert {f"command line: {key}: {message}" for key, message in said.items()} <= set(lines)
+
+
+def test_a_module_of_slimrl_that_is_not_there_is_refused_at_once():
+    assert refused("agent.tools=[slimrl.agent.nowhere:f]") == [
+        "command line: agent.tools: slimrl.agent.nowhere:f: no module slimrl.agent.nowhere."
+    ]
 
 
 def test_functions_are_found_wherever_a_module_may_define_them_and_nothing_of_it_runs(tmp_path, monkeypatch):
