@@ -275,18 +275,24 @@ def _run(module: str, *arguments: str) -> None:
     subprocess.run([sys.executable, "-m", module, *arguments], check=True, timeout=RUN_TIMEOUT_S)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(doc: str, cases: Mapping[str, Case], *, seeds: int, steps: int) -> argparse.ArgumentParser:
+    """Options of a comparison of cases, with the defaults of these two."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench/algorithms"), help="models and runs")
     parser.add_argument("--json", type=Path, help="results, from which a later start continues")
     parser.add_argument("--plot", type=Path, help="PNG of the curves")
-    parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
-    parser.add_argument("--seeds", type=int, default=3, help="at most so many of each case")
-    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--case", action="append", choices=cases, help="only this one; may be repeated")
+    parser.add_argument("--seeds", type=int, default=seeds, help="at most so many of each case")
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--sft-updates", type=int, default=560)
     parser.add_argument("--problems", type=int, default=256, help="held-out problems")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of every run")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__, CASES, seeds=3, steps=40)
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
     bench = Bench(options.folder, options.json, options.steps, options.settings, CASES)
     bench.prepare(options.sft_updates, options.problems)

@@ -9,11 +9,10 @@
 It continues as that benchmark does.
 """
 
-import argparse
 import os
 from pathlib import Path
 
-from algorithms import SEQUENCE_LR, Bench, Case, draw, table_of
+from algorithms import SEQUENCE_LR, Bench, Case, draw, parser_of, table_of
 from figures import make_table
 from rich.console import Console
 
@@ -64,17 +63,7 @@ def print_table(bench: Bench) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench/algorithms"), help="models and runs")
-    parser.add_argument("--json", type=Path, help="results, from which a later start continues")
-    parser.add_argument("--plot", type=Path, help="PNG of the curves")
-    parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
-    parser.add_argument("--seeds", type=int, default=2, help="at most so many of each case")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--sft-updates", type=int, default=560)
-    parser.add_argument("--problems", type=int, default=256, help="held-out problems")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of every run")
-    options = parser.parse_args()
+    options = parser_of(__doc__, CASES, seeds=2, steps=24).parse_args()
     # Runs import the slow tool from this folder.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     bench = Bench(options.folder, options.json, options.steps, options.settings, CASES)

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 from copy import deepcopy
-from difflib import get_close_matches
 from enum import Enum
 from functools import cache
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from slimrl.config.problems import closest
 from slimrl.config.schema.recipe import Recipe
 
 EXTENDS = "extends"
@@ -110,14 +110,14 @@ def meant_key(key: str) -> str | None:
         return meant and meant.replace(schema_key(chosen), chosen)
     parent, _, name = key.rpartition(".")
     if same_name := [other for other in KEY_TYPES if other.rpartition(".")[2] == name]:
-        return get_close_matches(key, same_name, n=1, cutoff=0.0)[0]
+        return closest(key, same_name, cutoff=0.0)
     known = [*KEY_TYPES, EXTENDS]
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
-    if close := get_close_matches(name, siblings, n=1, cutoff=0.6):
-        return siblings[close[0]]
+    if (close := closest(name, siblings)) is not None:
+        return siblings[close]
     if is_section(parent):
         return None  # The whole key is close to any key of its own section.
-    return next(iter(get_close_matches(key, known, n=1, cutoff=0.6)), None)
+    return closest(key, known)
 
 
 def keys_with_choice(section: str, value: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,16 @@ def syntax_text(error: SyntaxError) -> str:
 
 def suggestion(wrong: str, known: Iterable[str]) -> str:
     """` Did you mean X?` for the closest known name, else an empty string."""
-    close = get_close_matches(wrong, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]}?" if close else ""
+    close = closest(wrong, known)
+    return "" if close is None else f" Did you mean {close}?"
+
+
+def closest(wrong: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The closest known name whose similarity (0 to 1) is at least `cutoff`."""
+    # Only mistakes need it, and a recipe is checked in milliseconds.
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(wrong, list(known), n=1, cutoff=cutoff)), None)
 
 
 def fitting_text(wrong: int, fits: Callable[[int], bool], largest: int) -> str:

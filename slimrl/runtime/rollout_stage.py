@@ -23,6 +23,7 @@ from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine, EngineError, Scorer
+from slimrl.data.loop_thread import LoopThread
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
@@ -37,7 +38,6 @@ from slimrl.rollout.loop_lag import LoopLag
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
-from slimrl.runtime.loop_thread import LoopThread
 from slimrl.runtime.workers.pool import EpisodeWorkers
 
 log = logging.getLogger(__name__)

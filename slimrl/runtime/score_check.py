@@ -65,7 +65,9 @@ class ScoreCheck:
         )
         logprobs = np.zeros(len(segment), np.float32)
         logprobs[start:] = await self._stage.scorers[number % len(self._stage.scorers)].score(request)
-        return replace(segment, rollout_logprobs=np.where(segment.loss_mask, logprobs, 0))
+        # The experts are those of the weights that sampled it; at -1 the trainer's routers choose (docs/models.md).
+        experts = None if segment.routed_experts is None else np.full_like(segment.routed_experts, -1)
+        return replace(segment, rollout_logprobs=np.where(segment.loss_mask, logprobs, 0), routed_experts=experts)
 
     def _reports(self, segments: Sequence[Segment]) -> list[LogProbReport]:
         batch = pack_for(

@@ -20,6 +20,7 @@ from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
+from slimrl.data.loop_thread import LoopThread
 from slimrl.ipc.stale_files import clean_stale_segments
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.folder_lock import folder_lock
@@ -42,7 +43,6 @@ from slimrl.runtime.cluster.processes import Processes, start_processes
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
 from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 from slimrl.runtime.cluster.sandbox_nodes import NodeSandboxes
-from slimrl.runtime.loop_thread import LoopThread
 from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.versions_folder import versions_folder
@@ -268,7 +268,7 @@ def rollout_stage(
         flush_caches=engines.flush_caches,
         teacher=_teacher(recipe, teachers, vocab_size),
         workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
-        loop=LoopThread() if recipe.rollout.outlives_steps else None,
+        loop=LoopThread("slimrl-rollout") if recipe.rollout.outlives_steps else None,
         scorers=[SglangEngine(url, vocab_size=vocab_size) for url in scored_urls],
     )
 

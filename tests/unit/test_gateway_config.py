@@ -15,11 +15,13 @@ from slimrl.agent.gateway import calculator_agent
 from slimrl.agent.gateway.agents import CommandAgent, FunctionAgent
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
+from slimrl.config.agent_rules import agent_violations
 from slimrl.config.functions import function_violations
 from slimrl.config.gateway_rules import command_words, gateway_violations
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.agent import AgentConfig, GatewayConfig
+from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.models.offline_recipe import read_offline
 from slimrl.runtime.checks.environment import load_agent
@@ -52,6 +54,11 @@ def test_a_contradiction_is_named(agent: dict[str, Any], key: str):
 @pytest.mark.parametrize("agent", [{"function": "a:f"}, {"command": "sh -c 'exit 1'"}])
 def test_what_fits_together_is_not(agent: dict[str, Any]):
     assert list(gateway_violations(AgentConfig(**agent))) == []
+
+
+@pytest.mark.parametrize("agent", [{}, {"tools": ["a:g"], "episode": "a:p"}])
+def test_without_an_agent_its_rules_say_nothing(agent: dict[str, Any]):
+    assert list(agent_violations(Recipe(agent=AgentConfig(**agent)))) == []
 
 
 def test_a_command_is_words_or_a_text(tmp_path: Path):

@@ -13,10 +13,10 @@ import pytest
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode, TooOld
+from slimrl.data.loop_thread import LoopThread
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.runtime.cluster.errors import RunError
-from slimrl.runtime.loop_thread import LoopThread
 from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_service import RolloutService
 
@@ -27,7 +27,7 @@ class Stage:
     """Episodes that wait as long as they are told; every trajectory has one token of the weights at its end."""
 
     def __init__(self, seconds: Callable[[str], float] = lambda trajectory_id: 0.001) -> None:
-        self.loop, self.seconds, self.version = LoopThread(), seconds, 0
+        self.loop, self.seconds, self.version = LoopThread("slimrl-rollout"), seconds, 0
         self.begun: Counter[str] = Counter()
         self.status, self.reward = Status.completed, lambda trajectory_id: float(trajectory_id[-1])
         self.fault: Exception | None = None

@@ -10,10 +10,10 @@ from mcp import McpError
 from mcp.types import Tool
 
 from slimrl.agent.mcp.connection import Connection, ConnectionLost
-from slimrl.agent.mcp.loop_thread import LoopThread
 from slimrl.agent.mcp.result_text import result_text
 from slimrl.agent.tools import ToolError
 from slimrl.config.schema.agent import AgentConfig
+from slimrl.data.loop_thread import LoopThread
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def listed_tools(name: str, agent: AgentConfig) -> list[Tool]:
     Raises:
         ConnectionLost: it does not start.
     """
-    thread = LoopThread()
+    thread = LoopThread("slimrl-mcp")
     server = McpServer(name, agent, thread)
     try:
         return server.open().result()

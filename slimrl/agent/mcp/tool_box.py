@@ -14,11 +14,11 @@ from typing import Any
 
 from mcp.types import Tool as McpTool
 
-from slimrl.agent.mcp.loop_thread import LoopThread
 from slimrl.agent.mcp.server import McpServer
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import Tool, ToolBox, ToolOptions
 from slimrl.config.schema.agent import AgentConfig
+from slimrl.data.loop_thread import LoopThread
 
 
 class McpToolBox(ToolBox):
@@ -65,7 +65,7 @@ class McpToolBox(ToolBox):
         super().__init__(tools, sandbox)
 
     def open(self) -> None:
-        self._thread = LoopThread()
+        self._thread = LoopThread("slimrl-mcp")
         self._servers = {
             name: self._made(name) for name, config in self._agent.mcp.items() if not config.per_trajectory
         }
