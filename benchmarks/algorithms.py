@@ -136,6 +136,7 @@ class Bench:
                 f"steps={sft_updates}", f"model.path={model}", f"data.train={self.folder / 'data' / 'sft.jsonl'}",
                 f"run.name={name}", f"run.dir={self.folder / 'runs'}", "tracking.wandb=disabled",
                 "checkpoint.every_steps=100",
+                f"trainer.optimizer.warmup_updates={min(20, sft_updates - 1)}",
                 # Every machine starts from the same weights.
                 "deterministic=true",
             ]  # fmt: skip
