@@ -64,6 +64,7 @@ def test_algorithms_are_compared_and_results_are_not_measured_again(tmp_path: Pa
         "--folder", str(tmp_path / "bench"), "--case", "gspo", "--case", "ppo", "--seeds", "1", "--steps", "1",
         "--sft-updates", "1", "--problems", "8", "--plot", str(plot),
         "rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=8", "rollout.num_engines=1",
+        "critic.warmup_steps=0",
     ]  # fmt: skip
     figures = figures_of("algorithms", out, *arguments)
     for name in ("gspo", "ppo"):
