@@ -26,6 +26,7 @@ from slimrl.config.schema.agent import AgentConfig, HistoryMode
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
 from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.profiling.spans import SPANS
 
 
 class Conversation:
@@ -98,8 +99,10 @@ class Conversation:
             no_turn_left = not self._turn_has_begun and self.transcript.num_turns >= self._max_turns
             if room <= 0 or wanted <= 0 or no_turn_left:
                 return Status.truncated
-            result = await self._engine.generate(self._request(min(room, wanted)))
-            turn = self._record(result)
+            with SPANS("generate"):
+                result = await self._engine.generate(self._request(min(room, wanted)))
+            with SPANS("parse"):
+                turn = self._record(result)
             if turn is None:
                 continue
             if result.finish_reason == "abort":

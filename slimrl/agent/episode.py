@@ -25,6 +25,7 @@ from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.profiling.spans import SPANS
 
 RunSubagent = Callable[[Delegation, int, int], Awaitable[Trajectory]]
 """Runs a sub-agent within so many turns and tokens."""
@@ -56,7 +57,8 @@ class Episode:
         """What the environment makes of a turn. Raises EnvironmentFailure or ToolCrash."""
         self.conversation.count_calls(turn)
         try:
-            observation = await self._host.step(turn)
+            with SPANS("environment"):
+                observation = await self._host.step(turn)
         finally:
             # In the order of the calls, whichever ended first.
             for number in sorted(self._of_subagents):
@@ -85,7 +87,8 @@ class Episode:
             EnvironmentFailure: the chat template has no words for these messages.
         """
         try:
-            return self.conversation.hear(turn, observation.messages)
+            with SPANS("render"):
+                return self.conversation.hear(turn, observation.messages)
         except (ValueError, LookupError) as error:
             raise EnvironmentFailure(f"what the environment told the policy cannot be written: {error}") from error
 
@@ -175,8 +178,9 @@ class EpisodeRunner:
 
         host, conversation = EnvironmentHost(self.environment, self.agent), None
         try:
-            first = await host.start(prompt, seed=derive_seed(seed or 0, "environment"), scratch=trajectory.scratch)
-            conversation = self._conversation(first, trajectory_id, sampling, seed)
+            with SPANS("start"):
+                first = await host.start(prompt, seed=derive_seed(seed or 0, "environment"), scratch=trajectory.scratch)
+                conversation = self._conversation(first, trajectory_id, sampling, seed)
             async with asyncio.timeout(self.rollout.trajectory_timeout_s):
                 trajectory.status = await self._played(Episode(self, prompt, conversation, host, run_subagent))
             if trajectory.status is Status.aborted:

@@ -67,3 +67,10 @@ RayAddress = Annotated[
         help="Head node of the Ray cluster to run on; by default the run starts its own Ray on this machine.",
     ),
 ]
+Profile = Annotated[
+    str | None,
+    typer.Option(metavar="STEPS", help="Record what every process does in these steps, such as 3, 3-5 or 2,7."),
+]
+ProfileTorch = Annotated[
+    bool, typer.Option("--profile-torch", help="With --profile: also record what torch does in the trainer.")
+]

@@ -5,8 +5,20 @@ from typing import Annotated
 
 import typer
 
-from slimrl.cli.arguments import CheckpointLog, Job, Overrides, Overwrite, RayAddress, Recipe, Resume, ResumeOrStart
+from slimrl.cli.arguments import (
+    CheckpointLog,
+    Job,
+    Overrides,
+    Overwrite,
+    Profile,
+    ProfileTorch,
+    RayAddress,
+    Recipe,
+    Resume,
+    ResumeOrStart,
+)
 from slimrl.observability.run_folder import Opening
+from slimrl.profiling.recorder import Profiled, parse_steps
 
 
 def train(
@@ -22,21 +34,30 @@ def train(
         Path | None, typer.Option(help="Train on this trajectory file instead of rolling out; needs --steps.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="With --trajectories: times to train on the file.")] = None,
+    profile: Profile = None,
+    profile_torch: ProfileTorch = False,
 ) -> None:
     """Train with reinforcement learning."""
+    profiled = _profiled(profile, profile_torch)
     if (trajectories is None) != (steps is None):
         raise ValueError("--trajectories and --steps go together.")
     from slimrl.runtime import commands
 
     if trajectories is None or steps is None:
         how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
-        commands.train(recipe, overrides or [], ray_address=ray_address, **how)
+        commands.train(recipe, overrides or [], ray_address=ray_address, profiled=profiled, **how)
         return
     given = {"--resume": resume, "--resume-or-start": resume_or_start, "--job": job, "--checkpoint-log": checkpoint_log}
     if refused := [name for name, value in given.items() if value]:
         raise ValueError(f"{' and '.join(refused)} cannot go with --trajectories, which saves no checkpoints.")
     commands.train_on_file(
-        recipe, overrides or [], trajectories=trajectories, steps=steps, overwrite=overwrite, ray_address=ray_address
+        recipe,
+        overrides or [],
+        trajectories=trajectories,
+        steps=steps,
+        overwrite=overwrite,
+        ray_address=ray_address,
+        profiled=profiled,
     )
 
 
@@ -49,12 +70,15 @@ def sft(
     job: Job = None,
     checkpoint_log: CheckpointLog = None,
     ray_address: RayAddress = None,
+    profile: Profile = None,
+    profile_torch: ProfileTorch = False,
 ) -> None:
     """Train on conversations (supervised)."""
     from slimrl.runtime import commands
 
     how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
-    commands.sft(recipe, overrides or [], ray_address=ray_address, **how)
+    profiled = _profiled(profile, profile_torch)
+    commands.sft(recipe, overrides or [], ray_address=ray_address, profiled=profiled, **how)
 
 
 def rollout(
@@ -89,15 +113,34 @@ def report(
     out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("curve.png"),
     title: Annotated[str, typer.Option(help="Title of the figure.")] = "",
 ) -> None:
-    """Draw the learning curve of one run, or of several seeds."""
+    """Draw the learning curve of one run, or of several seeds, and print where the time of its steps goes."""
+    from slimrl.observability.metrics import read_metrics
     from slimrl.observability.report import write_curve
     from slimrl.observability.run_folder import RunFolder
+    from slimrl.observability.terminal import plain_console
+    from slimrl.profiling.breakdown import step_profiles
+    from slimrl.profiling.tables import phases_table, profile_tables
+    from slimrl.profiling.trace import read_spans
 
     missing = [str(run) for run in runs if not RunFolder(run).metrics.is_file()]
     if missing:
         raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
     write_curve([RunFolder(run).metrics for run in runs], out, title)
+    console = plain_console()
+    for run in map(RunFolder, runs):
+        if (table := phases_table(read_metrics(run.metrics))) is not None:
+            console.print(f"{run.path}", table, sep="\n")
+        for profiled in step_profiles(read_spans(run.profile)):
+            console.print("", profile_tables(profiled), sep="\n")
     typer.echo(f"curve: {out}")
+
+
+def _profiled(steps: str | None, torch: bool) -> Profiled | None:
+    if steps is None:
+        if torch:
+            raise ValueError("--profile-torch goes with --profile.")
+        return None
+    return Profiled(steps=parse_steps(steps), torch=torch)
 
 
 def _opening(

@@ -118,6 +118,7 @@ METRIC_NAMES = (
     "time/resync_s",
     "time/drain_s",
     "time/eval_s",
+    "time/other_s",
     "time/step_s",
 )
 """Every metric. The recipe names a `<set>`, a `<source>` and each `<k>`, the reward a `<part>`, an environment a

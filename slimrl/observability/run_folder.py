@@ -27,6 +27,9 @@ class Opening(TypedDict):
     """See `RunFolder`"""
 
 
+PROFILE_FOLDER = "profile"
+
+
 @dataclass
 class RunFolder:
     """Paths inside `runs/<name>/`."""
@@ -47,6 +50,8 @@ class RunFolder:
         """One file per process."""
         self.trajectories = self.path / "trajectories"
         """Readable samples, one file per step and one per evaluation set."""
+        self.profile = self.path / PROFILE_FOLDER
+        """Spans of the steps that `--profile` names, and their trace."""
         self.wandb = self.path / "wandb"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export" / "hf"

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from slimrl.profiling.spans import SPANS
+
 
 class ResyncError(Exception):
     """A resync failed; names version, bucket, tensor and cause."""
@@ -55,6 +57,7 @@ class Clock:
     def __call__(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with SPANS(stage):
+                yield
         finally:
             self.seconds[stage] += time.perf_counter() - start

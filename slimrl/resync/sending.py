@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from slimrl.data.engine import EngineError
+from slimrl.profiling.spans import SPANS
 from slimrl.resync.report import Clock
 
 
@@ -37,7 +38,8 @@ class SendThread:
                 return
             self._after = None
         try:
-            self._send()
+            with SPANS("send"):
+                self._send()
         except Exception as error:  # noqa: BLE001 - handed to the caller's thread
             self._error = error
 

@@ -1,7 +1,9 @@
 """What each command of the CLI does, with its arguments as plain values."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,6 +19,7 @@ from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
+from slimrl.profiling.recorder import Profiled, Recorder
 from slimrl.runtime.checks.checkpoint_check import check_exported
 from slimrl.runtime.checks.start_check import check_checkpoint_model, check_critic, resume_point
 from slimrl.runtime.checks.task import Task, load_task
@@ -37,11 +40,19 @@ BEFORE_STEP_0 = -1
 """Keeps no line of metrics: for an interrupted run without a checkpoint."""
 
 
-def train(path: Path, overrides: Sequence[str], *, ray_address: str | None, **how: Unpack[Opening]) -> None:
+def train(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    ray_address: str | None,
+    profiled: Profiled | None = None,
+    **how: Unpack[Opening],
+) -> None:
     """`slimrl train`: rollout and training until the recipe's number of steps.
 
     Args:
         ray_address: see `started`, here and in the other commands.
+        profiled: what to record of the run.
 
     Raises:
         Preempted: the run was preempted before its last step.
@@ -51,15 +62,40 @@ def train(path: Path, overrides: Sequence[str], *, ray_address: str | None, **ho
         loaded, task = prepare(path, overrides, "train", progress, read, ray_address=ray_address)
         updates = loaded.recipe.steps * loaded.recipe.trainer.updates_per_rollout
         _say_all(task.notes, progress)
-        _train(loaded, progress, task.train, task, total_updates=updates, ray_address=ray_address, **how)
+        _train(
+            loaded,
+            progress,
+            task.train,
+            task,
+            total_updates=updates,
+            ray_address=ray_address,
+            profiled=profiled,
+            **how,
+        )
 
 
-def sft(path: Path, overrides: Sequence[str], *, ray_address: str | None, **how: Unpack[Opening]) -> None:
+def sft(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    ray_address: str | None,
+    profiled: Profiled | None = None,
+    **how: Unpack[Opening],
+) -> None:
     """`slimrl sft`: supervised training on conversations; raises as `train`."""
     with Progress(0) as progress:
         loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
         updates = loaded.recipe.steps
-        _train(loaded, progress, examples, None, total_updates=updates, ray_address=ray_address, **how)
+        _train(
+            loaded,
+            progress,
+            examples,
+            None,
+            total_updates=updates,
+            ray_address=ray_address,
+            profiled=profiled,
+            **how,
+        )
 
 
 def _train(
@@ -70,6 +106,7 @@ def _train(
     *,
     total_updates: int,
     ray_address: str | None,
+    profiled: Profiled | None,
     **how: Unpack[Opening],
 ) -> None:
     """Open the run, continue from its newest checkpoint, and train on `items`: conversations, or a task's prompts,
@@ -82,6 +119,7 @@ def _train(
         checkpoint, state = _resume_point(folder, recipe, progress, learns=task is not None)
         data = _sampler(items, recipe, state)
         with (
+            _recorder(folder, profiled, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state) as trackers,
             started(
@@ -107,6 +145,7 @@ def _train(
                     state=state,
                     preemption=preemption,
                     data=data,
+                    recorder=recorder,
                     summary_every_steps=recipe.sft.summary_every_steps,
                 )
                 sft_loop(run, data)
@@ -127,6 +166,7 @@ def _train(
                             progress=progress,
                             state=state,
                             data=data,
+                            recorder=recorder,
                             preemption=preemption,
                         )
                     )
@@ -134,7 +174,14 @@ def _train(
 
 
 def train_on_file(
-    path: Path, overrides: Sequence[str], *, trajectories: Path, steps: int, overwrite: bool, ray_address: str | None
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    trajectories: Path,
+    steps: int,
+    overwrite: bool,
+    ray_address: str | None,
+    profiled: Profiled | None = None,
 ) -> None:
     """`slimrl train --trajectories`: every step trains on the same trajectories; no engine runs.
 
@@ -156,6 +203,7 @@ def train_on_file(
         updates, state = steps * recipe.trainer.updates_per_rollout, RunState()
         with (
             open_run(loaded, progress, overwrite=overwrite) as folder,
+            _recorder(folder, profiled, progress) as recorder,
             _trackers(loaded, folder, None, state) as trackers,
             started(
                 recipe, folder, progress, with_critic=True, total_updates=updates, ray_address=ray_address
@@ -171,6 +219,7 @@ def train_on_file(
                 state=state,
                 preemption=Preemption(0.0),
                 data=None,
+                recorder=recorder,
             )
             learner = Learner(recipe, processes.trainers, state, task.group_filters, processes.critics)
             train_on_file_loop(run, learner, batch)
@@ -271,6 +320,21 @@ def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunStat
             paths = ", ".join(recipe.data.train_files.values())
             raise ValueError(f"data.train = {paths}: {error}") from error
     return sampler
+
+
+@contextmanager
+def _recorder(folder: RunFolder, profiled: Profiled | None, progress: Progress) -> Iterator[Recorder | None]:
+    """Of the run's processes, which start and end within the block; then its trace is written."""
+    if profiled is None:
+        shutil.rmtree(folder.profile, ignore_errors=True)
+        yield None
+        return
+    recorder = Recorder(folder.profile, profiled)
+    try:
+        yield recorder
+    finally:
+        if (trace := recorder.finish()) is not None:
+            progress.say(f"trace: {trace}")
 
 
 def _trackers(loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, state: RunState) -> Trackers:

@@ -18,6 +18,7 @@ from slimrl.data.packing import (
     num_trajectories,
 )
 from slimrl.data.trajectory import Trajectory
+from slimrl.profiling.spans import SPANS
 from slimrl.runtime.checks.task import GroupFilter
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
@@ -57,7 +58,8 @@ class Learner:
         """
         selection = select(trajectories, self._recipe.algorithm, self._keeps, step=step.number)
         step.record({"rollout/zero_variance_fraction": selection.zero_variance_fraction})
-        updates = make_updates(selection, self._recipe, self._trainers.layout)
+        with SPANS("pack"):
+            updates = make_updates(selection, self._recipe, self._trainers.layout)
         if updates:
             with step.timed("logprobs"):
                 self._trainers.put_batches(updates)

@@ -29,6 +29,7 @@ from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
 from slimrl.evaluation.items import Items
 from slimrl.observability.progress import Progress
+from slimrl.profiling.spans import SPANS
 from slimrl.rewards.groups import PendingGroups, score_group
 from slimrl.rewards.parts import PartFailed
 from slimrl.rewards.scoring import score
@@ -361,11 +362,16 @@ class RolloutStage:
         return all(task.done() for task in left)
 
     async def _episode(self, trajectory_id: str, prompt: Prompt, sampling: SamplingConfig) -> Trajectory:
+        with SPANS.lane("episode"), SPANS("episode", id=trajectory_id):
+            return await self._scored_episode(trajectory_id, prompt, sampling)
+
+    async def _scored_episode(self, trajectory_id: str, prompt: Prompt, sampling: SamplingConfig) -> Trajectory:
         seed = derive_seed(self._recipe.seed, "trajectory", trajectory_id)
         trajectory = await self._episodes.run(prompt, trajectory_id=trajectory_id, sampling=sampling, seed=seed)
         self._engine.close(trajectory_id)
         try:
-            await score(trajectory, prompt, self._task.rewards.function, self._recipe.rollout.trajectory_timeout_s)
+            with SPANS("reward"):
+                await score(trajectory, prompt, self._task.rewards.function, self._recipe.rollout.trajectory_timeout_s)
             self._complete_credit(trajectory)
         except Exception as error:
             # A task's own code may raise anything. The recipe limits how many trajectories may fail.

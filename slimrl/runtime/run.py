@@ -1,7 +1,7 @@
 """What all training runs share: numbered steps, their metrics, checkpoints, the final export."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from slimrl.data.mixture import DataOrder
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
+from slimrl.profiling.recorder import Recorder
 from slimrl.runtime.cluster.errors import RunError, StepDropped
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.preemption import Preemption
@@ -36,6 +37,8 @@ class Run:
     summary_every_steps: int = 1
     """Only multiples of this, the first and the last step are shown."""
     critics: TrainerGroup | None = None
+    recorder: Recorder | None = None
+    """Of a run that is profiled"""
 
     def __post_init__(self) -> None:
         self._checkpoints = CheckpointFolder(self.folder.checkpoints)
@@ -53,7 +56,8 @@ class Run:
         """
         step = Step(self.state.step + 1)
         try:
-            yield step
+            with nullcontext() if self.recorder is None else self.recorder.step(step.number, self.trainers):
+                yield step
         except StepDropped as dropped:
             self.progress.say(f"step {step.number} dropped: {dropped}")
             return

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from slimrl.data.training import UpdateResult
+from slimrl.profiling.spans import SPANS
 
 
 class Step:
@@ -21,21 +22,31 @@ class Step:
         self.number = number
         self.metrics: dict[str, float] = dict(metrics or {})
         self._start = time.monotonic()
+        self._depth = 0
+        self._timed_s = 0.0
+        """Of the outermost phases"""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the block's seconds to time/<phase>_s."""
+        """Adds the block's seconds to time/<phase>_s, also where the block is inside another phase's."""
         start = time.monotonic()
-        yield
+        self._depth += 1
+        with SPANS(phase):
+            yield
+        self._depth -= 1
+        seconds = time.monotonic() - start
+        if not self._depth:
+            self._timed_s += seconds
         key = f"time/{phase}_s"
-        self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - start
+        self.metrics[key] = self.metrics.get(key, 0.0) + seconds
 
     def record(self, metrics: Mapping[str, float]) -> None:
         self.metrics.update(metrics)
 
     def close(self) -> None:
-        """Adds time/step_s, without the checkpoint and the evaluation that follow."""
+        """Adds time/step_s, without the checkpoint and evaluation that follow, and time/other_s, what no phase has."""
         self.metrics["time/step_s"] = time.monotonic() - self._start
+        self.metrics["time/other_s"] = self.metrics["time/step_s"] - self._timed_s
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:

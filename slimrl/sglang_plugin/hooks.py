@@ -74,6 +74,7 @@ def hooks() -> list[Hook]:
         dequantized_loading,
         norm_dtype,
         scheduler,
+        spans,
         version_loader,
         weight_fingerprints,
     )
@@ -93,6 +94,7 @@ def hooks() -> list[Hook]:
         (f"{_CONTROL}.flush_cache", "replace", scheduler.flush_cache),
         (_LOAD_FILE, "replace", _load_file),
         (_QUEUE_READY, "after", after_wait_until_ready),
+        *spans.span_hooks(),
     ]
     if not device.computes_block_fp8():
         common.append((f"{_LOADER}._get_weights_iterator", "around", dequantized_loading.around_weights_iterator))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from slimrl.algorithms.objective import LossFunction
 from slimrl.data.packing import MicroBatch
 from slimrl.data.training import Layout, LogProbs, UpdateResult
+from slimrl.profiling.spans import SPANS
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
 from slimrl.trainer.mtp import MtpLoss
@@ -171,7 +172,8 @@ class MicroBatchRunner:
         """One optimizer step with the gradients of `accumulate`; every rank calls it."""
         assert self.accumulated is not None, "accumulate comes first"
         (sums, denominator, num_tokens), self.accumulated = self.accumulated, None
-        grad_norm = self.optimizer.step()
+        with SPANS("optimizer"):
+            grad_norm = self.optimizer.step()
         if self.overlaps_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

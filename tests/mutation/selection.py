@@ -27,6 +27,7 @@ INTEGRATION = {
     "slimrl.launch": ["test_launch.py"],
     "slimrl.models": ["test_model_families.py", "test_weights.py", "test_coverage.py", "test_resync.py"],
     "slimrl.observability": ["test_trackers.py", "test_run_quickstart.py"],
+    "slimrl.profiling": ["test_profile.py"],
     "slimrl.planner": ["test_plan.py", "test_plan_ranks.py"],
     "slimrl.quantization": ["test_block_fp8.py", "test_resync_fp8.py"],
     "slimrl.resync": ["test_resync.py", "test_resync_folders.py", "test_resync_faults.py", "test_resync_fp8.py"],

@@ -19,6 +19,8 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_layouts import plain_kernels
 from slimrl.models.family import has_linear_attention
 from slimrl.models.hf_config import read_hf_config
+from slimrl.observability.run_folder import PROFILE_FOLDER
+from slimrl.profiling.spans import child_variables
 from slimrl.rollout.servers.ports import free_port
 from slimrl.rollout.servers.process import ServerError, ServerProcess
 
@@ -228,10 +230,11 @@ class EngineServer:
             trust_remote_code=trust_remote_code,
             part=part,
         )
+        name, profile = part_name(index, 0 if part is None else part.number, role), log.parent.parent / PROFILE_FOLDER
         self.process = ServerProcess(
-            part_name(index, 0 if part is None else part.number, role),
+            name,
             [sys.executable, "-m", "slimrl.sglang_plugin.launch", str(os.getpid()), *arguments],
-            engine_environment(rollout, precision=precision, cuda=cuda),
+            {**engine_environment(rollout, precision=precision, cuda=cuda), **child_variables(profile, name)},
             log,
         )
 

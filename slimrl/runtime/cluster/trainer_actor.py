@@ -18,6 +18,9 @@ from slimrl.data.training import Layout
 from slimrl.ipc.allocator import forbid_expandable_segments
 from slimrl.ipc.stale_files import clean_stale_segments
 from slimrl.observability.logs import capture_output
+from slimrl.observability.run_folder import RunFolder
+from slimrl.profiling.spans import SPANS
+from slimrl.profiling.trace import TORCH_SUFFIX
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.rollout.servers.ports import free_port
@@ -51,6 +54,9 @@ class TrainerActor:
         os.environ.update(recipe.trainer.env)
         forbid_expandable_segments(os.environ)
         clean_stale_segments()
+        SPANS.open(
+            RunFolder(Path(recipe.run.dir) / recipe.run.name).profile, f"{'critic' if critic else 'trainer'} {rank}"
+        )
         self.node = node
         self.recipe, self.rank, self.total_updates = recipe, rank, total_updates
         self.is_critic = critic
@@ -68,9 +74,11 @@ class TrainerActor:
 
     def start(self, address: str, port: int) -> Layout:
         """Join the other ranks and build the model; weights are random until loaded."""
+        from slimrl.profiling.megatron_passes import time_passes
         from slimrl.trainer.worker import TrainerWorker
 
         fetch_to_this_node(self.recipe.model.path)
+        time_passes(SPANS)
         self.worker = TrainerWorker(
             self.recipe.trainer,
             Path(self.recipe.model.path),
@@ -97,7 +105,8 @@ class TrainerActor:
             self.worker.keep_reference()
 
     def work(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.worker, method)(*arguments)
+        with SPANS(method):
+            return getattr(self.worker, method)(*arguments)
 
     def give(self, update: int, names: list[str]) -> list[Any]:
         """References to the pieces that this rank has of an update's batch: one, or none."""
@@ -137,7 +146,18 @@ class TrainerActor:
         """Send the weights to all engines; only rank 0 returns a report."""
         assert self.resync_session is not None, "connect_engines comes first"
         self._set_progress(0, 0)
-        return self.resync_session.run(version, self._set_progress)
+        with SPANS("resync"):
+            return self.resync_session.run(version, self._set_progress)
+
+    def begin_torch_profile(self) -> None:
+        from torch.profiler import profile
+
+        self.torch_profile = profile()
+        self.torch_profile.start()
+
+    def end_torch_profile(self, folder: Path) -> None:
+        self.torch_profile.stop()
+        self.torch_profile.export_chrome_trace(str(folder / f"{SPANS.process.replace(' ', '_')}{TORCH_SUFFIX}"))
 
     def close(self) -> None:
         """Leave the process groups and remove segments of shared memory."""

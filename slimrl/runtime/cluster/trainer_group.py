@@ -18,6 +18,7 @@ from slimrl.data.packing import PackedBatch
 from slimrl.data.training import Layout, MemoryPart, UpdateResult
 from slimrl.observability.progress import Phase, Progress
 from slimrl.observability.run_folder import RunFolder
+from slimrl.profiling.spans import SPANS
 from slimrl.resync.session import ResyncReport
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.engine_actor import EngineAddress
@@ -165,7 +166,7 @@ class TrainerGroup:
 
     def resync(self, version: int) -> ResyncReport:
         """Send the weights to the engines; when this returns, they serve them as `version`."""
-        with self._watched("resync", "buckets") as watch:
+        with self._watched("resync", "buckets") as watch, SPANS(f"{self.role}: resync"):
             results = self._actors.call(
                 "resync", self._same(version), timeout_s=self._recipe.trainer.timeout_s, while_waiting=watch
             )
@@ -186,6 +187,14 @@ class TrainerGroup:
 
     def export_hf(self, directory: Path) -> None:
         self._work("export_hf", self._same(directory.absolute()))
+
+    def begin_torch_profile(self) -> None:
+        """Record what torch does on every rank."""
+        self._call("begin_torch_profile")
+
+    def end_torch_profile(self, folder: Path) -> None:
+        """Add each rank's record to a profile's folder."""
+        self._call("end_torch_profile", folder)
 
     def close(self) -> None:
         """Have the ranks release what outlives a process; for a successful end of a run."""
@@ -210,8 +219,10 @@ class TrainerGroup:
         self, method: str, arguments: Mapping[str, tuple[Any, ...]], while_waiting: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Call a method of the ranks' workers; errors have its name."""
-        calls = self._actors.begin("work", {name: (method, *given) for name, given in arguments.items()})
-        return self._actors.wait(calls, method, timeout_s=self._recipe.trainer.timeout_s, while_waiting=while_waiting)
+        with SPANS(f"{self.role}: {method}"):
+            calls = self._actors.begin("work", {name: (method, *given) for name, given in arguments.items()})
+            timeout_s = self._recipe.trainer.timeout_s
+            return self._actors.wait(calls, method, timeout_s=timeout_s, while_waiting=while_waiting)
 
     def _pass(self, phase: str, method: str, *arguments: Any) -> dict[str, Any]:
         with self._watched(phase, "micro-batches") as watch:

@@ -21,6 +21,8 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.observability.run_folder import PROFILE_FOLDER
+from slimrl.profiling.spans import child_variables
 from slimrl.rollout.servers.process import ServerError, ServerProcess
 from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup
@@ -216,7 +218,8 @@ class EpisodeWorker:
             module = "slimrl.runtime.workers.worker"
             command = [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())]
             log_file = self._logs / f"{self._log_stem}{suffix}.log"
-            self._process = ServerProcess(self._name, command, {}, log_file, pass_fds=(theirs.fileno(),))
+            variables = child_variables(self._logs.parent / PROFILE_FOLDER, self._name)
+            self._process = ServerProcess(self._name, command, variables, log_file, pass_fds=(theirs.fileno(),))
         log.info("process %d: %s", self._process.pid, self._name)
         messages: Messages = Messages(self._take, lambda: self._lost(messages))
         self._messages = messages

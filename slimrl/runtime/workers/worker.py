@@ -21,6 +21,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.load import LoadedRecipe
 from slimrl.data.threads import end_process_if_calls_hang
 from slimrl.data.trajectory import Trajectory
+from slimrl.profiling.spans import SPANS
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
 from slimrl.runtime.checks.episodes import load_episode_code
@@ -87,9 +88,10 @@ class Worker:
     async def _run(self, job: Job) -> None:
         assert self._runner is not None
         try:
-            trajectory = await self._runner.run(
-                job.prompt, trajectory_id=job.trajectory_id, sampling=job.sampling, seed=job.seed
-            )
+            with SPANS.lane("episode"), SPANS("episode", id=job.trajectory_id):
+                trajectory = await self._runner.run(
+                    job.prompt, trajectory_id=job.trajectory_id, sampling=job.sampling, seed=job.seed
+                )
             ended = Ended(
                 trajectory_id=job.trajectory_id, trajectory=_pickled(trajectory, job), lags_s=self._lag.take()
             )
@@ -118,6 +120,7 @@ def _pickled(trajectory: Trajectory, job: Job) -> bytes:
 
 def main() -> None:
     end_with(int(sys.argv[2]))
+    SPANS.open_child()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connection = socket.socket(fileno=int(sys.argv[1]))
 

@@ -1,0 +1,82 @@
+"""Where a step's time goes, of a profile: the driver's phases, which add up to the step, and what each process did.
+
+A span's own time is what no span inside it on the same track takes. A process with many tracks, such as that of the
+episodes, can have more own time than the step is long.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slimrl.profiling.recorder import STEP
+from slimrl.profiling.trace import Span, within
+
+BETWEEN = "between phases"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """Seconds of a recorded step."""
+
+    number: int
+    seconds: float
+    phases: dict[str, float]
+    """Of the driver, with BETWEEN; their sum is `seconds`"""
+    processes: dict[str, dict[str, tuple[float, int]]]
+    """By process and name of the span: own seconds, and how many spans"""
+    tracks: dict[str, int]
+    """How many tracks of each process have spans"""
+
+
+def step_profiles(spans: Sequence[Span]) -> list[StepProfile]:
+    """Of each recorded step."""
+    profiles = []
+    for step in (span for span in spans if span.name == STEP):
+        inside = within([span for span in spans if span is not step], step.begin, step.end)
+        own = [span for span in inside if (span.process, span.track) == (step.process, step.track)]
+        phases = _phases(step, own)
+        processes: dict[str, dict[str, tuple[float, int]]] = {}
+        tracks: dict[str, int] = {}
+        for process in dict.fromkeys(span.process for span in inside):
+            of_process = [span for span in inside if span.process == process]
+            processes[process] = own_times(of_process)
+            tracks[process] = len({span.track for span in of_process})
+        profiles.append(
+            StepProfile(
+                number=step.details["number"],
+                seconds=step.seconds,
+                phases=phases,
+                processes=processes,
+                tracks=tracks,
+            )
+        )
+    return profiles
+
+
+def _phases(step: Span, spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of the outermost spans of the driver's own track."""
+    phases: dict[str, float] = defaultdict(float)
+    end = step.begin
+    for span in spans:
+        if span.begin >= end:
+            phases[span.name] += span.seconds
+            end = span.end
+    return {**phases, BETWEEN: step.seconds - sum(phases.values())}
+
+
+def own_times(spans: Sequence[Span]) -> dict[str, tuple[float, int]]:
+    """Own seconds and number of the spans of each name, the longest first; `spans` by their begin, then the longer."""
+    seconds: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    opened: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        outer = opened[span.process, span.track]
+        while outer and outer[-1].end <= span.begin:
+            outer.pop()
+        if outer:
+            # Of spans that overlap without one inside the other, only the common part is taken off.
+            seconds[outer[-1].name] -= (min(span.end, outer[-1].end) - span.begin) / 1e9
+        seconds[span.name] += span.seconds
+        counts[span.name] += 1
+        outer.append(span)
+    return {name: (seconds[name], counts[name]) for name in sorted(seconds, key=lambda name: -seconds[name])}

@@ -1,0 +1,147 @@
+"""What this process does, and when, while steps are recorded (`slimrl train --profile`).
+
+1. A run that is asked for a profile has a folder for it, in which each process writes a file of its own, a line for
+   each span. Without the folder a span costs a comparison.
+2. The driver puts the file RECORDING there while it is in a step to record. Every process looks for it, engines too,
+   which the driver does not call.
+3. Times are the system clock's, so that the files of all processes fit together (trace.py).
+"""
+
+import heapq
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TextIO
+
+RECORDING = "recording"
+"""Name of the file that exists while steps are recorded."""
+LOOK_S = 0.02
+"""Between two looks for it."""
+VARIABLE = "SLIMRL_PROFILE"
+"""`FOLDER:PROCESS`, in the environment of processes that the run starts by themselves"""
+
+_TRACK: ContextVar[str] = ContextVar("track", default="")
+
+
+class Spans:
+    """Records from `open` on; see SPANS."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self.process = ""
+        """What it is in the run"""
+        self._file: TextIO | None = None
+        self._pid = 0
+        """That opened the file: a forked process writes one of its own"""
+        self._looked = float("-inf")
+        self._recording = False
+        self._lanes: dict[str, list[int]] = {}
+        """Free numbers of each kind of lane, below the number of lanes that there are"""
+        self._num_lanes: dict[str, int] = {}
+
+    def __reduce__(self) -> str:
+        """The receiving process's own: Ray pickles an actor's class with the globals that it uses."""
+        return "SPANS"
+
+    def open(self, folder: Path, process: str) -> None:
+        """Record into `folder` if it exists.
+
+        Args:
+            process: what this process is in the run, for example `trainer 0`.
+        """
+        self._folder, self.process = (folder if folder.is_dir() else None), process
+
+    def open_child(self) -> None:
+        """`open` as the parent process said by `child_variables`."""
+        if (value := os.environ.get(VARIABLE)) is not None:
+            folder, _, process = value.rpartition(":")
+            self.open(Path(folder), process)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the run has a profile."""
+        return self._folder is not None
+
+    @property
+    def are_recorded(self) -> bool:
+        if self._folder is None:
+            return False
+        now = time.monotonic()
+        if now - self._looked > LOOK_S:
+            self._looked, self._recording = now, (self._folder / RECORDING).exists()
+        return self._recording
+
+    @contextmanager
+    def __call__(self, name: str, **details: Any) -> Iterator[None]:
+        """Records the block."""
+        if self._folder is None:
+            yield
+            return
+        begin_ns = time.time_ns()
+        try:
+            yield
+        finally:
+            self.add(name, begin_ns, **details)
+
+    def add(self, name: str, begin_ns: int, **details: Any) -> None:
+        """Record what began at a time of `time.time_ns` and ends now."""
+        if not self.are_recorded:
+            return
+        span = {
+            "name": name,
+            "track": _TRACK.get() or _thread(),
+            "begin": begin_ns,
+            "end": time.time_ns(),
+            **({"details": details} if details else {}),
+        }
+        self._opened().write(json.dumps(span) + "\n")
+
+    @contextmanager
+    def lane(self, kind: str) -> Iterator[None]:
+        """Spans of the block, and of tasks that it starts, are on a track that no other block has at that time.
+
+        Of many coroutines on one thread, whose spans would overlap.
+        """
+        if self._folder is None:
+            yield
+            return
+        free = self._lanes.setdefault(kind, [])
+        if free:
+            number = heapq.heappop(free)
+        else:
+            number = self._num_lanes[kind] = self._num_lanes.get(kind, 0) + 1
+        before = _TRACK.set(f"{kind} {number:04d}")
+        try:
+            yield
+        finally:
+            _TRACK.reset(before)
+            heapq.heappush(free, number)
+
+    def _opened(self) -> TextIO:
+        if self._file is None or self._pid != os.getpid():
+            assert self._folder is not None
+            self._pid = os.getpid()
+            # Whole lines, since most processes of a run are killed at its end.
+            self._file = (self._folder / f"{self.process.replace(' ', '_')}-{self._pid}.jsonl").open("a", buffering=1)
+            self._file.write(json.dumps({"process": self.process, "pid": self._pid}) + "\n")
+        return self._file
+
+
+def _thread() -> str:
+    """Name of this thread; the one in which Ray calls an actor has none of its own."""
+    name = threading.current_thread().name
+    return "calls" if name.startswith("Dummy-") else name
+
+
+def child_variables(folder: Path, process: str) -> dict[str, str]:
+    """The environment of a child process that records into `folder`; empty if the run has no profile."""
+    return {VARIABLE: f"{folder.absolute()}:{process}"} if folder.is_dir() else {}
+
+
+SPANS = Spans()
+"""Of this process. It is global as a logger is: what is timed lies in all layers."""

@@ -1,0 +1,231 @@
+"""Spans, their trace and the breakdown of a step."""
+
+import asyncio
+import json
+import os
+import pickle
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from slimrl.profiling.breakdown import BETWEEN, own_times, step_profiles
+from slimrl.profiling.recorder import STEP, Profiled, Recorder, parse_steps
+from slimrl.profiling.spans import LOOK_S, RECORDING, SPANS, Spans
+from slimrl.profiling.tables import phases_table
+from slimrl.profiling.trace import Span, read_spans, within, write_trace
+
+MS = 1_000_000
+
+
+def span(name: str, begin_ms: float, end_ms: float, track: str = "main", process: str = "driver", **details) -> Span:
+    return Span(
+        process=process, track=track, name=name, begin=int(begin_ms * MS), end=int(end_ms * MS), details=details
+    )
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> tuple[Spans, Path]:
+    (tmp_path / RECORDING).touch()
+    spans = Spans()
+    spans.open(tmp_path, "trainer 0")
+    return spans, tmp_path
+
+
+def test_a_block_is_recorded_with_its_times_and_details(recorded):
+    spans, folder = recorded
+    before = time.time_ns()
+    with spans("forward", tokens=7):
+        time.sleep(0.01)
+    [found] = read_spans(folder)
+    assert (found.process, found.name, found.details) == (f"trainer 0 ({os.getpid()})", "forward", {"tokens": 7})
+    assert before <= found.begin <= found.end - 10 * MS <= time.time_ns()
+
+
+def test_a_block_that_raises_is_recorded(recorded):
+    spans, folder = recorded
+    with pytest.raises(KeyError), spans("tool"):
+        raise KeyError
+    assert [found.name for found in read_spans(folder)] == ["tool"]
+
+
+def test_nothing_is_written_without_a_profile_or_beside_its_steps(tmp_path):
+    spans = Spans()
+    spans.open(tmp_path / "absent", "driver")
+    assert not spans.is_open
+    with spans("a"):
+        pass
+    spans.open(tmp_path, "driver")
+    with spans("b"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_recording_begins_and_ends_with_the_file(tmp_path):
+    spans = Spans()
+    spans.open(tmp_path, "engine 0")
+    for name, is_recorded in (("before", False), ("inside", True), ("after", False)):
+        flag = tmp_path / RECORDING
+        flag.touch() if is_recorded else flag.unlink(missing_ok=True)
+        time.sleep(2 * LOOK_S)
+        with spans(name):
+            pass
+    assert [found.name for found in read_spans(tmp_path)] == ["inside"]
+
+
+def test_a_forked_process_has_a_file_of_its_own(recorded):
+    spans, folder = recorded
+    with spans("parent"):
+        pass
+    if (pid := os.fork()) == 0:
+        with spans("child"):
+            pass
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert {found.process: found.name for found in read_spans(folder)} == {
+        f"trainer 0 ({os.getpid()})": "parent",
+        f"trainer 0 ({pid})": "child",
+    }
+
+
+def test_coroutines_have_lanes_of_their_own_which_are_used_again(recorded):
+    spans, folder = recorded
+
+    async def episode(turns: int) -> None:
+        with spans.lane("episode"):
+            for _ in range(turns):
+                with spans("generate"):
+                    await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        await asyncio.gather(episode(2), episode(2))
+        await episode(1)
+
+    asyncio.run(main())
+    tracks = [found.track for found in read_spans(folder)]
+    assert sorted(tracks) == ["episode 0001"] * 3 + ["episode 0002"] * 2
+    for track in set(tracks):
+        on_track = [found for found in read_spans(folder) if found.track == track]
+        assert all(a.end <= b.begin for a, b in pairwise(on_track))
+
+
+def test_a_pickled_copy_is_the_object_of_the_process():
+    assert pickle.loads(pickle.dumps(SPANS)) is SPANS
+
+
+def test_the_broken_last_line_of_a_killed_process_is_left_out(recorded):
+    spans, folder = recorded
+    with spans("whole"):
+        pass
+    [path] = folder.glob("*.jsonl")
+    with path.open("a") as file:
+        file.write('{"name": "bro')
+    assert [found.name for found in read_spans(folder)] == ["whole"]
+    path.write_text("no JSON\n")
+    with pytest.raises(ValueError, match=r"jsonl:1: not a span"):
+        read_spans(folder)
+
+
+def test_the_trace_has_every_span_in_its_process_and_track(recorded):
+    spans, folder = recorded
+    with spans("outer"), spans("inner"):
+        pass
+    file = write_trace(folder)
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    complete = {event["name"]: event for event in events if event["ph"] == "X"}
+    assert names == {complete["outer"]["pid"]: f"trainer 0 ({os.getpid()})"}
+    outer, inner = complete["outer"], complete["inner"]
+    assert outer["tid"] == inner["tid"]
+    assert outer["ts"] <= inner["ts"]
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
+
+
+def test_torch_events_are_moved_to_the_clock_of_the_spans(recorded):
+    from torch import ones
+    from torch.profiler import profile
+
+    spans, folder = recorded
+    with spans("sum"), profile() as torch_profile:
+        (ones(1000) + 1).sum()
+    torch_profile.export_chrome_trace(str(folder / "trainer_0.torch.json"))
+    events = json.loads(write_trace(folder).read_text())["traceEvents"]
+    [outer] = [event for event in events if event["name"] == "sum" and event["ph"] == "X"]
+    added = [event for event in events if event["name"] == "aten::add"]
+    assert added
+    assert all(outer["ts"] <= event["ts"] <= outer["ts"] + outer["dur"] for event in added)
+
+
+def test_phases_and_what_is_between_them_add_up_to_the_step():
+    spans = [
+        span(STEP, 0, 100, number=3),
+        span("rollout", 5, 40),
+        span("generate", 6, 39),
+        span("train", 50, 90),
+        span("late", 90, 130),
+        span("generate", 0, 100, track="episode 0001"),
+    ]
+    [profile] = step_profiles(spans)
+    assert profile.number == 3
+    assert profile.phases == pytest.approx({"rollout": 0.035, "train": 0.040, "late": 0.010, BETWEEN: 0.015})
+    assert sum(profile.phases.values()) == pytest.approx(profile.seconds)
+    assert profile.tracks == {"driver": 2}
+
+
+def test_own_time_is_without_the_spans_inside():
+    spans = [span("a", 0, 10), span("b", 2, 5), span("c", 3, 4), span("b", 6, 7), span("a", 0, 4, track="other")]
+    times = own_times(spans)
+    assert {name: count for name, (_, count) in times.items()} == {"a": 2, "b": 2, "c": 1}
+    seconds = {name: own for name, (own, _) in times.items()}
+    assert seconds == pytest.approx({"a": 0.010, "b": 0.003, "c": 0.001})
+
+
+def test_a_span_is_cut_to_the_period():
+    assert [(one.begin, one.end) for one in within([span("a", 0, 10), span("b", 20, 30)], 5 * MS, 20 * MS)] == [
+        (5 * MS, 10 * MS)
+    ]
+
+
+@pytest.mark.parametrize(("text", "steps"), [("3", {3}), ("3-5", {3, 4, 5}), ("2, 7-8", {2, 7, 8})])
+def test_steps_are_read(text, steps):
+    assert parse_steps(text) == steps
+
+
+@pytest.mark.parametrize("text", ["", "0", "5-3", "a", "1,,2", "-1"])
+def test_other_steps_are_refused(text):
+    with pytest.raises(ValueError, match="--profile"):
+        parse_steps(text)
+
+
+def test_a_recorder_records_its_steps_alone(tmp_path):
+    calls = []
+
+    class Trainers:
+        def begin_torch_profile(self) -> None:
+            calls.append("begin")
+
+        def end_torch_profile(self, folder: Path) -> None:
+            calls.append(folder.name)
+
+    trainers = Trainers()
+    recorder = Recorder(tmp_path / "profile", Profiled(steps=frozenset({2}), torch=True))
+    try:
+        for number in (1, 2, 3):
+            with recorder.step(number, trainers), SPANS("work", number=number):
+                pass
+        [profile] = step_profiles(read_spans(tmp_path / "profile"))
+        assert (profile.number, list(profile.phases)) == (2, ["work", BETWEEN])
+        assert calls == ["begin", "profile"]
+        assert recorder.finish() == tmp_path / "profile" / "trace.json"
+    finally:
+        SPANS.open(tmp_path / "none", "tests")
+
+
+def test_the_table_of_phases_leaves_out_the_first_step():
+    names = ("rollout", "logprobs", "train", "resync", "other", "step")
+    steps = [{"step": n, **{f"time/{name}_s": 10.0 if n == 1 else 1.0 for name in names}} for n in (1, 2, 3)]
+    table = phases_table(steps)
+    assert table.title == "2 steps"
+    assert [column._cells[-1] for column in table.columns] == ["step", "1.000", "1.000", "100.0%"]
+    assert phases_table(steps[:1]) is None
