@@ -284,7 +284,7 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     assert parts.prepared[:3] == (["a=1", "steps=2"], "train --trajectories", {"train": False, "evaluate": False})
     assert (parts.opened, parts.keep) == ({"overwrite": True}, -1)
     assert parts.started == {"with_critic": True, "total_updates": 6, "ray_address": "head:1"}
-    timed = {"time/logprobs_s", "time/train_s"}
+    timed = {"time/logprobs_s", "time/train_s", "time/other_s"}
     assert parts.noted == [
         ("log", 1, timed), ("summary", 1), ("log", 2, timed), ("summary", 2), ("export", parts.folder.export),
     ]  # fmt: skip

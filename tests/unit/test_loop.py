@@ -387,7 +387,7 @@ def test_what_comes_after_a_steps_end_is_not_in_its_seconds(monkeypatch: pytest.
     later = Step(1, step.metrics)
     with later.timed("eval"):
         pass
-    assert later.metrics == {"time/train_s": 3.0, "time/step_s": 6.0, "time/eval_s": 20.0}
+    assert later.metrics == {"time/train_s": 3.0, "time/step_s": 6.0, "time/other_s": 3.0, "time/eval_s": 20.0}
     assert "time/eval_s" not in step.metrics
 
 
