@@ -41,6 +41,7 @@ _NOT_NEGATIVE = (
     "algorithm.score_every_steps",
     "reward.retries",
     "eval.every_steps",
+    "eval.engines",
     "checkpoint.every_steps",
     "tracking.trajectories_per_step",
 )

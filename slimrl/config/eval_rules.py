@@ -4,16 +4,35 @@ from collections.abc import Iterator
 
 from slimrl.config.problems import Violation
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
 
 
 def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
-    """Evaluations without anything to evaluate on, equal samples, pass@k of more samples than there are."""
+    """Evaluations without anything to evaluate on, without engines, of equal samples, pass@k of more than there are."""
     if command == "eval" and not recipe.data.eval:
         yield "data.eval", "names no evaluation set."
     if command == "train" and recipe.eval.every_steps and not recipe.data.eval:
         yield "eval.every_steps", f"{recipe.eval.every_steps}, but data.eval names no evaluation set. Use 0."
+    if command == "train" and recipe.eval.engines:
+        yield from _engine_violations(recipe)
     if command in ("train", "eval") and recipe.data.eval:
         yield from _sample_violations(recipe)
+
+
+def _engine_violations(recipe: Recipe) -> Iterator[Violation]:
+    count, rollout = recipe.eval.engines, recipe.rollout
+    if rollout.mode is RolloutMode.sync:
+        yield (
+            "eval.engines",
+            f"{count}, but with rollout.mode sync all engines wait for the trainer. Use 0, or rollout.mode async or "
+            "one_step_off.",
+        )
+    elif count >= rollout.num_engines:
+        yield (
+            "eval.engines",
+            f"{count} of rollout.num_engines {rollout.num_engines} leave none for the rollouts. Use at most "
+            f"{rollout.num_engines - 1}, or 0 to evaluate between two steps.",
+        )
 
 
 def _sample_violations(recipe: Recipe) -> Iterator[Violation]:

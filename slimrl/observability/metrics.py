@@ -155,7 +155,7 @@ class MetricsWriter:
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step and sync the file; a value that is not finite is written as null."""
+        """Append metrics of a step and sync the file; a value that is not finite is written as null."""
         unknown = [name for name in metrics if not is_metric(name)]
         assert not unknown, f"metrics without documentation: {unknown}"
         line = {"step": step, **{name: plain_number(value) for name, value in metrics.items()}}
@@ -175,17 +175,18 @@ def plain_number(value: Any) -> int | float | None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a metrics file in order, without the broken last line that a killed process may leave.
 
+    A step may have several lines: an evaluation beside the training ends in a later step.
+
     Raises:
         ValueError: another line is not a JSON object with a `step`; names file and line.
         OSError: the file cannot be read.
     """
     lines = path.read_text().split("\n")
-    steps = []
+    steps: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines[:-1], 1):
         try:
             value = json.loads(line)
-            value["step"]
+            steps.setdefault(value["step"], {}).update(value)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: not a line of metrics: {error!r}") from error
-        steps.append(value)
-    return steps
+    return [steps[step] for step in sorted(steps)]

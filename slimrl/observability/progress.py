@@ -154,18 +154,17 @@ class Progress:
         cells += [
             (title, form.format(metrics[name]), max(8, len(title))) for title, name, form in COLUMNS if name in metrics
         ]
-        evals = [
-            f"{name.split('/')[1]} {value:.3f}"
-            for name, value in metrics.items()
-            if name.startswith("eval/") and name.endswith("/reward_mean")
-        ]
         titles = [title for title, _, _ in cells]
         if self._rows % HEADER_EVERY_ROWS == 0 or titles != self._titles:
             self.say("  ".join(f"{title:>{width}}" for title, _, width in cells))
         row = "  ".join(f"{text:>{width}}" for _, text, width in cells)
-        self.say("  ".join([row, *evals]))
+        self.say("  ".join([row, *_evaluations(metrics)]))
         self._rows, self._titles = self._rows + 1, titles
         self._count_step(step)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the evaluation of an earlier step."""
+        self.say("  ".join([f"evaluation of step {step}:", *_evaluations(metrics)]))
 
     def _count_step(self, step: int) -> None:
         """Update the live line of the run, which exists from the first row to that of the last step."""
@@ -177,3 +176,12 @@ class Progress:
         if step >= self.total_steps:
             self.live.remove_task(self._steps)
             self._steps = None
+
+
+def _evaluations(metrics: Mapping[str, float]) -> list[str]:
+    """Each set's name and mean reward."""
+    return [
+        f"{name.split('/')[1]} {value:.3f}"
+        for name, value in metrics.items()
+        if name.startswith("eval/") and name.endswith("/reward_mean")
+    ]

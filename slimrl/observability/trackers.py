@@ -74,7 +74,7 @@ class Trackers:
         self._wandb = None if tracking.wandb is WandbMode.disabled else _start_wandb(run, tracking, config)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step; call it once per step, with all its metrics."""
+        """Record metrics of a step, which may be before the last one."""
         self._metrics.log(step, metrics)
         if self._wandb is not None:
             finite = {name: number for name, value in metrics.items() if (number := plain_number(value)) is not None}

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
@@ -170,6 +171,43 @@ class RolloutStage:
             self._collect(f"evaluation {name}", left, sampling, on_done=keep, num_done=len(planned) - len(left))
         return items.of(keys)
 
+    def begin_evaluation(
+        self, sets: Mapping[str, Sequence[Prompt]], *, label: str, num_engines: int, weight_version: int
+    ) -> Future[dict[str, list[Item]]]:
+        """`evaluate` every set, one after the other, beside the groups of `run_group`.
+
+        Args:
+            num_engines: those which serve it, see EngineGroup.set_aside.
+            weight_version: that they have.
+
+        Returns:
+            Of each set, its items. The future raises what `evaluate` raises, and RunError for tokens of other weights.
+        """
+        assert isinstance(self._loop, LoopThread), "nothing runs between two calls"
+        return self._loop.submit(self._evaluate_beside(sets, label, num_engines, weight_version))
+
+    async def _evaluate_beside(
+        self, sets: Mapping[str, Sequence[Prompt]], label: str, num_engines: int, weight_version: int
+    ) -> dict[str, list[Item]]:
+        samples, sampling = self._recipe.eval.samples_per_prompt, self._recipe.rollout.eval_sampling
+        slots = asyncio.Semaphore(self._recipe.rollout.max_concurrency_per_engine * num_engines)
+        found = {}
+        for name, prompts in sets.items():
+
+            async def run(trajectory_id: str, prompt: Prompt) -> Trajectory:
+                async with slots:
+                    return await self._episode(trajectory_id, prompt, sampling)
+
+            planned = planned_trajectories(prompts, samples_per_prompt=samples, label=f"{label}/{name}")
+            trajectories = await _all_of([run(*each) for each in planned.items()])
+            self._refuse_failures(f"evaluation {name}", trajectories, len(trajectories))
+            versions = {int(v) for t in trajectories for s in t.segments for v in s.weight_versions[s.loss_mask]}
+            if other := versions - {weight_version}:
+                raise RunError(f"evaluation {name} of weight version {weight_version}: sampled by {sorted(other)} too")
+            keys = item_keys(name, prompts, samples)
+            found[name] = [item_of(trajectory, key) for trajectory, key in zip(trajectories, keys, strict=True)]
+        return found
+
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine on the episodes' event loop."""
         return self._loop.run(coroutine)
@@ -212,14 +250,7 @@ class RolloutStage:
                 await self._score_by(self._teacher, trajectory)
             keep(trajectory)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for trajectory_id in trajectory_ids:
-                    if trajectory_id not in done:
-                        group.create_task(run(trajectory_id))
-        except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
+        await _all_of([run(trajectory_id) for trajectory_id in trajectory_ids if trajectory_id not in done])
         if self._task.rewards.group:
             await self._score_group([done[trajectory_id] for trajectory_id in trajectory_ids], prompt)
 
@@ -251,16 +282,19 @@ class RolloutStage:
             episodes = self._run_episodes(planned, sampling, advance, trains=trains)
             trajectories = self._loop.run(self._watched(episodes, check_cancelled))
         counted = [*earlier, *trajectories]
-        failed = [t for t in counted if t.status in (Status.failed, Status.aborted)]
+        self._refuse_failures(name, counted, num_done + len(counted))
+        return trajectories
+
+    def _refuse_failures(self, name: str, ended: Sequence[Trajectory], num_counted: int) -> None:
+        """Raises RunError if too many of `num_counted` trajectories failed, all of which are among `ended`."""
+        failed = [t for t in ended if t.status in (Status.failed, Status.aborted)]
         limit = self._recipe.rollout.max_failed_fraction
-        num_counted = num_done + len(counted)
         if len(failed) > limit * num_counted:
             causes = sorted({str(t.metadata.get("error")) for t in failed})
             raise RunError(
                 f"{name}: {len(failed)} of {num_counted} trajectories failed or were aborted, more than "
                 f"rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
             )
-        return trajectories
 
     async def _watched(
         self, episodes: Coroutine[Any, Any, list[Trajectory]], check_cancelled: Callable[[], None] | None
@@ -311,17 +345,13 @@ class RolloutStage:
 
         self._lag.resume()
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run(*each)) for each in planned.items()]
-        except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
+            trajectories = await _all_of([run(*each) for each in planned.items()])
         finally:
             self._lag.pause()
             self.lags_s += self.take_lags()
         if teacher is not None:
             self.scoring.tail_s += time.monotonic() - last_end
-        return [task.result() for task in tasks]
+        return trajectories
 
     async def _start(self) -> None:
         if self._teacher is not None:
@@ -420,6 +450,17 @@ class RolloutStage:
                 trajectory.messages, count, trajectory.num_turns
             )
         check_credit(trajectory, self._recipe.algorithm)
+
+
+async def _all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results; the first exception cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in coroutines]
+    except ExceptionGroup as failures:
+        first = failures.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
 
 
 def _fail(trajectory: Trajectory, cause: str) -> None:

@@ -11,7 +11,7 @@ from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.evaluation.estimates import eval_metrics
-from slimrl.evaluation.item import write_items
+from slimrl.evaluation.item import Item, write_items
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.samples import write_samples
@@ -23,6 +23,7 @@ from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.errors import StepDropped
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.dynamic_sampling import StepSampler
+from slimrl.runtime.evaluation_beside import Evaluated, EvaluationBeside
 from slimrl.runtime.group_filters import GroupFilters
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.reward_watch import RewardWatch
@@ -70,6 +71,7 @@ class TrainRun(Run):
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
         self._sources = {prompt.prompt_id: name for name, prompts in self.task.train.items() for prompt in prompts}
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
+        self._beside = EvaluationBeside(self.task.eval_sets, self.stage, self.engines, self.recipe.eval.engines)
         self._weights = WeightSync(self.recipe, self.state, self.trainers, self.engines, self._memory, self.progress)
 
     def sync_initial_weights(self) -> None:
@@ -133,6 +135,8 @@ class TrainRun(Run):
         if self._service is not None:
             with step.timed("drain"):
                 self._service.before_resync(self.stage.check, self.preemption)
+            if (evaluated := self._beside.take()) is not None:
+                self._write_evaluated(evaluated)
         self.state.weight_version += 1
         self._send_weights(step)
         if self._service is not None:
@@ -144,17 +148,46 @@ class TrainRun(Run):
     def evaluate(self) -> None:
         """Measure the policy on every evaluation set, which completes the metrics of the last step.
 
+        With `eval.engines` it only begins here, after the one before, and a later resync or the end takes its results.
+
         Raises:
             RunError: too many trajectories failed.
         """
         step = Step(self.state.step, self.state.unwritten)
+        label = f"eval_{step.number:06d}"
+        self._take_evaluated()
+        if self.recipe.eval.engines and step.number < self.recipe.steps:
+            self._write(step)
+            self._beside.begin(step.number, self.state.weight_version, label)
+            return
         with step.timed("eval"), self._rollouts_held():
             for name, prompts in self.task.eval_sets.items():
-                items = self.stage.evaluate(name, prompts, label=f"eval_{step.number:06d}")
-                step.record(eval_metrics(items, self.recipe.eval))
-                shown = [item for item in items if item.sample == 0][: self.recipe.tracking.trajectories_per_step]
-                write_items(self.folder.eval_sample_file(step.number, name), shown)
+                self._record_items(step, name, self.stage.evaluate(name, prompts, label=label))
         self._write(step)
+
+    def finish(self) -> None:
+        if self.preemption.asked and (step := self._beside.step) is not None:
+            self.progress.say(f"the evaluation of step {step} had not ended and is given up")
+        else:
+            self._take_evaluated()
+        super().finish()
+
+    def _take_evaluated(self) -> None:
+        """Wait for an evaluation that runs beside the training."""
+        if (evaluated := self._beside.wait(self.stage.check)) is not None:
+            self._write_evaluated(evaluated)
+
+    def _write_evaluated(self, evaluated: Evaluated) -> None:
+        step = Step(evaluated.step, {"time/eval_s": evaluated.seconds})
+        for name, items in evaluated.sets.items():
+            self._record_items(step, name, items)
+        self.trackers.log(step.number, step.metrics)
+        self.progress.evaluation(step.number, step.metrics)
+
+    def _record_items(self, step: Step, name: str, items: list[Item]) -> None:
+        step.record(eval_metrics(items, self.recipe.eval))
+        shown = [item for item in items if item.sample == 0][: self.recipe.tracking.trajectories_per_step]
+        write_items(self.folder.eval_sample_file(step.number, name), shown)
 
     def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
         of_rollout = {} if self._service is None else {ROLLOUT_PART: self._service.save}
@@ -212,7 +245,9 @@ class TrainRun(Run):
         return settings.every_steps > 0 and step % settings.every_steps == 0
 
     def _is_written(self, step: int) -> bool:
-        return any(line["step"] == step for line in read_metrics(self.folder.metrics))
+        """Whether the step has its metrics, and its evaluation if it has one."""
+        line = next((line for line in read_metrics(self.folder.metrics) if line["step"] == step), {})
+        return bool(line) and ("time/eval_s" in line or not self._has_evaluation(step))
 
     def _end(self, step: Step) -> None:
         """Write the step's metrics, or keep them until its evaluation if it has one."""

@@ -62,6 +62,9 @@ class EvalConfig:
     """Evaluate before the first step."""
     at_end: bool = True
     """Evaluate after the last step."""
+    engines: int = 0
+    """Engines which evaluate beside the training, with the weights that they have; 0 for all of them, between two
+    steps. Needs `rollout.mode` `async` or `one_step_off`."""
     samples_per_prompt: int = 1
     """Trajectories of each prompt; more than one needs a temperature above 0 in `rollout.eval_sampling`."""
     pass_at: list[int] = field(default_factory=list)
