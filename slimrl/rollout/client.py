@@ -24,7 +24,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from slimrl.data.engine import Engine, EngineError, GenerateRequest, GenerateResult, ScoreRequest
+from slimrl.data.engine import Engine, EngineError, EngineUnreachable, GenerateRequest, GenerateResult, ScoreRequest
 from slimrl.data.seeds import derive_seed
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
@@ -187,6 +187,7 @@ class SglangEngine(Engine):
         engine_urls: Sequence[str] = (),
         vocab_size: int | None = None,
         routed_experts_shape: tuple[int, int] | None = None,
+        retries: bool = True,
     ) -> None:
         """Connects at the first request.
 
@@ -195,11 +196,13 @@ class SglangEngine(Engine):
             engine_urls: of the engines, for aborts, which the router does not forward.
             vocab_size: refuse input tokens from this id on, which would crash the engine.
             routed_experts_shape: (MoE layers, experts per token) if the engine reports routing.
+            retries: False if the caller sends requests again.
         """
         self._url = url
         self._engine_urls = tuple(engine_urls) or (url,)
         self._vocab_size = vocab_size
         self._routed_experts_shape = routed_experts_shape
+        self._retry_delays_s = RETRY_DELAYS_S if retries else ()
         self._http: aiohttp.ClientSession | None = None
         self._group_of: dict[str, int] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -211,8 +214,8 @@ class SglangEngine(Engine):
         """One turn.
 
         Raises:
-            EngineError: the engine refused, ended, or did not answer before the deadline. The request is then aborted
-                at the engine, as it is if the caller cancels.
+            EngineError: the engine refused, ended (EngineUnreachable), or did not answer before the deadline. The
+                request is then aborted at the engine, as it is if the caller cancels.
         """
         return (await self.generate_batch([request]))[0]
 
@@ -293,14 +296,15 @@ class SglangEngine(Engine):
         except TimeoutError as error:
             raise EngineError(f"{name}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise EngineError(f"{name}: {type(error).__name__} {error}".rstrip()) from error
+            raise EngineUnreachable(f"{name}: {type(error).__name__} {error}".rstrip()) from error
         if status != 200:
-            raise EngineError(f"{name}: {status} {content[:500].decode(errors='replace')}")
+            kind = EngineUnreachable if status in _RETRIED_STATUSES else EngineError
+            raise kind(f"{name}: {status} {content[:500].decode(errors='replace')}")
         return content, num_retries
 
     async def _ask(self, name: str, post: Callable[[], Awaitable[tuple[int, bytes]]]) -> tuple[int, bytes, int]:
         """Status and content of the first answered attempt, or of the last one, and the number of retries."""
-        for attempt, delay_s in enumerate(RETRY_DELAYS_S):
+        for attempt, delay_s in enumerate(self._retry_delays_s):
             try:
                 status, content = await post()
                 if status not in _RETRIED_STATUSES:
@@ -310,7 +314,7 @@ class SglangEngine(Engine):
                 cause = repr(error)
             log.warning("%s: retry in %g s: %s", name, delay_s, cause)
             await asyncio.sleep(delay_s)
-        return *await post(), len(RETRY_DELAYS_S)
+        return *await post(), len(self._retry_delays_s)
 
     async def _post(self, requests: Sequence[GenerateRequest]) -> tuple[int, bytes]:
         """Status and content of an attempt; see `_send`."""

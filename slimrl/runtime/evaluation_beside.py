@@ -50,15 +50,21 @@ class EvaluationBeside:
         """Of the evaluation that runs."""
         return None if self._running is None else self._step
 
-    def begin(self, step: int, weight_version: int, label: str) -> None:
-        """Begin the evaluation of a step, whose weights the engines have as this version. The one before was taken."""
+    def begin(self, step: int, weight_version: int, label: str) -> bool:
+        """Begin the evaluation of a step, whose weights the engines have as this version. The one before was taken.
+
+        Returns:
+            False if the recipe sets no engines aside, or none can be spared now.
+        """
         assert self._running is None, f"the evaluation of step {self._step} was not taken"
-        self._engines.set_aside(self._num_engines)
+        if not self._num_engines or not (num_engines := self._engines.set_aside(self._num_engines)):
+            return False
         self._step, self._began = step, time.monotonic()
         self._running = self._stage.begin_evaluation(
-            self._sets, label=label, num_engines=self._num_engines, weight_version=weight_version
+            self._sets, label=label, num_engines=num_engines, weight_version=weight_version
         )
         self._running.add_done_callback(self._note_end)
+        return True
 
     def take(self) -> Evaluated | None:
         """The evaluation if it has ended; its engines take part in the next resync.
@@ -66,6 +72,11 @@ class EvaluationBeside:
         Raises:
             RunError: too many of its trajectories failed, or other weights sampled some of them.
         """
+        if self._running is not None and self._engines.evaluation_is_lost:
+            log.warning("the evaluation of step %d has lost its engines and is given up", self._step)
+            self._running.cancel()
+            self._running = None
+            self._engines.take_back()
         if self._running is None or not self._running.done():
             return None
         ended, self._running = self._running, None
@@ -80,6 +91,8 @@ class EvaluationBeside:
         """
         while self._running is not None and not wait([self._running], timeout=POLL_S).done:
             check()
+            if self._engines.evaluation_is_lost:
+                break
         return self.take()
 
     def _note_end(self, _: Future[dict[str, list[Item]]]) -> None:

@@ -340,6 +340,13 @@ class RolloutService:
             log.info("group %d of %s is too old and dropped", number, group.prompt.prompt_id)
         self._changed.set()
 
+    def note_version(self, weight_version: int) -> None:
+        """The engines serve the weights that they had, as another version."""
+        self._stage.run(self._note_version(weight_version))
+
+    async def _note_version(self, weight_version: int) -> None:
+        self._versions[weight_version] = self.admission.version
+
     def hold(self, held: bool) -> None:
         """Whether no group may begin; those that run go on."""
         self._stage.run(self._hold(held))

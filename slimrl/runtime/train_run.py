@@ -80,7 +80,6 @@ class TrainRun(Run):
         A new run evaluates its initial weights, as step 0. A resumed run evaluates its last step if that ended before
         its evaluation.
         """
-        self.trainers.connect_engines(self.engines.addresses)
         start = Step(0)
         self._send_weights(start)
         if self.state.step == 0:
@@ -156,9 +155,8 @@ class TrainRun(Run):
         step = Step(self.state.step, self.state.unwritten)
         label = f"eval_{step.number:06d}"
         self._take_evaluated()
-        if self.recipe.eval.engines and step.number < self.recipe.steps:
+        if step.number < self.recipe.steps and self._beside.begin(step.number, self.state.weight_version, label):
             self._write(step)
-            self._beside.begin(step.number, self.state.weight_version, label)
             return
         with step.timed("eval"), self._rollouts_held():
             for name, prompts in self.task.eval_sets.items():
@@ -173,7 +171,7 @@ class TrainRun(Run):
         super().finish()
 
     def _take_evaluated(self) -> None:
-        """Wait for an evaluation that runs beside the training."""
+        """Wait for an evaluation that runs beside the training, if there is one."""
         if (evaluated := self._beside.wait(self.stage.check)) is not None:
             self._write_evaluated(evaluated)
 
@@ -212,6 +210,11 @@ class TrainRun(Run):
     def _check_wait(self) -> None:
         """While the trainer waits for a batch: nothing that is finished is lost if the run ends here."""
         self.stage.check()
+        if self.engines.need_weights:
+            assert self._service is not None
+            self.state.weight_version += 1
+            self._send_weights(Step(self.state.step))
+            self._service.note_version(self.state.weight_version)
         if self.preemption.asked:
             if self.state.step > 0:
                 # Also if the step's checkpoint is there: other groups have ended since.

@@ -1,9 +1,13 @@
-"""Sends new weights to all engines of a run, and replaces engines that fail meanwhile.
+"""Sends new weights to the engines of a run, and replaces engines that fail meanwhile.
 
 1. The trainer sends its weights as the next version. The report names the engines that failed and were left out.
-2. Their servers are ended by pid and restarted at the same address, paused, with the checkpoint's weights. A trainer
-   on the same devices releases its memory meanwhile.
-3. The trainer sends the weights to all engines again, as another version. No engine generates before that.
+2. They are restarted in the background (engine_group.py), and get a later version.
+
+Engines that share the trainer's devices cannot start beside it. There,
+
+2. their servers are restarted at the same address, paused, while the trainer releases its memory;
+3. the trainer sends the weights to all engines again, as another version. No engine generates before that.
+
 After `rollout.max_replacements` replacements, the next failure stops the run.
 """
 
@@ -14,6 +18,7 @@ from collections.abc import Mapping
 from slimrl.config.schema.recipe import Recipe
 from slimrl.observability.progress import Progress
 from slimrl.resync.session import ResyncReport
+from slimrl.runtime.cluster.engine_actor import EngineAddress
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
@@ -38,22 +43,28 @@ class WeightSync:
     ) -> None:
         self._recipe, self._state = recipe, state
         self._trainers, self._engines, self._memory, self._progress = trainers, engines, memory, progress
+        self._connected: list[EngineAddress] = []
+        self._num_replaced = 0
+        """When the last weights had been sent"""
 
     def send(self, step: Step) -> None:
-        """Send the weights as `state.weight_version`, and as later versions until all engines have them.
+        """Send the weights as `state.weight_version`; where engines share devices, as later versions until all of them
+        have it.
 
         Memory is in MemoryPhase.exchange afterwards.
 
         Raises:
             RunError: loaded tensors differ from the trainer's, or more engines failed than a run may replace.
         """
-        replaced_before = self._engines.num_replaced
         self._memory.enter(MemoryPhase.exchange)
         report = self._resync()
-        while report.failed_engines:
+        while report.failed_engines and self._recipe.rollout.colocated:
             self._replace(report.failed_engines, report.version)
             self._state.weight_version += 1
             report = self._resync()
+        if report.failed_engines:
+            self._engines.restart(report.failed_engines)
+        self._engines.have_weights({address.name for address in self._connected} - report.failed_engines.keys())
         metrics = {
             "resync/bytes": report.bytes,
             "resync/written_bytes": report.written_bytes,
@@ -62,18 +73,22 @@ class WeightSync:
             "resync/version": report.version,
             "resync/fingerprint_mismatches": len(report.mismatching),
             "resync/stale_requests": report.stale_requests,
-            "resync/replaced_engines": self._engines.num_replaced - replaced_before,
+            "resync/replaced_engines": self._engines.num_replaced - self._num_replaced,
         }
+        self._num_replaced = self._engines.num_replaced
         step.record({name: value for name, value in metrics.items() if value is not None})
 
     def _resync(self) -> ResyncReport:
+        if (receivers := self._engines.receivers) != self._connected:
+            self._trainers.connect_engines(receivers)
+            self._connected = receivers
         report = self._trainers.resync(self._state.weight_version)
         if report.mismatching:
             raise RunError(
                 f"weight version {report.version}: {len(report.mismatching)} tensors differ between trainer and "
                 f"engines after the resync: {', '.join(report.mismatching[:5])}"
             )
-        failed, engines = len(report.failed_engines), self._recipe.rollout.num_engines
+        failed, engines = len(report.failed_engines), len(self._connected)
         log.info(
             "resync of version %d: %s, %d bytes, %.3f s, %d of %d engines",
             report.version,
@@ -87,18 +102,10 @@ class WeightSync:
 
     def _replace(self, failed: Mapping[str, str], version: int) -> None:
         causes = "; ".join(failed.values())
-        limit = self._recipe.rollout.max_replacements
-        replaced = self._engines.num_replaced
-        if replaced + len(failed) > limit:
-            raise RunError(
-                f"engines failed in the resync of version {version}, and rollout.max_replacements = {limit} allows "
-                f"no more to be replaced ({replaced} were): {causes}"
-            )
         log.warning("replacing engines that failed in the resync of version %d: %s", version, causes)
         start = time.monotonic()
         self._memory.enter(MemoryPhase.replace)
-        self._engines.replace(list(failed))
+        self._engines.replace(failed)
         self._memory.enter(MemoryPhase.exchange)
-        self._trainers.connect_engines(self._engines.addresses)
         seconds = time.monotonic() - start
         self._progress.say(f"replaced after the resync of version {version}, in {seconds:.0f} s: {causes}")

@@ -64,9 +64,7 @@ class RolloutConfig:
     colocated: bool = False
     """Engines share the trainer's devices: each side releases its memory while the other works."""
     max_replacements: int = 3
-    """Most engines that a run replaces, because they ended or failed in a resync, before it stops."""
-    router: bool = True
-    """Route requests through smg; without it a trajectory stays on one engine, chosen by hash."""
+    """Most engines that a run replaces, because they ended, did not answer or failed in a resync, before it stops."""
     mode: RolloutMode = RolloutMode.sync
     """Who waits for whom."""
     max_staleness: int = 1
@@ -110,6 +108,8 @@ class RolloutConfig:
     (deadline)."""
     startup_timeout_s: float = 300.0
     """Deadline for an engine to start."""
+    health_timeout_s: float = 60.0
+    """Deadline for an engine's workers to answer, which they do between two batches; one that is late is replaced."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the engines' processes; those that slimrl sets are refused."""
     sglang: dict[str, Any] = field(default_factory=dict)

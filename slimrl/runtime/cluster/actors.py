@@ -104,21 +104,22 @@ class ActorGroup:
             raise StageError(f"{', '.join(late)}: {method} did not finish within {timeout_s:.0f} s{self._log(late[0])}")
         return {name: results[name] for name in refs}
 
-    def answers(self, refs: Mapping[str, Any], method: str) -> dict[str, Any] | None:
-        """Results of the calls that `begin` made, by actor name; None while one is pending. Does not wait.
+    def answers_so_far(self, refs: Mapping[str, Any], method: str) -> dict[str, Any]:
+        """Results of those calls of `begin` that have ended, by actor name. Does not wait.
 
-        Raises:
-            StageError: an actor raised or died.
+        The result of an actor that raised or died is a StageError.
         """
-        done, waiting = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
-        results = {}
+        if not refs:
+            return {}
+        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
+        results: dict[str, Any] = {}
         for name, ref in refs.items():
             if ref in done:
                 try:
                     results[name] = ray.get(ref)
                 except RayError as error:
-                    raise self._failure(error, name, method)[1] from None
-        return None if waiting else results
+                    results[name] = self._failure(error, name, method)[1]
+        return results
 
     def kill(self) -> None:
         """Kill all actors at once; child processes that watch them end too."""

@@ -24,6 +24,8 @@ from slimrl.rollout.servers.process import ServerError
 from slimrl.rollout.servers.server import ENGINE, TEACHER, EnginePart, EngineServer, part_name
 from slimrl.runtime.cluster.placement import Node
 
+HEALTH_EVERY_S = 5.0
+"""Least time between two questions whether an engine answers."""
 ENDS_WITHIN_S = 2.0
 """A server ends about a second after its worker."""
 
@@ -78,6 +80,8 @@ class EngineActor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self.recipe, self.logs, self.index, self.node, self.part, self.role = recipe, logs, index, node, part, role
         self.starts = 0
+        self.answered = 0.0
+        """When the server last did, on the monotonic clock"""
 
     def meeting(self) -> str:
         """An address on this node at which the parts of an engine can find each other."""
@@ -140,10 +144,17 @@ class EngineActor:
                 time.sleep(0.1)
 
     def ending(self) -> str:
-        """How the server ended, with the cause from its log; empty while it runs."""
+        """How the server ended, with the cause from its log, or that it does not answer; empty while all is well.
+
+        It is asked for the state of its workers, which they give between two batches, paused or not.
+        """
         try:
             self.server.check()
-        except ServerError as error:
+            now = time.monotonic()
+            if self.part == 0 and now - self.answered > HEALTH_EVERY_S:
+                self.control.probe(self.recipe.rollout.health_timeout_s)
+                self.answered = time.monotonic()
+        except (ServerError, EngineError) as error:
             return str(error)
         return ""
 
@@ -174,6 +185,7 @@ class EngineActor:
             role=self.role,
         )
         self.server.wait_ready()
+        self.answered = time.monotonic()
         name = part_name(self.index, self.part, self.role)
         self.control = SglangControl(name, self.server.url, timeout_s=self.recipe.resync.timeout_s)
         return EngineAddress(

@@ -1,7 +1,15 @@
-"""The engines of a run, from the driver's side: their actors, the router in front of them, and their client.
+"""The engines of a run, from the driver's side: their actors, which of them serve, and their client.
 
 An engine has an actor on each of its nodes. The first one's server answers for the whole engine; the actors start, end
 and are replaced together.
+
+What becomes of an engine that ends or no longer answers, while others are left:
+
+1. `watch` notices it. Its requests go on at the others (rollout/routing.py).
+2. Its actors restart it in the background, at the same address, paused.
+3. It is among the `receivers` of the next resync, and serves afterwards.
+
+Where engines share devices with the trainer, a resync replaces it instead (`replace`): it starts when these are free.
 """
 
 import logging
@@ -15,13 +23,13 @@ from typing import Any
 
 from slimrl.config.environment import engine_variables
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.engine import Engine, EngineError
+from slimrl.config.schema.rollout import RolloutMode
+from slimrl.data.engine import Engine
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.client import SglangEngine, StickyEngines
+from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.lockstep import LockstepEngine
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.control import EngineMemory
-from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.router import Router
 from slimrl.rollout.servers.server import ENGINE, TEACHER, part_name
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress, actor_log
@@ -29,7 +37,7 @@ from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.reservation import Reservation
 
 CHECK_TIMEOUT_S = 60.0
-"""Longer than the cluster takes to miss a node that went silent."""
+"""Longer than the cluster takes to miss a node that went silent; beside the deadline of an engine's answer."""
 STOP_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
@@ -58,64 +66,140 @@ class EngineGroup:
                 self._parts.setdefault(part_name(index, 0, role), []).append(name)
         self._actors = ActorGroup(actors, logs, nodes)
         self._starts = self._actors.begin("start", self._with_meetings(self._parts))
-        self._asked: dict[str, Any] | None = None
-        self._restarts: tuple[list[str], dict[str, Any]] | None = None
-        """A teacher's engines that are being restarted, with what their actors were asked"""
-        self._tolerated: set[str] = set()
+        self._asked: dict[str, Any] = {}
+        """Pending questions of `watch`, by actor"""
+        self._down: dict[str, str] = {}
+        """Engines that have ended or do not answer, with the causes"""
+        self._restarts: dict[str, dict[str, Any]] = {}
+        """Those of them that are being restarted, with what their actors were asked"""
+        self._fresh: set[str] = set()
+        """Those that wait for weights"""
+        self._aside: tuple[str, ...] | None = None
+        """Those that evaluate beside the training"""
+        self._client: RoutedEngines | None = None
         self.num_replaced = 0
-        self._router: Router | None = None
         self.addresses: list[EngineAddress] = []
 
     def wait_ready(self) -> None:
-        """Raises StageError with the cause from its log if an engine or the router does not come up."""
-        rollout = self._recipe.rollout
-        started = self._actors.wait(self._starts, "start", timeout_s=rollout.startup_timeout_s + 60)
+        """Raises StageError with the cause from its log if an engine does not come up."""
+        timeout_s = self._recipe.rollout.startup_timeout_s + 60
+        started = self._actors.wait(self._starts, "start", timeout_s=timeout_s)
         self.addresses = [self._joined(name, started) for name in self._parts]
-        # Lock-step batches need to know which engine serves a session.
-        if rollout.router and rollout.num_engines > 1 and not self._recipe.deterministic:
-            self._start_router(port=None)
 
-    def replace(self, names: Collection[str]) -> None:
-        """Restart these engines, paused, at their addresses, and the router. The others keep running without requests.
+    @property
+    def receivers(self) -> list[EngineAddress]:
+        """Engines that the next resync gives weights: those that are up and do not evaluate."""
+        return [address for address in self.addresses if address.name not in {*self._down, *(self._aside or ())}]
 
-        Raises:
-            StageError: an engine or the router does not come up.
-        """
-        parts = self._all_parts(names)
-        for name, ending in self._actors.call("ending", dict.fromkeys(parts, ()), timeout_s=CHECK_TIMEOUT_S).items():
-            log.warning("%s", ending or f"{name} is still running and is ended")
-        timeout_s = self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
-        restarted = self._actors.call("restart", self._with_meetings(names), timeout_s=timeout_s)
-        self._rejoin(names, restarted)
-        if self._router is not None:
-            # A running router keeps skipping an engine that failed some requests, even after its replacement.
-            self._router.stop()
-            self._start_router(port=self._router.port)
-
-    def _rejoin(self, names: Collection[str], restarted: Mapping[str, EngineAddress]) -> None:
-        """Count engines that were restarted, at the addresses that they had."""
-        fresh = {name: self._joined(name, restarted) for name in names}
-        self.addresses = [fresh.get(address.name, address) for address in self.addresses]
-        self.num_replaced += len(fresh)
-        # The pending question of `watch` is about the old servers.
-        self._asked = None
-        self._tolerated -= fresh.keys()
-        for address in fresh.values():
-            for pid, node in zip(address.pids[1::2], address.nodes, strict=True):
-                log.info("process %d: %s, server on %s", pid, address.name, node)
+    @property
+    def need_weights(self) -> bool:
+        """Whether no engine serves, and one waits for weights."""
+        return bool(self._fresh) and not self._serving
 
     @property
     def is_restarting(self) -> bool:
         """Whether `watch` restarts engines."""
-        return self._restarts is not None
+        return bool(self._restarts)
+
+    @property
+    def evaluation_is_lost(self) -> bool:
+        """Whether none of the engines that were set aside is left."""
+        return self._aside is not None and self._down.keys() >= set(self._aside)
+
+    def have_weights(self, names: Collection[str]) -> None:
+        """These engines have the current weights and serve."""
+        self._fresh -= set(names)
+        self._tell_client()
+
+    def set_aside(self, count: int) -> int:
+        """Have engines serve evaluations alone, with the weights that they have.
+
+        Returns:
+            How many there are: at most `count`, and fewer if no other would serve rollouts.
+        """
+        names = [address.name for address in self._serving]
+        self._aside = tuple(names[max(1, len(names) - count) :]) or None
+        self._tell_client()
+        return len(self._aside or ())
+
+    def take_back(self) -> None:
+        """Have those that were set aside serve rollouts again, from the next resync on."""
+        self._fresh |= set(self._aside or ()) - self._down.keys()
+        self._aside = None
+        self._tell_client()
+
+    def restart(self, ended: Mapping[str, str]) -> None:
+        """Restart engines in the background. Until then they get no requests.
+
+        Args:
+            ended: their names, with the causes.
+
+        Raises:
+            StageError: `max_replacements` allows no more.
+        """
+        self._count_replaced(ended)
+        log.warning("restarted while the others go on: %s", "; ".join(ended.values()))
+        for name, cause in ended.items():
+            self._down[name] = cause
+            self._forget_questions(name)
+            self._restarts[name] = self._actors.begin("restart", self._with_meetings([name]))
+        self._tell_client()
+
+    def replace(self, failed: Mapping[str, str]) -> None:
+        """Restart these engines, paused, at their addresses, and wait for them. The others keep running, paused.
+
+        Args:
+            failed: their names, with the causes.
+
+        Raises:
+            StageError: an engine does not come up, or `max_replacements` allows no more.
+        """
+        names = [*failed]
+        self._count_replaced({name: cause for name, cause in failed.items() if name not in self._down})
+        parts = self._all_parts(names)
+        timeout_s = CHECK_TIMEOUT_S + self._recipe.rollout.health_timeout_s
+        for name, ending in self._actors.call("ending", dict.fromkeys(parts, ()), timeout_s=timeout_s).items():
+            log.warning("%s", ending or f"{name} is still running and is ended")
+        timeout_s = self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
+        restarted = self._actors.call("restart", self._with_meetings(names), timeout_s=timeout_s)
+        for name in names:
+            self._rejoin(name, restarted)
+
+    def _count_replaced(self, ended: Mapping[str, str]) -> None:
+        limit = self._recipe.rollout.max_replacements
+        if self.num_replaced + len(ended) > limit:
+            what = "teacher" if self._role == TEACHER else "rollout"
+            raise StageError(
+                f"{'; '.join(ended.values())}; {what}.max_replacements = {limit} allows no more replacements of "
+                f"engines ({self.num_replaced} so far)"
+            )
+        self.num_replaced += len(ended)
+
+    def _rejoin(self, name: str, restarted: Mapping[str, EngineAddress]) -> None:
+        """Count in an engine that was restarted, at the address that it had."""
+        fresh = self._joined(name, restarted)
+        self.addresses = [fresh if address.name == name else address for address in self.addresses]
+        self._forget_questions(name)
+        self._down.pop(name, None)
+        if self._role == ENGINE:
+            self._fresh.add(name)
+        for pid, node in zip(fresh.pids[1::2], fresh.nodes, strict=True):
+            log.info("process %d: %s, server on %s", pid, name, node)
+
+    def _forget_questions(self, name: str) -> None:
+        """Those that are pending are about the old server."""
+        for part in self._parts[name]:
+            self._asked.pop(part, None)
 
     def flush_caches(self) -> None:
         """Flush the prefix cache of every engine; raises StageError if one has running requests."""
-        self._actors.call("flush_cache", dict.fromkeys(self._parts, ()), timeout_s=self._recipe.resync.timeout_s + 30)
+        names = dict.fromkeys((address.name for address in self._serving), ())
+        self._actors.call("flush_cache", names, timeout_s=self._recipe.resync.timeout_s + 30)
 
     def pause(self) -> None:
         """Abort what runs, and let new requests wait until the next resync ends."""
-        self._actors.call("pause", dict.fromkeys(self._parts, ()), timeout_s=self._recipe.resync.timeout_s)
+        names = dict.fromkeys((address.name for address in self._serving), ())
+        self._actors.call("pause", names, timeout_s=self._recipe.resync.timeout_s)
 
     def release_memory(self, parts: Collection[EngineMemory]) -> None:
         """See SglangControl.release_memory."""
@@ -132,78 +216,97 @@ class EngineGroup:
 
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
-        """(role and node, pid) of actors and servers, and of the router."""
-        roles = [
+        """(role and node, pid) of actors and servers."""
+        return tuple(
             (f"{address.name}, {process} on {node}", pid)
             for address in self.addresses
             for part, node in enumerate(address.nodes)
             for process, pid in zip(("actor", "server"), address.pids[2 * part : 2 * part + 2], strict=True)
-        ]
-        return (*roles, *(() if self._router is None else (("router", self._router.process.pid),)))
+        )
 
     def client(self, *, vocab_size: int, routed_experts_shape: tuple[int, int] | None) -> Engine:
         """The engines' client; it belongs to the event loop that first uses it."""
         urls = [address.url for address in self.addresses]
         connect = partial(SglangEngine, vocab_size=vocab_size, routed_experts_shape=routed_experts_shape)
-        if self._router is not None:
-            return connect(self._router.url, engine_urls=urls)
-        engines = [connect(url, engine_urls=[url]) for url in urls]
-        return LockstepEngine(engines) if self._recipe.deterministic else StickyEngines(engines)
+        if self._recipe.deterministic:
+            return LockstepEngine([connect(url) for url in urls])
+        self._client = RoutedEngines(partial(connect, retries=False), urls)
+        return self._client
 
     def check(self) -> None:
-        """Raises StageError with the cause from the log if the router has ended, or an engine that `watch` does not
-        tolerate."""
-        endings = self._actors.call("ending", timeout_s=CHECK_TIMEOUT_S)
-        if causes := [text for name, text in self._ended(endings).items() if name not in self._tolerated]:
+        """Raises StageError with the cause from the log if an engine has ended that is not being replaced."""
+        parts = self._all_parts(self._parts.keys() - self._down.keys())
+        timeout_s = CHECK_TIMEOUT_S + self._recipe.rollout.health_timeout_s
+        endings = self._actors.call("ending", dict.fromkeys(parts, ()), timeout_s=timeout_s)
+        if causes := [text for text in endings.values() if text]:
             raise StageError("; ".join(causes))
-        self._check_router()
 
     def watch(self) -> None:
         """Call it repeatedly while episodes run: it asks the engines, and reads their answers in a later call.
 
-        If an engine has ended, the router moves its sessions to the others, and the next resync replaces it. A
-        teacher's engine, which no resync reaches, is restarted at once.
-
         Raises:
-            StageError: the router or an engine's actor has ended; or an engine has ended and there is no router, no
-                other engine, or no replacement left (`rollout.max_replacements`).
+            StageError: an engine has ended or does not answer, and the run cannot go on without it: `deterministic`,
+                no other engine, or no replacement left (`max_replacements`).
         """
-        if self._restarts is not None:
-            names, refs = self._restarts
-            if (restarted := self._actors.answers(refs, "restart")) is not None:
-                self._restarts = None
-                self._rejoin(names, restarted)
-        elif self._asked is None:
-            self._asked = self._actors.begin("ending")
-        elif (endings := self._actors.answers(self._asked, "ending")) is not None:
-            self._asked = None
-            self._judge(self._ended(endings))
-        self._check_router()
+        for name in list(self._restarts):
+            self._look_at_restart(name)
+        answers = self._actors.answers_so_far(self._asked, "ending")
+        self._asked = {part: ref for part, ref in self._asked.items() if part not in answers}
+        ended: dict[str, str] = {}
+        for name, parts in self._parts.items():
+            if name in self._down:
+                continue
+            texts = [str(answers[part]) for part in parts if answers.get(part)]
+            if texts:
+                ended[name] = "; ".join(texts)
+        if ended:
+            self._judge(ended)
+        quiet = [part for name in self._parts.keys() - self._down.keys() for part in self._parts[name]]
+        new = dict.fromkeys((part for part in quiet if part not in self._asked), ())
+        self._asked |= self._actors.begin("ending", new)
+
+    def _look_at_restart(self, name: str) -> None:
+        """Count in an engine that has been restarted; try again if that failed."""
+        refs = self._restarts[name]
+        answers = self._actors.answers_so_far(refs, "restart")
+        if failures := [str(answer) for answer in answers.values() if isinstance(answer, StageError)]:
+            del self._restarts[name]
+            self.restart({name: "; ".join(failures)})
+        elif len(answers) == len(refs):
+            del self._restarts[name]
+            self._rejoin(name, answers)
 
     def _judge(self, ended: Mapping[str, str]) -> None:
-        """Tolerate engines that have ended, given with their causes, or raise; see `watch`."""
-        if ended.keys() <= self._tolerated:
+        """Do without engines that have ended, given with their causes, or raise; see `watch`."""
+        if self._role == TEACHER:
+            self.restart(ended)
             return
-        causes = "; ".join(ended.values())
-        is_teacher = self._role == TEACHER
-        if not is_teacher and (self._router is None or len(ended) == len(self.addresses)):
-            raise StageError(causes)
-        limit = self._recipe.rollout.max_replacements
-        if self.num_replaced + len(ended) > limit:
-            raise StageError(
-                f"{causes}; {'teacher' if is_teacher else 'rollout'}.max_replacements = {limit} allows no more "
-                f"replacements of engines ({self.num_replaced} so far)"
-            )
-        if is_teacher:
-            log.warning("restarting: %s", causes)
-            self._restarts = list(ended), self._actors.begin("restart", self._with_meetings(ended))
+        rollout = self._recipe.rollout
+        # Beside the training, requests wait until an engine has been restarted, and `need_weights` says so.
+        are_left = len(self._serving) > len(ended) or rollout.mode is not RolloutMode.sync
+        if self._recipe.deterministic or not are_left:
+            raise StageError("; ".join(ended.values()))
+        if rollout.colocated:
+            self._count_replaced(ended)
+            log.warning("the other engines continue, and the next resync replaces: %s", "; ".join(ended.values()))
+            self._down |= ended
+            self._tell_client()
+        else:
+            self.restart(ended)
+
+    @property
+    def _serving(self) -> list[EngineAddress]:
+        """Engines that serve rollouts."""
+        others = {*self._down, *self._fresh, *(self._aside or ())}
+        return [address for address in self.addresses if address.name not in others]
+
+    def _tell_client(self) -> None:
+        if self._client is None:
             return
-        log.warning("the other engines continue, and the next resync replaces: %s", causes)
-        broken = [name for name in ended if name not in self._tolerated and len(self._parts[name]) > 1]
-        if broken:
-            # What is left of an engine would keep its requests until they are late.
-            self._actors.call("stop", dict.fromkeys(self._all_parts(broken), ()), timeout_s=STOP_TIMEOUT_S)
-        self._tolerated |= ended.keys()
+        evaluating = None
+        if self._aside is not None:
+            evaluating = [a.url for a in self.addresses if a.name in self._aside and a.name not in self._down]
+        self._client.use([address.url for address in self._serving], evaluating)
 
     def _all_parts(self, names: Collection[str]) -> list[str]:
         """Names of the actors of these engines."""
@@ -222,47 +325,20 @@ class EngineGroup:
         nodes = tuple(node for part in parts for node in part.nodes)
         return replace(parts[0], nodes=nodes, pids=tuple(pid for part in parts for pid in part.pids))
 
-    def _ended(self, endings: Mapping[str, str]) -> dict[str, str]:
-        """Engines of which a part has ended, with the causes."""
-        causes = {name: [endings[part] for part in parts if endings[part]] for name, parts in self._parts.items()}
-        return {name: "; ".join(texts) for name, texts in causes.items() if texts}
-
-    def _start_router(self, port: int | None) -> None:
-        rollout = self._recipe.rollout
-        try:
-            self._router = Router(
-                [address.url for address in self.addresses],
-                self._folder.log_file("router"),
-                timeout_s=rollout.startup_timeout_s,
-                request_timeout_s=rollout.request_timeout_s,
-                port=port,
-            )
-            self._router.wait_ready()
-        except (ServerError, EngineError) as error:
-            raise StageError(str(error)) from error
-
     def _move_memory(self, method: str, parts: Collection[EngineMemory]) -> None:
         # Pause, flush and release have a deadline each.
         timeout_s = 3 * self._recipe.resync.timeout_s + 30
         self._actors.call(method, dict.fromkeys(self._parts, (list(parts),)), timeout_s=timeout_s)
 
-    def _check_router(self) -> None:
-        if self._router is not None:
-            try:
-                self._router.check()
-            except ServerError as error:
-                raise StageError(str(error)) from error
-
     def stop(self) -> None:
-        """Stop the router and the engines, then kill the actors.
+        """Stop the engines, then kill the actors.
 
         The engine of an actor that is still starting it, or cannot stop it, ends with the actor.
         """
         try:
-            if self._router is not None:
-                self._router.stop()
             if self.addresses:
-                self._actors.call("stop", timeout_s=STOP_TIMEOUT_S)
+                parts = self._all_parts(self._parts.keys() - self._restarts.keys())
+                self._actors.call("stop", dict.fromkeys(parts, ()), timeout_s=STOP_TIMEOUT_S)
         except StageError as error:
             log.warning("stopping the engines: %s", error)
         finally:
