@@ -12,7 +12,7 @@ class GenerateRequest:
     """A request for one assistant turn."""
 
     session_id: str
-    """The trajectory's id; requests of a session go to one engine, which reuses the prefix, while it is there."""
+    """The trajectory's id; requests of a session go to one engine where they can, which reuses the prefix."""
     input_ids: list[int]
     temperature: float
     top_p: float
@@ -62,7 +62,7 @@ class EngineError(Exception):
 
 
 class EngineUnreachable(EngineError):
-    """The request did not reach the engine, or its connection broke, or the engine accepts none now: another may."""
+    """The request did not reach the engine, or the connection broke before the answer: another engine may serve it."""
 
 
 class Scorer(Protocol):

@@ -34,6 +34,8 @@ RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 """Before each attempt but the first."""
 _RETRIED_STATUSES = (500, 502, 503)
 """From a router that reaches no engine, or an engine that accepts no request now."""
+_BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
+"""The request did not arrive, or the connection broke before the answer."""
 
 log = logging.getLogger(__name__)
 
@@ -196,13 +198,13 @@ class SglangEngine(Engine):
             engine_urls: of the engines, for aborts, which the router does not forward.
             vocab_size: refuse input tokens from this id on, which would crash the engine.
             routed_experts_shape: (MoE layers, experts per token) if the engine reports routing.
-            retries: False if the caller sends requests again.
+            retries: False raises EngineUnreachable at once, for a caller that asks another engine.
         """
         self._url = url
         self._engine_urls = tuple(engine_urls) or (url,)
         self._vocab_size = vocab_size
         self._routed_experts_shape = routed_experts_shape
-        self._retry_delays_s = RETRY_DELAYS_S if retries else ()
+        self._retries = retries
         self._http: aiohttp.ClientSession | None = None
         self._group_of: dict[str, int] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -214,8 +216,8 @@ class SglangEngine(Engine):
         """One turn.
 
         Raises:
-            EngineError: the engine refused, ended (EngineUnreachable), or did not answer before the deadline. The
-                request is then aborted at the engine, as it is if the caller cancels.
+            EngineError: the engine refused, ended, or did not answer before the deadline. The request is then aborted
+                at the engine, as it is if the caller cancels.
         """
         return (await self.generate_batch([request]))[0]
 
@@ -296,7 +298,8 @@ class SglangEngine(Engine):
         except TimeoutError as error:
             raise EngineError(f"{name}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise EngineUnreachable(f"{name}: {type(error).__name__} {error}".rstrip()) from error
+            kind = EngineUnreachable if isinstance(error, _BROKEN) else EngineError
+            raise kind(f"{name}: {type(error).__name__} {error}".rstrip()) from error
         if status != 200:
             kind = EngineUnreachable if status in _RETRIED_STATUSES else EngineError
             raise kind(f"{name}: {status} {content[:500].decode(errors='replace')}")
@@ -304,17 +307,18 @@ class SglangEngine(Engine):
 
     async def _ask(self, name: str, post: Callable[[], Awaitable[tuple[int, bytes]]]) -> tuple[int, bytes, int]:
         """Status and content of the first answered attempt, or of the last one, and the number of retries."""
-        for attempt, delay_s in enumerate(self._retry_delays_s):
+        delays_s = RETRY_DELAYS_S if self._retries else ()
+        for attempt, delay_s in enumerate(delays_s):
             try:
                 status, content = await post()
                 if status not in _RETRIED_STATUSES:
                     return status, content, attempt
                 cause = f"{status} {content[:200].decode(errors='replace')}"
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            except _BROKEN as error:
                 cause = repr(error)
             log.warning("%s: retry in %g s: %s", name, delay_s, cause)
             await asyncio.sleep(delay_s)
-        return *await post(), len(self._retry_delays_s)
+        return *await post(), len(delays_s)
 
     async def _post(self, requests: Sequence[GenerateRequest]) -> tuple[int, bytes]:
         """Status and content of an attempt; see `_send`."""

@@ -17,6 +17,7 @@ from slimrl.observability.report import write_curve
 from slimrl.observability.samples import write_samples
 from slimrl.rollout.environment_metrics import environment_metrics
 from slimrl.rollout.loop_lag import loop_lag_metrics
+from slimrl.rollout.routing import EVALUATION
 from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_metrics
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.engine_group import EngineGroup
@@ -153,7 +154,7 @@ class TrainRun(Run):
             RunError: too many trajectories failed.
         """
         step = Step(self.state.step, self.state.unwritten)
-        label = f"eval_{step.number:06d}"
+        label = f"{EVALUATION}{step.number:06d}"
         self._take_evaluated()
         if step.number < self.recipe.steps and self._beside.begin(step.number, self.state.weight_version, label):
             self._write(step)

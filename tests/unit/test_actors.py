@@ -133,16 +133,18 @@ def test_who_does_not_answer_in_time_is_named_with_the_log(ray: Ray, group: Acto
         group.call("train", timeout_s=7.0)
 
 
-def test_answers_are_read_without_waiting_and_a_failure_is_told_before_the_others_answer(ray: Ray, group: ActorGroup):
+def test_answers_are_read_without_waiting_and_a_failure_is_one(ray: Ray, group: ActorGroup):
     ray.ends = {"rank 0": (5.0, "a"), "rank 1": (1.0, "b")}
     refs = group.begin("ending")
-    for now, expected in ((0.0, None), (2.0, None), (5.0, {"rank 0": "a", "rank 1": "b"})):
+    for now, expected in ((0.0, {}), (2.0, {"rank 1": "b"}), (5.0, {"rank 0": "a", "rank 1": "b"})):
         ray.now = now
-        assert group.answers(refs, "ending") == expected
+        assert group.answers_so_far(refs, "ending") == expected
         assert ray.now == now
     ray.now, ray.ends["rank 1"] = 2.0, (1.0, OWN)
-    with pytest.raises(StageError, match="rank 1: ending: ValueError"):
-        group.answers(refs, "ending")
+    [(name, failure)] = group.answers_so_far(refs, "ending").items()
+    assert (name, type(failure)) == ("rank 1", StageError)
+    assert str(failure).startswith("rank 1: ending: ValueError")
+    assert group.answers_so_far({}, "ending") == {}
 
 
 @pytest.mark.parametrize(

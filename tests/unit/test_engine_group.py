@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import EngineError
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.client import SglangEngine, StickyEngines
 from slimrl.rollout.lockstep import LockstepEngine
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.control import EngineMemory
 from slimrl.rollout.servers.process import ServerError
 from slimrl.rollout.servers.server import ENGINE, TEACHER
@@ -29,6 +30,10 @@ class Actors:
     def __init__(self, names: list[str]) -> None:
         self.names = names
         self.ended: dict[str, str] = {}
+        self.silent: set[str] = set()
+        """Those that have not answered yet"""
+        self.failed: dict[str, StageError] = {}
+        """What restarts end with"""
         self.calls: list[str] = []
         self.timeouts: dict[str, float] = {}
 
@@ -39,8 +44,8 @@ class Actors:
     def begin(self, method, arguments=None):
         return self.call(method, arguments, timeout_s=0)
 
-    def answers(self, refs, method):
-        return refs
+    def answers_so_far(self, refs, method):
+        return {name: answer for name, answer in refs.items() if name not in self.silent}
 
     def wait(self, refs, method, *, timeout_s):
         self.timeouts[f"wait for {method}"] = timeout_s
@@ -60,26 +65,8 @@ class Actors:
         self.calls.append(f"stop {name}")
 
     def restart(self, name):
-        self.ended.pop(name)
-        return replace(self.start(name), pids=(1, 3))
-
-
-class Router:
-    def __init__(self, urls, log, *, timeout_s, request_timeout_s, port) -> None:
-        self.port, self.asked_port = port or 1234, port
-        self.url, self.urls, self.timeouts = "http://router", urls, (timeout_s, request_timeout_s)
-        self.process = SimpleNamespace(pid=9)
-        self.ended = self.ready = self.stopped = False
-
-    def wait_ready(self) -> None:
-        self.ready = True
-
-    def check(self) -> None:
-        if self.ended:
-            raise ServerError("router ended with exit code 1: no memory")
-
-    def stop(self) -> None:
-        self.stopped = True
+        self.ended.pop(name, None)
+        return self.failed.pop(name, None) or replace(self.start(name), pids=(1, 3))
 
 
 Start = Callable[..., tuple[EngineGroup, Actors]]
@@ -102,7 +89,6 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         handle = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments: None))
         monkeypatch.setattr(engine_group, "ActorGroup", actors)
         monkeypatch.setattr(engine_group, "EngineActor", handle)
-        monkeypatch.setattr(engine_group, "Router", Router)
         slots = [[SimpleNamespace(node=SimpleNamespace(name="host"))] for _ in range(engines)]
         places = SimpleNamespace(
             placement=SimpleNamespace(engines=slots, teachers=slots),
@@ -128,36 +114,77 @@ def watch(group: EngineGroup) -> None:
         group.watch()
 
 
-def test_a_rollout_goes_on_without_an_engine_and_so_do_those_after_its_replacement(start: Start):
+def receivers(group: EngineGroup) -> list[str]:
+    return [address.name for address in group.receivers]
+
+
+class Client:
+    """What the client is told last."""
+
+    def use(self, serving, evaluating=None) -> None:
+        self.serving, self.evaluating = list(serving), evaluating
+
+
+def told(group: EngineGroup) -> Client:
+    group._client = Client()
+    return group._client
+
+
+def test_an_engine_that_ends_is_restarted_while_the_others_serve_and_joins_with_the_next_weights(start: Start):
     group, actors = start(max_replacements=1)
+    client = told(group)
+    watch(group)
     actors.kill("engine 1")
-    # The last look of the rollout asks, and the first one of the next would read.
+    # The first answer is of the question before.
     group.watch()
-    group.replace(["engine 1"])
-    watch(group)
-    assert group.num_replaced == 1
+    group.watch()
+    actors.silent = {"engine 1"}
+    group.watch()
+    assert client.serving == ["http://engine 0", "http://engine 2"]
+    assert (group.is_restarting, group.num_replaced, receivers(group)) == (True, 1, ["engine 0", "engine 2"])
     group.check()
+    group.have_weights(["engine 0", "engine 2"])
+    actors.silent = set()
+    group.watch()
+    assert not group.is_restarting
+    assert client.serving == ["http://engine 0", "http://engine 2"]
+    assert [address.pids for address in group.receivers] == [(1, 2), (1, 3), (1, 2)]
+    group.have_weights(receivers(group))
+    assert client.serving == [f"http://engine {number}" for number in range(3)]
+    watch(group)
+    actors.kill("engine 0")
+    with pytest.raises(StageError, match=r"max_replacements = 1 allows no more replacements of engines \(1 so far\)"):
+        watch(group)
 
 
-def test_an_engine_that_ends_and_is_not_replaced_yet_is_no_cause_of_what_fails_later(start: Start):
+def test_an_engine_that_ends_unnoticed_is_the_cause_of_what_fails(start: Start):
     group, actors = start()
-    actors.kill("engine 1")
-    watch(group)
-    group.check()
     actors.kill("engine 2")
     with pytest.raises(StageError, match=r"^engine 2 was ended by SIGKILL"):
         group.check()
 
 
-def test_a_replaced_engine_that_ends_again_counts_again(start: Start):
+def test_a_restart_that_fails_is_tried_again_as_often_as_engines_may_be_replaced(start: Start):
     group, actors = start(max_replacements=2)
-    for _ in range(2):
-        actors.kill("engine 0")
+    actors.failed = {"engine 1": StageError("engine 1 was not ready within 5 s")}
+    actors.kill("engine 1")
+    watch(group)
+    group.watch()
+    assert (group.num_replaced, group.is_restarting, len(receivers(group))) == (2, False, 3)
+    group, actors = start(max_replacements=1)
+    actors.failed = {"engine 1": StageError("engine 1 was not ready within 5 s")}
+    actors.kill("engine 1")
+    with pytest.raises(StageError, match=r"was not ready within 5 s; rollout.max_replacements = 1 allows no more"):
         watch(group)
-        group.replace(["engine 0"])
-    actors.kill("engine 0")
-    with pytest.raises(StageError, match=r"max_replacements = 2 allows no more replacements of engines \(2 so far\)"):
-        watch(group)
+
+
+def test_engines_that_failed_in_a_resync_are_restarted_too(start: Start):
+    group, _ = start()
+    client = told(group)
+    group.restart({"engine 0": "engine 0, begin_weight_update: no answer within 6 s"})
+    assert client.serving == ["http://engine 1", "http://engine 2"]
+    group.watch()
+    assert receivers(group) == ["engine 0", "engine 1", "engine 2"]
 
 
 @pytest.mark.parametrize(
@@ -165,12 +192,11 @@ def test_a_replaced_engine_that_ends_again_counts_again(start: Start):
     [
         (["engine 0", "engine 1"], {"max_replacements": 1}),
         (["engine 0"], {"max_replacements": 0}),
-        (["engine 0"], {"router": False}),
         (["engine 0"], {"deterministic": True}),
         (["engine 0", "engine 1", "engine 2"], {"max_replacements": 9}),
         (["engine 0"], {"engines": 1}),
     ],
-    ids=["too many", "none may be", "pinned sessions", "lock-step", "none left", "the only one"],
+    ids=["too many", "none may be", "lock-step", "none left", "the only one"],
 )
 def test_a_rollout_stops_where_nobody_can_take_an_engines_place(start: Start, killed, settings):
     group, actors = start(**settings)
@@ -182,20 +208,66 @@ def test_a_rollout_stops_where_nobody_can_take_an_engines_place(start: Start, ki
         assert f"{name} was ended by SIGKILL (log: {name}.log)" in str(raised.value)
 
 
-def test_two_of_three_engines_may_end_where_two_may_be_replaced(start: Start):
-    group, actors = start(max_replacements=2)
-    actors.kill("engine 0", "engine 2")
+def test_beside_the_training_requests_wait_for_the_only_engine(start: Start):
+    group, actors = start(engines=1, mode=RolloutMode.async_)
+    client = told(group)
     watch(group)
-    group.replace(["engine 0", "engine 2"])
-    assert group.num_replaced == 2
+    actors.kill("engine 0")
+    watch(group)
+    assert client.serving == []
+    group.watch()
+    assert group.need_weights
+    group.have_weights(receivers(group))
+    assert (client.serving, group.need_weights) == (["http://engine 0"], False)
+
+
+def test_engines_on_the_trainers_devices_wait_for_the_resync_that_replaces_them(start: Start):
+    group, actors = start(colocated=True, max_replacements=1)
+    client = told(group)
+    actors.kill("engine 1")
+    watch(group)
+    assert (client.serving, group.is_restarting) == (["http://engine 0", "http://engine 2"], False)
+    group.replace({"engine 1": "it had ended"})
+    assert (group.num_replaced, len(receivers(group))) == (1, 3)
+    with pytest.raises(StageError, match="max_replacements = 1 allows no more"):
+        group.replace({"engine 2": "it failed"})
+
+
+def test_engines_that_evaluate_serve_no_rollouts_and_get_no_weights(start: Start):
+    group, actors = start()
+    client = told(group)
+    assert group.set_aside(1) == 1
+    assert (client.serving, client.evaluating) == (["http://engine 0", "http://engine 1"], ["http://engine 2"])
+    assert receivers(group) == ["engine 0", "engine 1"]
+    group.take_back()
+    assert (client.serving, client.evaluating) == (["http://engine 0", "http://engine 1"], None)
+    assert receivers(group) == ["engine 0", "engine 1", "engine 2"]
+    group.have_weights(receivers(group))
+    assert len(client.serving) == 3
+    # One is always left for rollouts.
+    assert group.set_aside(5) == 2
+    watch(group)
+    actors.kill("engine 1", "engine 2")
+    watch(group)
+    # Restarted ones are for rollouts.
+    assert (group.evaluation_is_lost, client.evaluating, client.serving) == (True, [], ["http://engine 0"])
+    group.take_back()
+    assert not group.evaluation_is_lost
+
+
+def test_none_is_set_aside_where_one_serves(start: Start):
+    group, _ = start(engines=1)
+    assert group.set_aside(1) == 0
+    assert receivers(group) == ["engine 0"]
 
 
 def test_a_teacher_that_ends_is_restarted_while_the_rollout_goes_on(start: Start):
-    group, actors = start(engines=1, role=TEACHER, router=False, max_replacements=1)
+    group, actors = start(engines=1, role=TEACHER, max_replacements=1)
     watch(group)
     assert not group.is_restarting
     actors.kill("teacher 0")
-    watch(group)
+    group.watch()
+    group.watch()
     assert group.is_restarting
     assert group.addresses[0].pids == (1, 2)
     group.watch()
@@ -205,13 +277,6 @@ def test_a_teacher_that_ends_is_restarted_while_the_rollout_goes_on(start: Start
     actors.kill("teacher 0")
     with pytest.raises(StageError, match=r"SIGKILL.*; teacher.max_replacements = 1 allows no more"):
         watch(group)
-
-
-def test_the_routers_end_stops_a_rollout(start: Start):
-    group, _ = start()
-    group._router.ended = True
-    with pytest.raises(StageError, match="router ended with exit code 1: no memory"):
-        group.watch()
 
 
 def test_an_engine_that_has_ended_has_no_memory_to_give_or_take():
@@ -260,52 +325,45 @@ PARTS = (("actor", 1), ("server", 2))
 
 
 @pytest.mark.parametrize(
-    ("settings", "kind", "urls"),
-    [
-        ({}, SglangEngine, ["http://router"]),
-        ({"engines": 1}, StickyEngines, ["http://engine 0"]),
-        ({"router": False}, StickyEngines, [f"http://engine {i}" for i in range(3)]),
-        ({"deterministic": True}, LockstepEngine, [f"http://engine {i}" for i in range(3)]),
-    ],
+    ("settings", "kind"),
+    [({}, RoutedEngines), ({"engines": 1}, RoutedEngines), ({"deterministic": True}, LockstepEngine)],
 )
-def test_episodes_talk_to_the_router_where_there_is_one_and_else_to_the_engines(start: Start, settings, kind, urls):
+def test_episodes_talk_to_the_engines(start: Start, settings, kind):
     group, _ = start(**settings)
     client = group.client(vocab_size=50, routed_experts_shape=(2, 3))
     assert type(client) is kind
-    ends = [client] if kind is SglangEngine else client._engines
+    urls = [address.url for address in group.addresses]
+    ends = client._engines if kind is LockstepEngine else [client._connect(url) for url in client.live]
     assert [end._url for end in ends] == urls
-    every = [f"http://engine {i}" for i in range(3)]
-    assert [list(end._engine_urls) for end in ends] == ([every] if kind is SglangEngine else [[url] for url in urls])
+    assert [list(end._engine_urls) for end in ends] == [[url] for url in urls]
     assert all((end._vocab_size, end._routed_experts_shape) == (50, (2, 3)) for end in ends)
-    parts = [(f"engine {i}, {part} on host", pid) for i in range(len(group.addresses)) for part, pid in PARTS]
-    assert group.roles == (*parts, *([("router", 9)] if kind is SglangEngine else []))
+    assert all(end._retries is (kind is LockstepEngine) for end in ends)
+    assert group.roles == tuple(
+        (f"engine {number}, {part} on host", pid) for number in range(len(urls)) for part, pid in PARTS
+    )
 
 
-def test_the_router_of_replaced_engines_is_another_one_at_the_same_port(start: Start):
-    group, actors = start(startup_timeout_s=100.0, request_timeout_s=7.0)
-    first = group._router
-    assert (first.urls, first.asked_port, first.timeouts, first.ready) == (
-        ["http://engine 0", "http://engine 1", "http://engine 2"], None, (100.0, 7.0), True,
-    )  # fmt: skip
+def test_calls_of_actors_have_longer_deadlines_than_what_they_wait_for(start: Start):
+    group, actors = start(startup_timeout_s=100.0, health_timeout_s=7.0)
     actors.kill("engine 1")
-    first.port = 4321
-    group.replace(["engine 1"])
-    assert group._router is not first
-    assert (first.stopped, group._router.asked_port, group._router.ready) == (True, 4321, True)
+    group.replace({"engine 1": "ended"})
     assert [address.name for address in group.addresses] == ["engine 0", "engine 1", "engine 2"]
     assert [address.pids for address in group.addresses] == [(1, 2), (1, 3), (1, 2)]
-    # Engines have their own deadlines, within that of the call.
     assert actors.timeouts["wait for start"] > 100.0
     assert actors.timeouts["restart"] > 100.0 + engine_group.STOP_TIMEOUT_S
-    assert actors.timeouts["ending"] == engine_group.CHECK_TIMEOUT_S
+    assert actors.timeouts["ending"] == engine_group.CHECK_TIMEOUT_S + 7.0
 
 
-def test_the_router_and_the_engines_are_stopped_before_their_actors_end(start: Start, monkeypatch):
+def test_engines_are_stopped_before_their_actors_end(start: Start, monkeypatch):
     group, actors = start()
     group.stop()
-    assert group._router.stopped
     assert actors.calls == ["stop engine 0", "stop engine 1", "stop engine 2", "kill"]
     assert actors.timeouts["stop"] == engine_group.STOP_TIMEOUT_S
+    # One that is being restarted does not answer.
+    actors.calls.clear()
+    group.restart({"engine 1": "ended"})
+    group.stop()
+    assert actors.calls == ["stop engine 0", "stop engine 2", "kill"]
     actors.calls.clear()
 
     def late(name):
@@ -316,7 +374,7 @@ def test_the_router_and_the_engines_are_stopped_before_their_actors_end(start: S
     assert actors.calls == ["kill"]
     # Before they have answered there is no server that could be told to end.
     actors.calls.clear()
-    group.addresses, group._router = [], None
+    group.addresses = []
     group.stop()
     assert actors.calls == ["kill"]
 

@@ -39,8 +39,8 @@ class Stages:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.said: list[str] = []
-        self.addresses: list[str] = []
-        self.num_replaced = 0
+        self.receivers: list[SimpleNamespace] = [SimpleNamespace(name="engine 0")]
+        self.num_replaced, self.need_weights = 0, False
         self.num_prompts = 0
         self.failing_evaluations: set[str] = set()
         self.asked = False
@@ -60,6 +60,9 @@ class Stages:
 
     def connect_engines(self, addresses):
         self._note("connect")
+
+    def have_weights(self, names):
+        assert names == {"engine 0"}
 
     def rollout(self, prompts, *, label, check_cancelled):
         self._note(f"rollout {label} of {', '.join(prompt.prompt_id for prompt in prompts)}")
@@ -403,8 +406,8 @@ def test_devices_that_are_shared_are_handed_over_at_every_turn(tmp_path: Path):
     play(recipe, stages, tmp_path)
     order = [str(i) for i in Sampler(range(5), seed=3, shuffle=True).take(2)]
     assert stages.calls == [
-        "connect",
-        f"away with {REQUESTS}", "take weights", "resync 0", "away with weights", f"take {REQUESTS}", "line 0",
+        f"away with {REQUESTS}", "take weights", "connect", "resync 0", "away with weights", f"take {REQUESTS}",
+        "line 0",
         f"rollout step_000001 of {order[0]}, {order[1]}",
         f"away with {REQUESTS}, weights", "take gradients, optimizer, weights", "prepare", "logprobs", "train",
         "away with gradients, optimizer", "take weights", "resync 1", "away with weights", f"take {REQUESTS}", "line 1",

@@ -19,12 +19,31 @@ def report(**changes) -> ResyncReport:
     return ResyncReport(**{**values, **changes})
 
 
+class Engines:
+    """Those of a run; `calls` has what is asked of them."""
+
+    def __init__(self, count: int, calls: list | None = None) -> None:
+        self.receivers = [SimpleNamespace(name=f"engine {number}") for number in range(count)]
+        self.num_replaced, self.calls = 0, [] if calls is None else calls
+
+    def replace(self, failed) -> None:
+        self.calls.append(f"replace {list(failed)}")
+        self.receivers = [SimpleNamespace(name=engine.name, again=True) for engine in self.receivers]
+
+    def restart(self, failed) -> None:
+        self.calls.append(f"restart {failed}")
+        self.num_replaced += len(failed)
+
+    def have_weights(self, names) -> None:
+        self.calls.append(f"have weights {sorted(names)}")
+
+
 def test_a_run_stops_at_a_tensor_that_differs_and_names_it_and_the_engine():
     found = report(mismatching=("engine 1: model.layers.1.mlp.experts.3.down_proj.weight",))
-    trainers = SimpleNamespace(resync=lambda version: found)
+    trainers = SimpleNamespace(resync=lambda version: found, connect_engines=lambda addresses: None)
     state = SimpleNamespace(weight_version=7)
     memory = SimpleNamespace(enter=lambda stage: None)
-    sync = WeightSync(None, state, trainers, SimpleNamespace(num_replaced=0), memory, None)
+    sync = WeightSync(None, state, trainers, Engines(1), memory, None)
     with pytest.raises(RunError, match=r"weight version 7: 1 tensors differ .*engine 1: model\.layers\.1\.mlp.*"):
         sync.send(None)
 
@@ -39,14 +58,42 @@ def test_engines_start_anew_together_while_the_trainer_holds_none_of_the_memory_
         return next(reports)
 
     trainers = SimpleNamespace(resync=resync, connect_engines=lambda addresses: calls.append("use"))
-    engines = SimpleNamespace(replace=lambda names: calls.append(f"replace {names}"), addresses=[], num_replaced=0)
+    engines = Engines(3, calls)
     memory = SimpleNamespace(enter=lambda stage: calls.append(stage))
     recipe = Recipe()
-    recipe.rollout.num_engines = 3
+    recipe.rollout.colocated = True
     step = SimpleNamespace(record=lambda metrics: None)
     progress = SimpleNamespace(say=lambda text: None)
     WeightSync(recipe, SimpleNamespace(weight_version=7), trainers, engines, memory, progress).send(step)
     assert calls == [
-        MemoryPhase.exchange, "resync 7", MemoryPhase.replace, "replace ['engine 0', 'engine 1']",
-        MemoryPhase.exchange, "use", "resync 8",
+        MemoryPhase.exchange, "use", "resync 7", MemoryPhase.replace, "replace ['engine 0', 'engine 1']",
+        MemoryPhase.exchange, "use", "resync 8", "have weights ['engine 0', 'engine 1', 'engine 2']",
     ]  # fmt: skip
+
+
+def test_an_engine_with_devices_of_its_own_is_restarted_beside_the_run_and_gets_a_later_version():
+    calls = []
+    reports = iter([report(failed_engines={"engine 1": "no answer within 6 s"}), report(version=8), report(version=9)])
+
+    def resync(version):
+        calls.append(f"resync {version}")
+        return next(reports)
+
+    trainers = SimpleNamespace(
+        resync=resync, connect_engines=lambda addresses: calls.append([address.name for address in addresses])
+    )
+    engines, recorded = Engines(2, calls), []
+    state, memory = SimpleNamespace(weight_version=7), SimpleNamespace(enter=lambda stage: None)
+    sync = WeightSync(Recipe(), state, trainers, engines, memory, None)
+    step = SimpleNamespace(record=lambda metrics: recorded.append(metrics["resync/replaced_engines"]))
+    both = engines.receivers
+    for version, engines.receivers in ((7, both), (8, both[:1]), (9, both)):
+        state.weight_version = version
+        sync.send(step)
+    assert calls == [
+        ["engine 0", "engine 1"], "resync 7", "restart {'engine 1': 'no answer within 6 s'}",
+        "have weights ['engine 0']",
+        ["engine 0"], "resync 8", "have weights ['engine 0']",
+        ["engine 0", "engine 1"], "resync 9", "have weights ['engine 0', 'engine 1']",
+    ]  # fmt: skip
+    assert recorded == [1, 0, 0]

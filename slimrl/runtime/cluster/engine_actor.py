@@ -138,7 +138,7 @@ class EngineActor:
             yield
         except EngineError:
             deadline = time.monotonic() + ENDS_WITHIN_S
-            while not self.ending():
+            while not self._has_ended():
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
@@ -157,6 +157,13 @@ class EngineActor:
         except (ServerError, EngineError) as error:
             return str(error)
         return ""
+
+    def _has_ended(self) -> bool:
+        try:
+            self.server.check()
+        except ServerError:
+            return True
+        return False
 
     def stop(self) -> None:
         """End the server, and remove leftovers of dead trainer ranks in this node's shared memory."""

@@ -104,7 +104,7 @@ class EngineGroup:
     @property
     def evaluation_is_lost(self) -> bool:
         """Whether none of the engines that were set aside is left."""
-        return self._aside is not None and self._down.keys() >= set(self._aside)
+        return self._aside == ()
 
     def have_weights(self, names: Collection[str]) -> None:
         """These engines have the current weights and serve."""
@@ -118,13 +118,15 @@ class EngineGroup:
             How many there are: at most `count`, and fewer if no other would serve rollouts.
         """
         names = [address.name for address in self._serving]
-        self._aside = tuple(names[max(1, len(names) - count) :]) or None
-        self._tell_client()
-        return len(self._aside or ())
+        chosen = tuple(names[max(1, len(names) - count) :])
+        if chosen:
+            self._aside = chosen
+            self._tell_client()
+        return len(chosen)
 
     def take_back(self) -> None:
         """Have those that were set aside serve rollouts again, from the next resync on."""
-        self._fresh |= set(self._aside or ()) - self._down.keys()
+        self._fresh |= set(self._aside or ())
         self._aside = None
         self._tell_client()
 
@@ -235,7 +237,7 @@ class EngineGroup:
 
     def check(self) -> None:
         """Raises StageError with the cause from the log if an engine has ended that is not being replaced."""
-        parts = self._all_parts(self._parts.keys() - self._down.keys())
+        parts = self._all_parts([name for name in self._parts if name not in self._down])
         timeout_s = CHECK_TIMEOUT_S + self._recipe.rollout.health_timeout_s
         endings = self._actors.call("ending", dict.fromkeys(parts, ()), timeout_s=timeout_s)
         if causes := [text for text in endings.values() if text]:
@@ -261,8 +263,8 @@ class EngineGroup:
                 ended[name] = "; ".join(texts)
         if ended:
             self._judge(ended)
-        quiet = [part for name in self._parts.keys() - self._down.keys() for part in self._parts[name]]
-        new = dict.fromkeys((part for part in quiet if part not in self._asked), ())
+        parts = self._all_parts([name for name in self._parts if name not in self._down])
+        new = dict.fromkeys((part for part in parts if part not in self._asked), ())
         self._asked |= self._actors.begin("ending", new)
 
     def _look_at_restart(self, name: str) -> None:
@@ -283,7 +285,7 @@ class EngineGroup:
             return
         rollout = self._recipe.rollout
         # Beside the training, requests wait until an engine has been restarted, and `need_weights` says so.
-        are_left = len(self._serving) > len(ended) or rollout.mode is not RolloutMode.sync
+        are_left = {address.name for address in self._serving} - ended.keys() or rollout.mode is not RolloutMode.sync
         if self._recipe.deterministic or not are_left:
             raise StageError("; ".join(ended.values()))
         if rollout.colocated:
@@ -301,11 +303,13 @@ class EngineGroup:
         return [address for address in self.addresses if address.name not in others]
 
     def _tell_client(self) -> None:
+        if self._aside is not None:
+            self._aside = tuple(name for name in self._aside if name not in self._down)
         if self._client is None:
             return
         evaluating = None
         if self._aside is not None:
-            evaluating = [a.url for a in self.addresses if a.name in self._aside and a.name not in self._down]
+            evaluating = [address.url for address in self.addresses if address.name in self._aside]
         self._client.use([address.url for address in self._serving], evaluating)
 
     def _all_parts(self, names: Collection[str]) -> list[str]:
@@ -337,7 +341,7 @@ class EngineGroup:
         """
         try:
             if self.addresses:
-                parts = self._all_parts(self._parts.keys() - self._restarts.keys())
+                parts = self._all_parts([name for name in self._parts if name not in self._restarts])
                 self._actors.call("stop", dict.fromkeys(parts, ()), timeout_s=STOP_TIMEOUT_S)
         except StageError as error:
             log.warning("stopping the engines: %s", error)
