@@ -15,9 +15,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-from slimrl.data.engine import Engine, EngineError, EngineUnreachable, GenerateRequest, GenerateResult
+import numpy as np
+
+from slimrl.data.engine import (
+    Engine,
+    EngineError,
+    EngineUnreachable,
+    GenerateRequest,
+    GenerateResult,
+    Scorer,
+    ScoreRequest,
+)
 from slimrl.rollout.engine_choice import EngineChoice
 
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
@@ -30,6 +40,10 @@ EVALUATION = "eval_"
 log = logging.getLogger(__name__)
 
 
+class ScoringEngine(Engine, Scorer, Protocol):
+    """The client of an engine."""
+
+
 class RoutedEngines(Engine):
     """Belongs to the event loop that first uses it, but for `use`, `live` and `follow`. Can be pickled before that.
 
@@ -37,7 +51,7 @@ class RoutedEngines(Engine):
         connect: makes the client of the engine at an address, which raises EngineUnreachable at its first failure.
     """
 
-    def __init__(self, connect: Callable[[str], Engine], urls: Collection[str] = ()) -> None:
+    def __init__(self, connect: Callable[[str], ScoringEngine], urls: Collection[str] = ()) -> None:
         self._connect = connect
         self._lock = threading.Lock()
         """Of what `use` touches: the three below"""
@@ -47,7 +61,8 @@ class RoutedEngines(Engine):
         self._evaluating: tuple[str, ...] | None = None
         """Engines of the sessions of evaluations; None if these have those of all others"""
         self._choice, self._of_evaluations = EngineChoice(), EngineChoice()
-        self._clients: dict[str, Engine] = {}
+        self._clients: dict[str, ScoringEngine] = {}
+        self._num_scored = 0
         self._attempts: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Scopes of the running requests by engine"""
         self._changed = asyncio.Event()
@@ -122,6 +137,20 @@ class RoutedEngines(Engine):
                 continue
             return replace(result, num_retries=result.num_retries + failures + moves)
 
+    async def score(self, request: ScoreRequest) -> np.ndarray:
+        """See Scorer; the engines that serve in turn, and another where one cannot be reached."""
+        failure: EngineError = EngineError(f"session {request.session_id}: no engine is there")
+        for _ in self.live:
+            live = self.live
+            if not live:
+                break
+            self._num_scored += 1
+            try:
+                return await self._client(live[self._num_scored % len(live)]).score(request)
+            except EngineUnreachable as error:
+                failure = error
+        raise failure
+
     async def aclose(self) -> None:
         with self._lock:
             self._loop = None
@@ -152,14 +181,12 @@ class RoutedEngines(Engine):
 
     async def _answer(self, url: str, request: GenerateRequest, choice: EngineChoice) -> GenerateResult | None:
         """The answer of an engine on which the request has begun, or None if it left before."""
-        if url not in self._clients:
-            self._clients[url] = self._connect(url)
-        attempt = asyncio.timeout(None)
+        client, attempt = self._client(url), asyncio.timeout(None)
         try:
             async with attempt:
                 self._attempts[url].add(attempt)
                 try:
-                    return await self._clients[url].generate(request)
+                    return await client.generate(request)
                 finally:
                     self._attempts[url].discard(attempt)
         except TimeoutError:
@@ -168,6 +195,11 @@ class RoutedEngines(Engine):
             return None
         finally:
             choice.end(url, request)
+
+    def _client(self, url: str) -> ScoringEngine:
+        if url not in self._clients:
+            self._clients[url] = self._connect(url)
+        return self._clients[url]
 
     async def _change(self, request: GenerateRequest, timeout_s: float) -> None:
         """Wait for another `use`; raises EngineError at the deadline."""

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
+import numpy as np
+
 from slimrl.agent.gateway.server import NotListening
 from slimrl.agent.tools import ToolsUnavailable
 from slimrl.algorithms.selection import check_credit
@@ -23,7 +25,7 @@ from slimrl.algorithms.turn_states import observed_states
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
-from slimrl.data.engine import Engine, EngineError, Scorer
+from slimrl.data.engine import Engine, EngineError, Scorer, ScoreRequest
 from slimrl.data.loop_thread import LoopThread
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
@@ -65,7 +67,7 @@ class RolloutStage:
         teacher: Teacher | None = None,
         workers: EpisodeWorkers | None = None,
         loop: asyncio.Runner | LoopThread | None = None,
-        scorers: Sequence[Scorer] = (),
+        scorer: Scorer | None = None,
     ) -> None:
         """
         Args:
@@ -77,13 +79,13 @@ class RolloutStage:
             teacher: scores the trajectories of a rollout, but not those of an evaluation.
             workers: run the episodes instead of this event loop; started and closed with the stage.
             loop: of the episodes; None for one that runs only while a rollout does.
-            scorers: clients of the engines, one of each; closed with the stage.
+            scorer: the engines, as what scores; None if nothing asks for scores.
         """
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
         self._workers = workers
         self._episodes = workers or task.episode_runner(recipe, engine)
-        self._teacher, self.scorers = teacher, scorers
+        self._teacher, self._scorer = teacher, scorer
         self.scoring = ScoringTimes()
         """Of the last rollout, and of those before it that it refills."""
         self.lags_s: list[float] = []
@@ -225,6 +227,11 @@ class RolloutStage:
         taken, self.scoring = self.scoring, ScoringTimes()
         return taken
 
+    async def score(self, request: ScoreRequest) -> np.ndarray:
+        """Log-probs of the engines' present weights; see Scorer."""
+        assert self._scorer is not None
+        return await self._scorer.score(request)
+
     async def run_group(
         self,
         prompt: Prompt,
@@ -356,8 +363,6 @@ class RolloutStage:
     async def _start(self) -> None:
         if self._teacher is not None:
             self._opened.push_async_callback(self._teacher.aclose)
-        for scorer in self.scorers:
-            self._opened.push_async_callback(scorer.aclose)
         self._opened.push_async_callback(self._engine.aclose)
         self._opened.push_async_callback(self._task.sandbox.close)
         try:

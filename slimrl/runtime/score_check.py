@@ -64,7 +64,7 @@ class ScoreCheck:
             timeout_s=self._recipe.rollout.request_timeout_s,
         )
         logprobs = np.zeros(len(segment), np.float32)
-        logprobs[start:] = await self._stage.scorers[number % len(self._stage.scorers)].score(request)
+        logprobs[start:] = await self._stage.score(request)
         # The experts are those of the weights that sampled it; at -1 the trainer's routers choose (docs/models.md).
         experts = None if segment.routed_experts is None else np.full_like(segment.routed_experts, -1)
         return replace(segment, rollout_logprobs=np.where(segment.loss_mask, logprobs, 0), routed_experts=experts)

@@ -30,6 +30,7 @@ from slimrl.observability.provenance import append_provenance, collect_provenanc
 from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
 from slimrl.rewards.comparers import close_comparers
 from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.teacher import Teacher
 from slimrl.runtime.checks.fetched_model import fetch_model
 from slimrl.runtime.checks.folder_check import check_nodes
@@ -252,8 +253,6 @@ def rollout_stage(
         nodes, _ = cluster_nodes(private=False)
         task.sandbox.use(NodeSandboxes(recipe.agent.sandbox, nodes), len(nodes))
 
-    scored_urls = [address.url for address in engines.addresses] if recipe.rollout.outlives_steps else []
-
     def watch() -> None:
         engines.watch()
         if teachers is not None:
@@ -269,7 +268,7 @@ def rollout_stage(
         teacher=_teacher(recipe, teachers, vocab_size),
         workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
         loop=LoopThread("slimrl-rollout") if recipe.rollout.outlives_steps else None,
-        scorers=[SglangEngine(url, vocab_size=vocab_size) for url in scored_urls],
+        scorer=client if isinstance(client, RoutedEngines) else None,
     )
 
 
