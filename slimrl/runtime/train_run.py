@@ -135,7 +135,10 @@ class TrainRun(Run):
         if self._service is not None:
             with step.timed("drain"):
                 self._service.before_resync(self.stage.check, self.preemption)
-            if (evaluated := self._beside.take()) is not None:
+            if self._has_evaluation(step.number):
+                # Its engines get the weights that are to be evaluated next.
+                self._take_evaluated()
+            elif (evaluated := self._beside.take()) is not None:
                 self._write_evaluated(evaluated)
         self.state.weight_version += 1
         self._send_weights(step)

@@ -75,3 +75,30 @@ def test_one_step_off_changes_the_weights_when_nothing_runs(workspace: Workspace
     for line in ledger(workspace.run_folder("off").path):
         assert len(line["updates"]) == 1
         assert line["updates"] == [max(0, line["step"] - 2)]
+
+
+def test_an_evaluation_beside_the_training_has_the_weights_of_its_step_and_its_engine_comes_back(workspace: Workspace):
+    asked = arguments(
+        workspace,
+        "beside",
+        "rollout.mode=async",
+        "rollout.num_engines=2",
+        "eval.engines=1",
+        "eval.every_steps=2",
+        "eval.at_start=true",
+    )
+    succeed("train", GSPO, *asked, timeout_s=RUN_S)
+    check(workspace, "beside", 1)
+    folder = workspace.run_folder("beside")
+    # A line of its own for each evaluation but the last, which all engines make. A run in which other weights than the
+    # step's had sampled would have ended.
+    evaluated = {line["step"] for line in read_metrics(folder.metrics) if "eval/heldout/reward_mean" in line}
+    assert evaluated == {0, 2, 4, 6}
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    beside = [line for line in lines if "time/eval_s" in line and "time/step_s" not in line]
+    assert [line["step"] for line in beside] == [0, 2, 4]
+    assert "of 2 engines" in folder.log_file("driver").read_text()
+    resyncs = [line for line in folder.log_file("driver").read_text().splitlines() if "resync of version" in line]
+    # Without the engine that evaluates, and with it again.
+    assert any("1 of 1 engines" in line for line in resyncs)
+    assert "2 of 2 engines" in resyncs[-1]
