@@ -270,6 +270,7 @@ def rollout_stage(
         workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
         loop=LoopThread("slimrl-rollout") if recipe.rollout.outlives_steps else None,
         scorers=[SglangEngine(url, vocab_size=vocab_size) for url in scored_urls],
+        engine_urls=lambda: [address.url for address in engines.addresses],
     )
 
 
