@@ -66,6 +66,7 @@ METRIC_NAMES = (
     "rollout/failed_fraction",
     "rollout/tool_error_fraction",
     "rollout/malformed_call_fraction",
+    "rollout/stale_cache_tokens",
     "rollout/retries",
     "rollout/retractions",
     "rollout/token_usage_max",

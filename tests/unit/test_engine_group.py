@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.client import SglangEngine, StickyEngines
@@ -277,6 +278,10 @@ def test_episodes_talk_to_the_router_where_there_is_one_and_else_to_the_engines(
     every = [f"http://engine {i}" for i in range(3)]
     assert [list(end._engine_urls) for end in ends] == ([every] if kind is SglangEngine else [[url] for url in urls])
     assert all((end._vocab_size, end._routed_experts_shape) == (50, (2, 3)) for end in ends)
+    assert all(end._caches is None for end in ends)
+    group._recipe.resync.pause = PauseMode.in_place
+    kept = group.client(vocab_size=50, routed_experts_shape=None)
+    assert all(end._caches == {} for end in ([kept] if kind is SglangEngine else kept._engines))
     parts = [(f"engine {i}, {part} on host", pid) for i in range(len(group.addresses)) for part, pid in PARTS]
     assert group.roles == (*parts, *([("router", 9)] if kind is SglangEngine else []))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from slimrl.config.environment import engine_variables
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import Engine, EngineError
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.client import SglangEngine, StickyEngines
@@ -144,7 +145,13 @@ class EngineGroup:
     def client(self, *, vocab_size: int, routed_experts_shape: tuple[int, int] | None) -> Engine:
         """The engines' client; it belongs to the event loop that first uses it."""
         urls = [address.url for address in self.addresses]
-        connect = partial(SglangEngine, vocab_size=vocab_size, routed_experts_shape=routed_experts_shape)
+        resync = self._recipe.resync
+        connect = partial(
+            SglangEngine,
+            vocab_size=vocab_size,
+            routed_experts_shape=routed_experts_shape,
+            keeps_caches=resync.pause is PauseMode.in_place or not resync.flush_cache,
+        )
         if self._router is not None:
             return connect(self._router.url, engine_urls=urls)
         engines = [connect(url, engine_urls=[url]) for url in urls]
