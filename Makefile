@@ -101,6 +101,7 @@ bench: $(STAMP) ## benchmarks of decoding, block FP8, log-probs, resyncs, conver
 	$(BIN)/python benchmarks/conversion.py --gigabytes 1 --json runs/bench/conversion.json
 	$(BIN)/python benchmarks/sandbox.py --json runs/bench/sandbox.json
 	$(BIN)/python benchmarks/episodes.py --json runs/bench/episodes.json
+	$(BIN)/python benchmarks/rollout_service.py --json runs/bench/rollout_service.json
 	$(BIN)/python benchmarks/gateway.py --json runs/bench/gateway.json
 	$(BIN)/python benchmarks/step.py --json runs/bench/step.json
 

@@ -1,8 +1,7 @@
 """CPU time of episodes on one event loop, beside bare coroutines that send the same requests.
 
-The engine is made up: it answers after a latency drawn as an engine's would be (a prefill, then tokens at the pace of a
-full batch), with a call of the calculator, and at the end with an answer. All else is the real path: chat template,
-tokenizer, SGLang's parser of calls, tools, transcript. Each way keeps all its episodes under way at once.
+The engine is that of made_up_engine.py. All else is the real path: chat template, tokenizer, SGLang's parser of calls,
+tools, transcript. Each way keeps all its episodes under way at once.
 
 1. The two ways alternate for some rounds. Their CPU time is the process's, the engine's waits included in both.
 2. All episodes are held in their first turn, or in their last one, for the memory of a waiting one: in a process of its
@@ -13,7 +12,6 @@ import argparse
 import asyncio
 import gc
 import multiprocessing
-import random
 import statistics
 import sys
 import time
@@ -21,31 +19,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import psutil
 from figures import make_table, write_figures
+from made_up_engine import LABEL, QUESTION, SYSTEM_PROMPT, MadeUpEngine, dialogues_of_policy, turns_of
 from rich.console import Console
-from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.agent.calculator import calculator
-from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.episode import EpisodeRunner
-from slimrl.agent.parsers import make_parser
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.rollout.garbage import rare_collections
 
-PREFILL_S, TOKEN_S, SPREAD = 0.3, 0.04, 0.3
-"""Medians of the latency of a turn: a prefill and each token; and the standard deviation of the logarithm."""
-CALL = 'First compute {0}.\n<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{0}"}}}}\n</tool_call>'
-ANSWER = "The result is \\boxed{580}.<|im_end|>"
-PROMPT = Prompt(prompt_id="p:1", messages=[{"role": "user", "content": "Compute 34*17+2 step by step."}], label=580)
+PROMPT = Prompt(prompt_id="p:1", messages=[{"role": "user", "content": QUESTION}], label=LABEL)
 SAMPLING = SamplingConfig(max_new_tokens=256)
 WAYS = ("episodes", "bare")
 GOAL_MS = 0.5
@@ -54,54 +43,15 @@ Play = Callable[[Engine, int], Awaitable[None]]
 """Plays the episode of this number."""
 
 
-class MadeUpEngine(Engine):
-    """Calls the calculator in every turn but the last.
-
-    Args:
-        latency_s: 1 for the latencies above, 0 for none.
-        held_turn: all requests of this turn wait until `release` is set.
-    """
-
-    def __init__(self, turns: list[list[int]], *, latency_s: float = 1.0, held_turn: int = -1) -> None:
-        self.turns, self._scale, self._held_turn = turns, latency_s, held_turn
-        self._random = random.Random(0)
-        self.release = asyncio.Event()
-        self.num_held = 0
-        self._turn_of: dict[str, int] = {}
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        number = self._turn_of.get(request.session_id, 0)
-        self._turn_of[request.session_id] = number + 1
-        tokens = self.turns[number]
-        if number == self._held_turn:
-            self.num_held += 1
-            await self.release.wait()
-        median_s = PREFILL_S + TOKEN_S * len(tokens)
-        await asyncio.sleep(self._scale * median_s * self._random.lognormvariate(0, SPREAD))
-        return GenerateResult(
-            tokens=list(tokens),
-            logprobs=[-0.5] * len(tokens),
-            weight_versions=np.ones(len(tokens), np.int32),
-            finish_reason="stop",
-            routed_experts=None,
-            cached_tokens=0,
-        )
-
-    async def aclose(self) -> None:
-        return
-
-
 class Ways:
     """The real episodes, and bare coroutines that send what those sent."""
 
     def __init__(self, num_turns: int) -> None:
-        tokenizer = build_tokenizer()
-        self._chat = ChatFormat(ChatTemplate(tokenizer), [tokenizer.eos_token_id])
+        self._dialogues = dialogues_of_policy()
         self._tools = ToolBox([make_tool(calculator)])
-        self._agent = AgentConfig(system_prompt="Put the answer in \\boxed{}.")
+        self._agent = AgentConfig(system_prompt=SYSTEM_PROMPT)
         self._rollout = RolloutConfig(max_turns=num_turns, max_trajectory_tokens=2**20)
-        texts = [CALL.format(f"34*17+{number}") for number in range(num_turns - 1)]
-        self.turns = [self._chat.template.encode(text) for text in [*texts, ANSWER]]
+        self.turns = turns_of(self._dialogues.chat, num_turns)
         self.requests: list[GenerateRequest] = []
         """Of one episode"""
 
@@ -112,7 +62,7 @@ class Ways:
     def _real(self, engine: Engine) -> Play:
         runner = EpisodeRunner(
             engine=engine,
-            dialogues=Dialogues(self._chat, partial(make_parser, "qwen25"), stop_at_call=True),
+            dialogues=self._dialogues,
             environment=partial(ToolEnvironment, self._tools, self._agent, self._rollout.tool_timeout_s),
             rollout=self._rollout,
             agent=self._agent,

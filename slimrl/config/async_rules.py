@@ -17,6 +17,8 @@ def mode_violations(recipe: Recipe) -> Iterator[Violation]:
     for name in ("max_staleness", "too_old"):
         if not reads_age and getattr(rollout, name) != getattr(RolloutConfig, name):
             yield f"rollout.{name}", f"only rollout.mode async and rollout.oversample read it, and the mode is {mode}."
+    if not recipe.resync.flush_cache:
+        yield from _kept_cache_violations(recipe)
     if not rollout.outlives_steps:
         return
     key, value = ("oversample", f"{rollout.oversample:g}") if rollout.mode is RolloutMode.sync else ("mode", mode)
@@ -57,6 +59,21 @@ def mode_violations(recipe: Recipe) -> Iterator[Violation]:
             f"value chooses prompts once for each step, not with rollout.{key} {value}. Use order, by which other "
             "prompts take the place of groups without a signal.",
         )
+
+
+def _kept_cache_violations(recipe: Recipe) -> Iterator[Violation]:
+    """What `resync.flush_cache: false` excludes."""
+    rollout, key = recipe.rollout, "resync.flush_cache"
+    if rollout.mode is not RolloutMode.async_ and rollout.oversample == 1:
+        mode = rollout.mode.value
+        yield (
+            key,
+            f"false is for trajectories that go on after a resync, and rollout.mode {mode} has none. Use true.",
+        )
+    elif recipe.resync.pause is PauseMode.retract:
+        yield key, "false has no use with resync.pause retract, which computes all again. Use abort or in_place."
+    if rollout.colocated:
+        yield key, "false needs engines that keep their memory. Use true, or rollout.colocated false."
 
 
 def mode_warnings(recipe: Recipe) -> Iterator[Violation]:

@@ -67,6 +67,12 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
             f"{rollout.chunk_tokens}: parts of a turn that fail are asked for again at any moment, so a deterministic "
             "run cannot repeat its batches. Use 0, or deterministic false.",
         )
+    if rollout.adaptive_concurrency and recipe.deterministic:
+        yield (
+            "rollout.adaptive_concurrency",
+            "how full the engines' caches are depends on the clock, so a deterministic run cannot repeat it. Use "
+            "false, or deterministic false.",
+        )
     yield from _sglang_violations(recipe)
     if recipe.resync.transport is TransportName.delta and not recipe.resync.local_dir:
         yield "resync.local_dir", "delta needs a folder on a local disk of each node, with room for the model."

@@ -43,6 +43,8 @@ class GenerateResult:
     """Prompt tokens that were in the engine's prefix cache."""
     num_retries: int = 0
     """Failed attempts before the one that succeeded."""
+    stale_cache_tokens: int = 0
+    """Of the tokens, those that attended to keys and values of older weights than their own."""
 
 
 @dataclass(frozen=True, kw_only=True)

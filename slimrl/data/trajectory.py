@@ -34,6 +34,11 @@ CACHE_HITS = "tool_cache_hit_fraction"
 process share"""
 
 
+STALE_CACHE_TOKENS = "num_stale_cache_tokens"
+"""Key of `Trajectory.metadata`: sampled tokens that attended to keys and values of older weights than their own, if
+there are any"""
+
+
 @dataclass(kw_only=True)
 class Prompt:
     """One line of a prompt file."""
@@ -112,8 +117,8 @@ class Trajectory:
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `tool_calls`, `num_cached_tokens`,
-    `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, `environment`, `gateway`, `error`,
-    `reward_timed_out` and the task's own keys."""
+    `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, `num_stale_cache_tokens`, `environment`,
+    `gateway`, `error`, `reward_timed_out` and the task's own keys."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """What the environment left for the reward; not part of the file format."""
     measured: dict[str, float] = field(default_factory=dict)

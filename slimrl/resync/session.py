@@ -3,7 +3,8 @@
 1. pause: `resync.pause` decides what happens to running requests.
 2. begin; then bucket by bucket gather, transform, send, where a bucket is sent and loaded while the next is gathered.
 3. end: every engine has the whole version.
-4. flush the prefix caches, which hold keys and values of the old weights, and set the version.
+4. flush the prefix caches, which hold keys and values of the old weights, unless the recipe keeps them, and set the
+   version.
 5. Compare fingerprints of loaded tensors with the trainer's.
 6. resume, unless a fingerprint differs: then all engines stay paused.
 
@@ -220,7 +221,7 @@ class ResyncSession:
     def _flush(self, engine: EngineControl) -> int:
         """Requests that continue with keys and values of the old weights; if there are any, nothing is flushed."""
         running = engine.running_requests() if self._config.pause is PauseMode.in_place else 0
-        if not running:
+        if not running and self._config.flush_cache:
             engine.flush_cache()
         return running
 

@@ -18,6 +18,7 @@ import base64
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -26,6 +27,7 @@ import orjson
 
 from slimrl.data.engine import Engine, EngineError, EngineUnreachable, GenerateRequest, GenerateResult, ScoreRequest
 from slimrl.data.seeds import derive_seed
+from slimrl.rollout.kept_caches import SessionCache
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
 """The router sends requests with the same value to the same engine."""
@@ -190,6 +192,7 @@ class SglangEngine(Engine):
         vocab_size: int | None = None,
         routed_experts_shape: tuple[int, int] | None = None,
         retries: bool = True,
+        keeps_caches: bool = False,
     ) -> None:
         """Connects at the first request.
 
@@ -199,6 +202,7 @@ class SglangEngine(Engine):
             vocab_size: refuse input tokens from this id on, which would crash the engine.
             routed_experts_shape: (MoE layers, experts per token) if the engine reports routing.
             retries: False raises EngineUnreachable at once, for a caller that asks another engine.
+            keeps_caches: resyncs may keep what older weights have computed.
         """
         self._url = url
         self._engine_urls = tuple(engine_urls) or (url,)
@@ -207,10 +211,13 @@ class SglangEngine(Engine):
         self._retries = retries
         self._http: aiohttp.ClientSession | None = None
         self._group_of: dict[str, int] = {}
+        self._caches: dict[str, SessionCache] | None = {} if keeps_caches else None
         self._aborts: set[asyncio.Task[None]] = set()
 
     def close(self, session_id: str) -> None:
         self._group_of.pop(session_id, None)
+        if self._caches is not None:
+            self._caches.pop(session_id, None)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """One turn.
@@ -245,9 +252,16 @@ class SglangEngine(Engine):
             for request, answer in pairs:
                 if (group := answer["meta_info"].get("dp_rank")) is not None:
                     self._group_of[request.session_id] = group
-            return results
+            return list(map(self._with_stale_tokens, requests, results))
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
+
+    def _with_stale_tokens(self, request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        if self._caches is None:
+            return result
+        cache = self._caches.setdefault(request.session_id, SessionCache())
+        stale = cache.add(len(request.input_ids), result.cached_tokens, result.weight_versions)
+        return replace(result, stale_cache_tokens=stale)
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
         """See Scorer. `url` is an engine's own, not a router's.

@@ -157,6 +157,8 @@ class _Turn:
             routed_experts=np.concatenate(self._experts)[:rows] if self._experts else None,
             cached_tokens=self._answers[0].cached_tokens,
             num_retries=self.num_retries + sum(answer.num_retries for answer in self._answers),
+            # Of the tokens behind a stop text too, which are dropped.
+            stale_cache_tokens=min(count, sum(answer.stale_cache_tokens for answer in self._answers)),
         )
 
     @property

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class RolloutService:
             if rollout.mode is not RolloutMode.sync
             else math.ceil(rollout.oversample * rollout.prompts_per_step),
         )
-        self._slots = asyncio.Semaphore(most)
+        self._slots = stage.pressure.slots()
         self._groups: dict[int, Group] = {}
         """Running and waiting ones"""
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -357,30 +357,37 @@ class RolloutService:
 
     def save(self, folder: Path) -> Mapping[str, FileDigest]:
         """Write what a resumed run continues from, and return the files' checksums."""
-        self._stage.run(self._save(folder))
+        state, groups = self._stage.run(self._snapshot())
+        folder.mkdir(parents=True)
+        # In the driver's thread, and a trajectory at a time: thousands of them would hold up the episodes for seconds.
+        with (folder / GROUPS_FILE).open("w") as file:
+            for values, trajectories in groups:
+                done = ", ".join(json.dumps(to_json(trajectory)) for trajectory in trajectories)
+                file.write(f'{json.dumps(values)[:-1]}, "done": [{done}]}}\n')
+        (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
         return {name: file_digest(folder / name) for name in (GROUPS_FILE, STATE_FILE)}
 
-    async def _save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+    async def _snapshot(self) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[Trajectory]]]]:
+        """The state, and of each group its values and its ended trajectories, as they are now."""
         state = {
             "admission": self.admission.state(),
             "versions": list(self._versions.items()),
             "cursor": self._data.state(),
-            "left": self._left,
+            "left": list(self._left),
         }
-        with (folder / GROUPS_FILE).open("w") as file:
-            for group in self._groups.values():
-                done = [to_json(trajectory) for trajectory in group.done.values()]
-                kept = {
-                    "number": group.number,
-                    "prompt_id": group.prompt.prompt_id,
-                    "ids": group.ids,
-                    "begun": group.begun,
-                    "ended": group.ended,
-                    "done": done,
-                }
-                file.write(json.dumps(kept) + "\n")
-        (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
+        groups = []
+        for group in self._groups.values():
+            values = {
+                "number": group.number,
+                "prompt_id": group.prompt.prompt_id,
+                "ids": group.ids,
+                "begun": group.begun,
+                "ended": dict(group.ended),
+            }
+            # The rewards of groups are added to them later.
+            done = [replace(one, rewards=dict(one.rewards), metadata=dict(one.metadata)) for one in group.done.values()]
+            groups.append((values, done))
+        return state, groups
 
     def _restore(self, folder: Path) -> None:
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())

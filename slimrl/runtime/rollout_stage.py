@@ -1,8 +1,8 @@
 """The rollout as one call: prompts in, scored trajectories out.
 
 1. Each prompt gives `samples_per_prompt` trajectories, whose ids follow from step, prompt and sample.
-2. Each trajectory is one coroutine; a semaphore limits how many run at once. Its episode runs on this event loop, or in
-   an episode worker (`agent.workers`).
+2. Each trajectory is one coroutine; slots limit how many run at once (rollout/pressure.py). Its episode runs on this
+   event loop, or in an episode worker (`agent.workers`).
 3. A finished trajectory is rewarded, and if there is a teacher, scored by it.
 4. When the last trajectory of a prompt has ended, the rewards of groups are added, but not in an evaluation.
 5. The result is ordered by prompt and sample, whichever finished first.
@@ -39,6 +39,8 @@ from slimrl.rewards.scoring import score
 from slimrl.rewards.services import NotStarted, RewardServices
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
+from slimrl.rollout.pressure import CachePressure
+from slimrl.rollout.slots import Slots
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
@@ -68,6 +70,7 @@ class RolloutStage:
         workers: EpisodeWorkers | None = None,
         loop: asyncio.Runner | LoopThread | None = None,
         scorer: Scorer | None = None,
+        engine_urls: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
         """
         Args:
@@ -80,6 +83,7 @@ class RolloutStage:
             workers: run the episodes instead of this event loop; started and closed with the stage.
             loop: of the episodes; None for one that runs only while a rollout does.
             scorer: the engines, as what scores; None if nothing asks for scores.
+            engine_urls: of the engines that there are now, to watch their caches.
         """
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
@@ -91,6 +95,7 @@ class RolloutStage:
         self.lags_s: list[float] = []
         """Of the event loops of this process and the workers in the same rollouts; see LoopLag"""
         self._lag = LoopLag()
+        self.pressure = CachePressure(recipe.rollout, engine_urls)
         self._services = RewardServices(task.rewards.parts, timeout_s=recipe.reward.startup_timeout_s)
         self._service_tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.Runner() if loop is None else loop
@@ -237,7 +242,7 @@ class RolloutStage:
         prompt: Prompt,
         trajectory_ids: Sequence[str],
         done: Mapping[str, Trajectory],
-        slots: asyncio.Semaphore,
+        slots: Slots,
         keep: Callable[[Trajectory], None],
     ) -> None:
         """Run the episodes of a group to train on, until all of them are scored.
@@ -333,7 +338,7 @@ class RolloutStage:
         """
         max_concurrency = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.num_engines
         self._engine.open(list(planned), at_once=max_concurrency)
-        slots = asyncio.Semaphore(max_concurrency)
+        slots = self.pressure.slots()
         teacher = self._teacher if trains else None
         groups = PendingGroups(planned) if trains and self._task.rewards.group else None
         last_end = 0.0
@@ -371,6 +376,9 @@ class RolloutStage:
             self._keep_tasks()
             self._opened.push_async_callback(self._episodes.stop)
             await self._episodes.start()
+            if not self._recipe.deterministic:
+                watch = asyncio.create_task(self.pressure.watch())
+                self._opened.push_async_callback(_end, watch)
             self._keep_tasks()
         except (NotStarted, ToolsUnavailable, NotListening) as error:
             raise RunError(str(error)) from error
@@ -466,6 +474,11 @@ async def _all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         first = failures.exceptions[0]
         raise first from first.__cause__
     return [task.result() for task in tasks]
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _fail(trajectory: Trajectory, cause: str) -> None:

@@ -269,6 +269,7 @@ def rollout_stage(
         workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
         loop=LoopThread("slimrl-rollout") if recipe.rollout.outlives_steps else None,
         scorer=client if isinstance(client, RoutedEngines) else None,
+        engine_urls=lambda: [address.url for address in engines.receivers],
     )
 
 

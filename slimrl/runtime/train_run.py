@@ -120,6 +120,7 @@ class TrainRun(Run):
         step.record({**rollout_metrics(batch.sampled, batch.seconds), **batch.metrics})
         step.record(environment_metrics(batch.sampled))
         step.record(loop_lag_metrics(lags_s))
+        step.record(self.stage.pressure.take())
         step.record(self._reward_watch.metrics(batch.sampled))
         step.record(teacher_metrics(batch.sampled, scoring))
         if len(self.task.train) > 1:

@@ -1,7 +1,7 @@
 """What slimrl adds to an SGLang engine, by SGLang's own plugin mechanism (entry-point group sglang.srt.plugins).
 
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
-fingerprints of the loaded weights (weight_fingerprints.py), the number of requests under way, the version of a token
+fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token
 that a pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of
 gated delta nets in the engine's precision (norm_dtype.py), and no files of SGLang left in /dev/shm: they are unlinked
 early, or named so that slimrl removes them.
@@ -89,6 +89,7 @@ def hooks() -> list[Hook]:
         (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
         (f"{_SCHEDULER}.init_idle_sleeper", "after", scheduler.after_init_idle_sleeper),
+        (f"{_SCHEDULER}._add_request_to_queue", "after", scheduler.after_add_request_to_queue),
         (f"{_SCHEDULER}.record_weight_version_change", "around", scheduler.around_version_change),
         (f"{_CONTROLLER}.event_loop", "replace", scheduler.event_loop),
         (f"{_CONTROL}.flush_cache", "replace", scheduler.flush_cache),

@@ -1,4 +1,4 @@
-"""Hooks of an SGLang scheduler: the number of requests under way, and sleep while it is idle or paused.
+"""Hooks of an SGLang scheduler: its load, the versions of tokens, and sleep while it is idle or paused.
 
 With attention data parallelism an engine has a scheduler for each group of ranks. All of them take part in every round
 of any of them, and the first hands on what controls the engine.
@@ -16,14 +16,30 @@ RUNNING_REQUESTS = "slimrl_running_requests"
 """What /server_info says of each scheduler: its requests under way, exact while it is paused too.
 
 SGLang's own figure of load is published every few forward passes."""
+RETRACTIONS = "slimrl_retractions"
+"""How often it has taken a running request's KV cache away since it started, because there was none left. A pause with
+`retract` does not count."""
+TOKEN_USAGE = "slimrl_token_usage"
+"""Fraction of its KV cache that running requests hold; of other caches, such as states of delta nets, if they are
+fuller. Cached prefixes of requests that have ended do not count."""
 
 
 def after_get_internal_state(answer: Any, controller: Any, request: Any) -> Any:
     """Hook of SchedulerInternalStateController.get_internal_state."""
     scheduler = controller.scheduler
     requests = {*scheduler.collect_inflight_reqs(), scheduler.chunked_req} - {None}
-    answer.internal_state[RUNNING_REQUESTS] = sum(not request.finished() for request in requests)
+    answer.internal_state |= {
+        RUNNING_REQUESTS: sum(not request.finished() for request in requests),
+        RETRACTIONS: getattr(scheduler, RETRACTIONS, 0),
+        TOKEN_USAGE: scheduler.pool_stats_observer.get_pool_stats().get_max_pool_usage(),
+    }
     return answer
+
+
+def after_add_request_to_queue(result: None, scheduler: Any, request: Any, is_retracted: bool = False) -> None:
+    """Hook of Scheduler._add_request_to_queue, which gets requests again that were retracted."""
+    if is_retracted:
+        setattr(scheduler, RETRACTIONS, getattr(scheduler, RETRACTIONS, 0) + 1)
 
 
 def around_version_change(original: Callable[..., None], scheduler: Any, new_version: str | None) -> None:

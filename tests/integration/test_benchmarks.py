@@ -146,6 +146,16 @@ def test_episodes_are_timed_beside_bare_coroutines(tmp_path: Path):
     assert ours["cpu_ms_per_turn"] > bare["cpu_ms_per_turn"]
 
 
+def test_the_rollout_service_is_measured_with_all_slots_taken(tmp_path: Path):
+    sizes = ("--episodes", "40", "80", "--updates", "3", "--turns", "2", "--latency", "0.05")
+    figures = figures_of("rollout_service", tmp_path / "rollout_service.json", *sizes)
+    for episodes in (40, 80):
+        row = figures["episodes"][str(episodes)]
+        assert row["most_in_flight"] == episodes
+        assert row["turns"] >= 2 * 3 * max(8, episodes // 10)
+        assert_positive(row["cpu_ms_per_turn"], row["peak_kb_per_episode"], row["save_s"], row["saved_mb"])
+
+
 @pytest.mark.full
 def test_the_gateway_is_timed_against_the_engines_own_endpoint(tmp_path: Path):
     sizes = ("--requests", "3", "--sessions", "20", "--turns", "2")

@@ -52,10 +52,10 @@ class Weights:
         self.url = ""
         self._model = cache(lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
-    def resync(self, mode: PauseMode) -> None:
+    def resync(self, mode: PauseMode, *, flush_cache: bool = True) -> None:
         self.version += 1
         control = SglangControl("engine 0", self.url, timeout_s=60)
-        config = ResyncConfig(pause=mode, verify=VerifyMode.full, timeout_s=60)
+        config = ResyncConfig(pause=mode, verify=VerifyMode.full, timeout_s=60, flush_cache=flush_cache)
         source = CheckpointSource(self.paths[self.version % 2])
         session = ResyncSession(source, [control], config, rank=0, run_id=f"versions-{self.version}")
         report = session.run(self.version)
@@ -171,6 +171,28 @@ async def test_what_is_aborted_in_the_engines_queue_goes_on(weights: Weights, en
     expected, _ = weights.of_transformers(weights.version, prompt(2), result.tokens)
     assert (len(result.tokens), result.finish_reason) == (NEW, "length")
     assert np.abs(expected - result.logprobs).max() < 2e-5
+
+
+@pytest.mark.parametrize("flush_cache", [True, False])
+async def test_tokens_over_a_kept_cache_are_those_that_the_new_weights_alone_do_not_explain(
+    weights: Weights, flush_cache: bool
+):
+    engine = SglangEngine(weights.url, routed_experts_shape=SHAPE, keeps_caches=not flush_cache)
+    first = await engine.generate(ask("kept", prompt(3), 62))
+    context = prompt(3) + first.tokens + [9, 9, 9]
+    await asyncio.to_thread(weights.resync, PauseMode.abort, flush_cache=flush_cache)
+    second = await engine.generate(ask("kept", context, 62))
+    expected, _ = weights.of_transformers(weights.version, context, second.tokens)
+    error = np.abs(expected - second.logprobs).max()
+    assert first.stale_cache_tokens == 0
+    if flush_cache:
+        assert (second.cached_tokens, second.stale_cache_tokens) == (0, 0)
+        assert error < 2e-5
+    else:
+        assert second.cached_tokens > len(prompt(3))
+        assert second.stale_cache_tokens == 62
+        assert error > 1e-2
+    await engine.aclose()
 
 
 def assert_same_turn(parts: GenerateResult, whole: GenerateResult) -> None:

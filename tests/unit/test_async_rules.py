@@ -52,6 +52,15 @@ def change(made: Recipe, key: str, value: object) -> Recipe:
         ("async_", "rollout.oversample", 1.5, "rollout.oversample", "1.5 is for rollout.mode sync"),
         ("async_", "deterministic", True, "rollout.mode", "async cannot be repeated bit by bit"),
         ("one_step_off", "rollout.colocated", True, "rollout.mode", "one_step_off needs engines that sample while"),
+        ("sync", "resync.flush_cache", False, "resync.flush_cache", "and rollout.mode sync has none"),
+        (
+            "one_step_off",
+            "resync.flush_cache",
+            False,
+            "resync.flush_cache",
+            "and rollout.mode one_step_off has none",
+        ),
+        ("async_", "resync.flush_cache", False, "resync.flush_cache", "Use abort or in_place"),
         (
             "async_",
             "algorithm.dynamic_sampling.refill",
@@ -65,6 +74,15 @@ def test_what_a_mode_excludes_is_refused(mode, key, value, refused, said):
     [(found, message)] = mode_violations(change(recipe(RolloutMode[mode]), key, value))
     assert found == refused
     assert said in message
+
+
+@pytest.mark.parametrize("pause", [PauseMode.abort, PauseMode.in_place])
+def test_caches_are_kept_by_engines_of_their_own(pause):
+    made = change(recipe(RolloutMode.async_), "resync.flush_cache", False)
+    made.resync.pause = pause
+    assert not list(mode_violations(made))
+    made.rollout.colocated = True
+    assert "resync.flush_cache" in [key for key, _ in mode_violations(made)]
 
 
 @pytest.mark.parametrize(

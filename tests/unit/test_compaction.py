@@ -52,6 +52,7 @@ def test_the_policy_writes_a_summary_that_takes_the_place_of_its_turns():
     assert first.routed_experts.shape[0] == len(first.tokens)
     assert trajectory.metadata["num_compactions"] == 1
     assert rollout_metrics([trajectory], 1.0)["rollout/compactions_mean"] == 1
+    assert "rollout/stale_cache_tokens" not in rollout_metrics([trajectory], 1.0)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,9 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("rollout.chunk_tokens=64 deterministic=true", "rollout.chunk_tokens",
          "64: parts of a turn that fail are asked for again at any moment, so a deterministic run cannot repeat its "
          "batches. Use 0, or deterministic false."),
+        ("rollout.adaptive_concurrency=true deterministic=true", "rollout.adaptive_concurrency",
+         "how full the engines' caches are depends on the clock, so a deterministic run cannot repeat it. Use false, "
+         "or deterministic false."),
         ("rollout.chunk_tokens=-1", "rollout.chunk_tokens", "-1: must not be negative."),
         ("rollout.engine_attention_dp=0", "rollout.engine_attention_dp", "0: must be at least 1."),
         ("resync.transport=delta", "resync.local_dir",

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import EngineError
 from slimrl.observability.run_folder import RunFolder
@@ -338,6 +339,11 @@ def test_episodes_talk_to_the_engines(start: Start, settings, kind):
     assert [list(end._engine_urls) for end in ends] == [[url] for url in urls]
     assert all((end._vocab_size, end._routed_experts_shape) == (50, (2, 3)) for end in ends)
     assert all(end._retries is (kind is LockstepEngine) for end in ends)
+    assert all(end._caches is None for end in ends)
+    group._recipe.resync.pause = PauseMode.in_place
+    kept = group.client(vocab_size=50, routed_experts_shape=None)
+    ends = kept._engines if kind is LockstepEngine else [kept._connect(url) for url in kept.live]
+    assert all(end._caches == {} for end in ends)
     assert group.roles == tuple(
         (f"engine {number}, {part} on host", pid) for number in range(len(urls)) for part, pid in PARTS
     )

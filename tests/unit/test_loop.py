@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.rollout import RolloutMode
+from slimrl.config.schema.rollout import RolloutConfig, RolloutMode
 from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Status, Trajectory
@@ -21,6 +21,7 @@ from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.resync.report import ResyncReport
+from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime import dynamic_sampling, train_run
 from slimrl.runtime.cluster.errors import RunError, StepDropped
@@ -47,6 +48,7 @@ class Stages:
         self.asked_in = ""
         self.scoring = ScoringTimes()
         self.lags_s: list[float] = []
+        self.pressure = CachePressure(RolloutConfig(), lambda: ())
 
     def take_lags(self):
         return []

@@ -11,12 +11,14 @@ import pytest
 
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
+from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime.cluster.errors import StepDropped
 from slimrl.runtime.state import CheckpointFolder, RunState, read_state
@@ -33,6 +35,7 @@ class Stage:
         self.dropped_in = dropped_in
         self.scoring = ScoringTimes()
         self.lags_s: list[float] = []
+        self.pressure = CachePressure(RolloutConfig(), lambda: ())
         self.asked: list[tuple[str, list[str]]] = []
 
     def rollout(self, prompts, *, label, check_cancelled, earlier=()):

@@ -251,6 +251,13 @@ def test_requests_that_go_on_in_place_are_counted_as_stale_and_not_flushed():
     assert ["flush" in engine.calls for engine in engines] == [True, False]
 
 
+def test_caches_are_kept_where_the_recipe_says_so():
+    engine = Engine("e")
+    assert session(Source(weights()), [engine], config(flush_cache=False, pause=PauseMode.abort)).run(1) is not None
+    assert "version" in engine.calls
+    assert "flush" not in engine.calls
+
+
 def test_seconds_without_verification_contain_flush_and_version():
     class Slow(Engine):
         def flush_cache(self):

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from slimrl.config.schema.rollout import RolloutMode, TooOld
 from slimrl.data.loop_thread import LoopThread
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.rollout.slots import Slots
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_service import RolloutService
@@ -31,6 +33,7 @@ class Stage:
         self.begun: Counter[str] = Counter()
         self.status, self.reward = Status.completed, lambda trajectory_id: float(trajectory_id[-1])
         self.fault: Exception | None = None
+        self.pressure = SimpleNamespace(slots=lambda: Slots(64))
 
     def run(self, coroutine):
         return self.loop.run(coroutine)
@@ -314,6 +317,27 @@ def test_a_resumed_run_trains_on_every_group_once_and_runs_no_ended_trajectory_a
     again = resumed.stage.begun & run.stage.begun
     assert again
     assert all(trajectory_id.endswith("1") and int(trajectory_id[6:14]) >= 4 for trajectory_id in again)
+
+
+def test_what_is_saved_is_of_one_moment_though_groups_go_on_while_it_is_written(tmp_path):
+    stage = Stage(lambda trajectory_id: 30.0 if trajectory_id.endswith("001") else 0.001)
+    run = Running(tmp_path, stage, recipe_of())
+    run.stage.run(asyncio.sleep(0.1))
+    loop_run = stage.run
+
+    def run_and_go_on(coroutine):
+        result = loop_run(coroutine)
+        for group in run.service._groups.values():
+            for one in group.done.values():
+                one.reward, one.rewards["of the group"], one.metadata["error"] = 5.0, 5.0, "later"
+        return result
+
+    stage.run = run_and_go_on
+    run.service.save(tmp_path / "rollout")
+    lines = [json.loads(line) for line in (tmp_path / "rollout" / "groups.jsonl").read_text().splitlines()]
+    saved = [one for line in lines for one in line["done"]]
+    assert len(saved) == 2 * BATCH
+    assert {(one["reward"], len(one["rewards"]), one["metadata"].get("error")) for one in saved} == {(0.0, 0, None)}
 
 
 def test_saved_groups_of_prompts_that_are_gone_are_refused(tmp_path):

@@ -25,6 +25,7 @@ from slimrl.sglang_plugin.cpu.seeded_sampling import (
 )
 from slimrl.sglang_plugin.hooks import after_wait_until_ready
 from slimrl.sglang_plugin.scheduler import (
+    after_add_request_to_queue,
     after_get_internal_state,
     after_init_idle_sleeper,
     after_paused_round,
@@ -45,10 +46,28 @@ class Request:
 def test_requests_under_way_are_counted_once_and_finished_ones_not():
     running, prefilled, done = Request(False), Request(False), Request(True)
     for chunked, expected in ((None, 1), (running, 1), (prefilled, 2), (done, 1)):
-        scheduler = SimpleNamespace(collect_inflight_reqs=lambda: [running, done], chunked_req=chunked)
-        answer = SimpleNamespace(internal_state={"other": 1})
-        found = after_get_internal_state(answer, SimpleNamespace(scheduler=scheduler), None)
-        assert found.internal_state == {"other": 1, "slimrl_running_requests": expected}
+        state = internal_state(collect_inflight_reqs=lambda: [running, done], chunked_req=chunked)
+        assert (state["other"], state["slimrl_running_requests"]) == (1, expected)
+
+
+def internal_state(**of_scheduler) -> dict:
+    usage = SimpleNamespace(get_max_pool_usage=lambda: 0.25)
+    pools = SimpleNamespace(get_pool_stats=lambda: usage)
+    idle = {"collect_inflight_reqs": list, "chunked_req": None, "pool_stats_observer": pools}
+    scheduler = of_scheduler.pop("scheduler", SimpleNamespace())
+    vars(scheduler).update(idle | of_scheduler)
+    answer = SimpleNamespace(internal_state={"other": 1})
+    return after_get_internal_state(answer, SimpleNamespace(scheduler=scheduler), None).internal_state
+
+
+def test_retracted_requests_are_counted_and_new_ones_are_not():
+    scheduler = SimpleNamespace()
+    assert internal_state(scheduler=scheduler)["slimrl_retractions"] == 0
+    after_add_request_to_queue(None, scheduler, Request(False))
+    for _ in range(2):
+        after_add_request_to_queue(None, scheduler, Request(False), is_retracted=True)
+    state = internal_state(scheduler=scheduler)
+    assert (state["slimrl_retractions"], state["slimrl_token_usage"]) == (2, 0.25)
 
 
 def running(outputs: int, **changes) -> SimpleNamespace:

@@ -23,6 +23,7 @@ from slimrl.rollout import client
 from slimrl.rollout import teacher as teacher_module
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.servers.ports import free_ports
+from slimrl.rollout.slots import Slots
 from slimrl.rollout.statistics import teacher_metrics
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.rollout_stage import RolloutStage
@@ -294,7 +295,7 @@ def test_a_rollout_is_scored_but_for_what_failed_and_an_evaluation_is_not():
 def test_groups_that_run_by_themselves_have_their_times_in_the_batch_after_them():
     async def group(number: int) -> None:
         done: dict[str, Trajectory] = {}
-        slots, names = asyncio.Semaphore(4), [f"group_{number}/{sample}" for sample in range(2)]
+        slots, names = Slots(4), [f"group_{number}/{sample}" for sample in range(2)]
         await stage.run_group(PROMPTS[0], names, done, slots, lambda t: done.setdefault(t.trajectory_id, t))
 
     with stage_of(Scores()) as stage:

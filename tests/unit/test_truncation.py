@@ -13,8 +13,10 @@ from slimrl.algorithms.selection import select
 from slimrl.algorithms.shaping import apply_truncation_rule
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.run_folder import RunFolder
+from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
@@ -91,6 +93,7 @@ def test_the_rollout_of_a_run_applies_the_rule_before_its_metrics_are_taken(tmp_
     class Stage:
         scoring = ScoringTimes()
         lags_s: ClassVar[list[float]] = []
+        pressure = CachePressure(RolloutConfig(), lambda: ())
 
         def rollout(self, prompts, *, label, check_cancelled):
             asked.append((prompts, label))

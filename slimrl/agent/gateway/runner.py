@@ -26,7 +26,7 @@ from slimrl.agent.turn_request import TurnRequests
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine
-from slimrl.data.trajectory import POSTED_REWARD, Prompt, Status, Trajectory
+from slimrl.data.trajectory import POSTED_REWARD, STALE_CACHE_TOKENS, Prompt, Status, Trajectory
 
 
 @dataclass(kw_only=True)
@@ -105,6 +105,7 @@ def _complete(trajectory: Trajectory, session: Session, error: str) -> None:
     turns = list(session.history.turns())
     results = [result for turn in turns for result in turn.results]
     calls = count_calls(turns, UNKNOWN_TOOL)
+    stale = sum(result.stale_cache_tokens for result in results)
     trajectory.messages = last.messages if last else []
     trajectory.metadata = {
         "num_turns": len(turns),
@@ -118,6 +119,7 @@ def _complete(trajectory: Trajectory, session: Session, error: str) -> None:
         "environment": {"states": list(map(_state, turns))} if len(trajectory.segments) > 1 else {},
         "gateway": {"segments": len(trajectory.segments), **asdict(session.counts)},
         **({"error": error} if error else {}),
+        **({STALE_CACHE_TOKENS: stale} if stale else {}),
     }
     trajectory.measured = {"start_s": 0.0, "step_s": session.idle_s, "close_s": 0.0}
     if session.posted_reward is not None:

@@ -60,6 +60,9 @@ class ResyncConfig:
     """Deadline of one resync."""
     pause: PauseMode = PauseMode.retract
     """Treatment of running requests."""
+    flush_cache: bool = True
+    """Empty the engines' prefix caches, which hold keys and values of the old weights. `false` keeps them for
+    trajectories that go on after a resync, with pause abort or in_place; docs/resync.md."""
     dir: str = ""
     """Folder for versions, at the same path for trainer and engines (disk, delta); empty for `resync` in the run
     folder."""

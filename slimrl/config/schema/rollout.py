@@ -82,6 +82,9 @@ class RolloutConfig:
     """Trajectories per group."""
     max_concurrency_per_engine: int = 256
     """Concurrent trajectories per engine on average: `num_engines` times as many in all."""
+    adaptive_concurrency: bool = False
+    """Run fewer trajectories while the engines' KV caches are full, and more while there is room: docs/async.md. Not
+    with `deterministic`."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     max_turns: int = 4

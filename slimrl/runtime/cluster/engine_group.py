@@ -23,6 +23,7 @@ from typing import Any
 
 from slimrl.config.environment import engine_variables
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import Engine
 from slimrl.observability.run_folder import RunFolder
@@ -229,7 +230,13 @@ class EngineGroup:
     def client(self, *, vocab_size: int, routed_experts_shape: tuple[int, int] | None) -> Engine:
         """The engines' client; it belongs to the event loop that first uses it."""
         urls = [address.url for address in self.addresses]
-        connect = partial(SglangEngine, vocab_size=vocab_size, routed_experts_shape=routed_experts_shape)
+        resync = self._recipe.resync
+        connect = partial(
+            SglangEngine,
+            vocab_size=vocab_size,
+            routed_experts_shape=routed_experts_shape,
+            keeps_caches=resync.pause is PauseMode.in_place or not resync.flush_cache,
+        )
         if self._recipe.deterministic:
             return LockstepEngine([connect(url) for url in urls])
         self._client = RoutedEngines(partial(connect, retries=False), urls)

@@ -1,0 +1,106 @@
+"""Watches how full the engines' KV caches are, and adapts to it how many trajectories run.
+
+Every POLL_S each engine is asked for its state. One that does not answer, because it ends, starts or loads weights, is
+left out of that round. With `rollout.adaptive_concurrency` the answers decide how many trajectories may run
+(concurrency.py); without it they are counted alone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import aiohttp
+
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.rollout.concurrency import AdaptiveConcurrency
+from slimrl.rollout.slots import Slots
+from slimrl.sglang_plugin import scheduler
+
+POLL_S, TIMEOUT_S = 2.0, 5.0
+
+log = logging.getLogger(__name__)
+
+
+class CachePressure:
+    """Makes the slots of trajectories; used on one event loop.
+
+    Args:
+        urls: of the engines that there are now.
+    """
+
+    def __init__(self, rollout: RolloutConfig, urls: Callable[[], Sequence[str]]) -> None:
+        self._most = rollout.max_concurrency_per_engine * rollout.num_engines
+        self._adaptive = (
+            AdaptiveConcurrency(most=self._most, least=rollout.num_engines) if rollout.adaptive_concurrency else None
+        )
+        self._urls = urls
+        self._slots = WeakSet[Slots]()
+        self._counts: dict[str, int] = {}
+        """Retractions of each engine since it started, as it last said"""
+        self._retractions = 0
+        self._usages: list[float] = []
+
+    def slots(self) -> Slots:
+        """Their number adapts as long as they are used."""
+        made = Slots(self._most if self._adaptive is None else self._adaptive.limit)
+        self._slots.add(made)
+        return made
+
+    def take(self) -> dict[str, float]:
+        """Metrics since the last call; none if no engine has answered since."""
+        if not self._usages:
+            return {}
+        metrics = {"rollout/retractions": self._retractions, "rollout/token_usage_max": max(self._usages)}
+        if self._adaptive is not None:
+            metrics["rollout/concurrency_limit"] = self._adaptive.limit
+        self._retractions, self._usages = 0, []
+        return metrics
+
+    async def watch(self) -> None:
+        """Ask and adapt until it is cancelled."""
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            while True:
+                await asyncio.sleep(POLL_S)
+                urls = list(self._urls())
+                states = await asyncio.gather(*(_states(http, url) for url in urls))
+                self.observe(dict(zip(urls, states, strict=True)))
+
+    def observe(self, states: dict[str, list[dict[str, Any]]]) -> None:
+        """
+        Args:
+            states: of each engine's schedulers, by the engine's url; none for an engine that did not answer.
+        """
+        retractions, usages = 0, []
+        for url, of_engine in states.items():
+            if not of_engine:
+                continue
+            count = sum(state[scheduler.RETRACTIONS] for state in of_engine)
+            before = self._counts.get(url, 0)
+            # A new engine at the same address counts from 0.
+            retractions += count - before if count >= before else count
+            self._counts[url] = count
+            usages += [state[scheduler.TOKEN_USAGE] for state in of_engine]
+        if not usages:
+            return
+        self._retractions += retractions
+        self._usages.append(max(usages))
+        if self._adaptive is not None:
+            running = sum(slots.taken for slots in self._slots)
+            ended = sum(slots.take_num_ended() for slots in self._slots)
+            limit = self._adaptive.observe(running=running, ended=ended, retractions=retractions, usage=max(usages))
+            for slots in self._slots:
+                slots.limit = limit
+
+
+async def _states(http: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
+    """The state of each of an engine's schedulers; none if it does not answer."""
+    try:
+        async with http.get(f"{url}/server_info") as response:
+            response.raise_for_status()
+            return (await response.json())["internal_states"]
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+        log.debug("%s does not say how full its cache is: %r", url, error)
+        return []
