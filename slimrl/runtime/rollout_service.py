@@ -340,12 +340,12 @@ class RolloutService:
             log.info("group %d of %s is too old and dropped", number, group.prompt.prompt_id)
         self._changed.set()
 
-    def note_version(self, weight_version: int) -> None:
-        """The engines serve the weights that they had, as another version."""
-        self._stage.run(self._note_version(weight_version))
+    def note_version(self, weight_version: int, updates: int) -> None:
+        """The engines serve weights, as this version, which so many updates have changed since the last `advance`."""
+        self._stage.run(self._note_version(weight_version, updates))
 
-    async def _note_version(self, weight_version: int) -> None:
-        self._versions[weight_version] = self.admission.version
+    async def _note_version(self, weight_version: int, updates: int) -> None:
+        self._versions[weight_version] = self.admission.version + updates
 
     def hold(self, held: bool) -> None:
         """Whether no group may begin; those that run go on."""

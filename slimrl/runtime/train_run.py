@@ -73,6 +73,10 @@ class TrainRun(Run):
         self._sources = {prompt.prompt_id: name for name, prompts in self.task.train.items() for prompt in prompts}
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
         self._beside = EvaluationBeside(self.task.eval_sets, self.stage, self.engines, self.recipe.eval.engines)
+        if self.recipe.rollout.mode is not RolloutMode.sync:
+            for group in (self.trainers, self.critics):
+                if group is not None:
+                    group.meanwhile = self.stage.check
         self._weights = WeightSync(self.recipe, self.state, self.trainers, self.engines, self._memory, self.progress)
 
     def sync_initial_weights(self) -> None:
@@ -135,7 +139,7 @@ class TrainRun(Run):
         """Send the weights as the next version, with rollouts beside it or when they have ended, as the mode says."""
         if self._service is not None:
             with step.timed("drain"):
-                self._service.before_resync(self.stage.check, self.preemption)
+                self._service.before_resync(self._check_drain, self.preemption)
             if self._has_evaluation(step.number):
                 # Its engines get the weights that are to be evaluated next.
                 self._take_evaluated()
@@ -215,16 +219,29 @@ class TrainRun(Run):
     def _check_wait(self) -> None:
         """While the trainer waits for a batch: nothing that is finished is lost if the run ends here."""
         self.stage.check()
-        if self.engines.need_weights:
-            assert self._service is not None
-            self.state.weight_version += 1
-            self._send_weights(Step(self.state.step))
-            self._service.note_version(self.state.weight_version)
+        self._serve_again(updates=0)
         if self.preemption.asked:
             if self.state.step > 0:
                 # Also if the step's checkpoint is there: other groups have ended since.
                 self.save_checkpoint()
             raise StepDropped("the run ends while it waits for groups")
+
+    def _check_drain(self) -> None:
+        """While the groups end that began before the update."""
+        self.stage.check()
+        self._serve_again(updates=1)
+
+    def _serve_again(self, *, updates: int) -> None:
+        """Where no engine is left that serves, but one has been restarted, send it the trainer's weights.
+
+        Args:
+            updates: that the rollout service has not been told of.
+        """
+        if self.engines.need_weights:
+            assert self._service is not None
+            self.state.weight_version += 1
+            self._send_weights(Step(self.state.step))
+            self._service.note_version(self.state.weight_version, updates)
 
     def save_checkpoint(self) -> None:
         self._memory.enter(MemoryPhase.save)

@@ -165,6 +165,12 @@ class CliRun:
         """SIGKILL for the main process of an engine; its children end with it."""
         engine_server(self.members(ENGINE), f"engine_{index}.log").kill()
 
+    def signal_server(self, index: int, number: signal.Signals) -> None:
+        """A signal for all processes of an engine's server."""
+        server = engine_server(self.members(ENGINE), f"engine_{index}.log")
+        for process in (server, *server.children(recursive=True)):
+            process.send_signal(number)
+
     def interrupt_as_terminal(self) -> None:
         """What Ctrl-C does: SIGINT to every process of the foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)

@@ -19,10 +19,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LEFT_BY_SGLANG = ("sglang_loads_", "sem.mp-")
 
 
-def figures_of(name: str, out: Path, *arguments: str) -> dict[str, Any]:
+def figures_of(name: str, out: Path, *arguments: str, timeout_s: float = 280) -> dict[str, Any]:
     """What `python benchmarks/NAME.py ARGUMENTS --json OUT` wrote."""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads(out.read_text())
 
@@ -192,6 +192,28 @@ def test_conversions_are_timed_against_copies(tmp_path: Path):
     assert figures["copy_seconds"] == pytest.approx((rows["cp"]["seconds"] + rows["cp again"]["seconds"]) / 2)
     assert_positive(*(row["ratio"] for row in rows.values()))
     assert [path.name for path in tmp_path.iterdir()] == ["conversion.json"]
+
+
+@pytest.mark.timeout(900)
+def test_a_run_to_which_faults_happen_loses_no_group_and_leaves_nothing(tmp_path: Path):
+    kinds = ["engine killed", "engine stopped", "engine's actor killed", "failing tools"]
+    asked = [word for kind in kinds for word in ("--kind", kind)]
+    arguments = ["--folder", str(tmp_path / "bench"), "--minutes", "1.5", "--faults", "4", "--sft-updates", "60"]
+    figures = figures_of("faults", tmp_path / "faults.json", *arguments, *asked, timeout_s=880)
+    assert figures["problems"] == []
+    assert figures["faults"] == dict.fromkeys(kinds, 1)
+    assert figures["replaced_engines"] >= 2
+    assert figures["groups"]["taken"] == 8 * figures["steps"]
+    assert_positive(figures["repeated_requests"])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_twenty_faults_in_a_quarter_of_an_hour_cost_no_group(tmp_path: Path):
+    figures = figures_of("faults", tmp_path / "faults.json", "--folder", str(tmp_path / "bench"), timeout_s=2380)
+    assert figures["problems"] == []
+    assert sum(figures["faults"].values()) == 20
+    assert figures["replaced_engines"] >= 8
 
 
 @pytest.mark.full

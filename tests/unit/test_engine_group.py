@@ -21,16 +21,16 @@ from slimrl.rollout.servers.server import ENGINE, TEACHER
 from slimrl.runtime.cluster import engine_actor, engine_group
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
 from slimrl.runtime.cluster.placement import Node
 
 
 class Actors:
     """Engines that answer at once; an answer is of the moment of its question, whenever it is read."""
 
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-        self.ended: dict[str, str] = {}
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.ended: dict[str, str | StageError] = {}
         self.silent: set[str] = set()
         """Those that have not answered yet"""
         self.failed: dict[str, StageError] = {}
@@ -41,6 +41,15 @@ class Actors:
     def kill(self, *names: str) -> None:
         self.calls.append("kill")
         self.ended |= {name: f"{name} was ended by SIGKILL (log: {name}.log)" for name in names}
+
+    def add(self, name, actor, log, node) -> None:
+        self.calls.append(f"make {name}, start {actor[-1]}")
+        self.names.append(name)
+        self.ended.pop(name, None)
+
+    def remove(self, name) -> None:
+        self.calls.append(f"remove {name}")
+        self.names.remove(name)
 
     def begin(self, method, arguments=None):
         return self.call(method, arguments, timeout_s=0)
@@ -66,6 +75,8 @@ class Actors:
         self.calls.append(f"stop {name}")
 
     def restart(self, name):
+        if isinstance(self.ended.get(name), ActorLost):
+            return self.ended[name]
         self.ended.pop(name, None)
         return self.failed.pop(name, None) or replace(self.start(name), pids=(1, 3))
 
@@ -80,15 +91,10 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         recipe.rollout.num_engines = engines
         for name, value in settings.items():
             setattr(recipe if name == "deterministic" else recipe.rollout, name, value)
-        made, given = [], []
-
-        def actors(handles, logs, nodes):
-            made.append(Actors(list(handles)))
-            made[0].environments = given
-            return made[0]
-
-        handle = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments: None))
-        monkeypatch.setattr(engine_group, "ActorGroup", actors)
+        made, given = Actors(), []
+        made.environments = given
+        handle = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments: arguments))
+        monkeypatch.setattr(engine_group, "ActorGroup", lambda *nothing: made)
         monkeypatch.setattr(engine_group, "EngineActor", handle)
         slots = [[SimpleNamespace(node=SimpleNamespace(name="host"))] for _ in range(engines)]
         places = SimpleNamespace(
@@ -98,7 +104,8 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         )
         group = EngineGroup(recipe, RunFolder(tmp_path), places, role)
         group.wait_ready()
-        return group, made[0]
+        made.calls.clear()
+        return group, made
 
     return begin
 
@@ -156,6 +163,66 @@ def test_an_engine_that_ends_is_restarted_while_the_others_serve_and_joins_with_
     actors.kill("engine 0")
     with pytest.raises(StageError, match=r"max_replacements = 1 allows no more replacements of engines \(1 so far\)"):
         watch(group)
+
+
+def test_an_engine_whose_actor_has_ended_gets_another_one_and_joins_with_the_next_weights(start: Start):
+    group, actors = start()
+    client = told(group)
+    watch(group)
+    actors.ended["engine 1"] = ActorLost("engine 1: its process died")
+    group.watch()
+    group.watch()
+    assert actors.calls == ["remove engine 1", "make engine 1, start 1"]
+    assert client.serving == ["http://engine 0", "http://engine 2"]
+    group.watch()
+    assert (group.num_replaced, len(receivers(group)), len(client.serving)) == (1, 3, 2)
+    group.have_weights(receivers(group))
+    assert len(client.serving) == 3
+    # One that is lost while it restarts is made once more.
+    actors.kill("engine 0")
+    actors.failed = {"engine 0": ActorLost("engine 0: its process died during restart")}
+    actors.calls.clear()
+    watch(group)
+    assert actors.calls == ["remove engine 0", "make engine 0, start 2"]
+
+
+def test_an_engine_leaves_with_its_node_and_the_run_goes_on_while_one_is_left(start: Start):
+    group, actors = start(engines=2, max_replacements=0)
+    client = told(group)
+    watch(group)
+    actors.ended["engine 0"] = NodeLost("engine 0: its node was lost")
+    watch(group)
+    assert (client.serving, receivers(group), group.num_replaced) == (["http://engine 1"], ["engine 1"], 0)
+    assert actors.names == ["engine 1"]
+    group.check()
+    actors.ended["engine 1"] = NodeLost("engine 1: its node was lost")
+    with pytest.raises(StageError, match="its node was lost"):
+        watch(group)
+
+
+def test_a_restart_that_takes_too_long_is_given_up(start: Start, monkeypatch: pytest.MonkeyPatch):
+    group, actors = start(startup_timeout_s=100.0)
+    now = 0.0
+    monkeypatch.setattr(engine_group.time, "monotonic", lambda: now)
+    actors.silent = {"engine 1"}
+    group.restart({"engine 1": "ended"})
+    group.watch()
+    now = 100.0 + engine_group.STOP_TIMEOUT_S
+    group.watch()
+    assert (group.num_replaced, actors.calls) == (1, [])
+    now += 61.0
+    group.watch()
+    assert (group.num_replaced, actors.calls) == (2, ["remove engine 1", "make engine 1, start 2"])
+
+
+def test_an_engine_that_is_slow_to_answer_while_it_gets_weights_is_not_taken_for_one_that_hangs(start: Start):
+    group, actors = start()
+    actors.ended["engine 1"] = "engine 1, server_info: no answer within 60 s"
+    group.watch()
+    actors.ended.clear()
+    group.have_weights(receivers(group))
+    watch(group)
+    assert group.num_replaced == 0
 
 
 def test_an_engine_that_ends_unnoticed_is_the_cause_of_what_fails(start: Start):

@@ -228,6 +228,23 @@ def test_a_run_whose_trajectories_all_fail_ends_though_there_is_never_a_batch(tm
         run.service.take(stop_after(3.0))
 
 
+@pytest.mark.parametrize("updates", [0, 1])
+def test_a_version_between_two_updates_is_as_old_as_the_updates_that_made_its_weights(tmp_path, updates):
+    stage = Stage(lambda trajectory_id: 0.001 if trajectory_id < "group_00000003" else 0.1)
+    run = Running(tmp_path, stage, recipe_of(max_staleness=3))
+    run.take()
+    stage.version = 50
+    run.service.note_version(50, updates)
+    stage.run(asyncio.sleep(0.3))
+    run.step = 1
+    run.service.advance(51)
+    stage.version = 51
+    batch = run.service.take(lambda: None)
+    assert {one.weight_versions.max() for t in batch.kept for one in t.segments} == {50}
+    # The first of a trajectory's two tokens is of version 0.
+    assert batch.metrics["async/current_token_fraction"] == updates / 2
+
+
 def test_a_rollout_beside_the_training_of_which_all_fails_is_not_waited_for(tmp_path):
     stage = Stage(lambda trajectory_id: 0.001 if trajectory_id < "group_00000003" else 0.2)
     run = Running(tmp_path, stage, recipe_of(mode=RolloutMode.one_step_off))

@@ -26,6 +26,7 @@ class Ranks:
 
     def __init__(self, actors, logs, nodes) -> None:
         self.names, self.calls = list(actors), []
+        self.are_slow = False
         self.answers = {
             "pid": lambda rank: 100 + rank,
             "rendezvous": lambda rank: ("10.0.0.1", 29500),
@@ -51,6 +52,9 @@ class Ranks:
         """Of a worker's method, whose name errors then have."""
         assert all(name == method for name, *_ in calls.values())
         given = {rank: tuple(values) for rank, (_, *values) in calls.items()}
+        if self.are_slow:
+            while_waiting()
+            while_waiting()
         return self.call(method, given, timeout_s=timeout_s)
 
     def last(self, method):
@@ -141,6 +145,24 @@ def test_a_critic_s_ranks_are_on_its_slots_under_its_name_and_load_its_part_of_a
     given, _ = group._actors.last("load_checkpoint")
     assert given == dict.fromkeys(("critic 0", "critic 1"), (Path("runs/checkpoints/step_000004/critic").absolute(),))
     assert group.roles == (("critic 0 on node2", 100), ("critic 1 on node2", 101))
+
+
+def test_what_runs_beside_the_ranks_is_looked_at_while_they_work_but_not_too_often(group, monkeypatch):
+    seen, now = [], 100.0
+    group._actors.are_slow = True
+    monkeypatch.setattr(trainer_group.time, "monotonic", lambda: now)
+    group.meanwhile = lambda: seen.append(now)
+    group.step()
+    now += 0.5 * trainer_group.MEANWHILE_S
+    group.step()
+    now += trainer_group.MEANWHILE_S
+    group.release_memory([])
+    assert seen == [100.0, 100.0 + 1.5 * trainer_group.MEANWHILE_S]
+    # Engines that load weights are not asked how they are.
+    now += 10.0
+    group._actors.answers["resync"] = lambda rank, version: "report"
+    group.resync(1)
+    assert len(seen) == 2
 
 
 def test_pieces_of_an_update_go_from_the_ranks_of_one_group_to_all_ranks_of_another(group):

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from slimrl.rollout.servers.process import ServerError
-from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
 from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.reservation import is_alive
 
@@ -40,6 +40,14 @@ class ActorGroup:
     @property
     def names(self) -> list[str]:
         return list(self._actors)
+
+    def add(self, name: str, actor: Any, log: Path, node: Node) -> None:
+        """An actor more, or in the place of one that has ended."""
+        self._actors[name], self._logs[name], self._nodes[name] = actor, log, node
+
+    def remove(self, name: str) -> None:
+        """Kill an actor, whatever its state, and forget it."""
+        ray.kill(self._actors.pop(name))
 
     @property
     def first(self) -> Any:
@@ -140,11 +148,11 @@ class ActorGroup:
         node = self._nodes[name]
         if isinstance(error, RayActorError) and not is_alive(node):
             message = f"{name}: its node {node.name} was lost during {method}{self._log(name)}"
-            return 0, StageError(message, str(error))
+            return 0, NodeLost(message, str(error))
         if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
             crash = _crash(self._logs[name])
             reason = f": {crash}" if crash else ", without an error of its own; it may have been killed"
-            return 0, StageError(f"{name}: its process died during {method}{reason}{self._log(name)}", str(error))
+            return 0, ActorLost(f"{name}: its process died during {method}{reason}{self._log(name)}", str(error))
         return 1, StageError(f"{name}: {method}: {type(error).__name__}{self._log(name)}", str(error))
 
     def _verdict(self, error: RayError, name: str) -> RayError:

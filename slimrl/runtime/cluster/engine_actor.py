@@ -63,6 +63,7 @@ class EngineActor:
         devices: tuple[str, ...],
         part: int = 0,
         role: str = ENGINE,
+        starts: int = 0,
     ) -> None:
         """
         Args:
@@ -71,6 +72,7 @@ class EngineActor:
             devices: GPU ids of an engine with several GPUs; empty if this process sees the right ones already.
             part: number of the engine's part that this actor owns.
             role: ENGINE or TEACHER.
+            starts: of this engine's servers before, by other actors.
         """
         capture_output(logs / actor_log(index, part, role))
         os.chdir(working_directory)
@@ -79,7 +81,9 @@ class EngineActor:
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self.recipe, self.logs, self.index, self.node, self.part, self.role = recipe, logs, index, node, part, role
-        self.starts = 0
+        self.starts = starts
+        self.has_started = False
+        """Whether there is a server, which may have ended"""
         self.answered = 0.0
         """When the server last did, on the monotonic clock"""
 
@@ -94,15 +98,20 @@ class EngineActor:
         """
         return self._start(None, meeting)
 
-    def restart(self, meeting: str | None = None) -> EngineAddress:
+    def restart(self, meeting: str | None = None, port: int | None = None) -> EngineAddress:
         """Replace the server, whatever its state, by a new one at the same address.
 
         It has the checkpoint's weights. One that a resync will give others is left paused, and holds the memory that
         engines hold during a resync.
+
+        Args:
+            port: of the server of an actor that has ended; None for this one's, or if there was none for any.
         """
-        self.server.stop()
-        self.control.close()
-        address = self._start(self.server.port, meeting)
+        if self.has_started:
+            self.server.stop()
+            self.control.close()
+            port = self.server.port
+        address = self._start(port, meeting)
         if self.part > 0 or self.role == TEACHER:
             return address
         self.control.pause()
@@ -167,7 +176,8 @@ class EngineActor:
 
     def stop(self) -> None:
         """End the server, and remove leftovers of dead trainer ranks in this node's shared memory."""
-        self.server.stop()
+        if self.has_started:
+            self.server.stop()
         clean_stale_segments()
 
     def _start(self, port: int | None, meeting: str | None) -> EngineAddress:
@@ -191,10 +201,15 @@ class EngineActor:
             part=None if meeting is None else EnginePart(number=self.part, meeting=meeting),
             role=self.role,
         )
-        self.server.wait_ready()
+        try:
+            self.server.wait_ready()
+        except ServerError:
+            self.server.stop()
+            raise
         self.answered = time.monotonic()
         name = part_name(self.index, self.part, self.role)
         self.control = SglangControl(name, self.server.url, timeout_s=self.recipe.resync.timeout_s)
+        self.has_started = True
         return EngineAddress(
             name=name,
             url=self.server.url,

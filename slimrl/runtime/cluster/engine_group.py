@@ -6,7 +6,8 @@ and are replaced together.
 What becomes of an engine that ends or no longer answers, while others are left:
 
 1. `watch` notices it. Its requests go on at the others (rollout/routing.py).
-2. Its actors restart it in the background, at the same address, paused.
+2. Its actors restart it in the background, at the same address, paused; where an actor has ended, new ones do. An
+   engine whose node was lost is gone.
 3. It is among the `receivers` of the next resync, and serves afterwards.
 
 Where engines share devices with the trainer, a resync replaces it instead (`replace`): it starts when these are free.
@@ -14,12 +15,15 @@ Where engines share devices with the trainer, a resync replaces it instead (`rep
 
 import logging
 import os
+import time
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from slimrl.config.environment import engine_variables
 from slimrl.config.schema.recipe import Recipe
@@ -34,7 +38,8 @@ from slimrl.rollout.servers.control import EngineMemory
 from slimrl.rollout.servers.server import ENGINE, TEACHER, part_name
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress, actor_log
-from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
+from slimrl.runtime.cluster.placement import Slot
 from slimrl.runtime.cluster.reservation import Reservation
 
 CHECK_TIMEOUT_S = 60.0
@@ -42,6 +47,17 @@ CHECK_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where an engine is."""
+
+    index: int
+    """The engine's number"""
+    slots: tuple[Slot, ...]
+    places: Reservation
+    """That holds the slots"""
 
 
 class EngineGroup:
@@ -53,26 +69,24 @@ class EngineGroup:
             role: ENGINE; or TEACHER, and the recipe is that of its engines (`teacher_recipe`).
         """
         self._recipe, self._folder, self._role = recipe, folder, role
-        actors, logs, nodes = {}, {}, {}
-        variables = engine_variables(recipe, os.environ)
+        self._variables = engine_variables(recipe, os.environ)
+        self._actors = ActorGroup({}, {}, {})
+        self._sites: dict[str, Site] = {}
         self._parts: dict[str, list[str]] = {}
+        """Names of the actors of each engine"""
         placed = places.placement.teachers if role == TEACHER else places.placement.engines
-        for index, engine in enumerate(placed):
-            for part, (node, of_node) in enumerate(groupby(engine, key=lambda slot: slot.node)):
-                slots, name = tuple(of_node), part_name(index, part, role)
-                actors[name] = EngineActor.options(**places.options(slots[0], variables)).remote(  # type: ignore[attr-defined]
-                    recipe, folder.logs.absolute(), Path.cwd(), index, node, places.devices(slots), part, role
-                )
-                logs[name], nodes[name] = folder.logs / actor_log(index, part, role), node
-                self._parts.setdefault(part_name(index, 0, role), []).append(name)
-        self._actors = ActorGroup(actors, logs, nodes)
+        for index, slots in enumerate(placed):
+            self._make_actors(Site(index=index, slots=slots, places=places))
         self._starts = self._actors.begin("start", self._with_meetings(self._parts))
+        self._num_restarts: Counter[str] = Counter()
         self._asked: dict[str, Any] = {}
         """Pending questions of `watch`, by actor"""
         self._down: dict[str, str] = {}
         """Engines that have ended or do not answer, with the causes"""
-        self._restarts: dict[str, dict[str, Any]] = {}
-        """Those of them that are being restarted, with what their actors were asked"""
+        self._lost: dict[str, ActorLost] = {}
+        """Those of them of which an actor has ended"""
+        self._restarts: dict[str, tuple[dict[str, Any], float]] = {}
+        """Those of them that are being restarted, with what their actors were asked, and the deadline"""
         self._fresh: set[str] = set()
         """Those that wait for weights"""
         self._aside: tuple[str, ...] | None = None
@@ -80,6 +94,23 @@ class EngineGroup:
         self._client: RoutedEngines | None = None
         self.num_replaced = 0
         self.addresses: list[EngineAddress] = []
+
+    def _make_actors(self, site: "Site", starts: int = 0) -> None:
+        """
+        Args:
+            starts: of the engine's servers before.
+        """
+        index, places, role = site.index, site.places, self._role
+        names = self._parts[part_name(index, 0, role)] = []
+        self._sites[part_name(index, 0, role)] = site
+        logs = self._folder.logs
+        for part, (node, of_node) in enumerate(groupby(site.slots, key=lambda slot: slot.node)):
+            slots, name = tuple(of_node), part_name(index, part, role)
+            actor = EngineActor.options(**places.options(slots[0], self._variables)).remote(  # type: ignore[attr-defined]
+                self._recipe, logs.absolute(), Path.cwd(), index, node, places.devices(slots), part, role, starts
+            )
+            self._actors.add(name, actor, logs / actor_log(index, part, role), node)
+            names.append(name)
 
     def wait_ready(self) -> None:
         """Raises StageError with the cause from its log if an engine does not come up."""
@@ -110,6 +141,9 @@ class EngineGroup:
     def have_weights(self, names: Collection[str]) -> None:
         """These engines have the current weights and serve."""
         self._fresh -= set(names)
+        for name in names:
+            # One may have been busy with the weights for longer than an answer may take.
+            self._forget_questions(name)
         self._tell_client()
 
     def set_aside(self, count: int) -> int:
@@ -140,13 +174,43 @@ class EngineGroup:
         Raises:
             StageError: `max_replacements` allows no more.
         """
-        self._count_replaced(ended)
-        log.warning("restarted while the others go on: %s", "; ".join(ended.values()))
-        for name, cause in ended.items():
+        for name in ended:
+            self._read({part: self._asked[part] for part in self._parts[name] if part in self._asked}, "ending")
+        gone = [name for name in ended if isinstance(self._lost.get(name), NodeLost)]
+        for name in gone:
+            self._remove(name)
+        if not self._parts:
+            raise StageError("; ".join(ended.values()))
+        again = {name: cause for name, cause in ended.items() if name not in gone}
+        self._count_replaced(again)
+        if again:
+            log.warning("restarted while the others go on: %s", "; ".join(again.values()))
+        for name, cause in again.items():
             self._down[name] = cause
             self._forget_questions(name)
-            self._restarts[name] = self._actors.begin("restart", self._with_meetings([name]))
+            self._begin_restart(name)
         self._tell_client()
+
+    def _begin_restart(self, name: str) -> None:
+        self._num_restarts[name] += 1
+        if self._lost.pop(name, None) is not None:
+            for part in self._parts[name]:
+                self._actors.remove(part)
+            self._make_actors(self._sites[name], self._num_restarts[name])
+        port = next(urlsplit(address.url).port for address in self.addresses if address.name == name)
+        calls = {part: (*(given or (None,)), port) for part, given in self._with_meetings([name]).items()}
+        deadline = time.monotonic() + self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
+        self._restarts[name] = self._actors.begin("restart", calls), deadline
+
+    def _remove(self, name: str) -> None:
+        """Do without an engine from now on, whose node was lost."""
+        log.warning("the run goes on without %s: %s", name, self._lost.pop(name))
+        self._forget_questions(name)
+        for part in self._parts.pop(name):
+            self._actors.remove(part)
+        self.addresses = [address for address in self.addresses if address.name != name]
+        self._fresh.discard(name)
+        self._down.pop(name, None)
 
     def replace(self, failed: Mapping[str, str]) -> None:
         """Restart these engines, paused, at their addresses, and wait for them. The others keep running, paused.
@@ -259,7 +323,7 @@ class EngineGroup:
         """
         for name in list(self._restarts):
             self._look_at_restart(name)
-        answers = self._actors.answers_so_far(self._asked, "ending")
+        answers = self._read(self._asked, "ending")
         self._asked = {part: ref for part, ref in self._asked.items() if part not in answers}
         ended: dict[str, str] = {}
         for name, parts in self._parts.items():
@@ -276,25 +340,40 @@ class EngineGroup:
 
     def _look_at_restart(self, name: str) -> None:
         """Count in an engine that has been restarted; try again if that failed."""
-        refs = self._restarts[name]
-        answers = self._actors.answers_so_far(refs, "restart")
-        if failures := [str(answer) for answer in answers.values() if isinstance(answer, StageError)]:
+        refs, deadline = self._restarts[name]
+        answers = self._read(refs, "restart")
+        failures = [str(answer) for answer in answers.values() if isinstance(answer, StageError)]
+        if not failures and len(answers) < len(refs) and time.monotonic() > deadline:
+            failures.append(f"{name}: did not start again in time")
+            self._lost[name] = ActorLost(failures[0])
+        if failures:
             del self._restarts[name]
             self.restart({name: "; ".join(failures)})
         elif len(answers) == len(refs):
             del self._restarts[name]
             self._rejoin(name, answers)
 
+    def _read(self, refs: Mapping[str, Any], method: str) -> dict[str, Any]:
+        """See `answers_so_far`; notes the engines whose actors have ended."""
+        answers = self._actors.answers_so_far(refs, method)
+        for name, parts in self._parts.items():
+            for answer in (answers.get(part) for part in parts):
+                if isinstance(answer, ActorLost) and not isinstance(self._lost.get(name), NodeLost):
+                    self._lost[name] = answer
+        return answers
+
     def _judge(self, ended: Mapping[str, str]) -> None:
         """Do without engines that have ended, given with their causes, or raise; see `watch`."""
+        rollout, cause = self._recipe.rollout, StageError("; ".join(ended.values()))
         if self._role == TEACHER:
+            if any(isinstance(self._lost.get(name), NodeLost) for name in ended):
+                raise cause
             self.restart(ended)
             return
-        rollout = self._recipe.rollout
         # Beside the training, requests wait until an engine has been restarted, and `need_weights` says so.
         are_left = {address.name for address in self._serving} - ended.keys() or rollout.mode is not RolloutMode.sync
-        if self._recipe.deterministic or not are_left:
-            raise StageError("; ".join(ended.values()))
+        if self._recipe.deterministic or not are_left or (rollout.colocated and self._lost):
+            raise cause
         if rollout.colocated:
             self._count_replaced(ended)
             log.warning("the other engines continue, and the next resync replaces: %s", "; ".join(ended.values()))
@@ -311,7 +390,7 @@ class EngineGroup:
 
     def _tell_client(self) -> None:
         if self._aside is not None:
-            self._aside = tuple(name for name in self._aside if name not in self._down)
+            self._aside = tuple(name for name in self._aside if name in self._parts and name not in self._down)
         if self._client is None:
             return
         evaluating = None

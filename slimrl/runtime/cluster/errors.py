@@ -16,6 +16,14 @@ class StageError(RunError):
         self.details = details
 
 
+class ActorLost(StageError):
+    """An actor's process has ended, with all that it held."""
+
+
+class NodeLost(ActorLost):
+    """It has, with its node."""
+
+
 class Preempted(Exception):
     """The run was preempted and saved a checkpoint; the message says how to continue."""
 

@@ -1,6 +1,7 @@
 """The trainer of a run, from the driver's side: one actor per rank, called together."""
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from slimrl.runtime.cluster.trainer_actor import TrainerActor
 
 TRAINER, CRITIC = "trainer", "critic"
 """What ranks do; also the folder of their part of a run's checkpoint."""
+MEANWHILE_S = 1.0
+"""Between two looks at what runs beside the ranks."""
 
 
 class TrainerGroup:
@@ -61,6 +64,10 @@ class TrainerGroup:
         self._nodes = nodes
         self._actors = ActorGroup(actors, logs, nodes)
         self._layouts: dict[str, Layout] = {}
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called every MEANWHILE_S while the ranks work, but not in a resync; what it raises ends the wait"""
+        self._looked = 0.0
+        """When it was, on the monotonic clock"""
         self.pids: tuple[int, ...] = ()
 
     @property
@@ -222,7 +229,15 @@ class TrainerGroup:
         with SPANS(f"{self.role}: {method}"):
             calls = self._actors.begin("work", {name: (method, *given) for name, given in arguments.items()})
             timeout_s = self._recipe.trainer.timeout_s
-            return self._actors.wait(calls, method, timeout_s=timeout_s, while_waiting=while_waiting)
+
+            def wait() -> None:
+                if time.monotonic() - self._looked > MEANWHILE_S:
+                    self._looked = time.monotonic()
+                    self.meanwhile()
+                if while_waiting is not None:
+                    while_waiting()
+
+            return self._actors.wait(calls, method, timeout_s=timeout_s, while_waiting=wait)
 
     def _pass(self, phase: str, method: str, *arguments: Any) -> dict[str, Any]:
         with self._watched(phase, "micro-batches") as watch:
