@@ -34,6 +34,8 @@ _NOT_NEGATIVE = (
     "rollout.sampling.temperature",
     "rollout.eval_sampling.temperature",
     "rollout.max_replacements",
+    "rollout.min_engines",
+    "rollout.max_engines",
     "rollout.max_staleness",
     "rollout.chunk_tokens",
     "teacher.max_replacements",

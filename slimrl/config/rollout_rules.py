@@ -42,6 +42,7 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
             f"{rollout.engine_nodes} does not divide rollout.engine_tp {ranks}."
             + fitting_text(rollout.engine_nodes, lambda n: not ranks % n, ranks),
         )
+    yield from _elastic_violations(recipe)
     if rollout.engine_nodes > 1 and recipe.resync.transport is TransportName.ipc:
         others = "disk or delta" if rollout.colocated else "collective, disk or delta"
         yield (
@@ -141,6 +142,27 @@ def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
     if recipe.deterministic and given.get("enable_deterministic_inference") is False:
         yield "rollout.sglang.enable_deterministic_inference", "false contradicts deterministic: true. Leave it out."
     yield from layout_violations(given)
+
+
+def _elastic_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Engines that join or leave a run."""
+    rollout, count = recipe.rollout, recipe.rollout.num_engines
+    if rollout.min_engines > count:
+        yield "rollout.min_engines", f"{rollout.min_engines} is above rollout.num_engines {count}. Use at most {count}."
+    if 0 < rollout.max_engines < count:
+        yield "rollout.max_engines", f"{rollout.max_engines} is below rollout.num_engines {count}. Use {count} or more."
+    if rollout.max_engines > count and not recipe.may_add_engines:
+        yield (
+            "rollout.max_engines",
+            f"{rollout.max_engines} lets engines join on other nodes. Use rollout.colocated false, resync.transport "
+            "collective, disk or delta, rollout.engine_nodes 1 and deterministic false, or leave it out.",
+        )
+    if 0 < rollout.min_engines < count and (rollout.colocated or recipe.deterministic):
+        yield (
+            "rollout.min_engines",
+            f"{rollout.min_engines} lets a run start without all of its engines, which a colocated or deterministic "
+            "one needs. Leave it out.",
+        )
 
 
 def draft_violations(recipe: Recipe) -> Iterator[Violation]:

@@ -17,7 +17,7 @@ def sandbox_violations(recipe: Recipe) -> Iterator[Violation]:
     """Tools whose answers come too late, sessions that no backend or no place is for, and an address that is none."""
     sandbox, timeout_s = recipe.agent.sandbox, recipe.rollout.tool_timeout_s
     with_sessions = [path for path in recipe.agent.tools if path in SESSION_TOOLS]
-    num_sessions = len(with_sessions) * recipe.rollout.max_concurrency_per_engine * recipe.rollout.num_engines
+    num_sessions = len(with_sessions) * recipe.rollout.max_concurrency_per_engine * recipe.rollout.most_engines
     if with_sessions and sandbox.backend in WITHOUT_SESSIONS:
         yield "agent.sandbox.backend", f"{sandbox.backend.value} has no sessions, which {with_sessions[0]} needs."
     elif num_sessions > sandbox.max_sessions:

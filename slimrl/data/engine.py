@@ -67,6 +67,10 @@ class EngineUnreachable(EngineError):
     """The request did not reach the engine, or the connection broke before the answer: another engine may serve it."""
 
 
+class EngineAbsent(EngineUnreachable):
+    """It has not even got the request: nothing listens there."""
+
+
 class Scorer(Protocol):
     """An engine that scores tokens instead of sampling them: a teacher."""
 

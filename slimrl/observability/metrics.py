@@ -105,6 +105,7 @@ METRIC_NAMES = (
     "resync/changed_fraction",
     "resync/seconds",
     "resync/version",
+    "resync/engines",
     "resync/fingerprint_mismatches",
     "resync/stale_requests",
     "resync/replaced_engines",

@@ -25,7 +25,15 @@ import aiohttp
 import numpy as np
 import orjson
 
-from slimrl.data.engine import Engine, EngineError, EngineUnreachable, GenerateRequest, GenerateResult, ScoreRequest
+from slimrl.data.engine import (
+    Engine,
+    EngineAbsent,
+    EngineError,
+    EngineUnreachable,
+    GenerateRequest,
+    GenerateResult,
+    ScoreRequest,
+)
 from slimrl.data.seeds import derive_seed
 from slimrl.rollout.kept_caches import SessionCache
 
@@ -313,6 +321,8 @@ class SglangEngine(Engine):
             raise EngineError(f"{name}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             kind = EngineUnreachable if isinstance(error, _BROKEN) else EngineError
+            if isinstance(error, aiohttp.ClientConnectorError):
+                kind = EngineAbsent
             raise kind(f"{name}: {type(error).__name__} {error}".rstrip()) from error
         if status != 200:
             kind = EngineUnreachable if status in _RETRIED_STATUSES else EngineError

@@ -3,7 +3,8 @@
 1. `use` says which engines may serve. Requests that run on one that left are cancelled there and sent to another; if
    none is there they wait.
 2. An engine that cannot be reached, or whose connection breaks before the answer, is avoided for AVOID_S or until
-   `use` is called again. The request is sent to another at once, or again after a while if all are avoided.
+   `use` is called again. The request is sent to another at once, or again after a while if all are avoided: a few
+   times, but until its deadline where it has reached none.
 3. Engines may be set aside for evaluations, whose sessions then go to these alone.
 4. All of that is within the deadline of the request. No token of a failed attempt is used, and the next attempt has
    the same seed.
@@ -21,6 +22,7 @@ import numpy as np
 
 from slimrl.data.engine import (
     Engine,
+    EngineAbsent,
     EngineError,
     EngineUnreachable,
     GenerateRequest,
@@ -123,11 +125,17 @@ class RoutedEngines(Engine):
                 part = replace(request, timeout_s=deadline - loop.time())
                 result = await self._answer(url, part, choice)
             except EngineUnreachable as error:
-                if failures == len(RETRY_DELAYS_S):
-                    raise
                 self._avoid(url)
-                delay_s = 0.0 if choice.has_others else RETRY_DELAYS_S[failures]
-                failures += 1
+                if isinstance(error, EngineAbsent) and not choice.has_others:
+                    # It is no fault of the request, and the run replaces its engines.
+                    delay_s = RETRY_DELAYS_S[-1]
+                    if loop.time() + delay_s > deadline:
+                        raise
+                elif failures == len(RETRY_DELAYS_S):
+                    raise
+                else:
+                    delay_s = 0.0 if choice.has_others else RETRY_DELAYS_S[failures]
+                    failures += 1
                 log.warning("%s: sent again in %g s", error, delay_s)
                 await asyncio.sleep(delay_s)
                 continue

@@ -93,7 +93,7 @@ class RolloutService:
         self._recipe, self._data, self._stage, self._keeps, self._ledger = recipe, data, stage, keeps, ledger
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         rollout = recipe.rollout
-        most = rollout.max_concurrency_per_engine * rollout.num_engines
+        most = rollout.max_concurrency_per_engine * rollout.most_engines
         self.admission = Admission(
             batch=rollout.prompts_per_step,
             max_running=most,

@@ -336,7 +336,7 @@ class RolloutStage:
         An exception of one episode (a fault of ours, since the failure of an engine, a tool or a reward is a status)
         cancels the others and is raised.
         """
-        max_concurrency = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.num_engines
+        max_concurrency = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.most_engines
         self._engine.open(list(planned), at_once=max_concurrency)
         slots = self.pressure.slots()
         teacher = self._teacher if trains else None

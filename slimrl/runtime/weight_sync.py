@@ -1,7 +1,8 @@
 """Sends new weights to the engines of a run, and replaces engines that fail meanwhile.
 
 1. The trainer sends its weights as the next version. The report names the engines that failed and were left out.
-2. They are restarted in the background (engine_group.py), and get a later version.
+2. They are restarted in the background (engine_group.py), and get a later version. Where all have failed, the first
+   that is up again gets this one.
 
 Engines that share the trainer's devices cannot start beside it. There,
 
@@ -16,11 +17,12 @@ import time
 from collections.abc import Mapping
 
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.observability.progress import Progress
 from slimrl.resync.session import ResyncReport
 from slimrl.runtime.cluster.engine_actor import EngineAddress
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.cluster.errors import RunError, StageError
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.state import RunState
@@ -57,7 +59,7 @@ class WeightSync:
             RunError: loaded tensors differ from the trainer's, or more engines failed than a run may replace.
         """
         self._memory.enter(MemoryPhase.exchange)
-        report = self._resync()
+        report = self._resync_to_some()
         while report.failed_engines and self._recipe.rollout.colocated:
             self._replace(report.failed_engines, report.version)
             self._state.weight_version += 1
@@ -71,12 +73,28 @@ class WeightSync:
             "resync/changed_fraction": report.changed_fraction,
             "resync/seconds": report.seconds,
             "resync/version": report.version,
+            "resync/engines": len(self._connected) - len(report.failed_engines),
             "resync/fingerprint_mismatches": len(report.mismatching),
             "resync/stale_requests": report.stale_requests,
             "resync/replaced_engines": self._engines.num_replaced - self._num_replaced,
         }
         self._num_replaced = self._engines.num_replaced
         step.record({name: value for name, value in metrics.items() if value is not None})
+
+    def _resync_to_some(self) -> ResyncReport:
+        """Where engines sample beside the training, wait for one while all restart, also if this is found out here."""
+        if self._recipe.rollout.mode is RolloutMode.sync:
+            return self._resync()
+        while True:
+            self._engines.wait_for_receivers()
+            try:
+                return self._resync()
+            except StageError as error:
+                if not self._engines.have_all_ended():
+                    raise
+                log.warning(
+                    "version %d is sent again when an engine has started: %s", self._state.weight_version, error
+                )
 
     def _resync(self) -> ResyncReport:
         if (receivers := self._engines.receivers) != self._connected:

@@ -30,22 +30,26 @@ class RayNodes:
         token = self.folder / "token"
         token.write_text(secrets.token_hex(32))
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        port, client_port, *agent_ports = free_ports(2 + len(slots))
+        port, client_port = free_ports(2)
         self.address = ""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._family: set[psutil.Process] = set()
         try:
-            for index, (count, agent_port) in enumerate(zip(slots, agent_ports, strict=True)):
-                head = ["--head", "--include-dashboard=false", f"--port={port}"]
-                head.append(f"--ray-client-server-port={client_port}")
-                self._start(index, count, agent_port, head if index == 0 else [f"--address={self.address}"])
-                if index == 0:
-                    self.address = f"{self._own_address()}:{port}"
+            head = ["--head", "--include-dashboard=false", f"--port={port}"]
+            self._start(slots[0], [*head, f"--ray-client-server-port={client_port}"])
+            self.address = f"{self._own_address()}:{port}"
+            for count in slots[1:]:
+                self.join(count)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, index: int, count: int, agent_port: int, options: list[str]) -> None:
+    def join(self, count: int) -> None:
+        """Start a node more, with so many slots."""
+        self._start(count, [f"--address={self.address}"])
+
+    def _start(self, count: int, options: list[str]) -> None:
+        index, (agent_port,) = len(self._processes), free_ports(1)
         search_path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         log = self.folder / f"node_{index}.log"
         with log.open("wb") as output:

@@ -1,6 +1,7 @@
 """Runs on a cluster of two nodes that somebody else has started."""
 
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +126,44 @@ def test_a_node_that_dies_in_the_middle_is_named_and_the_run_ends(workspace: Wor
     # Each engine got, from the rank on its own node, what the trainer has.
     assert [line["resync/fingerprint_mismatches"] for line in read_metrics(folder.metrics)][:3] == [0, 0, 0]
     assert [line["policy/grad_norm"] > 0 for line in read_metrics(folder.metrics)[1:3]] == [True, True]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_an_engine_joins_with_a_node_and_leaves_with_it_and_the_run_goes_on(
+    workspace: Workspace, start_nodes: StartNodes
+):
+    nodes = start_nodes(2)
+    folder = workspace.run_folder("elastic")
+    elastic = ("rollout.num_engines=2", "rollout.min_engines=1", "rollout.mode=async", "deterministic=false")
+    more = overrides(
+        workspace, "elastic", *elastic, "steps=100000", "resync.transport=collective", "trainer.num_ranks=1",
+        "trainer.parallel.expert=1", "reward.function=toy_reward:low_tokens_of_any_version", "resync.timeout_s=20",
+        "algorithm.correction.level=token", "algorithm.score_every_steps=1",
+    )  # fmt: skip
+    run = CliRun(["train", GSPO, *more, "--ray-address", nodes.address])
+
+    def engines_are(count: int) -> bool:
+        lines = read_metrics(folder.metrics) if folder.metrics.is_file() else []
+        return len(lines) > 2 and [line["resync/engines"] for line in lines[-2:]] == [count] * 2
+
+    try:
+        run.wait_until(lambda: engines_are(1), RUN_S, poll_s=0.5)
+        nodes.join(1)
+        run.wait_until(lambda: engines_are(2), RUN_S, poll_s=0.5)
+        nodes.kill_raylet(1)
+        run.wait_until(lambda: engines_are(1), RUN_S, poll_s=0.5)
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.wait(LOSS_S) == 75, run.stderr
+    finally:
+        run.close()
+    lines = read_metrics(folder.metrics)
+    assert {line["resync/fingerprint_mismatches"] for line in lines} == {0}
+    assert max(line["mismatch/logprob_abs_mean"] for line in lines[1:]) < 1e-4
+    log = folder.log_file("driver").read_text()
+    assert "engine 1 is added on" in log
+    assert "the run goes on without engine 1" in log
+    assert nodes.left(*OURS) == []
 
 
 @pytest.mark.full

@@ -172,6 +172,24 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "rollout.colocated",
          "collective needs engines on devices of their own. Use resync.transport disk or delta, or colocated false."),
         ("rollout.max_replacements=-1", "rollout.max_replacements", "-1: must not be negative."),
+        ("rollout.min_engines=5 rollout.num_engines=2", "rollout.min_engines",
+         "5 is above rollout.num_engines 2. Use at most 2."),
+        ("rollout.max_engines=1 rollout.num_engines=2", "rollout.max_engines",
+         "1 is below rollout.num_engines 2. Use 2 or more."),
+        *(
+            (f"rollout.max_engines=3 rollout.num_engines=2 {setting}", "rollout.max_engines",
+             "3 lets engines join on other nodes. Use rollout.colocated false, resync.transport collective, disk or "
+             "delta, rollout.engine_nodes 1 and deterministic false, or leave it out.")
+            for setting in ("resync.transport=ipc", "deterministic=true resync.transport=disk",
+                            "rollout.colocated=true resync.transport=disk trainer.num_ranks=4",
+                            "rollout.engine_tp=2 rollout.engine_nodes=2 resync.transport=disk")
+        ),
+        *(
+            (f"rollout.min_engines=1 rollout.num_engines=2 {setting}", "rollout.min_engines",
+             "1 lets a run start without all of its engines, which a colocated or deterministic one needs. Leave it "
+             "out.")
+            for setting in ("deterministic=true", "rollout.colocated=true trainer.num_ranks=4")
+        ),
         ("rollout.engine_tp=3", "rollout.engine_tp",
          "3 does not divide the model's 32 attention heads. Use 2 or 4."),
         ("rollout.engine_tp=2 rollout.engine_ep=4", "rollout.engine_ep",
@@ -349,6 +367,7 @@ def test_a_size_of_nothing_is_all_that_is_said_since_other_rules_divide_by_it(fo
          "algorithm.max_logprob_mismatch checkpoint.grace_s trainer.timeout_s stop.grad_norm stop.entropy_min",
          [1e-9, 5.0], [0, -1]),
         ("seed trainer.optimizer.warmup_updates trainer.optimizer.weight_decay rollout.sampling.temperature "
+         "rollout.min_engines rollout.max_engines "
          "eval.every_steps checkpoint.every_steps rollout.max_replacements tracking.trajectories_per_step "
          "trainer.optimizer.clip_grad trainer.optimizer.min_lr critic.warmup_steps critic.value_clip", [0, 1], [-1]),
         ("agent.max_result_chars", [16], [15]),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.resync import PauseMode
+from slimrl.config.schema.resync import PauseMode, TransportName
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import EngineError
 from slimrl.observability.run_folder import RunFolder
@@ -101,6 +101,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
             placement=SimpleNamespace(engines=slots, teachers=slots),
             options=lambda slot, variables: given.append(variables) or {},
             devices=lambda slots: (),
+            resource="CPU",
         )
         group = EngineGroup(recipe, RunFolder(tmp_path), places, role)
         group.wait_ready()
@@ -223,6 +224,72 @@ def test_an_engine_that_is_slow_to_answer_while_it_gets_weights_is_not_taken_for
     group.have_weights(receivers(group))
     watch(group)
     assert group.num_replaced == 0
+
+
+def test_engines_join_where_the_cluster_has_room_up_to_the_most_and_take_the_place_of_those_of_a_lost_node(
+    start: Start, monkeypatch
+):
+    group, actors = start(engines=2, max_engines=3)
+    group._recipe.resync.transport = TransportName.disk
+    client, places, asked = told(group), None, []
+
+    class Room:
+        def __init__(self, num_slots, resource) -> None:
+            asked.append((num_slots, resource))
+
+        def find(self):
+            return places
+
+    monkeypatch.setattr(engine_group, "Room", Room)
+    watch(group)
+    assert (len(receivers(group)), asked, actors.calls) == (2, [(1, "CPU")], [])
+    slots = (SimpleNamespace(node=SimpleNamespace(name="other")),)
+    places = SimpleNamespace(
+        placement=SimpleNamespace(engines=(slots,)), options=lambda slot, variables: {}, devices=lambda slots: ()
+    )
+    group.watch()
+    assert actors.calls == ["make engine 2, start 0"]
+    assert receivers(group) == ["engine 0", "engine 1"]
+    watch(group)
+    group.have_weights(receivers(group))
+    assert client.serving == [f"http://engine {number}" for number in range(3)]
+    assert (len(asked), group.num_replaced) == (1, 0)
+    # The next one has a number of its own.
+    actors.ended["engine 1"] = NodeLost("engine 1: its node was lost")
+    watch(group)
+    watch(group)
+    group.have_weights(receivers(group))
+    assert client.serving == [f"http://engine {number}" for number in (0, 2, 3)]
+
+
+def test_with_fewer_engines_than_it_needs_a_run_ends(start: Start):
+    group, actors = start(engines=3, min_engines=2)
+    watch(group)
+    actors.ended["engine 0"] = NodeLost("engine 0: its node was lost")
+    watch(group)
+    actors.ended["engine 2"] = NodeLost("engine 2: its node was lost")
+    with pytest.raises(StageError, match="its node was lost; 1 of at least 2 engines are left"):
+        watch(group)
+
+
+def test_where_a_resync_reaches_no_engine_all_are_restarted_if_all_have_ended(start: Start, monkeypatch):
+    group, actors = start(engines=2, mode=RolloutMode.async_)
+    monkeypatch.setattr(engine_group, "ENDS_WITHIN_S", 0.3)
+    actors.kill("engine 0")
+    assert not group.have_all_ended(), "one is left, and the fault was another"
+    assert group.num_replaced == 0
+    actors.ended["engine 1"] = "engine 1, server_info: no answer within 5 s"
+    actors.silent = {"engine 1"}
+
+    def sleep(seconds) -> None:
+        actors.silent = set()
+
+    monkeypatch.setattr(engine_group.time, "sleep", sleep)
+    assert group.have_all_ended()
+    assert (group.num_replaced, receivers(group)) == (2, [])
+    group.wait_for_receivers()
+    assert receivers(group) == ["engine 0", "engine 1"]
+    assert group.need_weights
 
 
 def test_an_engine_that_ends_unnoticed_is_the_cause_of_what_fails(start: Start):

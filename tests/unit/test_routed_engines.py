@@ -198,9 +198,21 @@ async def test_a_request_that_fails_everywhere_fails_with_the_last_cause_and_one
     assert sum(len(server.rids) for server in servers) == 5
     (nobody,) = free_ports(1)
     gone = RoutedEngines(CONNECT, [f"http://127.0.0.1:{nobody}"])
+    start = asyncio.get_running_loop().time()
     with pytest.raises(EngineError, match="ClientConnectorError"):
-        await gone.generate(ask())
+        await gone.generate(ask(timeout_s=0.5))
+    assert asyncio.get_running_loop().time() - start > 0.3, "it may come back"
     await gone.aclose()
+
+
+async def test_a_request_waits_for_engines_of_which_none_is_there_and_has_not_failed_by_that(engines, servers):
+    (nobody,) = free_ports(1)
+    engines.use([f"http://127.0.0.1:{nobody}"])
+    asked = asyncio.create_task(engines.generate(ask()))
+    await asyncio.sleep(0.3)
+    assert not asked.done()
+    engines.use([servers[0].url])
+    assert (await asked).tokens == [7]
 
 
 async def test_the_deadline_is_of_all_attempts_and_what_the_caller_gives_up_is_aborted(engines, servers):

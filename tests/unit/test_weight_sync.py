@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.resync.report import ResyncReport
-from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.cluster.errors import RunError, StageError
 from slimrl.runtime.cluster.memory_phases import MemoryPhase
 from slimrl.runtime.weight_sync import WeightSync
 
@@ -25,10 +26,17 @@ class Engines:
     def __init__(self, count: int, calls: list | None = None) -> None:
         self.receivers = [SimpleNamespace(name=f"engine {number}") for number in range(count)]
         self.num_replaced, self.calls = 0, [] if calls is None else calls
+        self.have_ended = False
 
     def replace(self, failed) -> None:
         self.calls.append(f"replace {list(failed)}")
         self.receivers = [SimpleNamespace(name=engine.name, again=True) for engine in self.receivers]
+
+    def wait_for_receivers(self) -> None:
+        self.calls.append("wait")
+
+    def have_all_ended(self) -> bool:
+        return self.have_ended
 
     def restart(self, failed) -> None:
         self.calls.append(f"restart {failed}")
@@ -43,7 +51,7 @@ def test_a_run_stops_at_a_tensor_that_differs_and_names_it_and_the_engine():
     trainers = SimpleNamespace(resync=lambda version: found, connect_engines=lambda addresses: None)
     state = SimpleNamespace(weight_version=7)
     memory = SimpleNamespace(enter=lambda stage: None)
-    sync = WeightSync(None, state, trainers, Engines(1), memory, None)
+    sync = WeightSync(Recipe(), state, trainers, Engines(1), memory, None)
     with pytest.raises(RunError, match=r"weight version 7: 1 tensors differ .*engine 1: model\.layers\.1\.mlp.*"):
         sync.send(None)
 
@@ -69,6 +77,30 @@ def test_engines_start_anew_together_while_the_trainer_holds_none_of_the_memory_
         MemoryPhase.exchange, "use", "resync 7", MemoryPhase.replace, "replace ['engine 0', 'engine 1']",
         MemoryPhase.exchange, "use", "resync 8", "have weights ['engine 0', 'engine 1', 'engine 2']",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("have_ended", [True, False])
+def test_beside_the_training_a_version_waits_for_an_engine_where_all_have_ended(have_ended: bool):
+    engines = Engines(1)
+    engines.have_ended = have_ended
+    recipe, sent = Recipe(), []
+    recipe.rollout.mode = RolloutMode.async_
+
+    def resync(version):
+        sent.append(version)
+        if len(sent) == 1:
+            raise StageError("trainer 0: resync: no engine is left")
+        return report()
+
+    trainers = SimpleNamespace(resync=resync, connect_engines=lambda addresses: None)
+    state, memory = SimpleNamespace(weight_version=7), SimpleNamespace(enter=lambda stage: None)
+    sync = WeightSync(recipe, state, trainers, engines, memory, None)
+    if have_ended:
+        sync.send(SimpleNamespace(record=lambda metrics: None))
+        assert (sent, engines.calls) == ([7, 7], ["wait", "wait", "have weights ['engine 0']"])
+    else:
+        with pytest.raises(StageError, match="no engine is left"):
+            sync.send(None)
 
 
 def test_an_engine_with_devices_of_its_own_is_restarted_beside_the_run_and_gets_a_later_version():

@@ -64,3 +64,8 @@ class Recipe:
     def shares_devices(self) -> bool:
         """Whether engines run on the devices of trainer ranks: colocated, or because `ipc` cannot reach others."""
         return self.rollout.colocated or self.resync.transport is TransportName.ipc
+
+    @property
+    def may_add_engines(self) -> bool:
+        """Whether engines may join a run on any free devices of the cluster."""
+        return not self.shares_devices and self.rollout.engine_nodes == 1 and not self.deterministic

@@ -50,6 +50,12 @@ class SamplingConfig:
 class RolloutConfig:
     num_engines: int = 1
     """SGLang servers, each with a whole model."""
+    min_engines: int = 0
+    """With fewer the run does not start, where the cluster has no room for `num_engines`, and does not go on, where
+    nodes are lost; 0 to start with all of them and to go on with one."""
+    max_engines: int = 0
+    """Engines up to which the run takes in devices that become free, on nodes that join the cluster; 0 for
+    `num_engines`."""
     engine_tp: int = 1
     """Tensor-parallel size of an engine, which is its number of ranks."""
     engine_ep: int = 1
@@ -81,7 +87,7 @@ class RolloutConfig:
     samples_per_prompt: int = 8
     """Trajectories per group."""
     max_concurrency_per_engine: int = 256
-    """Concurrent trajectories per engine on average: `num_engines` times as many in all."""
+    """Concurrent trajectories per engine on average: `num_engines` or `max_engines` times as many in all."""
     adaptive_concurrency: bool = False
     """Run fewer trajectories while the engines' KV caches are full, and more while there is room: docs/async.md. Not
     with `deterministic`."""
@@ -118,6 +124,10 @@ class RolloutConfig:
     sglang: dict[str, Any] = field(default_factory=dict)
     """Fields of SGLang's ServerArgs, but for those that slimrl sets and for layouts into which a resync cannot place
     weights (slimrl/config/sglang_layouts.py: pipelines, EPLB, DeepEP and other all-to-all backends, LoRA and more)."""
+
+    @property
+    def most_engines(self) -> int:
+        return max(self.num_engines, self.max_engines)
 
     @property
     def outlives_steps(self) -> bool:

@@ -7,7 +7,7 @@ What becomes of an engine that ends or no longer answers, while others are left:
 
 1. `watch` notices it. Its requests go on at the others (rollout/routing.py).
 2. Its actors restart it in the background, at the same address, paused; where an actor has ended, new ones do. An
-   engine whose node was lost is gone.
+   engine whose node was lost is gone, and others join on nodes that have room.
 3. It is among the `receivers` of the next resync, and serves afterwards.
 
 Where engines share devices with the trainer, a resync replaces it instead (`replace`): it starts when these are free.
@@ -37,14 +37,16 @@ from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.control import EngineMemory
 from slimrl.rollout.servers.server import ENGINE, TEACHER, part_name
 from slimrl.runtime.cluster.actors import ActorGroup
-from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress, actor_log
+from slimrl.runtime.cluster.engine_actor import ENDS_WITHIN_S, EngineActor, EngineAddress, actor_log
 from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
 from slimrl.runtime.cluster.placement import Slot
-from slimrl.runtime.cluster.reservation import Reservation
+from slimrl.runtime.cluster.reservation import Reservation, Room
 
 CHECK_TIMEOUT_S = 60.0
 """Longer than the cluster takes to miss a node that went silent; beside the deadline of an engine's answer."""
 STOP_TIMEOUT_S = 30.0
+POLL_S = 0.2
+"""Between two looks at actors that are waited for."""
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,10 @@ class EngineGroup:
         for index, slots in enumerate(placed):
             self._make_actors(Site(index=index, slots=slots, places=places))
         self._starts = self._actors.begin("start", self._with_meetings(self._parts))
-        self._num_restarts: Counter[str] = Counter()
+        self._next_index, self._resource = len(placed), places.resource
+        self._room: Room | None = None
+        """For one engine more, while the cluster has none"""
+        self._num_starts = Counter(list(self._parts))
         self._asked: dict[str, Any] = {}
         """Pending questions of `watch`, by actor"""
         self._down: dict[str, str] = {}
@@ -179,8 +184,8 @@ class EngineGroup:
         gone = [name for name in ended if isinstance(self._lost.get(name), NodeLost)]
         for name in gone:
             self._remove(name)
-        if not self._parts:
-            raise StageError("; ".join(ended.values()))
+        if gone and len(self._parts) < (fewest := max(1, self._recipe.rollout.min_engines)):
+            raise StageError(f"{'; '.join(ended.values())}; {len(self._parts)} of at least {fewest} engines are left")
         again = {name: cause for name, cause in ended.items() if name not in gone}
         self._count_replaced(again)
         if again:
@@ -192,15 +197,32 @@ class EngineGroup:
         self._tell_client()
 
     def _begin_restart(self, name: str) -> None:
-        self._num_restarts[name] += 1
         if self._lost.pop(name, None) is not None:
             for part in self._parts[name]:
                 self._actors.remove(part)
-            self._make_actors(self._sites[name], self._num_restarts[name])
-        port = next(urlsplit(address.url).port for address in self.addresses if address.name == name)
+            self._make_actors(self._sites[name], self._num_starts[name])
+        self._num_starts[name] += 1
+        port = next((urlsplit(address.url).port for address in self.addresses if address.name == name), None)
         calls = {part: (*(given or (None,)), port) for part, given in self._with_meetings([name]).items()}
         deadline = time.monotonic() + self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
         self._restarts[name] = self._actors.begin("restart", calls), deadline
+
+    def _grow(self) -> None:
+        """Add an engine if there may be more and the cluster has room for it."""
+        if len(self._parts) >= self._recipe.rollout.most_engines:
+            return
+        if self._room is None:
+            self._room = Room(self._recipe.rollout.engine_tp, self._resource)
+        if (places := self._room.find()) is None:
+            return
+        self._room = None
+        (slots,) = places.placement.engines
+        name = part_name(self._next_index, 0, self._role)
+        log.info("%s is added on %s", name, slots[0].node.name)
+        self._make_actors(Site(index=self._next_index, slots=slots, places=places))
+        self._next_index += 1
+        self._down[name] = "it starts"
+        self._begin_restart(name)
 
     def _remove(self, name: str) -> None:
         """Do without an engine from now on, whose node was lost."""
@@ -245,7 +267,10 @@ class EngineGroup:
     def _rejoin(self, name: str, restarted: Mapping[str, EngineAddress]) -> None:
         """Count in an engine that was restarted, at the address that it had."""
         fresh = self._joined(name, restarted)
-        self.addresses = [fresh if address.name == name else address for address in self.addresses]
+        if name in {address.name for address in self.addresses}:
+            self.addresses = [fresh if address.name == name else address for address in self.addresses]
+        else:
+            self.addresses = [*self.addresses, fresh]
         self._forget_questions(name)
         self._down.pop(name, None)
         if self._role == ENGINE:
@@ -323,20 +348,51 @@ class EngineGroup:
         """
         for name in list(self._restarts):
             self._look_at_restart(name)
+        if self._role == ENGINE and self._recipe.may_add_engines:
+            self._grow()
         answers = self._read(self._asked, "ending")
         self._asked = {part: ref for part, ref in self._asked.items() if part not in answers}
-        ended: dict[str, str] = {}
-        for name, parts in self._parts.items():
-            if name in self._down:
-                continue
-            texts = [str(answers[part]) for part in parts if answers.get(part)]
-            if texts:
-                ended[name] = "; ".join(texts)
-        if ended:
+        if ended := self._ended(answers):
             self._judge(ended)
         parts = self._all_parts([name for name in self._parts if name not in self._down])
         new = dict.fromkeys((part for part in parts if part not in self._asked), ())
         self._asked |= self._actors.begin("ending", new)
+
+    def have_all_ended(self) -> bool:
+        """Ask now whether all engines that a resync has failed to reach have ended or hang. They are restarted then.
+
+        Raises:
+            StageError: as `watch`.
+        """
+        names = [address.name for address in self.receivers]
+        deadline = time.monotonic() + ENDS_WITHIN_S
+        while True:
+            refs = self._actors.begin("ending", dict.fromkeys(self._all_parts(names), ()))
+            answer_s = time.monotonic() + CHECK_TIMEOUT_S + self._recipe.rollout.health_timeout_s
+            while len(answers := self._read(refs, "ending")) < len(refs) and time.monotonic() < answer_s:
+                time.sleep(POLL_S)
+            ended = self._ended(answers)
+            if len(ended) == len(names):
+                self._judge(ended)
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+
+    def wait_for_receivers(self) -> None:
+        """Wait until the next resync reaches an engine; raises StageError as `watch`."""
+        while not self.receivers:
+            self.watch()
+            time.sleep(POLL_S)
+
+    def _ended(self, answers: Mapping[str, Any]) -> dict[str, str]:
+        """Engines that have ended or do not answer, by what their actors say, with the causes."""
+        texts = {
+            name: "; ".join(str(answers[part]) for part in parts if answers.get(part))
+            for name, parts in self._parts.items()
+            if name not in self._down
+        }
+        return {name: text for name, text in texts.items() if text}
 
     def _look_at_restart(self, name: str) -> None:
         """Count in an engine that has been restarted; try again if that failed."""

@@ -11,7 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimrl.runtime.cluster.errors import StageError
@@ -68,11 +73,17 @@ def is_alive(node: Node) -> bool:
 class Reservation:
     """Holds the slots of a placement until the driver leaves the cluster."""
 
-    def __init__(self, placement: Placement, resource: str) -> None:
-        """Raises StageError if the slots are not free."""
-        self.placement, self._resource = placement, resource
+    def __init__(self, placement: Placement, resource: str, group: PlacementGroup | None = None) -> None:
+        """
+        Args:
+            group: that has these slots already.
+
+        Raises:
+            StageError: the slots are not free.
+        """
+        self.placement, self.resource = placement, resource
         self._bundles = {slot: index for index, slot in enumerate(placement.slots)}
-        self._group = placement_group(
+        self._group = group or placement_group(
             [{resource: 1} for _ in self._bundles],
             bundle_label_selector=[{_NODE_ID_LABEL: slot.node.node_id} for slot in self._bundles],
         )
@@ -94,8 +105,8 @@ class Reservation:
         # Ray refuses fractions finer than 1/10000.
         fraction = int(1000 / self.placement.num_processes[slot]) / 1000
         return {
-            "num_cpus": fraction if self._resource == "CPU" else 0,
-            "num_gpus": fraction if self._resource == "GPU" else 0,
+            "num_cpus": fraction if self.resource == "CPU" else 0,
+            "num_gpus": fraction if self.resource == "GPU" else 0,
             "scheduling_strategy": self._strategy(slot),
             "runtime_env": {"env_vars": dict(variables)},
         }
@@ -108,7 +119,7 @@ class Reservation:
         """GPU ids by slot, for engines with several GPUs: their process is in one bundle, and sees only its GPU."""
         engines = (*self.placement.engines, *self.placement.teachers)
         several = {slot for slots in engines if len(slots) > 1 for slot in slots}
-        if self._resource != "GPU" or not several:
+        if self.resource != "GPU" or not several:
             return {}
         asked = {
             slot: _gpu_id.options(num_cpus=0, num_gpus=1, scheduling_strategy=self._strategy(slot)).remote()
@@ -124,6 +135,30 @@ class Reservation:
 
     def _strategy(self, slot: Slot) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[slot])
+
+
+class Room:
+    """Slots on a node for one engine more, which the cluster gives as soon as it has them."""
+
+    def __init__(self, num_slots: int, resource: str) -> None:
+        self._num_slots, self._resource = num_slots, resource
+        self._group = placement_group([{resource: 1}] * num_slots, strategy="STRICT_PACK")
+
+    def find(self) -> Reservation | None:
+        """None until there are any."""
+        table = placement_group_table(self._group)
+        if table["state"] != "CREATED":
+            return None
+        node_id = table["bundles_to_node_id"][0]
+        nodes, _ = cluster_nodes(private=False)
+        node = next((node for node in nodes if node.node_id == node_id), None)
+        if node is None:
+            return None
+        slots = tuple(Slot(node=node, number=number) for number in range(self._num_slots))
+        return Reservation(Placement(ranks=(), engines=(slots,)), self._resource, self._group)
+
+    def give_back(self) -> None:
+        remove_placement_group(self._group)
 
 
 @ray.remote(max_retries=0)
