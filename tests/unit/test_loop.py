@@ -63,6 +63,9 @@ class Stages:
     def connect_engines(self, addresses):
         self._note("connect")
 
+    def wait_for_receivers(self):
+        assert self.receivers
+
     def have_weights(self, names):
         assert names == {"engine 0"}
 
