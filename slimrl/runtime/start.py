@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.errors import RunError, StageError
-from slimrl.runtime.cluster.placement import Node, Placement, most_slots, place
+from slimrl.runtime.cluster.placement import most_slots, place_what_fits
 from slimrl.runtime.cluster.processes import Processes, start_processes
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
 from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
@@ -194,7 +194,7 @@ def started(
             ends.enter_context(ray_cluster(ray_address, num_slots=slots))
             take_over_signals()
             nodes, resource = cluster_nodes(private=ray_address is None)
-            placement = _place(recipe, nodes, counts, unit=f"{resource}s")
+            placement = place_what_fits(recipe, nodes, **counts, unit=f"{resource}s")
             places = Reservation(placement, resource)
             if ray_address is not None:
                 check_nodes(recipe, places)
@@ -221,20 +221,6 @@ def started(
         finally:
             children.note()
             shown.enter_context(progress.stage("ending processes"))
-
-
-def _place(recipe: Recipe, nodes: Sequence[Node], counts: dict[str, int], unit: str) -> Placement:
-    """The placement with as many engines as there is room for, at least `rollout.min_engines`.
-
-    Raises:
-        StageError: as `place`.
-    """
-    asked = counts["num_engines"]
-    fewest = min(asked, recipe.rollout.min_engines or asked)
-    for num_engines in range(asked, fewest, -1):
-        with suppress(StageError):
-            return place(recipe, nodes, **{**counts, "num_engines": num_engines}, unit=unit)
-    return place(recipe, nodes, **{**counts, "num_engines": fewest}, unit=unit)
 
 
 def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None:

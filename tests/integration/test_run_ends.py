@@ -33,16 +33,14 @@ def start(workspace: Workspace, request: pytest.FixtureRequest) -> Iterator[Star
     runs = []
     name = re.sub(r"\W+", "-", request.node.name)
 
-    def begin(
-        *, ranks: int = 1, engines: int = 1, router: bool = True, long_rollout: bool = False
-    ) -> tuple[CliRun, RunFolder]:
+    def begin(*settings: str, ranks: int = 1, engines: int = 1, long_rollout: bool = False) -> tuple[CliRun, RunFolder]:
         overrides = workspace.overrides(
             f"run.name={name}",
             "steps=1000",
             f"trainer.num_ranks={ranks}",
             f"trainer.parallel.expert={ranks}",
             f"rollout.num_engines={engines}",
-            f"rollout.router={str(router).lower()}",
+            *settings,
         )
         if long_rollout:
             # 128 turns of 600 tokens: several seconds on any machine.
@@ -118,6 +116,49 @@ def test_sigterm_between_steps_leaves_nothing(start: Start):
     assert_ended(run, 1, "ended by SIGTERM")
 
 
+ASYNC = (
+    "rollout.mode=async", "algorithm.correction.level=token", "rollout.health_timeout_s=5", "resync.timeout_s=15",
+    "reward.function=toy_reward:low_tokens_of_any_version",
+)  # fmt: skip
+
+
+def wait_for_restart(run: CliRun, folder: RunFolder) -> None:
+    log = folder.log_file("driver")
+    run.wait_until(lambda: "restarted while the others go on" in log.read_text(), START_S)
+
+
+@pytest.mark.full
+def test_ctrl_c_while_an_engine_hangs_leaves_nothing(start: Start):
+    run, folder = start(*ASYNC, engines=2)
+    first_step(run, folder)
+    run.signal_server(1, signal.SIGSTOP)
+    run.interrupt_as_terminal()
+    assert_ended(run, 1, "ended by SIGINT")
+
+
+@pytest.mark.full
+def test_sigterm_while_an_engine_restarts_leaves_nothing(start: Start):
+    run, folder = start(*ASYNC, engines=2)
+    first_step(run, folder)
+    run.kill_server(1)
+    wait_for_restart(run, folder)
+    run.process.send_signal(signal.SIGTERM)
+    assert_ended(run, 1, "ended by SIGTERM")
+
+
+@pytest.mark.full
+def test_a_preempted_run_whose_only_engine_restarts_saves_itself_and_leaves_nothing(start: Start):
+    run, folder = start(*ASYNC)
+    first_step(run, folder)
+    run.kill_server(0)
+    wait_for_restart(run, folder)
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.wait(START_S) == 75, run.stderr
+    assert run.left() == []
+    assert segments_of(run) == []
+    assert folder.has_checkpoint
+
+
 @pytest.mark.full
 def test_a_killed_trainer_rank_is_named(start: Start):
     run, folder = start(ranks=2)
@@ -129,9 +170,10 @@ def test_a_killed_trainer_rank_is_named(start: Start):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engines", [1, 2])
-def test_a_killed_engine_is_named_where_no_other_takes_its_sessions(start: Start, engines: int):
-    run, folder = start(engines=engines, router=False, long_rollout=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_killed_engine_is_named_where_no_other_takes_its_sessions(start: Start, deterministic: bool):
+    settings = ["deterministic=true"] if deterministic else []
+    run, folder = start(*settings, engines=1 + deterministic, long_rollout=True)
     in_rollout(run, folder)
     run.kill_server(0)
     assert_ended(run, 1, "engine 0 was ended by SIGKILL", str(log_path(folder, "engine_0")))

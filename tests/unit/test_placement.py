@@ -6,7 +6,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.runtime.cluster.errors import StageError
-from slimrl.runtime.cluster.placement import Node, Placement, most_slots, place, place_on_fewest
+from slimrl.runtime.cluster.placement import Node, Placement, most_slots, place, place_on_fewest, place_what_fits
 
 
 def cluster(*slots: int) -> list[Node]:
@@ -141,6 +141,21 @@ def test_a_planned_cluster_may_need_a_node_for_each_process_and_engines_alone_ne
     assert (shown(placement)[0], count) == ("node0node1", 4)
     placement, count = place_on_fewest(recipe(engine_tp=4), 8, num_ranks=0, num_engines=5)
     assert ([slots[0].number for slots in placement.engines], count) == ([0, 4, 0, 4, 0], 3)
+
+
+@pytest.mark.parametrize(("slots", "fewest", "engines"), [(5, 1, 3), (3, 1, 2), (2, 1, 1), (3, 2, 2)])
+def test_a_run_starts_with_as_many_engines_as_there_is_room_for(slots, fewest, engines):
+    made = recipe(colocated=False)
+    made.rollout.min_engines, made.resync.transport = fewest, TransportName.disk
+    assert len(place_what_fits(made, cluster(slots), num_ranks=1, num_engines=3).engines) == engines
+
+
+@pytest.mark.parametrize(("slots", "fewest", "named"), [(1, 1, "1 x 1"), (2, 2, "2 x 1"), (3, 0, "3 x 1")])
+def test_a_run_without_room_for_the_fewest_engines_is_refused(slots, fewest, named):
+    made = recipe(colocated=False)
+    made.rollout.min_engines, made.resync.transport = fewest, TransportName.disk
+    with pytest.raises(StageError, match=f"needs 1 slots for trainer ranks and {named} others for engines"):
+        place_what_fits(made, cluster(slots), num_ranks=1, num_engines=3)
 
 
 def over_nodes(**changes) -> Recipe:

@@ -29,7 +29,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(start, "most_slots", lambda *_, **__: 1)
     monkeypatch.setattr(start, "ray_cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr(start, "cluster_nodes", lambda **_: ([], "CPU"))
-    monkeypatch.setattr(start, "place", lambda *_, **__: None)
+    monkeypatch.setattr(start, "place_what_fits", lambda *_, **__: None)
     monkeypatch.setattr(start, "Reservation", lambda *_: None)
     monkeypatch.setattr(start, "start_processes", lambda *_, **__: Processes(engines=None, trainers=None))
     return noted

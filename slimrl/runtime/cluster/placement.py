@@ -14,8 +14,10 @@ A slot is the room of one trainer rank: a GPU, or a core of a cluster without GP
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from slimrl.config.critic import critic_recipe
 from slimrl.config.rollout_rules import LARGER_ENGINES
@@ -111,6 +113,15 @@ def place(
             raise StageError(_no_room(f"the critic needs {num_critics} {unit} of its own", nodes, placement, unit))
         placement = replace(placement, critics=critics)
     return placement
+
+
+def place_what_fits(recipe: Recipe, nodes: Sequence[Node], *, num_engines: int, **others: Any) -> Placement:
+    """`place` with as many engines as there is room for, if `rollout.min_engines` are enough."""
+    fewest = min(num_engines, recipe.rollout.min_engines or num_engines)
+    for count in range(num_engines, fewest, -1):
+        with suppress(StageError):
+            return place(recipe, nodes, num_engines=count, **others)
+    return place(recipe, nodes, num_engines=fewest, **others)
 
 
 def place_on_fewest(
