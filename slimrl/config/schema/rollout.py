@@ -6,6 +6,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from slimrl.config.schema.speculative import SpeculativeConfig
+
 
 class RolloutMode(str, Enum):
     """Who waits for whom; docs/async.md."""
@@ -113,6 +115,7 @@ class RolloutConfig:
     (deadline)."""
     startup_timeout_s: float = 300.0
     """Deadline for an engine to start."""
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the engines' processes; those that slimrl sets are refused."""
     sglang: dict[str, Any] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from slimrl.models.family import has_linear_attention
 from slimrl.models.hf_config import read_hf_config
 from slimrl.rollout.servers.ports import free_port
 from slimrl.rollout.servers.process import ServerError, ServerProcess
+from slimrl.rollout.servers.speculation import speculative_arguments
 
 _KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(256 * 1024**2),
@@ -107,6 +108,7 @@ def engine_arguments(
     if dequantize:
         # dequantized_loading.py loads the weights.
         values["json_model_override_args"] = '{"quantization_config": null}'
+    values |= speculative_arguments(rollout, model)
     if part is not None:
         values |= {"nnodes": rollout.engine_nodes, "node_rank": part.number, "dist_init_addr": part.meeting}
     if plain:
