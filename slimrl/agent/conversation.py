@@ -8,6 +8,7 @@
    that the policy writes is the beginning of its next turn.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ from slimrl.chat.thinking import split_thinking
 from slimrl.config.schema.agent import AgentConfig, HistoryMode
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
-from slimrl.data.trajectory import STALE_CACHE_TOKENS, Segment, Status, Trajectory
+from slimrl.data.trajectory import ENGINE_COUNTS, Segment, Status, Trajectory
 from slimrl.profiling.spans import SPANS
 
 
@@ -76,7 +77,9 @@ class Conversation:
         self.tool_calls: dict[str, dict[str, int]] = {}
         """`calls`, `errors` and `malformed` of each tool that was called, by its name"""
         self.num_cached_tokens = 0
-        self.num_retries = self.num_stale_cache_tokens = 0
+        self.num_retries = 0
+        self.engine_counts = Counter[str]()
+        """Sums of `GenerateResult.counts`"""
         self.num_subagents = self._subagent_turns = self._subagent_tokens = 0
 
     @property
@@ -204,7 +207,7 @@ class Conversation:
         self.transcript.add_turn(result, goes_on=self._turn_has_begun)
         self.num_cached_tokens += result.cached_tokens
         self.num_retries += result.num_retries
-        self.num_stale_cache_tokens += result.stale_cache_tokens
+        self.engine_counts.update(result.counts)
 
     def _request(self, max_new_tokens: int) -> GenerateRequest:
         # A turn that has begun with a summary is counted already.
@@ -262,7 +265,7 @@ class Conversation:
         self.num_cached_tokens += counts["num_cached_tokens"]
         self.num_retries += counts["num_retries"]
         self.num_compactions += counts.get("num_compactions", 0)
-        self.num_stale_cache_tokens += counts.get(STALE_CACHE_TOKENS, 0)
+        self.engine_counts.update({key: counts[key] for key in ENGINE_COUNTS if key in counts})
         add_tool_counts(self.tool_calls, counts["tool_calls"])
 
     @property

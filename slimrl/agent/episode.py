@@ -24,7 +24,7 @@ from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
-from slimrl.data.trajectory import STALE_CACHE_TOKENS, Prompt, Status, Trajectory
+from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.profiling.spans import SPANS
 
 RunSubagent = Callable[[Delegation, int, int], Awaitable[Trajectory]]
@@ -262,8 +262,7 @@ def _complete(trajectory: Trajectory, conversation: Conversation | None, host: E
             counts["num_subagents"] = conversation.num_subagents
         if conversation.num_compactions:
             counts["num_compactions"] = conversation.num_compactions
-        if conversation.num_stale_cache_tokens:
-            counts[STALE_CACHE_TOKENS] = conversation.num_stale_cache_tokens
+        counts |= {key: count for key, count in conversation.engine_counts.items() if count}
     trajectory.measured = host.measured
     trajectory.metadata = {**counts, **trajectory.metadata, "environment": host.finished_report(num_turns).to_json()}
 

@@ -60,6 +60,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("algorithm.selection.min_reward", "eval.pass_reward"), (lambda value: True, "")),
     "algorithm.dynamic_sampling.oversampling": _AT_LEAST_1,
     "rollout.oversample": _AT_LEAST_1,
+    "rollout.speculative.num_draft_tokens": (lambda value: value >= 2, "must be at least 2"),
     "algorithm.dynamic_sampling.value_decay": _DECAY,
     "algorithm.dynamic_sampling.max_weight": _AT_LEAST_1,
     "algorithm.overlong.max_tokens": _AT_LEAST_1,

@@ -30,13 +30,13 @@ from slimrl.config.reward_rules import reward_violations
 from slimrl.config.rollout_rules import (
     colocation_violations,
     colocation_warnings,
-    draft_violations,
     kept_memory_warnings,
     rollout_violations,
     transport_warnings,
 )
 from slimrl.config.routing_rules import routing_violations
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.speculative_rules import draft_violations
 from slimrl.config.stop_rules import stop_violations
 from slimrl.config.teacher_rules import teacher_model_violations, teacher_violations
 from slimrl.config.trainer_rules import (

@@ -58,6 +58,12 @@ OWNED = {
         "port": "slimrl, for each engine",
         "device": "slimrl, by what the machine has",
         "weight_version": "slimrl, at each resync",
+        "speculative_algorithm": "rollout.speculative.mode",
+        "speculative_draft_model_path": "rollout.speculative.draft_model",
+        **dict.fromkeys(
+            ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+            "rollout.speculative.num_draft_tokens",
+        ),
         "disable_shared_experts_fusion": "slimrl: a resync places shared experts apart from the routed ones",
     },
 }

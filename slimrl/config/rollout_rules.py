@@ -6,6 +6,7 @@ from slimrl.config.problems import Violation, fitting_text
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.sglang_layouts import layout_violations
+from slimrl.config.speculative_rules import speculative_violations
 
 MAX_COLOCATED_FRACTION = 0.85
 """Largest fraction of a shared device for the weights and the KV cache of an engine."""
@@ -15,10 +16,6 @@ LARGER_ENGINES = (
     "(slimrl-tools quantize)."
 )
 """Advice for a model or an engine that is too large for a node."""
-
-
-WITHOUT_DRAFT_MODEL = ("NGRAM",)
-"""Kinds of speculative decoding of SGLang that need no layers for it."""
 
 
 def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
@@ -74,6 +71,7 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
             "how full the engines' caches are depends on the clock, so a deterministic run cannot repeat it. Use "
             "false, or deterministic false.",
         )
+    yield from speculative_violations(recipe)
     yield from _sglang_violations(recipe)
     if recipe.resync.transport is TransportName.delta and not recipe.resync.local_dir:
         yield "resync.local_dir", "delta needs a folder on a local disk of each node, with room for the model."
@@ -162,17 +160,6 @@ def _elastic_violations(recipe: Recipe) -> Iterator[Violation]:
             "rollout.min_engines",
             f"{rollout.min_engines} lets a run start without all of its engines, which a colocated or deterministic "
             "one needs. Leave it out.",
-        )
-
-
-def draft_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Engines that draft tokens with layers that the trainer changes."""
-    algorithm = recipe.rollout.sglang.get("speculative_algorithm")
-    if recipe.trainer.mtp.train and algorithm not in (None, *WITHOUT_DRAFT_MODEL):
-        yield (
-            "rollout.sglang.speculative_algorithm",
-            f"{algorithm}: trainer.mtp.train changes the layers that engines draft with, and a resync does not send "
-            "them. Leave it out during the training; engines that serve an export may set it.",
         )
 
 

@@ -1,7 +1,7 @@
 """The engine as an episode sees it. `agent` uses this protocol, `rollout` implements it; neither imports the other."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -43,8 +43,9 @@ class GenerateResult:
     """Prompt tokens that were in the engine's prefix cache."""
     num_retries: int = 0
     """Failed attempts before the one that succeeded."""
-    stale_cache_tokens: int = 0
-    """Of the tokens, those that attended to keys and values of older weights than their own."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Further figures, by their keys in a trajectory's metadata, where the sums of its answers stand: see
+    trajectory.py."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,13 @@ process share"""
 
 
 STALE_CACHE_TOKENS = "num_stale_cache_tokens"
-"""Key of `Trajectory.metadata`: sampled tokens that attended to keys and values of older weights than their own, if
-there are any"""
+"""Key of `Trajectory.metadata`, if there are any: sampled tokens that attended to keys and values of older weights than
+their own"""
+DRAFT_TOKENS, ACCEPTED_DRAFT_TOKENS = "num_draft_tokens", "num_accepted_draft_tokens"
+"""Keys of `Trajectory.metadata`, if there are any: tokens that speculative decoding proposed, and those among them that
+the policy accepted"""
+ENGINE_COUNTS = (STALE_CACHE_TOKENS, DRAFT_TOKENS, ACCEPTED_DRAFT_TOKENS)
+"""What an engine's answers say beside their tokens"""
 
 
 @dataclass(kw_only=True)
@@ -117,7 +122,7 @@ class Trajectory:
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `tool_calls`, `num_cached_tokens`,
-    `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, `num_stale_cache_tokens`, `environment`,
+    `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, those of ENGINE_COUNTS, `environment`,
     `gateway`, `error`, `reward_timed_out` and the task's own keys."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """What the environment left for the reward; not part of the file format."""

@@ -67,6 +67,7 @@ METRIC_NAMES = (
     "rollout/tool_error_fraction",
     "rollout/malformed_call_fraction",
     "rollout/stale_cache_tokens",
+    "rollout/draft_accept_rate",
     "rollout/retries",
     "rollout/retractions",
     "rollout/token_usage_max",

@@ -35,10 +35,13 @@ from slimrl.data.engine import (
     ScoreRequest,
 )
 from slimrl.data.seeds import derive_seed
+from slimrl.data.trajectory import ACCEPTED_DRAFT_TOKENS, DRAFT_TOKENS, STALE_CACHE_TOKENS
 from slimrl.rollout.kept_caches import SessionCache
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
 """The router sends requests with the same value to the same engine."""
+SPECULATION = {"spec_num_proposed_drafts": DRAFT_TOKENS, "spec_num_correct_drafts": ACCEPTED_DRAFT_TOKENS}
+"""What SGLang says of an answer with speculative decoding, and our name for it."""
 _ABORT_TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 """Before each attempt but the first."""
@@ -142,6 +145,7 @@ def parse_answer(
         routed_experts=experts,
         cached_tokens=meta["cached_tokens"],
         num_retries=num_retries,
+        counts={key: meta[name] for name, key in SPECULATION.items() if name in meta},
     )
 
 
@@ -269,7 +273,7 @@ class SglangEngine(Engine):
             return result
         cache = self._caches.setdefault(request.session_id, SessionCache())
         stale = cache.add(len(request.input_ids), result.cached_tokens, result.weight_versions)
-        return replace(result, stale_cache_tokens=stale)
+        return replace(result, counts={**result.counts, STALE_CACHE_TOKENS: stale})
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
         """See Scorer. `url` is an engine's own, not a router's.

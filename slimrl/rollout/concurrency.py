@@ -2,7 +2,8 @@
 
 An observation is what happened since the one before.
 1. An engine took KV cache away from running requests (SGLang's retraction), or they hold CUT_USAGE of it: the limit
-   falls to CUT of the trajectories that run, which end by themselves. It does not fall again before so few run.
+   falls to CUT of the trajectories that run, which end by themselves. It does not fall again before so few run, nor
+   while less than TAIL of the limit do: those are the long ones at the end of a step, which it does not hold back.
 2. Else, if the limit holds trajectories back and the fullest engine's requests hold less than GROW_USAGE: the limit
    rises by the trajectories that ended, which doubles it within the time of a trajectory, up to the threshold; from
    there on by 1 / STEPS of the most that may run within that time.
@@ -15,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 START, STEPS = 0.25, 16
-CUT, CUT_USAGE, GROW_USAGE = 0.8, 0.98, 0.9
+CUT, CUT_USAGE, GROW_USAGE, TAIL = 0.8, 0.98, 0.9, 0.5
 
 
 @dataclass(kw_only=True)
@@ -46,7 +47,7 @@ class AdaptiveConcurrency:
             usage: fraction of the fullest engine's KV cache that running requests hold.
         """
         if retractions > 0 or usage >= CUT_USAGE:
-            if running <= self.limit:
+            if TAIL * self.limit <= running <= self.limit:
                 self._limit = self._threshold = max(self.least, CUT * running)
         elif running >= self.limit and usage < GROW_USAGE:
             if self._limit < self._threshold:

@@ -13,6 +13,7 @@ would have computed comes from a prefill.
 import asyncio
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -158,7 +159,7 @@ class _Turn:
             cached_tokens=self._answers[0].cached_tokens,
             num_retries=self.num_retries + sum(answer.num_retries for answer in self._answers),
             # Of the tokens behind a stop text too, which are dropped.
-            stale_cache_tokens=min(count, sum(answer.stale_cache_tokens for answer in self._answers)),
+            counts=sum((Counter(answer.counts) for answer in self._answers), Counter()),
         )
 
     @property

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class CachePressure:
-    """Makes the slots of trajectories; used on one event loop.
+    """Makes the slots of trajectories; but for `take`, used on one event loop.
 
     Args:
         urls: of the engines that there are now.

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slimrl.data.trajectory import STALE_CACHE_TOKENS, Status, Trajectory
+from slimrl.data.trajectory import ENGINE_COUNTS, Status, Trajectory
 from slimrl.rollout.teacher import ScoringTimes
 
 
@@ -24,7 +24,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     malformed = sum(t.metadata["num_malformed_calls"] for t in trajectories)
     subagents = [t.metadata.get("num_subagents", 0) for t in trajectories]
     compactions = [t.metadata.get("num_compactions", 0) for t in trajectories]
-    stale = sum(t.metadata.get(STALE_CACHE_TOKENS, 0) for t in trajectories)
+    stale, drafts, accepted = (sum(t.metadata.get(key, 0) for t in trajectories) for key in ENGINE_COUNTS)
     return {
         "reward/mean": float(np.mean([t.reward for t in scored])) if scored else float("nan"),
         **{f"reward/parts/{name}": float(np.mean([t.rewards.get(name, 0.0) for t in scored])) for name in parts},
@@ -40,6 +40,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/tool_error_fraction": errors / calls if calls else 0.0,
         "rollout/malformed_call_fraction": malformed / calls if calls else 0.0,
         **({"rollout/stale_cache_tokens": stale} if stale else {}),
+        **({"rollout/draft_accept_rate": accepted / drafts} if drafts else {}),
         "rollout/retries": sum(t.metadata["num_retries"] for t in trajectories),
         **({"rollout/subagents_mean": float(np.mean(subagents))} if any(subagents) else {}),
         **({"rollout/compactions_mean": float(np.mean(compactions))} if any(compactions) else {}),

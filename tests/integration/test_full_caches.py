@@ -19,14 +19,14 @@ from slimrl.rollout.pressure import CachePressure
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(device.device_type() == "cuda", reason="the size of the cache is that of a CPU engine"),
 ]
 
-CACHE_TOKENS, NEW_TOKENS, TRAJECTORIES = 6000, 250, 240
+CACHE_TOKENS, NEW_TOKENS, TRAJECTORIES = 3000, 250, 120
 ROLLOUT = RolloutConfig(
     max_trajectory_tokens=512,
-    max_concurrency_per_engine=96,
+    max_concurrency_per_engine=48,
     router=False,
     startup_timeout_s=200,
     sglang={"max_total_tokens": CACHE_TOKENS},
@@ -55,7 +55,7 @@ async def measured(url: str, *, adaptive: bool) -> dict[str, float]:
             await engine.generate(
                 GenerateRequest(
                     session_id=f"{adaptive}/{number}", input_ids=[5 + number, 7, 9], temperature=1.0, top_p=1.0,
-                    top_k=-1, max_new_tokens=NEW_TOKENS, stop_token_ids=(3,), timeout_s=100.0,
+                    top_k=-1, max_new_tokens=NEW_TOKENS, stop_token_ids=(3,), timeout_s=300.0,
                 )
             )  # fmt: skip
 
@@ -75,7 +75,7 @@ async def test_an_engine_retracts_less_when_concurrency_adapts_to_its_cache(url,
     monkeypatch.setattr(pressure, "POLL_S", 0.2)
     fixed, adapted = [await measured(url, adaptive=adaptive) for adaptive in (False, True)]
     print(fixed, adapted)
-    assert fixed["rollout/retractions"] > 20
+    assert fixed["rollout/retractions"] > 10
     assert fixed["rollout/token_usage_max"] > 0.9
     assert adapted["rollout/retractions"] < 0.5 * fixed["rollout/retractions"]
     assert 1 <= adapted["rollout/concurrency_limit"] < ROLLOUT.max_concurrency_per_engine

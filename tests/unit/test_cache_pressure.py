@@ -61,9 +61,15 @@ def test_a_cut_is_not_repeated_before_as_few_run_as_it_said(most, running):
         assert state.observe(running=count, ended=3, retractions=1, usage=1.0) == cut
 
 
+def test_the_long_trajectories_at_the_end_of_a_step_cut_nothing():
+    state = AdaptiveConcurrency(most=400, least=1)
+    assert [state.observe(running=running, ended=0, retractions=5, usage=1.0) for running in (0, 3, 49)] == [100] * 3
+    assert state.observe(running=50, ended=0, retractions=5, usage=1.0) == 40
+
+
 def test_after_a_cut_the_limit_rises_by_a_fixed_number_within_the_time_of_a_trajectory():
     state = AdaptiveConcurrency(most=640, least=1)
-    state.observe(running=100, ended=0, retractions=1, usage=0.5)
+    state.observe(running=100, ended=0, retractions=1, usage=0.5)  # of the 160 at the start
     limits = [state.limit]
     for _ in range(5):
         # As many end in ten observations as run.

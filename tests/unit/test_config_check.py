@@ -258,9 +258,26 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "trainer.megatron.recompute_method=uniform trainer.megatron.recompute_num_layers=2",
          "trainer.megatron.recompute_num_layers",
          "2: layers for multi-token prediction (trainer.mtp.train) need 1."),
-        ("trainer.mtp.train=true rollout.sglang.speculative_algorithm=NEXTN", "rollout.sglang.speculative_algorithm",
-         "NEXTN: trainer.mtp.train changes the layers that engines draft with, and a resync does not send them. Leave "
-         "it out during the training; engines that serve an export may set it."),
+        ("trainer.mtp.train=true rollout.speculative.mode=mtp", "rollout.speculative.mode",
+         "mtp: trainer.mtp.train changes the layers that engines draft with, and a resync does not send them. Use off "
+         "or ngram during the training; engines that serve an export may use mtp."),
+        ("rollout.speculative.mode=mtp resync.transport=disk", "rollout.speculative.mode",
+         "mtp: with resync.transport disk SGLang would read the draft model's weights from the policy's version. Use "
+         "ipc or collective, or ngram."),
+        ("rollout.speculative.mode=ngram deterministic=true", "rollout.speculative.mode",
+         "ngram: what is proposed depends on the clock and on other requests. Use off, or deterministic false."),
+        ("rollout.speculative.mode=ngram rollout.routed_experts=true", "rollout.speculative.mode",
+         "ngram: the experts that engines report are not known to be those of the accepted tokens. Use off, or "
+         "rollout.routed_experts false."),
+        ("rollout.speculative.mode=ngram rollout.engine_tp=2 rollout.engine_attention_dp=2", "rollout.speculative.mode",
+         "ngram: SGLang has none with rollout.engine_attention_dp 2. Use another mode, or 1."),
+        ("rollout.speculative.mode=eagle3", "rollout.speculative.draft_model",
+         "eagle3 needs the folder of its draft model."),
+        ("rollout.speculative.mode=ngram rollout.speculative.draft_model=/d", "rollout.speculative.draft_model",
+         "only the modes eagle and eagle3 read it, and the mode is ngram."),
+        ("rollout.speculative.num_draft_tokens=1", "rollout.speculative.num_draft_tokens", "1: must be at least 2."),
+        ("rollout.sglang.speculative_accept_threshold_acc=0.9", "rollout.sglang.speculative_accept_threshold_acc",
+         "0.9: below 1 engines accept tokens that the policy would not sample. Leave it out."),
         ("trainer.mtp.loss_weight=0.0", "trainer.mtp.loss_weight", "0.0: must be greater than 0."),
         ("trainer.megatron.recompute_granularity=selective trainer.megatron.recompute_modules=[mlp,moe_atc]",
          "trainer.megatron.recompute_modules", "'moe_atc' is not one of core_attn, layernorm, mla_up_proj, mlp, moe, "

@@ -265,7 +265,7 @@ GROUP = GroupSpec(
     [
         (lambda c: c.pause(), "pause_generation", {"mode": "retract"}),
         (lambda c: c.pause(PauseMode.abort), "pause_generation", {"mode": "abort"}),
-        (lambda c: c.begin_update(), "begin_weight_update", {}),
+        (lambda c: c.begin_update(), "begin_weight_update", {"selector": "target"}),
         (lambda c: c.end_update(), "end_weight_update", {}),
         (lambda c: c.flush_cache(), "flush_cache", {}),
         (lambda c: c.flush_when_idle(), "flush_cache?timeout=9", {}),
@@ -296,7 +296,12 @@ GROUP = GroupSpec(
             (
                 act,
                 "update_weights_from_tensor",
-                {"serialized_named_tensors": [said] * 2, "load_format": "flattened_bucket", "flush_cache": False},
+                {
+                    "serialized_named_tensors": [said] * 2,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": False,
+                    "selector": "target",
+                },
             )
             for act, said in (
                 (lambda c: c.load_shared_bucket("s", BUCKET), bucket_payload("s", BUCKET)),

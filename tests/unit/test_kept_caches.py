@@ -68,7 +68,7 @@ class StaleEngine(ScriptedEngine):
     """Says of each answer that two of its tokens are stale."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        return replace(await super().generate(request), stale_cache_tokens=2)
+        return replace(await super().generate(request), counts={"num_stale_cache_tokens": 2, "num_draft_tokens": 0})
 
 
 async def test_a_trajectory_counts_the_stale_tokens_of_its_turns_and_a_step_those_of_its_trajectories():
@@ -76,6 +76,7 @@ async def test_a_trajectory_counts_the_stale_tokens_of_its_turns_and_a_step_thos
     runner = replace(runner_of(tools=ToolBox([make_tool(calculator)])), engine=StaleEngine(call, call, "2<|im_end|>"))
     prompt = Prompt(prompt_id="p", messages=[{"role": "user", "content": "1+1?"}], label=2)
     trajectory = await runner.run(prompt, trajectory_id="t", sampling=SamplingConfig(), seed=0)
+    assert "num_draft_tokens" not in trajectory.metadata
     assert trajectory.metadata["num_stale_cache_tokens"] == 2 * trajectory.num_turns == 6
     trajectory.reward = 1.0
     assert rollout_metrics([trajectory, trajectory], 1.0)["rollout/stale_cache_tokens"] == 12

@@ -8,6 +8,7 @@ import pytest
 from slimrl import device
 from slimrl.config.problems import Problem
 from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.runtime.checks.model_check import model_problems
 from slimrl.toys.toy_configs import ToySize
@@ -28,7 +29,7 @@ def problems(
     toy, command: str, *, devices: bool = True, deterministic: bool = False, sglang=None, **megatron
 ) -> list[str]:
     recipe = SimpleNamespace(
-        rollout=SimpleNamespace(sglang=sglang or {}),
+        rollout=RolloutConfig(sglang=sglang or {}),
         deterministic=deterministic,
         has_critic=False,
         model=SimpleNamespace(path=str(toy), megatron=None),

@@ -11,6 +11,7 @@ deadline or by the engine, and failed if the agent or the engine did. It always 
 import asyncio
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from slimrl.agent.turn_request import TurnRequests
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine
-from slimrl.data.trajectory import POSTED_REWARD, STALE_CACHE_TOKENS, Prompt, Status, Trajectory
+from slimrl.data.trajectory import POSTED_REWARD, Prompt, Status, Trajectory
 
 
 @dataclass(kw_only=True)
@@ -105,7 +106,7 @@ def _complete(trajectory: Trajectory, session: Session, error: str) -> None:
     turns = list(session.history.turns())
     results = [result for turn in turns for result in turn.results]
     calls = count_calls(turns, UNKNOWN_TOOL)
-    stale = sum(result.stale_cache_tokens for result in results)
+    of_engine = sum((Counter(result.counts) for result in results), Counter())
     trajectory.messages = last.messages if last else []
     trajectory.metadata = {
         "num_turns": len(turns),
@@ -119,7 +120,7 @@ def _complete(trajectory: Trajectory, session: Session, error: str) -> None:
         "environment": {"states": list(map(_state, turns))} if len(trajectory.segments) > 1 else {},
         "gateway": {"segments": len(trajectory.segments), **asdict(session.counts)},
         **({"error": error} if error else {}),
-        **({STALE_CACHE_TOKENS: stale} if stale else {}),
+        **of_engine,
     }
     trajectory.measured = {"start_s": 0.0, "step_s": session.idle_s, "close_s": 0.0}
     if session.posted_reward is not None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from slimrl.config.schema.speculative import SpeculativeConfig
+
 
 class RolloutMode(str, Enum):
     """Who waits for whom; docs/async.md."""
@@ -119,6 +121,7 @@ class RolloutConfig:
     """Deadline for an engine to start."""
     health_timeout_s: float = 60.0
     """Deadline for an engine's workers to answer, which they do between two batches; one that is late is replaced."""
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the engines' processes; those that slimrl sets are refused."""
     sglang: dict[str, Any] = field(default_factory=dict)

@@ -16,6 +16,9 @@ from slimrl.data.weights import EnginePlace, GroupSpec, TensorPart
 from slimrl.sglang_plugin import scheduler, version_loader, weight_fingerprints
 from slimrl.sglang_plugin.bucket_loader import bucket_payload, open_payload, received_payload
 
+TARGET = "target"
+"""The engine's model, and not a draft model, which keeps what it has loaded and may have tensors of the same names."""
+
 
 class EngineMemory(str, Enum):
     """Parts of its device memory that an engine can release, by SGLang's names."""
@@ -56,12 +59,12 @@ class SglangControl:
     def begin_update(self) -> None:
         """Closes an interrupted update first, which SGLang still has open."""
         try:
-            self._call("begin_weight_update")
+            self._call("begin_weight_update", selector=TARGET)
         except EngineError as error:
             if "already open" not in str(error):
                 raise
             self._call("end_weight_update")
-            self._call("begin_weight_update")
+            self._call("begin_weight_update", selector=TARGET)
 
     def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
         self._update(bucket_payload(segment, parts))
@@ -97,7 +100,7 @@ class SglangControl:
 
     def fingerprints(self, names: list[str] | None) -> dict[str, str]:
         answer = self._call(
-            "weights_checker", action=weight_fingerprints.ACTION, skip_tensor_list=names, selector="target"
+            "weights_checker", action=weight_fingerprints.ACTION, skip_tensor_list=names, selector=TARGET
         )
         return answer["ranks"][0]["checksums"]
 
@@ -138,6 +141,7 @@ class SglangControl:
             serialized_named_tensors=[payload] * self.place.num_ranks,
             load_format="flattened_bucket",
             flush_cache=False,
+            selector=TARGET,
         )
 
     def _call(self, route: str, **body: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from slimrl.observability.run_folder import PROFILE_FOLDER
 from slimrl.profiling.spans import child_variables
 from slimrl.rollout.servers.ports import free_port
 from slimrl.rollout.servers.process import ServerError, ServerProcess
+from slimrl.rollout.servers.speculation import speculative_arguments
 
 _KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(256 * 1024**2),
@@ -109,6 +110,7 @@ def engine_arguments(
     if dequantize:
         # dequantized_loading.py loads the weights.
         values["json_model_override_args"] = '{"quantization_config": null}'
+    values |= speculative_arguments(rollout, model)
     if part is not None:
         values |= {"nnodes": rollout.engine_nodes, "node_rank": part.number, "dist_init_addr": part.meeting}
     if plain:

@@ -10,6 +10,7 @@ from slimrl.config.critic_rules import with_critic
 from slimrl.config.load import LoadedRecipe, trains
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.speculative import DraftMode
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.families import qwen3_next
 from slimrl.models.family import family_of
@@ -49,7 +50,7 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
     except ValueError as error:
         return [loaded.problem("model.path", str(error))]
     hf_config = read_hf_config(path)
-    problems = []
+    problems = _speculation_problems(loaded, has_mtp=has_mtp, devices=devices) if loaded.command in SERVING else []
     if family_of(hf_config).linear_attention:
         problems += _delta_net_problems(loaded, hf_config)
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
@@ -71,6 +72,19 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
         elif devices:
             refused = with_critic(_emulates, loaded.recipe, loaded.command)
             problems += [loaded.problem(*violation) for violation in refused]
+    return problems
+
+
+def _speculation_problems(loaded: LoadedRecipe, *, has_mtp: bool, devices: bool) -> list[Problem]:
+    """What `rollout.speculative` needs of the machine and of the checkpoint."""
+    mode, key = loaded.recipe.rollout.speculative.mode, "rollout.speculative.mode"
+    problems = []
+    if mode is not DraftMode.off and devices and device.device_type() != "cuda":
+        without = f"{mode.value}: without a GPU SGLang takes the likeliest tokens instead of sampling. Use off."
+        problems.append(loaded.problem(key, without))
+    if mode is DraftMode.mtp and not has_mtp:
+        lacks = f"mtp: {loaded.recipe.model.path} has no layers for multi-token prediction. Use another mode."
+        problems.append(loaded.problem(key, lacks))
     return problems
 
 

@@ -6,21 +6,16 @@ import httpx
 import pytest
 from machine import choose, on_gpu
 from ranks import run_ranks
+from sending_rank import TIMEOUT_S, send_and_export
 from slimrl_tools.toy.toy import ToySize, write_toy
-from weight_sender import WeightSender
 
 from slimrl.config.schema.precision import Precision
-from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.config.schema.trainer import ParallelConfig
-from slimrl.resync.session import ResyncSession
 from slimrl.rollout.servers.control import EngineMemory, SglangControl
 from slimrl.rollout.servers.server import EngineServer
-from slimrl.trainer.checkpointing.export import export_hf
 
 pytestmark = pytest.mark.timeout(600)
 
-TIMEOUT_S = 90.0
 NUM_TOKENS = 24
 PROMPTS = [[5, 300, 77, 41, 12], [260, 99, 8], list(range(40, 80))]
 GPU_SIZE = ToySize(layers=2, hidden=1024, head_dim=128, moe_intermediate=256, init_std=0.03)
@@ -51,20 +46,6 @@ def greedy(url: str) -> list[list[int]]:
         .json()["output_ids"]
         for prompt in PROMPTS
     ]
-
-
-def send_and_export(rank, world_size, port, url, model, out):
-    """The names of tensors that differ after the resync, and seconds; the weights also go into a folder."""
-    sender = WeightSender(rank, world_size, port, model, ParallelConfig(), Precision.bf16, timeout_s=TIMEOUT_S)
-    sender.load(model)
-    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S)
-    config = ResyncConfig(bucket_bytes=choose(32 << 20, 200_000), verify=VerifyMode.full, timeout_s=TIMEOUT_S)
-    session = ResyncSession(sender.source, [engine], config, rank=rank, run_id="gpu_suite")
-    report = session.run(1)
-    session.close()
-    export_hf(sender.source, model, out)
-    sender.close()
-    return report.mismatching, report.buckets, report.seconds
 
 
 @pytest.mark.proves("weights derived from weights, and CUDA graphs that point to them, survive a release and a resync")

@@ -1,0 +1,65 @@
+"""Rules of `rollout.speculative`: what would change the tokens that the policy samples, or cannot be updated."""
+
+from collections.abc import Iterator
+
+from slimrl.config.problems import Violation
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.speculative import DraftMode
+
+THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+"""Fields of ServerArgs: below 1 SGLang accepts more than the policy would sample."""
+OF_OTHER_FILES = (DraftMode.eagle, DraftMode.eagle3)
+"""Modes whose draft model is a checkpoint of its own"""
+
+
+def speculative_violations(recipe: Recipe) -> Iterator[Violation]:
+    """What no engine does with it, whatever the command."""
+    rollout = recipe.rollout
+    settings, mode = rollout.speculative, rollout.speculative.mode.value
+    key = "rollout.speculative.mode"
+    for name in THRESHOLDS:
+        if (value := rollout.sglang.get(name)) is not None and value < 1:
+            yield (
+                f"rollout.sglang.{name}",
+                f"{value}: below 1 engines accept tokens that the policy would not sample. Leave it out.",
+            )
+    if settings.draft_model and settings.mode not in OF_OTHER_FILES:
+        yield "rollout.speculative.draft_model", f"only the modes eagle and eagle3 read it, and the mode is {mode}."
+    if settings.mode is DraftMode.off:
+        return
+    if settings.mode in OF_OTHER_FILES and not settings.draft_model:
+        yield "rollout.speculative.draft_model", f"{mode} needs the folder of its draft model."
+    if recipe.deterministic:
+        yield (
+            key,
+            f"{mode}: what is proposed depends on the clock and on other requests. Use off, or deterministic false.",
+        )
+    if rollout.routed_experts:
+        yield (
+            key,
+            f"{mode}: the experts that engines report are not known to be those of the accepted tokens. Use off, or "
+            "rollout.routed_experts false.",
+        )
+    if settings.mode is DraftMode.ngram and rollout.engine_attention_dp > 1:
+        groups = rollout.engine_attention_dp
+        yield key, f"ngram: SGLang has none with rollout.engine_attention_dp {groups}. Use another mode, or 1."
+
+
+def draft_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Draft models of engines whose weights change."""
+    mode, key = recipe.rollout.speculative.mode, "rollout.speculative.mode"
+    if mode in (DraftMode.off, DraftMode.ngram):
+        return
+    if mode is DraftMode.mtp and recipe.trainer.mtp.train:
+        yield (
+            key,
+            "mtp: trainer.mtp.train changes the layers that engines draft with, and a resync does not send them. Use "
+            "off or ngram during the training; engines that serve an export may use mtp.",
+        )
+    if recipe.resync.transport in (TransportName.disk, TransportName.delta):
+        yield (
+            key,
+            f"{mode.value}: with resync.transport {recipe.resync.transport.value} SGLang would read the draft model's "
+            "weights from the policy's version. Use ipc or collective, or ngram.",
+        )
