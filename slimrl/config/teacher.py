@@ -27,7 +27,6 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
         request_timeout_s=teacher.request_timeout_s,
         startup_timeout_s=teacher.startup_timeout_s,
         max_replacements=teacher.max_replacements,
-        router=False,
         env=teacher.env,
         sglang={**uncached, **teacher.sglang},
     )

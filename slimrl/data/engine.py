@@ -12,7 +12,7 @@ class GenerateRequest:
     """A request for one assistant turn."""
 
     session_id: str
-    """The trajectory's id; all requests of a session go to one engine, which reuses the prefix."""
+    """The trajectory's id; requests of a session go to one engine where they can, which reuses the prefix."""
     input_ids: list[int]
     temperature: float
     top_p: float
@@ -59,6 +59,10 @@ class ScoreRequest:
 
 class EngineError(Exception):
     """The engine refused a request, ended, or missed the deadline."""
+
+
+class EngineUnreachable(EngineError):
+    """The request did not reach the engine, or the connection broke before the answer: another engine may serve it."""
 
 
 class Scorer(Protocol):

@@ -11,8 +11,8 @@ import pytest
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.client import SglangEngine, StickyEngines
 from slimrl.rollout.lockstep import LockstepEngine
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.control import EngineMemory
 from slimrl.rollout.servers.process import ServerError
 from slimrl.rollout.servers.server import ENGINE, TEACHER
@@ -64,24 +64,6 @@ class Actors:
         return replace(self.start(name), pids=(1, 3))
 
 
-class Router:
-    def __init__(self, urls, log, *, timeout_s, request_timeout_s, port) -> None:
-        self.port, self.asked_port = port or 1234, port
-        self.url, self.urls, self.timeouts = "http://router", urls, (timeout_s, request_timeout_s)
-        self.process = SimpleNamespace(pid=9)
-        self.ended = self.ready = self.stopped = False
-
-    def wait_ready(self) -> None:
-        self.ready = True
-
-    def check(self) -> None:
-        if self.ended:
-            raise ServerError("router ended with exit code 1: no memory")
-
-    def stop(self) -> None:
-        self.stopped = True
-
-
 Start = Callable[..., tuple[EngineGroup, Actors]]
 
 
@@ -102,7 +84,6 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         handle = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments: None))
         monkeypatch.setattr(engine_group, "ActorGroup", actors)
         monkeypatch.setattr(engine_group, "EngineActor", handle)
-        monkeypatch.setattr(engine_group, "Router", Router)
         slots = [[SimpleNamespace(node=SimpleNamespace(name="host"))] for _ in range(engines)]
         places = SimpleNamespace(
             placement=SimpleNamespace(engines=slots, teachers=slots),
@@ -165,12 +146,11 @@ def test_a_replaced_engine_that_ends_again_counts_again(start: Start):
     [
         (["engine 0", "engine 1"], {"max_replacements": 1}),
         (["engine 0"], {"max_replacements": 0}),
-        (["engine 0"], {"router": False}),
         (["engine 0"], {"deterministic": True}),
         (["engine 0", "engine 1", "engine 2"], {"max_replacements": 9}),
         (["engine 0"], {"engines": 1}),
     ],
-    ids=["too many", "none may be", "pinned sessions", "lock-step", "none left", "the only one"],
+    ids=["too many", "none may be", "lock-step", "none left", "the only one"],
 )
 def test_a_rollout_stops_where_nobody_can_take_an_engines_place(start: Start, killed, settings):
     group, actors = start(**settings)
@@ -191,7 +171,7 @@ def test_two_of_three_engines_may_end_where_two_may_be_replaced(start: Start):
 
 
 def test_a_teacher_that_ends_is_restarted_while_the_rollout_goes_on(start: Start):
-    group, actors = start(engines=1, role=TEACHER, router=False, max_replacements=1)
+    group, actors = start(engines=1, role=TEACHER, max_replacements=1)
     watch(group)
     assert not group.is_restarting
     actors.kill("teacher 0")
@@ -207,11 +187,16 @@ def test_a_teacher_that_ends_is_restarted_while_the_rollout_goes_on(start: Start
         watch(group)
 
 
-def test_the_routers_end_stops_a_rollout(start: Start):
-    group, _ = start()
-    group._router.ended = True
-    with pytest.raises(StageError, match="router ended with exit code 1: no memory"):
-        group.watch()
+def test_requests_go_to_the_engines_that_have_not_ended(start: Start):
+    group, actors = start()
+    client = group.client(vocab_size=50, routed_experts_shape=None)
+    urls = ("http://engine 0", "http://engine 1", "http://engine 2")
+    assert client.live == urls
+    actors.kill("engine 1")
+    watch(group)
+    assert client.live == (urls[0], urls[2])
+    group.replace(["engine 1"])
+    assert client.live == urls
 
 
 def test_an_engine_that_has_ended_has_no_memory_to_give_or_take():
@@ -259,39 +244,24 @@ def test_an_engine_that_lives_and_refuses_to_give_memory_is_an_error(monkeypatch
 PARTS = (("actor", 1), ("server", 2))
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "urls"),
-    [
-        ({}, SglangEngine, ["http://router"]),
-        ({"engines": 1}, StickyEngines, ["http://engine 0"]),
-        ({"router": False}, StickyEngines, [f"http://engine {i}" for i in range(3)]),
-        ({"deterministic": True}, LockstepEngine, [f"http://engine {i}" for i in range(3)]),
-    ],
-)
-def test_episodes_talk_to_the_router_where_there_is_one_and_else_to_the_engines(start: Start, settings, kind, urls):
-    group, _ = start(**settings)
-    client = group.client(vocab_size=50, routed_experts_shape=(2, 3))
-    assert type(client) is kind
-    ends = [client] if kind is SglangEngine else client._engines
-    assert [end._url for end in ends] == urls
+def test_episodes_talk_to_the_engines_and_in_lock_step_where_the_run_is_deterministic(start: Start):
     every = [f"http://engine {i}" for i in range(3)]
-    assert [list(end._engine_urls) for end in ends] == ([every] if kind is SglangEngine else [[url] for url in urls])
-    assert all((end._vocab_size, end._routed_experts_shape) == (50, (2, 3)) for end in ends)
-    parts = [(f"engine {i}, {part} on host", pid) for i in range(len(group.addresses)) for part, pid in PARTS]
-    assert group.roles == (*parts, *([("router", 9)] if kind is SglangEngine else []))
+    for deterministic in (False, True):
+        group, _ = start(deterministic=deterministic)
+        client = group.client(vocab_size=50, routed_experts_shape=(2, 3))
+        assert type(client) is (LockstepEngine if deterministic else RoutedEngines)
+        ends = client._engines if deterministic else [client._connect(url) for url in client.live]
+        assert [end._url for end in ends] == every
+        # Another engine is asked before the same one again.
+        assert [end._retries for end in ends] == [deterministic] * 3
+        assert all((end._vocab_size, end._routed_experts_shape) == (50, (2, 3)) for end in ends)
+        assert group.roles == tuple((f"engine {i}, {part} on host", pid) for i in range(3) for part, pid in PARTS)
 
 
-def test_the_router_of_replaced_engines_is_another_one_at_the_same_port(start: Start):
-    group, actors = start(startup_timeout_s=100.0, request_timeout_s=7.0)
-    first = group._router
-    assert (first.urls, first.asked_port, first.timeouts, first.ready) == (
-        ["http://engine 0", "http://engine 1", "http://engine 2"], None, (100.0, 7.0), True,
-    )  # fmt: skip
+def test_replaced_engines_keep_their_places(start: Start):
+    group, actors = start(startup_timeout_s=100.0)
     actors.kill("engine 1")
-    first.port = 4321
     group.replace(["engine 1"])
-    assert group._router is not first
-    assert (first.stopped, group._router.asked_port, group._router.ready) == (True, 4321, True)
     assert [address.name for address in group.addresses] == ["engine 0", "engine 1", "engine 2"]
     assert [address.pids for address in group.addresses] == [(1, 2), (1, 3), (1, 2)]
     # Engines have their own deadlines, within that of the call.
@@ -300,10 +270,9 @@ def test_the_router_of_replaced_engines_is_another_one_at_the_same_port(start: S
     assert actors.timeouts["ending"] == engine_group.CHECK_TIMEOUT_S
 
 
-def test_the_router_and_the_engines_are_stopped_before_their_actors_end(start: Start, monkeypatch):
+def test_the_engines_are_stopped_before_their_actors_end(start: Start, monkeypatch):
     group, actors = start()
     group.stop()
-    assert group._router.stopped
     assert actors.calls == ["stop engine 0", "stop engine 1", "stop engine 2", "kill"]
     assert actors.timeouts["stop"] == engine_group.STOP_TIMEOUT_S
     actors.calls.clear()
@@ -316,7 +285,7 @@ def test_the_router_and_the_engines_are_stopped_before_their_actors_end(start: S
     assert actors.calls == ["kill"]
     # Before they have answered there is no server that could be told to end.
     actors.calls.clear()
-    group.addresses, group._router = [], None
+    group.addresses = []
     group.stop()
     assert actors.calls == ["kill"]
 

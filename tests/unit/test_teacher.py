@@ -336,7 +336,7 @@ def test_a_teacher_s_engines_share_nothing_and_cache_nothing_in_a_deterministic_
     made = teacher_recipe(recipe)
     assert not made.shares_devices
     assert (made.model.path, made.rollout.engine_tp, made.rollout.num_engines) == ("teacher", 4, 2)
-    assert (made.rollout.routed_experts, made.rollout.router, made.rollout.colocated) == (False, False, False)
+    assert (made.rollout.routed_experts, made.rollout.colocated) == (False, False)
     assert made.rollout.max_trajectory_tokens == 512
     assert made.rollout.sglang == {"chunked_prefill_size": 4096}
     assert made.resync.transport is not TransportName.ipc

@@ -65,8 +65,6 @@ class RolloutConfig:
     """Engines share the trainer's devices: each side releases its memory while the other works."""
     max_replacements: int = 3
     """Most engines that a run replaces, because they ended or failed in a resync, before it stops."""
-    router: bool = True
-    """Route requests through smg; without it a trajectory stays on one engine, chosen by hash."""
     mode: RolloutMode = RolloutMode.sync
     """Who waits for whom."""
     max_staleness: int = 1

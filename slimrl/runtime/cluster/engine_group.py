@@ -1,4 +1,4 @@
-"""The engines of a run, from the driver's side: their actors, the router in front of them, and their client.
+"""The engines of a run, from the driver's side: their actors, and the client of all of them.
 
 An engine has an actor on each of its nodes. The first one's server answers for the whole engine; the actors start, end
 and are replaced together.
@@ -15,13 +15,12 @@ from typing import Any
 
 from slimrl.config.environment import engine_variables
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.engine import Engine, EngineError
+from slimrl.data.engine import Engine
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.client import SglangEngine, StickyEngines
+from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.lockstep import LockstepEngine
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.control import EngineMemory
-from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.router import Router
 from slimrl.rollout.servers.server import ENGINE, TEACHER, part_name
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress, actor_log
@@ -63,23 +62,20 @@ class EngineGroup:
         """A teacher's engines that are being restarted, with what their actors were asked"""
         self._tolerated: set[str] = set()
         self.num_replaced = 0
-        self._router: Router | None = None
+        self._routed: RoutedEngines | None = None
         self.addresses: list[EngineAddress] = []
 
     def wait_ready(self) -> None:
-        """Raises StageError with the cause from its log if an engine or the router does not come up."""
+        """Raises StageError with the cause from its log if an engine does not come up."""
         rollout = self._recipe.rollout
         started = self._actors.wait(self._starts, "start", timeout_s=rollout.startup_timeout_s + 60)
         self.addresses = [self._joined(name, started) for name in self._parts]
-        # Lock-step batches need to know which engine serves a session.
-        if rollout.router and rollout.num_engines > 1 and not self._recipe.deterministic:
-            self._start_router(port=None)
 
     def replace(self, names: Collection[str]) -> None:
-        """Restart these engines, paused, at their addresses, and the router. The others keep running without requests.
+        """Restart these engines, paused, at their addresses. The others keep running without requests.
 
         Raises:
-            StageError: an engine or the router does not come up.
+            StageError: an engine does not come up.
         """
         parts = self._all_parts(names)
         for name, ending in self._actors.call("ending", dict.fromkeys(parts, ()), timeout_s=CHECK_TIMEOUT_S).items():
@@ -87,10 +83,6 @@ class EngineGroup:
         timeout_s = self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
         restarted = self._actors.call("restart", self._with_meetings(names), timeout_s=timeout_s)
         self._rejoin(names, restarted)
-        if self._router is not None:
-            # A running router keeps skipping an engine that failed some requests, even after its replacement.
-            self._router.stop()
-            self._start_router(port=self._router.port)
 
     def _rejoin(self, names: Collection[str], restarted: Mapping[str, EngineAddress]) -> None:
         """Count engines that were restarted, at the addresses that they had."""
@@ -100,6 +92,7 @@ class EngineGroup:
         # The pending question of `watch` is about the old servers.
         self._asked = None
         self._tolerated -= fresh.keys()
+        self._route()
         for address in fresh.values():
             for pid, node in zip(address.pids[1::2], address.nodes, strict=True):
                 log.info("process %d: %s, server on %s", pid, address.name, node)
@@ -132,41 +125,38 @@ class EngineGroup:
 
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
-        """(role and node, pid) of actors and servers, and of the router."""
-        roles = [
+        """(role and node, pid) of actors and servers."""
+        return tuple(
             (f"{address.name}, {process} on {node}", pid)
             for address in self.addresses
             for part, node in enumerate(address.nodes)
             for process, pid in zip(("actor", "server"), address.pids[2 * part : 2 * part + 2], strict=True)
-        ]
-        return (*roles, *(() if self._router is None else (("router", self._router.process.pid),)))
+        )
 
     def client(self, *, vocab_size: int, routed_experts_shape: tuple[int, int] | None) -> Engine:
         """The engines' client; it belongs to the event loop that first uses it."""
-        urls = [address.url for address in self.addresses]
         connect = partial(SglangEngine, vocab_size=vocab_size, routed_experts_shape=routed_experts_shape)
-        if self._router is not None:
-            return connect(self._router.url, engine_urls=urls)
-        engines = [connect(url, engine_urls=[url]) for url in urls]
-        return LockstepEngine(engines) if self._recipe.deterministic else StickyEngines(engines)
+        if self._recipe.deterministic:
+            return LockstepEngine([connect(address.url) for address in self.addresses])
+        self._routed = RoutedEngines(partial(connect, retries=False))
+        self._route()
+        return self._routed
 
     def check(self) -> None:
-        """Raises StageError with the cause from the log if the router has ended, or an engine that `watch` does not
-        tolerate."""
+        """Raises StageError with the cause from the log if an engine has ended that `watch` does not tolerate."""
         endings = self._actors.call("ending", timeout_s=CHECK_TIMEOUT_S)
         if causes := [text for name, text in self._ended(endings).items() if name not in self._tolerated]:
             raise StageError("; ".join(causes))
-        self._check_router()
 
     def watch(self) -> None:
         """Call it repeatedly while episodes run: it asks the engines, and reads their answers in a later call.
 
-        If an engine has ended, the router moves its sessions to the others, and the next resync replaces it. A
-        teacher's engine, which no resync reaches, is restarted at once.
+        If an engine has ended, its sessions go on at the others, and the next resync replaces it. A teacher's engine,
+        which no resync reaches, is restarted at once.
 
         Raises:
-            StageError: the router or an engine's actor has ended; or an engine has ended and there is no router, no
-                other engine, or no replacement left (`rollout.max_replacements`).
+            StageError: an engine's actor has ended; or an engine has ended and there is no other one, no replacement
+                left (`rollout.max_replacements`), or the run is deterministic.
         """
         if self._restarts is not None:
             names, refs = self._restarts
@@ -178,7 +168,6 @@ class EngineGroup:
         elif (endings := self._actors.answers(self._asked, "ending")) is not None:
             self._asked = None
             self._judge(self._ended(endings))
-        self._check_router()
 
     def _judge(self, ended: Mapping[str, str]) -> None:
         """Tolerate engines that have ended, given with their causes, or raise; see `watch`."""
@@ -186,7 +175,7 @@ class EngineGroup:
             return
         causes = "; ".join(ended.values())
         is_teacher = self._role == TEACHER
-        if not is_teacher and (self._router is None or len(ended) == len(self.addresses)):
+        if not is_teacher and (self._recipe.deterministic or len(ended) == len(self.addresses)):
             raise StageError(causes)
         limit = self._recipe.rollout.max_replacements
         if self.num_replaced + len(ended) > limit:
@@ -204,6 +193,7 @@ class EngineGroup:
             # What is left of an engine would keep its requests until they are late.
             self._actors.call("stop", dict.fromkeys(self._all_parts(broken), ()), timeout_s=STOP_TIMEOUT_S)
         self._tolerated |= ended.keys()
+        self._route()
 
     def _all_parts(self, names: Collection[str]) -> list[str]:
         """Names of the actors of these engines."""
@@ -227,40 +217,22 @@ class EngineGroup:
         causes = {name: [endings[part] for part in parts if endings[part]] for name, parts in self._parts.items()}
         return {name: "; ".join(texts) for name, texts in causes.items() if texts}
 
-    def _start_router(self, port: int | None) -> None:
-        rollout = self._recipe.rollout
-        try:
-            self._router = Router(
-                [address.url for address in self.addresses],
-                self._folder.log_file("router"),
-                timeout_s=rollout.startup_timeout_s,
-                request_timeout_s=rollout.request_timeout_s,
-                port=port,
-            )
-            self._router.wait_ready()
-        except (ServerError, EngineError) as error:
-            raise StageError(str(error)) from error
+    def _route(self) -> None:
+        """Tell the client which engines may serve: those that have not ended."""
+        if self._routed is not None:
+            self._routed.use([address.url for address in self.addresses if address.name not in self._tolerated])
 
     def _move_memory(self, method: str, parts: Collection[EngineMemory]) -> None:
         # Pause, flush and release have a deadline each.
         timeout_s = 3 * self._recipe.resync.timeout_s + 30
         self._actors.call(method, dict.fromkeys(self._parts, (list(parts),)), timeout_s=timeout_s)
 
-    def _check_router(self) -> None:
-        if self._router is not None:
-            try:
-                self._router.check()
-            except ServerError as error:
-                raise StageError(str(error)) from error
-
     def stop(self) -> None:
-        """Stop the router and the engines, then kill the actors.
+        """Stop the engines, then kill the actors.
 
         The engine of an actor that is still starting it, or cannot stop it, ends with the actor.
         """
         try:
-            if self._router is not None:
-                self._router.stop()
             if self.addresses:
                 self._actors.call("stop", timeout_s=STOP_TIMEOUT_S)
         except StageError as error:

@@ -44,7 +44,6 @@ MOVE_NOTHING = ("pause", "agree", "wait", "activate")
 """Stages without a rate"""
 COMMAND: Command = "resync bench"
 SETTINGS = (
-    "rollout.router=false",
     "rollout.sglang.max_total_tokens=1024",
     # Memory that trainer ranks take while an engine starts counts against its share.
     "rollout.sglang.mem_fraction_static=0.5",

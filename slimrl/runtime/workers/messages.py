@@ -46,6 +46,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Use:
+    """Which engines may serve from now on; see RoutedEngines."""
+
+    urls: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ended:
     """An episode has ended."""
 

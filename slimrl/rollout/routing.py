@@ -1,0 +1,167 @@
+"""Several engines as one: each request goes to the engine that `engine_choice.py` says.
+
+1. `use` says which engines may serve. Requests that run on one that left are cancelled there and sent to another; if
+   none is there they wait.
+2. An engine that cannot be reached, or whose connection breaks before the answer, is avoided for AVOID_S or until
+   `use` is called again. The request is sent to another at once, or again after a while if all are avoided.
+3. All of that is within the deadline of the request. No token of a failed attempt is used, and the next attempt has
+   the same seed.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from slimrl.data.engine import Engine, EngineError, EngineUnreachable, GenerateRequest, GenerateResult
+from slimrl.rollout.engine_choice import EngineChoice
+
+RETRY_DELAYS_S = (0.2, 1.0, 3.0)
+"""Before each further attempt of a request that failed, where no engine is there that has not."""
+AVOID_S = 10.0
+"""For which an engine is avoided."""
+
+log = logging.getLogger(__name__)
+
+
+class RoutedEngines(Engine):
+    """Belongs to the event loop that first uses it, but for `use`, `live` and `follow`. Can be pickled before that.
+
+    Args:
+        connect: makes the client of the engine at an address, which raises EngineUnreachable at its first failure.
+    """
+
+    def __init__(self, connect: Callable[[str], Engine], urls: Collection[str] = ()) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        """Of what `use` touches: the three below"""
+        self._live = tuple(dict.fromkeys(urls))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._followers: list[Callable[[], None]] = []
+        self._choice = EngineChoice()
+        self._clients: dict[str, Engine] = {}
+        self._attempts: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
+        """Scopes of the running requests by engine"""
+        self._changed = asyncio.Event()
+
+    def __reduce__(self) -> tuple[type["RoutedEngines"], tuple[Callable[[str], Engine], tuple[str, ...]]]:
+        return RoutedEngines, (self._connect, self.live)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Addresses of the engines that may serve."""
+        with self._lock:
+            return self._live
+
+    def use(self, urls: Collection[str]) -> None:
+        """The engines that may serve from now on; from any thread.
+
+        An engine that was there before may be named again, at the same address, after it was replaced.
+        """
+        with self._lock:
+            self._live = tuple(dict.fromkeys(urls))
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._apply)
+            followers = list(self._followers)
+        for follower in followers:
+            follower()
+
+    def follow(self, follower: Callable[[], None]) -> None:
+        """Call this after each `use`, in its thread: for copies in other processes."""
+        with self._lock:
+            self._followers.append(follower)
+
+    def close(self, session_id: str) -> None:
+        self._choice.close(session_id)
+        for client in self._clients.values():
+            client.close(session_id)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """One turn.
+
+        Raises:
+            EngineError: an engine refused it, too many attempts failed, or there was no answer before the deadline.
+        """
+        self._attach()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.timeout_s
+        failures = moves = 0
+        while True:
+            url = self._choice.begin(request)
+            if url is None:
+                await self._change(request, deadline - loop.time())
+                continue
+            try:
+                part = replace(request, timeout_s=deadline - loop.time())
+                result = await self._answer(url, part)
+            except EngineUnreachable as error:
+                if failures == len(RETRY_DELAYS_S):
+                    raise
+                self._avoid(url)
+                delay_s = 0.0 if self._choice.has_others else RETRY_DELAYS_S[failures]
+                failures += 1
+                log.warning("%s: sent again in %g s", error, delay_s)
+                await asyncio.sleep(delay_s)
+                continue
+            if result is None:
+                moves += 1
+                log.info("%s has left: session %s goes on elsewhere", url, request.session_id)
+                continue
+            return replace(result, num_retries=result.num_retries + failures + moves)
+
+    async def aclose(self) -> None:
+        with self._lock:
+            self._loop = None
+        for client in self._clients.values():
+            await client.aclose()
+
+    def _attach(self) -> None:
+        with self._lock:
+            if self._loop is not None:
+                return
+            self._loop = asyncio.get_running_loop()
+        self._apply()
+
+    def _apply(self) -> None:
+        live = self.live
+        self._choice.use(live)
+        for url in self._attempts.keys() - set(live):
+            for attempt in self._attempts.pop(url):
+                attempt.reschedule(0)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _answer(self, url: str, request: GenerateRequest) -> GenerateResult | None:
+        """The answer of an engine on which the request has begun, or None if it left before."""
+        if url not in self._clients:
+            self._clients[url] = self._connect(url)
+        attempt = asyncio.timeout(None)
+        try:
+            async with attempt:
+                self._attempts[url].add(attempt)
+                try:
+                    return await self._clients[url].generate(request)
+                finally:
+                    self._attempts[url].discard(attempt)
+        except TimeoutError:
+            if not attempt.expired():
+                raise
+            return None
+        finally:
+            self._choice.end(url, request)
+
+    async def _change(self, request: GenerateRequest, timeout_s: float) -> None:
+        """Wait for another `use`; raises EngineError at the deadline."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError as error:
+            raise EngineError(
+                f"session {request.session_id}: no engine was there within {request.timeout_s:g} s"
+            ) from error
+
+    def _avoid(self, url: str) -> None:
+        self._choice.avoid(url)
+        asyncio.get_running_loop().call_later(AVOID_S, self._choice.forgive, url)

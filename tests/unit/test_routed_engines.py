@@ -1,0 +1,238 @@
+"""Several engines as one, by their real clients: web servers of this process that answer, hang or break off."""
+
+import asyncio
+import pickle
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from slimrl.data.engine import EngineError, GenerateRequest
+from slimrl.rollout import routing
+from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.routing import RoutedEngines
+from slimrl.rollout.servers.ports import free_ports
+
+CONNECT = partial(SglangEngine, retries=False)
+
+
+class Server:
+    """Answers with `token`, or does what `action` says: a status, "hang" or "cut off"."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.action: str | int = ""
+        self.sessions: list[str] = []
+        self.rids: list[str] = []
+        self.aborted: list[str] = []
+        self.url = ""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.rids.append(body["rid"])
+        if self.action == "hang":
+            await asyncio.sleep(60)
+        if self.action == "cut off":
+            assert request.transport is not None
+            request.transport.abort()
+        if isinstance(self.action, int):
+            return web.json_response({"error": "not now"}, status=self.action)
+        span = {"version": "4", "start": 0, "end": 1}
+        meta = {"output_token_logprobs": [[-0.5, self.token]], "weight_versions": [span], "cached_tokens": 0}
+        return web.json_response({"meta_info": {**meta, "finish_reason": {"type": "stop"}}})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
+
+    async def asked(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.rids) < count:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[list[Server]]:
+    made, running = [Server(7), Server(8)], []
+    for server in made:
+        app = web.Application()
+        app.router.add_post("/generate", server.generate)
+        app.router.add_post("/abort_request", server.abort)
+        running.append(TestServer(app))
+        await running[-1].start_server()
+        server.url = str(running[-1].make_url("")).rstrip("/")
+    yield made
+    for each in running:
+        await each.close()
+
+
+@pytest.fixture
+async def engines(servers: list[Server]) -> AsyncIterator[RoutedEngines]:
+    made = RoutedEngines(CONNECT)
+    made.use([server.url for server in servers])
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "RETRY_DELAYS_S", (0.01, 0.02, 0.03))
+
+
+def ask(session: str = "s", timeout_s: float = 20.0) -> GenerateRequest:
+    return GenerateRequest(
+        session_id=session, input_ids=[1, 2], temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4,
+        stop_token_ids=(), timeout_s=timeout_s, seed=11,
+    )  # fmt: skip
+
+
+async def first_of(engines: RoutedEngines, servers: list[Server]) -> tuple[Server, Server]:
+    """The server that session s is on, and the other."""
+    token = (await engines.generate(ask())).tokens[0]
+    return (servers[0], servers[1]) if token == servers[0].token else (servers[1], servers[0])
+
+
+async def test_what_runs_on_an_engine_that_left_is_aborted_there_and_goes_on_elsewhere(engines, servers):
+    here, there = await first_of(engines, servers)
+    here.action = "hang"
+    asked = [asyncio.create_task(engines.generate(ask())) for _ in range(2)]
+    await here.asked(3)
+    # From another thread, as the one that watches the engines.
+    await asyncio.to_thread(engines.use, [there.url])
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*asked)
+    assert [(result.tokens, result.num_retries) for result in results] == [([there.token], 1)] * 2
+    assert engines.live == (there.url,)
+    here.action = ""
+    engines.use([here.url, there.url])
+    assert (await engines.generate(ask())).tokens == [there.token]
+    await engines.aclose()
+    assert sorted(here.aborted) == sorted(here.rids[1:])
+    assert there.aborted == []
+
+
+async def test_without_an_engine_requests_wait_for_one_until_their_deadline(engines, servers):
+    engines.use([])
+    waiting = asyncio.create_task(engines.generate(ask()))
+    with pytest.raises(EngineError, match=r"session late: no engine was there within 0\.1 s"):
+        await engines.generate(ask("late", timeout_s=0.1))
+    assert not waiting.done()
+    threading.Timer(0.05, engines.use, [[servers[1].url]]).start()
+    async with asyncio.timeout(10):
+        assert (await waiting).tokens == [servers[1].token]
+    # Those that run when the last one leaves wait too.
+    servers[1].action = "hang"
+    running = asyncio.create_task(engines.generate(ask()))
+    await servers[1].asked(2)
+    engines.use([])
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    engines.use([servers[0].url])
+    async with asyncio.timeout(10):
+        assert (await running).tokens == [servers[0].token]
+
+
+@pytest.mark.parametrize("action", ["cut off", 500, 503])
+async def test_what_breaks_off_is_sent_to_another_engine_at_once_and_this_one_is_avoided(
+    engines, servers, action, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(routing, "RETRY_DELAYS_S", (60.0,))
+    here, there = await first_of(engines, servers)
+    here.action = action
+    async with asyncio.timeout(10):
+        result = await engines.generate(ask())
+    assert (result.tokens, result.num_retries) == ([there.token], 1)
+    for session in ("t", "u", "s"):
+        assert (await engines.generate(ask(session))).tokens == [there.token]
+    assert len(here.rids) == 2
+
+
+@pytest.mark.parametrize("by", ["time", "use"])
+async def test_an_engine_that_was_gone_is_asked_again_after_a_while_or_with_the_next_use(
+    engines, servers, by, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(routing, "AVOID_S", 0.2 if by == "time" else 60.0)
+    here, there = await first_of(engines, servers)
+    here.action = 503
+    assert (await engines.generate(ask())).tokens == [there.token]
+    here.action, there.action = "", "hang"
+    busy = asyncio.create_task(engines.generate(ask("busy")))
+    await there.asked(2)
+    if by == "use":
+        engines.use(engines.live)
+    await asyncio.sleep(0.3)
+    # Another prompt than that of the session, at the engine with nothing to do.
+    assert (await engines.generate(replace(ask("t"), input_ids=[5]))).tokens == [here.token]
+    busy.cancel()
+
+
+async def test_the_only_engine_is_asked_again_after_a_delay(engines, servers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(routing, "RETRY_DELAYS_S", (0.3, 60.0))
+    server = servers[0]
+    engines.use([server.url])
+    server.action = 503
+    asked = asyncio.create_task(engines.generate(ask()))
+    await server.asked(1)
+    await asyncio.sleep(0.05)
+    server.action = ""
+    async with asyncio.timeout(10):
+        assert (await asked).num_retries == 1
+
+
+async def test_a_request_that_fails_everywhere_fails_with_the_last_cause_and_one_that_is_refused_is_not_sent_again(
+    engines, servers
+):
+    for server in servers:
+        server.action = 503
+    with pytest.raises(EngineError, match=r"http://.*, session s: 503 .*not now"):
+        await engines.generate(ask())
+    assert sum(len(server.rids) for server in servers) == 4
+    for server in servers:
+        server.action = 400
+    with pytest.raises(EngineError, match="400"):
+        await engines.generate(ask())
+    assert sum(len(server.rids) for server in servers) == 5
+    (nobody,) = free_ports(1)
+    gone = RoutedEngines(CONNECT, [f"http://127.0.0.1:{nobody}"])
+    with pytest.raises(EngineError, match="ClientConnectorError"):
+        await gone.generate(ask())
+    await gone.aclose()
+
+
+async def test_the_deadline_is_of_all_attempts_and_what_the_caller_gives_up_is_aborted(engines, servers):
+    here, there = await first_of(engines, servers)
+    here.action = there.action = "hang"
+    start = asyncio.get_running_loop().time()
+    asked = asyncio.create_task(engines.generate(ask(timeout_s=0.5)))
+    given_up = asyncio.create_task(engines.generate(ask()))
+    await here.asked(3)
+    await asyncio.sleep(0.25)
+    given_up.cancel()
+    engines.use([there.url])
+    with pytest.raises(EngineError, match="no answer within"):
+        await asked
+    assert 0.4 < asyncio.get_running_loop().time() - start < 5
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    await engines.aclose()
+    assert sorted(here.aborted + there.aborted) == sorted(here.rids[1:] + there.rids)
+    assert not any(engines._choice.loads.values())
+
+
+async def test_a_copy_in_another_process_has_the_engines_of_its_moment_and_follows_by_what_is_told(engines, servers):
+    told: list[tuple[str, ...]] = []
+    engines.follow(lambda: told.append(engines.live))
+    engines.use([servers[1].url])
+    copy = pickle.loads(pickle.dumps(engines))
+    assert told == [(servers[1].url,)]
+    assert copy.live == (servers[1].url,)
+    assert (await copy.generate(ask())).tokens == [servers[1].token]
+    await copy.aclose()
+    # The event loop may be gone, and the engines still change.
+    engines.use([servers[0].url])
+    await engines.aclose()
+    engines.use([])
