@@ -290,7 +290,7 @@ class SglangEngine(Engine):
             async with asyncio.timeout(timeout_s):
                 status, content, num_retries = await self._ask(name, post)
         except TimeoutError as error:
-            raise EngineError(f"{name}: no answer within {timeout_s:g} s") from error
+            raise EngineError(f"{name}: no answer within {round(timeout_s, 2):g} s") from error
         except aiohttp.ClientError as error:
             kind = EngineUnreachable if isinstance(error, _BROKEN) else EngineError
             raise kind(f"{name}: {type(error).__name__} {error}".rstrip()) from error
