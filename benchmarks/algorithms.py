@@ -158,7 +158,7 @@ class Bench:
             "rollout.prompts_per_step=16",
             # The accuracy of the policy that is trained, not of its likeliest tokens.
             "rollout.eval_sampling.temperature=1",
-            "trainer.num_ranks=1", "trainer.parallel.expert=1", "rollout.num_engines=1", "rollout.router=false",
+            "trainer.num_ranks=1", "trainer.parallel.expert=1", "rollout.num_engines=1",
             "trainer.updates_per_rollout=4", "trainer.optimizer.schedule=constant", "trainer.optimizer.min_lr=0",
             "checkpoint.every_steps=10", "checkpoint.keep=1", "tracking.wandb=disabled",
         ]  # fmt: skip

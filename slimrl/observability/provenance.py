@@ -19,7 +19,6 @@ PACKAGES = (
     "megatron-core",
     "transformer-engine",
     "sglang",
-    "smg",
     "ray",
     "transformers",
     "tokenizers",

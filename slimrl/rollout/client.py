@@ -1,4 +1,4 @@
-"""Client of an engine, or of the router of several: one assistant turn, token ids in, token ids and log-probs out.
+"""Client of an engine: one assistant turn, token ids in, token ids and log-probs out.
 
 It also has an engine score given tokens (`score`): a prefill without new tokens, of which SGLang returns the log-probs.
 Those are of the model's own distribution: SGLang divides by the temperature where it samples, and nowhere before.
@@ -9,8 +9,9 @@ took 7 to 10 ms of CPU time a request, aiohttp 0.2 ms.
 An engine of several groups of ranks with a cache each (rollout.engine_attention_dp) chooses the group of a session's
 first turn; its answer names the group, and later turns ask for it.
 
-A request that did not reach an engine, or whose connection broke before the answer, is sent again a few times within
-its deadline. The failed attempt is aborted, none of its tokens were used, and the next one has the same seed.
+A request that did not reach the engine, or whose connection broke before the answer, is sent again a few times within
+its deadline. The failed attempt is aborted, none of its tokens were used, and the next one has the same seed. Where
+there are several engines, another one is asked instead (routing.py).
 """
 
 import asyncio
@@ -34,19 +35,16 @@ from slimrl.data.engine import (
     GenerateResult,
     ScoreRequest,
 )
-from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import ACCEPTED_DRAFT_TOKENS, DRAFT_TOKENS, STALE_CACHE_TOKENS
 from slimrl.rollout.kept_caches import SessionCache
 
-ROUTING_HEADER = "X-SMG-Routing-Key"
-"""The router sends requests with the same value to the same engine."""
 SPECULATION = {"spec_num_proposed_drafts": DRAFT_TOKENS, "spec_num_correct_drafts": ACCEPTED_DRAFT_TOKENS}
 """What SGLang says of an answer with speculative decoding, and our name for it."""
 _ABORT_TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 """Before each attempt but the first."""
 _RETRIED_STATUSES = (500, 502, 503)
-"""From a router that reaches no engine, or an engine that accepts no request now."""
+"""From an engine that accepts no request now."""
 _BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 """The request did not arrive, or the connection broke before the answer."""
 
@@ -200,7 +198,6 @@ class SglangEngine(Engine):
         self,
         url: str,
         *,
-        engine_urls: Sequence[str] = (),
         vocab_size: int | None = None,
         routed_experts_shape: tuple[int, int] | None = None,
         retries: bool = True,
@@ -209,15 +206,12 @@ class SglangEngine(Engine):
         """Connects at the first request.
 
         Args:
-            url: of the router, or of the only engine.
-            engine_urls: of the engines, for aborts, which the router does not forward.
             vocab_size: refuse input tokens from this id on, which would crash the engine.
             routed_experts_shape: (MoE layers, experts per token) if the engine reports routing.
             retries: False raises EngineUnreachable at once, for a caller that asks another engine.
             keeps_caches: resyncs may keep what older weights have computed.
         """
         self._url = url
-        self._engine_urls = tuple(engine_urls) or (url,)
         self._vocab_size = vocab_size
         self._routed_experts_shape = routed_experts_shape
         self._retries = retries
@@ -276,7 +270,7 @@ class SglangEngine(Engine):
         return replace(result, counts={**result.counts, STALE_CACHE_TOKENS: stale})
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
-        """See Scorer. `url` is an engine's own, not a router's.
+        """See Scorer.
 
         Raises:
             EngineError: as `generate`.
@@ -287,7 +281,7 @@ class SglangEngine(Engine):
 
         def post() -> Awaitable[tuple[int, bytes]]:
             rid = uuid.uuid4().hex
-            return self._send(score_body(request, rid), [rid], request.session_id)
+            return self._send(score_body(request, rid), [rid])
 
         content, _ = await self._content(name, request.timeout_s, post)
         try:
@@ -322,7 +316,7 @@ class SglangEngine(Engine):
             async with asyncio.timeout(timeout_s):
                 status, content, num_retries = await self._ask(name, post)
         except TimeoutError as error:
-            raise EngineError(f"{name}: no answer within {timeout_s:g} s") from error
+            raise EngineError(f"{name}: no answer within {round(timeout_s, 2):g} s") from error
         except aiohttp.ClientError as error:
             kind = EngineUnreachable if isinstance(error, _BROKEN) else EngineError
             if isinstance(error, aiohttp.ClientConnectorError):
@@ -357,11 +351,11 @@ class SglangEngine(Engine):
             body = request_body(requests[0], rids[0], routed_experts=experts, group=group)
         else:
             body = batch_body(requests, rids, routed_experts=experts)
-        return await self._send(body, rids, requests[0].session_id)
+        return await self._send(body, rids)
 
-    async def _send(self, body: dict[str, Any], rids: Sequence[str], session_id: str) -> tuple[int, bytes]:
-        """Status and content; without an answer the requests `rids` are aborted at the engines."""
-        headers = {"content-type": "application/json", ROUTING_HEADER: session_id}
+    async def _send(self, body: dict[str, Any], rids: Sequence[str]) -> tuple[int, bytes]:
+        """Status and content; without an answer the requests `rids` are aborted at the engine."""
+        headers = {"content-type": "application/json"}
         url, data = f"{self._url}/generate", orjson.dumps(body)
         try:
             async with self._session().post(url, data=data, headers=headers) as response:
@@ -376,34 +370,14 @@ class SglangEngine(Engine):
         task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, rids: Sequence[str]) -> None:
-        async def post(url: str, rid: str) -> None:
-            timeout = aiohttp.ClientTimeout(total=_ABORT_TIMEOUT_S)
-            async with self._session().post(f"{url}/abort_request", json={"rid": rid}, timeout=timeout) as response:
+        async def post(rid: str) -> None:
+            url, timeout = f"{self._url}/abort_request", aiohttp.ClientTimeout(total=_ABORT_TIMEOUT_S)
+            async with self._session().post(url, json={"rid": rid}, timeout=timeout) as response:
                 await response.read()
 
-        # The client does not know which engine has the request. An engine that is gone has nothing to abort.
-        await asyncio.gather(*(post(url, rid) for url in self._engine_urls for rid in rids), return_exceptions=True)
+        # An engine that is gone has nothing to abort.
+        await asyncio.gather(*(post(rid) for rid in rids), return_exceptions=True)
 
     def _name(self, requests: Sequence[GenerateRequest]) -> str:
         more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
         return f"{self._url}, session {requests[0].session_id}{more}"
-
-
-class StickyEngines(Engine):
-    """Several engines without a router: the hash of a session's id selects its engine."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._engines = list(engines)
-
-    def close(self, session_id: str) -> None:
-        self._engine_of(session_id).close(session_id)
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        return await self._engine_of(request.session_id).generate(request)
-
-    def _engine_of(self, session_id: str) -> Engine:
-        return self._engines[derive_seed("session", session_id) % len(self._engines)]
-
-    async def aclose(self) -> None:
-        for engine in self._engines:
-            await engine.aclose()

@@ -2,10 +2,10 @@
 
 1. The load of an engine is the tokens that its running requests may come to hold: their inputs and the new tokens that
    they ask for.
-2. A session stays on the engine of its last request, whose cache has its prefix. The first request of a session goes
-   to an engine that had a first request with the same tokens, as those of a group have.
-3. That engine is passed over where its load is above the least one by more than SPREAD_REQUESTS requests such as this,
-   and by more than SPREAD_FRACTION of the least load. The request then goes to the engine with the least load.
+2. The engine of a session's last request has its prefix. For the first request of a session these are the engines that
+   had a first request with the same tokens, as those of a group have.
+3. A request goes to the engine where its input, if it has to be read, and the load come to the least. An input token
+   counts as READ_WEIGHT tokens of load: a session moves only when its engine has so much more to do than another.
 4. An engine that could not be reached is avoided until it is forgiven, unless all are.
 """
 
@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from slimrl.data.engine import GenerateRequest
 from slimrl.data.seeds import derive_seed
 
-SPREAD_REQUESTS = 4
-"""Requests that a prefix may cost an engine more than the least loaded one has."""
-SPREAD_FRACTION = 0.25
-"""The same as a fraction of the least load, where that is more."""
+READ_WEIGHT = 16
+"""Tokens of load that an engine may have beyond the least loaded one for each input token that it need not read."""
 MAX_PROMPTS = 10_000
 """First requests whose engines are remembered, the latest ones."""
 
@@ -55,11 +53,11 @@ class EngineChoice:
         session = request.session_id
         key: int | str = session if session in self.sessions else hash(tuple(request.input_ids))
         has_prefix = self.prompts.get(key, set()) if isinstance(key, int) else {self.sessions[session]}
-        url = self._least_loaded(usable, key)
-        if known := [each for each in usable if each in has_prefix]:
-            best = self._least_loaded(known, key)
-            if self.loads[best] - self.loads[url] <= self._spread(request, self.loads[url]):
-                url = best
+        unread = READ_WEIGHT * len(request.input_ids)
+        costs = {url: self.loads[url] + (0 if url in has_prefix else unread) for url in usable}
+        least = min(costs.values())
+        # Of equal ones the same for each key, also in other processes.
+        url = min((url for url in usable if costs[url] == least), key=lambda url: derive_seed(key, url))
         self.sessions[session] = url
         if isinstance(key, int):
             self._remember(key, url)
@@ -88,14 +86,6 @@ class EngineChoice:
 
     def _usable(self) -> list[str]:
         return [url for url in self.live if url not in self.avoided] or list(self.live)
-
-    def _least_loaded(self, urls: Collection[str], key: int | str) -> str:
-        """Of equal ones the same for each key, also in other processes."""
-        least = min(self.loads[url] for url in urls)
-        return min((url for url in urls if self.loads[url] == least), key=lambda url: derive_seed(key, url))
-
-    def _spread(self, request: GenerateRequest, least: int) -> float:
-        return max(SPREAD_REQUESTS * tokens_of(request), SPREAD_FRACTION * least)
 
     def _remember(self, prompt: int, url: str) -> None:
         self.prompts.setdefault(prompt, set()).add(url)

@@ -59,7 +59,7 @@ class RoutedEngines(Engine):
         """Of what `use` touches: the three below"""
         self._live = tuple(dict.fromkeys(urls))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._followers: list[Callable[[Collection[str], Collection[str] | None], None]] = []
+        self._followers: list[Callable[[], None]] = []
         self._evaluating: tuple[str, ...] | None = None
         """Engines of the sessions of evaluations; None if these have those of all others"""
         self._choice, self._of_evaluations = EngineChoice(), EngineChoice()
@@ -78,6 +78,12 @@ class RoutedEngines(Engine):
         with self._lock:
             return self._live
 
+    @property
+    def in_use(self) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+        """The arguments of the last `use`."""
+        with self._lock:
+            return self._live, self._evaluating
+
     def use(self, urls: Collection[str], evaluating: Collection[str] | None = None) -> None:
         """The engines that may serve from now on; from any thread.
 
@@ -93,10 +99,10 @@ class RoutedEngines(Engine):
                 self._loop.call_soon_threadsafe(self._apply)
             followers = list(self._followers)
         for follower in followers:
-            follower(urls, evaluating)
+            follower()
 
-    def follow(self, follower: Callable[[Collection[str], Collection[str] | None], None]) -> None:
-        """Call this with each `use`, in its thread: for copies in other processes."""
+    def follow(self, follower: Callable[[], None]) -> None:
+        """Call this after each `use`, in its thread: for copies in other processes."""
         with self._lock:
             self._followers.append(follower)
 

@@ -1,8 +1,9 @@
 """The rollout as one call: prompts in, scored trajectories out.
 
 1. Each prompt gives `samples_per_prompt` trajectories, whose ids follow from step, prompt and sample.
-2. Each trajectory is one coroutine; slots limit how many run at once (rollout/pressure.py). Its episode runs on this
-   event loop, or in an episode worker (`agent.workers`).
+2. Each trajectory is one coroutine; slots limit how many run at once (rollout/pressure.py). If there are more, they
+   begin long-first (rollout/start_order.py), in a deterministic run in order. An episode runs on this event loop, or
+   in an episode worker (`agent.workers`).
 3. A finished trajectory is rewarded, and if there is a teacher, scored by it.
 4. When the last trajectory of a prompt has ended, the rewards of groups are added, but not in an evaluation.
 5. The result is ordered by prompt and sample, whichever finished first.
@@ -41,6 +42,7 @@ from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
 from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.slots import Slots
+from slimrl.rollout.start_order import StartOrder
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
@@ -341,12 +343,19 @@ class RolloutStage:
         slots = self.pressure.slots()
         teacher = self._teacher if trains else None
         groups = PendingGroups(planned) if trains and self._task.rewards.group else None
+        order = StartOrder(
+            {one: group_name(one) for one in planned},
+            long_first=not self._recipe.deterministic and len(planned) > slots.limit,
+        )
         last_end = 0.0
 
-        async def run(trajectory_id: str, prompt: Prompt) -> Trajectory:
+        async def run() -> Trajectory:
             nonlocal last_end
             async with slots:
+                trajectory_id = order.begin(time.monotonic())
+                prompt = planned[trajectory_id]
                 trajectory = await self._episode(trajectory_id, prompt, sampling)
+                order.end(trajectory_id, time.monotonic())
             last_end = time.monotonic()
             if groups is not None and (ended := groups.add(trajectory)):
                 await self._score_group(ended, prompt)
@@ -357,13 +366,14 @@ class RolloutStage:
 
         self._lag.resume()
         try:
-            trajectories = await _all_of([run(*each) for each in planned.items()])
+            ended = await _all_of([run() for _ in planned])
         finally:
             self._lag.pause()
             self.lags_s += self.take_lags()
         if teacher is not None:
             self.scoring.tail_s += time.monotonic() - last_end
-        return trajectories
+        by_id = {trajectory.trajectory_id: trajectory for trajectory in ended}
+        return [by_id[trajectory_id] for trajectory_id in planned]
 
     async def _start(self) -> None:
         if self._teacher is not None:
@@ -484,6 +494,11 @@ async def _end(task: asyncio.Task[None]) -> None:
 def _fail(trajectory: Trajectory, cause: str) -> None:
     trajectory.status = Status.failed
     trajectory.metadata["error"] = cause
+
+
+def group_name(trajectory_id: str) -> str:
+    """What the ids of a prompt's trajectories have in common; see `planned_trajectories`."""
+    return trajectory_id.rsplit("/", 1)[0]
 
 
 def planned_trajectories(prompts: Sequence[Prompt], *, samples_per_prompt: int, label: str) -> dict[str, Prompt]:

@@ -1,7 +1,6 @@
-"""Engines and the router before them, owned by one process: for tests that need no Ray.
+"""Engines, owned by one process: for tests that need no Ray.
 
-Engines start side by side; a failure of one ends the others. Where each engine lives in an actor of its own, the
-same EngineServer is used there and the Router by whoever knows the URLs.
+They start side by side; a failure of one ends the others.
 """
 
 from collections.abc import Callable
@@ -11,12 +10,11 @@ from types import TracebackType
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.rollout.servers.router import Router
 from slimrl.rollout.servers.server import EngineServer
 
 
 class Fleet:
-    """Engines and, by `rollout.router`, their router. A context manager that ends them."""
+    """A context manager that ends its engines."""
 
     def __init__(
         self,
@@ -28,10 +26,7 @@ class Fleet:
         cuda: bool = False,
         seed: int = 0,
     ) -> None:
-        """Start the engines' processes; `logs` is the folder for engine_<i>.log and router.log."""
-        self._rollout = rollout
-        self._logs = logs
-        self.router: Router | None = None
+        """Start the engines' processes; `logs` is the folder for engine_<i>.log."""
         self.engines: list[EngineServer] = []
         for index in range(rollout.num_engines):
             log = logs / f"engine_{index}.log"
@@ -45,22 +40,14 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        """Where generation requests go."""
-        return self.router.url if self.router is not None else self.engine_urls[0]
+        """Of the first engine."""
+        return self.engine_urls[0]
 
     def wait_ready(self) -> None:
-        """Wait for all engines, then start the router; ends everything and raises ServerError if one fails."""
+        """Wait for all engines; ends everything and raises ServerError if one fails."""
         try:
             # After a failure `stop` ends the engines, and with them the other waits.
             _in_parallel([engine.wait_ready for engine in self.engines], wait=False)
-            if self._rollout.router:
-                self.router = Router(
-                    self.engine_urls,
-                    self._logs / "router.log",
-                    timeout_s=self._rollout.startup_timeout_s,
-                    request_timeout_s=self._rollout.request_timeout_s,
-                )
-                self.router.wait_ready()
         except BaseException:
             self.stop()
             raise
@@ -69,13 +56,9 @@ class Fleet:
         """Raises ServerError with its log's cause for a process that has ended."""
         for engine in self.engines:
             engine.check()
-        if self.router is not None:
-            self.router.check()
 
     def stop(self) -> None:
-        """End the router and the engines; idempotent."""
-        if self.router is not None:
-            self.router.stop()
+        """End the engines; idempotent."""
         _in_parallel([engine.stop for engine in self.engines])
 
     def __enter__(self) -> "Fleet":

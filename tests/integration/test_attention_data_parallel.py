@@ -17,7 +17,6 @@ from slimrl.data.engine import GenerateRequest
 from slimrl.resync.session import ResyncSession
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.servers.control import EngineMemory, SglangControl
-from slimrl.rollout.servers.router import Router
 
 pytestmark = [
     pytest.mark.integration,
@@ -49,8 +48,8 @@ async def talk(engine: SglangEngine, session: int):
     return results
 
 
-async def talk_all(url: str, engine_url: str):
-    engine = SglangEngine(url, engine_urls=[engine_url], routed_experts_shape=(SIZE.layers, SIZE.experts_per_token))
+async def talk_all(url: str):
+    engine = SglangEngine(url, routed_experts_shape=(SIZE.layers, SIZE.experts_per_token))
     try:
         return await asyncio.gather(*(talk(engine, session) for session in range(SESSIONS)))
     finally:
@@ -76,18 +75,12 @@ def test_groups_compute_what_one_rank_does_keep_their_sessions_and_get_new_weigh
     first, second = tmp_path / "first", tmp_path / "second"
     for seed, path in enumerate((first, second)):
         write_toy("deepseek_v3", path, SIZE, seed)
-    common = {"max_trajectory_tokens": 4096, "max_concurrency_per_engine": 16, "routed_experts": True, "router": False}
+    common = {"max_trajectory_tokens": 4096, "max_concurrency_per_engine": 16, "routed_experts": True}
     with Fleet(RolloutConfig(**common), first, tmp_path, precision=Precision.fp32) as fleet:
-        expected = asyncio.run(talk_all(fleet.url, fleet.url))
+        expected = asyncio.run(talk_all(fleet.url))
     grouped = RolloutConfig(engine_tp=2, engine_ep=2, engine_attention_dp=GROUPS, **common)
     with Fleet(grouped, first, tmp_path, precision=Precision.fp32) as fleet:
-        # Through the router, which must leave the group in a request.
-        router = Router([fleet.url], tmp_path / "router.log", timeout_s=TIMEOUT_S, request_timeout_s=TIMEOUT_S)
-        try:
-            router.wait_ready()
-            found = asyncio.run(talk_all(router.url, fleet.url))
-        finally:
-            router.stop()
+        found = asyncio.run(talk_all(fleet.url))
         for session in range(SESSIONS):
             for turn, (one, other) in enumerate(zip(expected[session], found[session], strict=True)):
                 assert other.tokens == one.tokens

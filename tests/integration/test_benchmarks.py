@@ -168,6 +168,18 @@ def test_the_gateway_is_timed_against_the_engines_own_endpoint(tmp_path: Path):
 
 
 @pytest.mark.full
+def test_engines_are_chosen_by_prefix_and_load_and_by_hash(tmp_path: Path):
+    sizes = ("--groups", "3", "--samples", "3", "--turns", "2", "--at-once", "2", "--repeats", "1")
+    figures = figures_of("routing", tmp_path / "routing.json", *sizes)
+    ours, by_hash = (figures["ways"][name] for name in ("by prefix and load", "by hash"))
+    for way in (ours, by_hash):
+        assert_positive(*way.values())
+        assert way["hit_fraction"] < 1 <= way["balance"] <= 2
+        assert way["p50_s"] <= way["p99_s"]
+    assert ours["input_tokens"] == by_hash["input_tokens"]
+
+
+@pytest.mark.full
 def test_resyncs_are_timed_against_copies_and_as_deltas(tmp_path: Path):
     figures = figures_of("resync", tmp_path / "resync.json", "--repeats", "1", "--gigabytes", "0.03")
     (ipc,) = figures["ipc"].values()

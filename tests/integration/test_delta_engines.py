@@ -34,7 +34,6 @@ ROLLOUT = RolloutConfig(
     # A third as many requests run at once as have conversations, and their states do not all stay in the cache.
     max_concurrency_per_engine=6,
     routed_experts=True,
-    router=False,
     startup_timeout_s=200,
     sglang={"chunked_prefill_size": CHUNK},
 )

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +15,16 @@ import psutil
 import pytest
 from slimrl_tools.toy.toy import ToySize, write_toy
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
-from worker_cases import SeededEngine, total
+from worker_cases import NumberedEngine, SeededEngine, total
 
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.runtime.checks.episodes import load_episode_code
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
 from slimrl.runtime.rollout_stage import RolloutStage
@@ -51,8 +54,8 @@ def recipe_of(model: Path, folder: Path, workers: int, **rollout) -> Recipe:
 
 
 @contextmanager
-def stage_of(recipe: Recipe, logs: Path) -> Iterator[RolloutStage]:
-    engine = SeededEngine(build_tokenizer().eos_token_id)
+def stage_of(recipe: Recipe, logs: Path, engine: Engine | None = None) -> Iterator[RolloutStage]:
+    engine = engine or SeededEngine(build_tokenizer().eos_token_id)
     workers = EpisodeWorkers(recipe, engine, logs) if recipe.agent.workers > 1 else None
     sandbox = SandboxPool(recipe.agent.sandbox)
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="", command="rollout")
@@ -119,6 +122,25 @@ def test_two_workers_give_the_trajectories_of_the_driver_itself(model, stage, fo
     assert {one.scratch["pid"] for one in alone} == {os.getpid()}
     assert {one.scratch["pid"] for one in together} == {worker.pid for worker in worker_processes()}
     assert list(folder.iterdir()) == list(tmp_path.iterdir()) == [], "each environment was closed"
+
+
+def test_workers_ask_the_engines_that_may_serve_now_also_after_a_worker_was_started_again(model, folder, tmp_path):
+    def numbers(trajectories: list[Trajectory]) -> set[int]:
+        """Of the engines that served the turns."""
+        turns = [(s.tokens, s.loss_mask) for t in trajectories for s in t.segments]
+        return {int(tokens[i]) for tokens, mask in turns for i in range(1, len(tokens)) if mask[i] and not mask[i - 1]}
+
+    engines = RoutedEngines(partial(NumberedEngine, build_tokenizer().eos_token_id), ["301"])
+    with stage_of(recipe_of(model, folder, 2, max_concurrency_per_engine=12), tmp_path, engines) as stage:
+        assert numbers(play(stage, *["plays"] * 6)) == {301}
+        engines.use(["302"])
+        assert numbers(play(stage, *["plays"] * 6)) == {302}
+        for worker in worker_processes():
+            worker.kill()
+            worker.wait(10)
+        engines.use(["303"])
+        assert numbers(play(stage, *["plays"] * 6)) == {303}
+    engines.use(["304"])
 
 
 def test_an_environment_that_blocks_holds_up_the_episodes_of_its_own_worker_alone(stage):

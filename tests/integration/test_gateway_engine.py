@@ -23,7 +23,7 @@ from slimrl.rollout.servers.control import SglangControl
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
-ROLLOUT = RolloutConfig(num_engines=1, max_trajectory_tokens=512, startup_timeout_s=200, router=False)
+ROLLOUT = RolloutConfig(num_engines=1, max_trajectory_tokens=512, startup_timeout_s=200)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ NEEDS_SGLANG = SUITE / "two" / "test_replaced_engine.py"
 """The only one for two GPUs that does"""
 
 ABSENT = (
-    "ray", "sglang", "smg", "transformer_engine", "apex", "xdist", "pytest_timeout", "pytest_asyncio", "hypothesis",
+    "ray", "sglang", "transformer_engine", "apex", "xdist", "pytest_timeout", "pytest_asyncio", "hypothesis",
     "pyarrow", "wandb", "jsonschema", "math_verify", "pydantic", "typer", "matplotlib", "fastapi", "openai", "mbridge",
     "einops", "dill", "PIL", "sentencepiece", "scipy", "pandas",
 )  # fmt: skip

@@ -89,9 +89,7 @@ def test_every_transport_brings_what_trainers_of_four_ranks_hold_to_engines_of_o
     expected = [transformers_logprobs(path) for path in checkpoints]
     assert (expected[0] - expected[1]).abs().max() > 0.1
     common = {"max_trajectory_tokens": 128, "sglang": {"max_total_tokens": 4096}}
-    with Fleet(
-        RolloutConfig(num_engines=1, router=False, **common), checkpoints[0], tmp_path, precision=Precision.fp32
-    ) as fleet:
+    with Fleet(RolloutConfig(num_engines=1, **common), checkpoints[0], tmp_path, precision=Precision.fp32) as fleet:
         rollout = RolloutConfig(engine_tp=2, engine_ep=engine_ep, engine_attention_dp=groups, **common)
         fleet.engines.append(EngineServer(1, rollout, checkpoints[0], tmp_path / "two.log", precision=Precision.fp32))
         fleet.engines[1].wait_ready()

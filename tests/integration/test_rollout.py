@@ -1,4 +1,4 @@
-"""Real SGLang engines behind the real router: what they compute, how they are controlled, how they end."""
+"""Real SGLang engines: what they compute, which of them serves, how they are controlled, how they end."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from slimrl.data.seeds import derive_seed
 from slimrl.observability.memory import session_members
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.lockstep import LockstepEngine
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.control import EngineMemory, SglangControl
 from slimrl.rollout.servers.process import ServerError
 from slimrl.rollout.servers.server import EngineServer
@@ -57,10 +59,9 @@ def vocab_size(model: Path) -> int:
 
 
 @pytest.fixture
-async def router(fleet, model):
-    client = SglangEngine(
-        fleet.url, engine_urls=fleet.engine_urls, vocab_size=vocab_size(model), routed_experts_shape=(SIZE.layers, 2)
-    )
+async def engines(fleet, model):
+    connect = partial(SglangEngine, vocab_size=vocab_size(model), routed_experts_shape=(SIZE.layers, 2), retries=False)
+    client = RoutedEngines(connect, fleet.engine_urls)
     yield client
     await client.aclose()
 
@@ -92,9 +93,9 @@ async def converse(engine, session: str, tokens: list[int], turns: int) -> list[
     return history
 
 
-async def test_logprobs_and_routing_of_crowded_conversations_equal_transformers(router, model):
+async def test_logprobs_and_routing_of_crowded_conversations_equal_transformers(engines, model):
     conversations = await asyncio.gather(
-        *(converse(router, f"parity-{index}", prompt(index, 1 + 9 * index), 3) for index in range(24))
+        *(converse(engines, f"parity-{index}", prompt(index, 1 + 9 * index), 3) for index in range(24))
     )
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     worst, cached, rows, same_rows = 0.0, 0, 0, 0
@@ -119,19 +120,35 @@ async def test_logprobs_and_routing_of_crowded_conversations_equal_transformers(
     assert cached > sum(len(conversation[0][0]) for conversation in conversations)
 
 
-async def test_a_session_stays_on_its_engine_and_both_engines_work(router, fleet):
+async def test_a_session_stays_on_its_engine_and_both_engines_work(engines, fleet):
     for index in range(2):
         control(fleet, index).set_version(10 + index)
     conversations = await asyncio.gather(
-        *(converse(router, f"sticky-{index}", prompt(index, 20), 3) for index in range(16))
+        *(converse(engines, f"sticky-{index}", prompt(index, 20), 3) for index in range(16))
     )
     versions = [{*np.concatenate([result.weight_versions for _, result in turns]).tolist()} for turns in conversations]
     assert all(len(seen) == 1 for seen in versions)
     assert set.union(*versions) == {10, 11}
-    assert {worker.url for worker in fleet.router.workers()} == set(fleet.engine_urls)
 
 
-async def test_a_paused_request_goes_on_under_the_new_version(router, fleet):
+async def test_sessions_of_an_engine_that_leaves_go_on_with_the_same_tokens_at_the_other(engines, fleet):
+    requests = [ask(f"leave-{index}", prompt(index, 20), 200, seed=index) for index in range(8)]
+    whole = [(await engines.generate(request)).tokens for request in requests]
+    asked = [asyncio.create_task(engines.generate(replace(r, session_id=f"again-{r.session_id}"))) for r in requests]
+    first, second = (control(fleet, index) for index in range(2))
+    async with asyncio.timeout(30):
+        while not (first.running_requests() and second.running_requests()):
+            await asyncio.sleep(0.01)
+    engines.use(fleet.engine_urls[1:])
+    results = await asyncio.gather(*asked)
+    assert [result.tokens for result in results] == whole
+    assert {result.num_retries for result in results} == {0, 1}
+    async with asyncio.timeout(10):
+        while first.running_requests():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_paused_request_goes_on_under_the_new_version(engines, fleet):
     first = control(fleet, 0)
     before = first.version()
     direct = SglangEngine(fleet.engine_urls[0], routed_experts_shape=(SIZE.layers, 2))
@@ -230,25 +247,25 @@ async def test_a_stopped_engine_gives_no_sign_of_life(fleet):
     second.probe(20.0)
 
 
-async def test_requests_past_their_deadline_are_aborted_at_the_engine(router, fleet):
-    engines = [control(fleet, index) for index in range(2)]
+async def test_requests_past_their_deadline_are_aborted_at_the_engine(engines, fleet):
+    controls = [control(fleet, index) for index in range(2)]
 
     def running() -> int:
-        return sum(engine.running_requests() for engine in engines)
+        return sum(each.running_requests() for each in controls)
 
-    asked = (router.generate(ask(f"late-{i}", prompt(i, 10), 490, timeout_s=5.0)) for i in range(8))
+    asked = (engines.generate(ask(f"late-{i}", prompt(i, 10), 490, timeout_s=5.0)) for i in range(8))
     late = asyncio.gather(*asked, return_exceptions=True)
     while running() < 8:
         await asyncio.sleep(0.02)
         assert not late.done()
-    for engine in engines:
-        engine.pause(PauseMode.in_place)
+    for each in controls:
+        each.pause(PauseMode.in_place)
     for error in await late:
         assert re.search(r"session late-\d: no answer within 5 s", str(error))
     # The aborts were sent; whoever was not aborted has hundreds of tokens to go, one with each of these.
-    await router.aclose()
-    for engine in engines:
-        engine.resume()
+    await engines.aclose()
+    for each in controls:
+        each.resume()
     direct = [SglangEngine(url, routed_experts_shape=(SIZE.layers, 2)) for url in fleet.engine_urls]
     for client in direct:
         assert len((await client.generate(ask("after", prompt(9, 10), 8))).tokens) == 8
@@ -256,9 +273,9 @@ async def test_requests_past_their_deadline_are_aborted_at_the_engine(router, fl
     assert running() == 0
 
 
-async def test_errors_name_the_engine_and_the_reason(router, fleet, model):
+async def test_errors_name_the_engine_and_the_reason(engines, fleet, model):
     with pytest.raises(EngineError, match=r"token \d+ is outside of the vocabulary"):
-        await router.generate(ask("bad", [vocab_size(model)]))
+        await engines.generate(ask("bad", [vocab_size(model)]))
     with pytest.raises(EngineError, match=r"engine 0, update_weights_from_distributed: 400 .*begin_weight_update"):
         control(fleet, 0)._call("update_weights_from_distributed", names=[], dtypes=[], shapes=[], group_name="g")
     with pytest.raises(EngineError, match=r"no such tensors .*model\.nothing"):
@@ -298,14 +315,11 @@ import sys, time
 from pathlib import Path
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.rollout.servers.router import Router
 from slimrl.rollout.servers.server import EngineServer
 rollout = RolloutConfig(max_trajectory_tokens=64, max_concurrency_per_engine=4, startup_timeout_s=200)
 server = EngineServer(0, rollout, sys.argv[1], Path(sys.argv[2]) / "engine.log", precision=Precision.fp32)
 server.wait_ready()
-router = Router([server.url], Path(sys.argv[2]) / "router.log", timeout_s=60, request_timeout_s=10)
-router.wait_ready()
-print(server.process.pid, router.process.pid, flush=True)
+print(server.process.pid, flush=True)
 time.sleep(600)
 """
 
@@ -317,15 +331,14 @@ def test_nothing_survives_an_owner_that_was_killed(model, tmp_path):
     )
     try:
         assert owner.stdout is not None
-        leaders = [int(pid) for pid in owner.stdout.readline().split()]
-        assert len(session_members(leaders[0])) >= 3
-        assert len(session_members(leaders[1])) == 1
+        leader = int(owner.stdout.readline())
+        assert len(session_members(leader)) >= 3
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait(10)
     deadline = time.monotonic() + 10
-    while any(session_members(leader) for leader in leaders):
-        assert time.monotonic() < deadline, [session_members(leader) for leader in leaders]
+    while session_members(leader):
+        assert time.monotonic() < deadline, session_members(leader)
         time.sleep(0.1)
 
 
@@ -352,7 +365,7 @@ def first_error(fleet: Fleet, timeout_s: float = 10.0) -> str:
 
 def test_a_fleet_ends_without_leaving_processes_and_a_dead_engine_is_noticed(fleet):
     """Last: it ends the module's fleet."""
-    leaders = [*(engine.process.pid for engine in fleet.engines), fleet.router.process.pid]
+    leaders = [engine.process.pid for engine in fleet.engines]
     fleet.check()
     os.kill(leaders[0], signal.SIGKILL)
     assert "engine 0 was ended by SIGKILL" in first_error(fleet)

@@ -17,7 +17,7 @@ def test_an_evaluation_that_is_interrupted_ends_as_if_it_had_not_been(tmp_path: 
     arguments = [
         "eval", str(RECIPES / "gspo_calculator.yaml"), *workspace.overrides(), "--checkpoint", str(tmp_path / "model"),
         f"data.eval.train={tmp_path / 'data' / 'train.jsonl'}", "eval.samples_per_prompt=2", "eval.pass_at=[1,2]",
-        "rollout.eval_sampling.temperature=1.0", "rollout.num_engines=1", "rollout.router=false",
+        "rollout.eval_sampling.temperature=1.0", "rollout.num_engines=1",
         # One after the other, so that some are left when the first few are there.
         "rollout.max_concurrency_per_engine=1",
     ]  # fmt: skip

@@ -102,9 +102,7 @@ def test_a_run_with_a_teacher_measures_the_reverse_kl_and_repeats_itself(workspa
 @pytest.mark.full
 def test_a_teacher_on_a_server_of_others_scores_and_is_left_running(workspace: Workspace, tmp_path: Path):
     teacher = workspace.path / "teacher"
-    rollout = RolloutConfig(
-        max_trajectory_tokens=320, max_concurrency_per_engine=8, startup_timeout_s=200, router=False
-    )
+    rollout = RolloutConfig(max_trajectory_tokens=320, max_concurrency_per_engine=8, startup_timeout_s=200)
     with Fleet(rollout, teacher, tmp_path, precision=Precision.fp32) as fleet:
         (url,) = fleet.engine_urls
         out = tmp_path / "trajectories.jsonl"

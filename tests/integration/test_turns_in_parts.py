@@ -34,7 +34,7 @@ pytestmark = [
 SIZE = ToySize(init_std=0.1)
 SHAPE = (SIZE.layers, SIZE.experts_per_token)
 ROLLOUT = RolloutConfig(
-    max_trajectory_tokens=512, max_concurrency_per_engine=16, routed_experts=True, router=False, startup_timeout_s=200
+    max_trajectory_tokens=512, max_concurrency_per_engine=16, routed_experts=True, startup_timeout_s=200
 )
 NEW = 300
 """Tokens of a turn"""

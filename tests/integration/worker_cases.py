@@ -39,6 +39,19 @@ class SeededEngine(Engine):
         return
 
 
+class NumberedEngine(SeededEngine):
+    """Begins each turn with the number that its address is."""
+
+    def __init__(self, end: int, url: str) -> None:
+        super().__init__(end)
+        self.number = int(url)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
+        result.tokens[0] = self.number
+        return result
+
+
 class Unreadable:
     """Cannot be unpickled."""
 

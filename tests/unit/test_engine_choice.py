@@ -26,7 +26,8 @@ def choice(*urls: str) -> EngineChoice:
     return made
 
 
-def test_a_session_stays_and_its_group_follows_while_the_loads_are_alike():
+def test_a_session_stays_and_its_group_follows_while_the_loads_are_alike(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_choice, "READ_WEIGHT", 100)
     state = choice()
     first = state.begin(ask("g/0"))
     assert [state.begin(ask(f"g/{i}")) for i in range(1, 5)] == [first] * 4
@@ -38,24 +39,23 @@ def test_a_session_stays_and_its_group_follows_while_the_loads_are_alike():
     assert state.begin(ask("g/3", (1, 2, 5, 5))) == first
 
 
-def test_a_prefix_is_given_up_where_it_would_cost_more_than_the_spread():
+def test_a_prefix_is_given_up_where_the_load_is_more_than_reading_it_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_choice, "READ_WEIGHT", 10)
     state = choice()
-    first = state.begin(ask("g/0"))
-    for i in range(1, engine_choice.SPREAD_REQUESTS + 1):
-        assert state.begin(ask(f"g/{i}")) == first
-    moved = state.begin(ask("g/5"))
-    assert moved != first
+    # 2 tokens in and 17 out; reading the input counts as 20.
+    first = state.begin(ask("g/0", new=17))
+    assert state.begin(ask("g/1", new=17)) == first
+    other = state.begin(ask("g/2"))
+    assert other != first
+    state.end(other, ask("g/2"))
     # From now on both have the prompt, and the less loaded one takes it.
-    state.end(moved, ask("g/5"))
-    assert state.begin(ask("g/6")) == moved
-    # A small request more than the least load counts by its own tokens, and a large load by its fraction.
-    large = choice()
-    begun = large.begin(ask("x", new=1000))
-    assert large.begin(ask("x", (1, 2, 3), new=1)) != begun
-    heavy = choice()
-    loaded = heavy.begin(ask("x", (1,), new=1200))
-    heavy.begin(ask("y", (2,), new=1000))
-    assert heavy.begin(ask("x", (1, 3), new=1)) == loaded
+    assert [state.begin(ask(f"h/{i}", new=17)) for i in range(3)] == [other, other, first]
+    # A session whose prefix is long stays where one with a shorter would move.
+    state.end(first, ask("h/2", new=17))
+    state.end(other, ask("h/0", new=17))
+    assert state.loads[first] - state.loads[other] == 19
+    assert state.begin(ask("g/0", (1,), new=1)) == other
+    assert state.begin(ask("g/1", (1, 2, 3), new=1)) == first
 
 
 def test_an_engine_that_was_not_reached_is_avoided_until_it_is_forgiven():
@@ -118,7 +118,7 @@ def test_random_orders_of_events_keep_loads_prefixes_and_the_bound():
             if event == "begin":
                 session = f"s{rng.randrange(40)}"
                 tokens = (1,) * rng.choice([1, 5, 200]) + (rng.randrange(4),)
-                request = ask(session, tokens, rng.choice([1, 64, 500]))
+                request = ask(session, tokens, rng.choice([1, 64, 500, 4000]))
                 loads = dict.fromkeys(live, 0)
                 for url, other in running:
                     if url in loads:
@@ -129,14 +129,19 @@ def test_random_orders_of_events_keep_loads_prefixes_and_the_bound():
                     assert url is None
                     continue
                 assert url in usable
-                own, least = len(tokens) + request.max_new_tokens, min(loads[each] for each in usable)
-                assert loads[url] - least <= max(4 * own, least / 4)
-                prefixed = {last[session]} if session in last else had[tuple(tokens)]
-                fits = [each for each in usable if each in prefixed and loads[each] - least <= max(4 * own, least / 4)]
-                assert url in fits if fits else loads[url] == least
+                least = min(loads[each] for each in usable)
+                bound = engine_choice.READ_WEIGHT * len(tokens)
+                assert loads[url] - least <= bound
+                prefixed = [each for each in usable if each in ({last[session]} if session in last else had[tokens])]
+                best = min((loads[each] for each in prefixed), default=bound + least + 1)
+                if best - least < bound:
+                    assert url in prefixed
+                    assert loads[url] == best
+                elif best - least > bound:
+                    assert loads[url] == least
                 moves += session in last and url != last[session]
                 if session not in last:
-                    had[tuple(tokens)].add(url)
+                    had[tokens].add(url)
                 last[session] = url
                 running.append((url, request))
             elif event == "end" and running:

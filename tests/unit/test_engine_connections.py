@@ -17,7 +17,7 @@ from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError, GenerateRequest
 from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
 from slimrl.rollout import client
-from slimrl.rollout.client import ROUTING_HEADER, SglangEngine, StickyEngines, batch_body, request_body
+from slimrl.rollout.client import SglangEngine, batch_body, request_body
 from slimrl.rollout.servers.control import EngineMemory, SglangControl
 from slimrl.sglang_plugin.bucket_loader import bucket_payload, open_payload, received_payload
 
@@ -46,7 +46,6 @@ class Engine:
 
     def __init__(self) -> None:
         self.bodies: list[dict] = []
-        self.keys: list[str] = []
         self.aborted: list[str] = []
         self.experts: str | None = None
         self.slow = 0.0
@@ -55,7 +54,6 @@ class Engine:
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.bodies.append(body)
-        self.keys.append(request.headers[ROUTING_HEADER])
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(self.slow)
@@ -107,15 +105,15 @@ async def engines():
         await server.close()
 
 
-async def test_aborts_go_to_the_engines_themselves_and_what_is_closed_leaves_no_connection(engines):
-    (router, url), (other, other_url) = engines
-    router.slow = 60.0
+async def test_what_is_late_is_aborted_and_what_is_closed_leaves_no_connection(engines):
+    (there, url), (other, _) = engines
+    there.slow = 60.0
     with nothing_left_open():
-        engine = SglangEngine(url, engine_urls=[other_url])
+        engine = SglangEngine(url)
         with pytest.raises(EngineError, match=r"no answer within 0\.1 s"):
             await engine.generate(ask(timeout_s=0.1))
         await engine.aclose()
-    assert (router.aborted, other.aborted) == ([], [router.bodies[0]["rid"]])
+    assert (there.aborted, other.aborted) == ([there.bodies[0]["rid"]], [])
     assert engine._aborts == set()
     # One that was never asked has nothing to close.
     await SglangEngine(url).aclose()
@@ -135,7 +133,7 @@ async def test_an_abort_of_an_engine_that_does_not_answer_has_a_deadline(engines
     assert made == [{"total": None}, {"total": 5.0}]
 
 
-async def test_any_number_of_requests_is_under_way_at_once_each_with_its_sessions_key(engines):
+async def test_any_number_of_requests_is_under_way_at_once(engines):
     (engine, url), _ = engines
     engine.slow = 0.3
     asked = SglangEngine(url)
@@ -144,7 +142,6 @@ async def test_any_number_of_requests_is_under_way_at_once_each_with_its_session
     await asyncio.gather(*(asked.generate(ask(name)) for name in names))
     await asked.aclose()
     assert engine.most_under_way == 110
-    assert sorted(engine.keys) == sorted(names)
 
 
 async def test_a_token_outside_of_the_vocabulary_is_not_sent(engines):
@@ -187,37 +184,6 @@ async def test_routing_is_asked_for_where_the_client_knows_its_shape(engines):
     assert ["return_routed_experts" in body for body in engine.bodies] == [True, False]
     for each in (asked, plain):
         await each.aclose()
-
-
-async def test_without_a_router_a_session_stays_on_one_engine_and_all_engines_have_sessions():
-    class Noting:
-        def __init__(self) -> None:
-            self.sessions, self.ended, self.closed = [], [], False
-
-        async def generate(self, request):
-            self.sessions.append(request.session_id)
-            return self
-
-        def close(self, session_id):
-            self.ended.append(session_id)
-
-        async def aclose(self):
-            self.closed = True
-
-    engines = [Noting() for _ in range(3)]
-    pinned = StickyEngines(engines)
-    names = [f"step_000001/{i:05d}" for i in range(60)]
-    pinned.open(names, at_once=60)
-    for _ in range(2):
-        for name in names:
-            await pinned.generate(ask(name))
-            pinned.close(name)
-    for engine in engines:
-        assert len(engine.sessions) == 2 * len(set(engine.sessions))
-        assert engine.ended == engine.sessions
-        assert 8 <= len(set(engine.sessions)) <= 32
-    await pinned.aclose()
-    assert all(engine.closed for engine in engines)
 
 
 class Wire:

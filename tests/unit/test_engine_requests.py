@@ -10,7 +10,8 @@ from aiohttp.test_utils import TestServer
 
 from slimrl.data.engine import EngineError, GenerateRequest
 from slimrl.rollout import client
-from slimrl.rollout.client import SglangEngine, StickyEngines
+from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.ports import free_ports
 
 META = {
@@ -100,7 +101,7 @@ async def test_what_is_not_answered_by_the_deadline_is_aborted_and_not_asked_aga
 
 
 async def test_a_session_keeps_to_the_group_of_ranks_that_answered_its_first_turn(server: Server, connect):
-    engines = connect(server.url), StickyEngines([connect(server.url)])
+    engines = connect(server.url), RoutedEngines(connect, [server.url])
     for engine in engines:
         server.asked.clear()
         for session, group in (("a", 1), ("b", 0), ("a", 1), ("b", 0)):

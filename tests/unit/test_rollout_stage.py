@@ -37,6 +37,9 @@ class Episodes:
         self.stop_error: Exception | None = None
         self.journal: list[str] = []
         self.settings: list[tuple[float, int]] = []
+        self.begun: list[str] = []
+        self.slow: set[str] = set()
+        """Ids of trajectories that take 0.05 s"""
         self.announced: list[tuple[list[str], int]] = []
         self.under_way = self.most_under_way = 0
         self.cancelled = 0
@@ -64,10 +67,11 @@ class Episodes:
     async def run(self, prompt, *, trajectory_id, sampling, seed) -> Trajectory:
         number = len(self.settings)
         self.settings.append((sampling.temperature, seed))
+        self.begun.append(trajectory_id)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
-            await asyncio.sleep(self.takes_s)
+            await asyncio.sleep(0.05 if trajectory_id in self.slow else self.takes_s)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -322,6 +326,25 @@ def test_the_engine_hears_of_each_session_before_it_asks_and_when_it_has_ended(s
     for name in names:
         # Nobody waits for a session that is being scored.
         assert episodes.journal.index(f"close {name}") < episodes.journal.index(f"score {name}")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_where_slots_are_scarce_groups_with_long_ones_go_on_first_but_in_order_where_that_decides(
+    start: Start, deterministic: bool
+):
+    episodes = Episodes()
+    episodes.slow = {"s/00002/000"}
+    stage = start(episodes, samples_per_prompt=3, max_concurrency_per_engine=1)
+    stage._recipe.deterministic = deterministic
+    batch = stage.rollout(PROMPTS, label="s")
+    ids = [f"s/{prompt:05d}/{sample:03d}" for prompt in range(5) for sample in range(3)]
+    assert [t.trajectory_id for t in batch] == ids
+    assert [t.group_id for t in batch] == [prompt.prompt_id for prompt in PROMPTS for _ in range(3)]
+    if deterministic:
+        assert episodes.begun == ids
+    else:
+        assert episodes.begun[:7] == [*ids[::3], "s/00002/001", "s/00002/002"]
+        assert sorted(episodes.begun) == ids
 
 
 @pytest.mark.parametrize("who", ["watch", "check_cancelled"])

@@ -12,11 +12,9 @@ import pytest
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.data.engine import EngineError
-from slimrl.rollout.servers import ports, process, router, server
+from slimrl.rollout.servers import ports, process, server
 from slimrl.rollout.servers.ports import free_port, free_ports
 from slimrl.rollout.servers.process import ServerError, ServerProcess, find_cause
-from slimrl.rollout.servers.router import Router
 from slimrl.rollout.servers.server import EngineServer
 
 
@@ -35,7 +33,6 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(process, "time", made)
-    monkeypatch.setattr(router, "time", made)
     return made
 
 
@@ -272,58 +269,6 @@ class Started:
 
 def after(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
-
-
-def test_the_router_hashes_sessions_over_the_engines_and_has_deadlines_beyond_ours(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(router, "ServerProcess", Started)
-    monkeypatch.setattr(router, "free_ports", lambda count, host: [20_000, 20_001][:count])
-    urls = ["http://a:1", "http://b:2"]
-    made = Router(urls, tmp_path / "log", timeout_s=0.5, request_timeout_s=90.5)
-    command = made.process.command
-    assert command[:3] == [sys.executable, "-m", "slimrl.rollout.servers.launch_router"]
-    expected = {
-        "--host": "127.0.0.1", "--port": "20000", "--policy": "consistent_hashing", "--prometheus-host": "127.0.0.1",
-        "--prometheus-port": "20001", "--rl-control-timeout-secs": "1", "--max-concurrent-requests": "0",
-    }  # fmt: skip
-    assert {flag: after(command, flag) for flag in expected} == expected
-    assert int(after(command, "--request-timeout-secs")) > 90.5
-    assert "--enable-rl" in command
-    assert command[-3:] == ["--worker-urls", *urls]
-    assert set(made.process.env) == {"http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"}
-    assert not any(made.process.env.values())
-    assert (made.url, made.process.log) == ("http://127.0.0.1:20000", tmp_path / "log")
-    again = Router(urls, tmp_path / "log", timeout_s=30.0, request_timeout_s=90.0, port=4321)
-    assert (again.port, again.url, after(again.process.command, "--port")) == (4321, "http://127.0.0.1:4321", "4321")
-    assert after(again.process.command, "--rl-control-timeout-secs") == "30"
-
-
-def test_the_router_is_ready_when_it_serves_every_engine(monkeypatch, tmp_path: Path, clock: Clock):
-    monkeypatch.setattr(router, "ServerProcess", Started)
-    made = Router(["http://a:1", "http://b:2"], tmp_path / "log", timeout_s=3.0, request_timeout_s=9.0)
-    health = [["ready", "starting"], ["ready", "starting"], ["ready", "ready"]]
-    asked = []
-
-    def get(url, *, timeout, trust_env):
-        asked.append((url, timeout, trust_env))
-        states = health.pop(0) if len(health) > 1 else health[0]
-        workers = [{"id": str(i), "url": f"http://{i}", "health": state} for i, state in enumerate(states)]
-        request = httpx.Request("GET", url)
-        return httpx.Response(200, json={"workers": workers}, request=request)
-
-    monkeypatch.setattr(router.httpx, "get", get)
-    monkeypatch.setattr(router.Worker, "from_json", lambda worker: SimpleNamespace(**worker))
-    made.wait_ready()
-    assert made.process.ready == [(f"{made.url}/readiness", 3.0)]
-    assert asked == [(f"{made.url}/v1/rl/workers", 3.0, False)] * 3
-    assert made.process.checked == 2
-    health[:] = [["ready", "starting"]]
-    clock.now = 0.0
-    with pytest.raises(ServerError, match="the router serves 1 of 2 engines"):
-        made.wait_ready()
-    assert clock.now == pytest.approx(3.0, abs=0.3)
-    monkeypatch.setattr(router.httpx, "get", lambda url, **_: httpx.Response(500, request=httpx.Request("GET", url)))
-    with pytest.raises(EngineError, match=r"router: .*500"):
-        made.workers()
 
 
 @pytest.mark.parametrize(

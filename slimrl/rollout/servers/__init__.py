@@ -1,1 +1,1 @@
-"""The processes that serve a rollout: SGLang engines and the router in front of them."""
+"""The processes that serve a rollout: SGLang engines."""

@@ -153,7 +153,7 @@ def engine_environment(rollout: RolloutConfig, *, precision: Precision, cuda: bo
     common = {
         **rollout.env,
         "OMP_NUM_THREADS": str(rollout.threads_per_engine),
-        # The router polls /health, which by default generates a token, and so hangs while the engine is paused.
+        # By default /health generates a token, and so hangs while the engine is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "false",
         # The last inputs of a gated delta net's convolution, which SGLang would round to bfloat16 in any model.

@@ -46,6 +46,14 @@ class Cancel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Use:
+    """Which engines may serve from now on; see RoutedEngines."""
+
+    urls: tuple[str, ...]
+    evaluating: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ended:
     """An episode has ended."""
 

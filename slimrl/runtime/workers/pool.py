@@ -23,9 +23,10 @@ from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.observability.run_folder import PROFILE_FOLDER
 from slimrl.profiling.spans import child_variables
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.process import ServerError, ServerProcess
 from slimrl.runtime.cluster.errors import StageError
-from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup
+from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup, Use
 
 GRACE_S = 30.0
 """Beyond the deadlines of an episode, until its worker is ended; also to end by itself."""
@@ -48,9 +49,12 @@ class EpisodeWorkers:
     def __init__(self, recipe: Recipe, engine: Engine, logs: Path) -> None:
         """
         Args:
-            engine: client of the engines, not connected yet; each worker gets a copy.
+            engine: client of the engines, not connected yet; each worker gets a copy, and is told which may serve.
             logs: folder for the workers' output.
         """
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if isinstance(engine, RoutedEngines):
+            engine.follow(self._tell_engines)
         setup = Setup(recipe=recipe, engine=engine)
         self._workers = [EpisodeWorker(index, setup, logs) for index in range(recipe.agent.workers)]
 
@@ -60,6 +64,7 @@ class EpisodeWorkers:
 
     async def start(self) -> None:
         """Raises StageError: a worker does not start."""
+        self._loop = asyncio.get_running_loop()
         await asyncio.gather(*(worker.ready() for worker in self._workers))
 
     async def run(
@@ -89,7 +94,14 @@ class EpisodeWorkers:
 
     async def stop(self) -> None:
         """End the workers: what runs there is cancelled, and its environments are closed."""
+        self._loop = None
         await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    def _tell_engines(self) -> None:
+        """From any thread."""
+        if (loop := self._loop) is not None:
+            for worker in self._workers:
+                loop.call_soon_threadsafe(worker.tell_engines)
 
 
 class EpisodeWorker:
@@ -121,6 +133,13 @@ class EpisodeWorker:
         taken, self._lags_s = self._lags_s, []
         return taken
 
+    def tell_engines(self) -> None:
+        """Which engines may serve now; a worker that is not ready will be told then."""
+        engine = self._setup.engine
+        if self._is_ready and self._messages is not None and isinstance(engine, RoutedEngines):
+            urls, evaluating = engine.in_use
+            self._messages.send(Use(urls=urls, evaluating=evaluating))
+
     async def ready(self) -> None:
         """Start the process if none is connected.
 
@@ -148,6 +167,7 @@ class EpisodeWorker:
                 raise StageError(str(error)) from error
             if answer.problem:
                 raise StageError(f"{self._name}: {answer.problem}")
+            self.tell_engines()
 
     async def run(self, job: Job) -> bytes:
         """The pickled trajectory of an episode.

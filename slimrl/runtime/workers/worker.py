@@ -19,13 +19,15 @@ from slimrl.agent.episode import EpisodeRunner, failed_trajectory
 from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.load import LoadedRecipe
+from slimrl.data.engine import Engine
 from slimrl.data.threads import end_process_if_calls_hang
 from slimrl.data.trajectory import Trajectory
 from slimrl.profiling.spans import SPANS
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
+from slimrl.rollout.routing import RoutedEngines
 from slimrl.runtime.checks.episodes import load_episode_code
-from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup
+from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup, Use
 from slimrl.sglang_plugin.lifeline import end_with
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Worker:
         self._messages = Messages(self._take, self._end)
         self._ended = asyncio.Event()
         self._runner: EpisodeRunner | GatewayRunner | None = None
+        self._engine: Engine | None = None
         self._opened = AsyncExitStack()
         """Closes what was started, the last one first, each whatever becomes of the others"""
         self._starting: asyncio.Task[None] | None = None
@@ -60,10 +63,14 @@ class Worker:
             case list():
                 sys.path[:] = message
             case Setup():
+                self._engine = message.engine
                 self._starting = asyncio.create_task(self._start(message))
             case Job():
                 self._running[message.trajectory_id] = asyncio.create_task(self._run(message))
                 self._lag.resume()
+            case Use(urls=urls, evaluating=evaluating):
+                assert isinstance(self._engine, RoutedEngines)
+                self._engine.use(urls, evaluating)
             case Cancel(trajectory_id=trajectory_id):
                 if trajectory_id in self._running:
                     self._running[trajectory_id].cancel()
