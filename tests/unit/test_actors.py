@@ -4,12 +4,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from slimrl.rollout.servers.process import ServerError
 from slimrl.runtime.cluster import actors
 from slimrl.runtime.cluster.actors import ActorGroup
-from slimrl.runtime.cluster.errors import StageError
+from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
 from slimrl.runtime.cluster.placement import Node
 
 NEVER = float("inf")
@@ -160,6 +167,12 @@ def test_answers_are_read_without_waiting_and_a_failure_is_one(ray: Ray, group: 
         ),
         (DIED, "Fatal Python error: Aborted", False, "rank 0: its node host-0 was lost during start"),
         (WorkerCrashedError(), "", True, "rank 0: start: WorkerCrashedError"),
+        (
+            OutOfMemoryError("95% of the memory is in use"),
+            "",
+            True,
+            "rank 0: Ray ended its process during start, since host-0 was short of memory",
+        ),
     ],
 )
 def test_a_failure_says_what_became_of_the_process_or_its_node(
@@ -175,6 +188,10 @@ def test_a_failure_says_what_became_of_the_process_or_its_node(
     where = "" if isinstance(error, RayTaskError) else f" (log: {path})"
     assert str(caught.value) == message + where
     assert caught.value.details == str(error)
+    kind = StageError
+    if error is DIED or isinstance(error, OutOfMemoryError):
+        kind = ActorLost if alive else NodeLost
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("probe", [DIED, GetTimeoutError(), None])

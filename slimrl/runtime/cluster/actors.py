@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from slimrl.rollout.servers.process import ServerError
 from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
@@ -153,6 +153,9 @@ class ActorGroup:
             crash = _crash(self._logs[name])
             reason = f": {crash}" if crash else ", without an error of its own; it may have been killed"
             return 0, ActorLost(f"{name}: its process died during {method}{reason}{self._log(name)}", str(error))
+        if isinstance(error, OutOfMemoryError):
+            message = f"{name}: Ray ended its process during {method}, since {node.name} was short of memory"
+            return 0, ActorLost(f"{message}{self._log(name)}", str(error))
         return 1, StageError(f"{name}: {method}: {type(error).__name__}{self._log(name)}", str(error))
 
     def _verdict(self, error: RayError, name: str) -> RayError:
