@@ -27,7 +27,7 @@ from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer.build import unwrap
-from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint
+from slimrl_tools.torch_dist import TorchDistCheckpoint
 from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

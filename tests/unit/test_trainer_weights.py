@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core import parallel_state as mpu
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
+from slimrl_tools.torch_dist import TorchDistCheckpoint
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from slimrl.checkpoints.digests import Span
@@ -16,6 +17,7 @@ from slimrl.checkpoints.file_groups import group_by_bytes
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
 from slimrl.checkpoints.torch_dist.files import plan_distcp_files, write_distcp_file
+from slimrl.checkpoints.torch_dist.metadata import COMMON_KEY, write_metadata
 from slimrl.checkpoints.torch_dist.reader import read_metadata
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -26,10 +28,8 @@ from slimrl.toys.random_weights import random_tensors
 from slimrl.trainer import weight_source, weights
 from slimrl.trainer.checkpointing.checkpoint import _written_by
 from slimrl.trainer.checkpointing.shard_schema import _check_complete, _place, shard_schema
-from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint
-from slimrl.trainer.checkpointing.torch_dist_metadata import COMMON_KEY, write_metadata
 from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
-from slimrl.trainer.layout.fake_world import fake_world, smallest_world
+from slimrl.trainer.layout.fake_world import fake_world
 from slimrl.trainer.layout.source_layout import source_layout
 from slimrl.trainer.weight_source import MegatronWeightSource
 
@@ -299,7 +299,7 @@ def test_a_view_lies_where_it_begins_and_ends():
     ],
 )
 def test_the_smallest_world_has_a_rank_for_every_part(parallel, ranks):
-    assert smallest_world(parallel) == ranks
+    assert parallel.smallest_world() == ranks
 
 
 def test_a_fake_world_leaves_nothing_behind():
