@@ -152,14 +152,15 @@ def measure(folder: Path, config: dict[str, Any], processes: int, pairs: int, *,
 
 
 def print_table(figures: dict, processes: int) -> None:
-    columns = ("what", "seconds", "cp", "times cp", "least", "most", "startup s", "times cp without", "peak GiB")
+    columns = ("what", "s", "cp s", "times cp", "least to most", "start s", "without", "peak GiB")
     cache = "not in the page cache" if figures["cold"] else "in the page cache"
-    title = f"{figures['bytes'] / 1e9:.2f} GB {cache}, {processes} processes, {figures['pairs']} pairs"
+    title = f"{figures['bytes'] / 1e9:.2f} GB {cache}; processes: {processes}, pairs: {figures['pairs']}"
     table = make_table(title, columns)
     for name, row in figures["rows"].items():
-        values = ("ratio", "ratio_least", "ratio_most", "startup_s", "ratio_without_startup", "peak_gib")
-        cells = (f"{row[value]:.2f}" for value in values)
-        table.add_row(name, f"{row['seconds']:.1f}", f"{row['copy_seconds']:.1f}", *cells)
+        spread = f"{row['ratio_least']:.2f} to {row['ratio_most']:.2f}"
+        start, without, peak = row["startup_s"], row["ratio_without_startup"], row["peak_gib"]
+        cells = (row["seconds"], row["copy_seconds"], row["ratio"], spread, start, without, peak)
+        table.add_row(name, *(cell if isinstance(cell, str) else f"{cell:.2f}" for cell in cells))
     Console().print(table)
 
 
