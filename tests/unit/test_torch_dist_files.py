@@ -143,7 +143,7 @@ def test_a_source_that_breaks_between_two_blocks_leaves_nothing(tmp_path, monkey
         offset=(0, 0),
     )  # fmt: skip
     monkeypatch.setattr("slimrl.checkpoints.checkpoint_reader.BLOCK_BYTES", 8 * 150)
-    with pytest.raises(ValueError, match="^cut short$"):
+    with pytest.raises(ValueError, match=r"^cut short$"):
         write_distcp_file(tmp_path / "a", [chunk], entries, [torch.float32], Broken(), lambda *_: None)
     assert not list(tmp_path.iterdir())
 

@@ -38,6 +38,9 @@ CONFIG_NAME = "metadata.json"
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 """What it holds."""
 
+_DAMAGED = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, KeyError, TypeError, ValueError)
+"""What reading JSON or a pickle raises for another kind of file or a damaged one."""
+
 
 def content_metadata(folder: Path, metadata: Metadata) -> dict[str, Any]:
     """A checkpoint's content metadata, for example how the keys of its layers and experts are made.
@@ -50,7 +53,7 @@ def content_metadata(folder: Path, metadata: Metadata) -> dict[str, Any]:
         if backend != CONFIG["sharded_backend"]:
             raise ValueError(f"{CONFIG_NAME}: sharded_backend is {backend!r}")
         return _common_state(folder, metadata).get("content_metadata") or {}
-    except (KeyError, OSError, RuntimeError, EOFError, ValueError, TypeError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, *_DAMAGED) as error:
         raise ValueError(f"{folder}: not a checkpoint of megatron-core: {error}") from error
 
 
