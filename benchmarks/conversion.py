@@ -1,7 +1,7 @@
 """Converting a checkpoint to Megatron and back, against `cp` of the same bytes and transformers' load and save.
 
-Each runs in its own process, followed by `sync`, and `cp` first and last. The source is in the page cache for all of
-them. docs/benchmarks.md has the model and the figures.
+Each runs in its own process, followed by `sync`, in turn with `cp` of the same folder: a pair of the two each time, and
+medians over the pairs. docs/benchmarks.md has the model and the figures.
 """
 
 import argparse
@@ -34,6 +34,9 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="bfloat16").save_pretrai
 LIMIT_S = 1800
 """Deadline of each command."""
 POLL_S = 0.02
+SETTLE_S = 3.0
+"""Before each command. The host of a virtual machine takes freed memory back within seconds, and memory that it gives
+anew takes up to four times as long to write: without a wait the command after a large deletion would be faster."""
 
 
 def config_of(gigabytes: float) -> dict[str, Any]:
@@ -65,6 +68,7 @@ def run(command: list[str], folder: Path) -> dict[str, float]:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(["sync", "-f", str(folder)], check=True, timeout=LIMIT_S)
+    time.sleep(SETTLE_S)
     start = time.perf_counter()
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
@@ -83,47 +87,80 @@ def run(command: list[str], folder: Path) -> dict[str, float]:
     return {"seconds": seconds, "peak_gib": peak_bytes / 2**30}
 
 
-def measure(folder: Path, config: dict[str, Any], processes: int) -> dict[str, object]:
+def evict(folder: Path) -> None:
+    """Drop the files of a folder from the page cache; they are on the disk already."""
+    for file in folder.iterdir():
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def measure_pairs(source: Path, out: Path, command: list[str], pairs: int, *, cold: bool) -> dict[str, float]:
+    """Medians over pairs of `cp` and a command that writes `out` from `source`; `out` stays."""
+    copy = out.with_name("copy")
+    seconds: dict[str, list[float]] = {"cp": [], "command": []}
+    peak_gib = 0.0
+    for _ in range(pairs):
+        for name, what in (("cp", ["cp", "-r", str(source), str(copy)]), ("command", command)):
+            for written in (copy, out):
+                shutil.rmtree(written, ignore_errors=True)
+            if cold:
+                evict(source)
+            figures = run(what, source.parent)
+            seconds[name].append(figures["seconds"])
+            peak_gib = max(peak_gib, figures["peak_gib"])
+    ratios = [took / copied for copied, took in zip(seconds["cp"], seconds["command"], strict=True)]
+    return {
+        "seconds": statistics.median(seconds["command"]),
+        "copy_seconds": statistics.median(seconds["cp"]),
+        "ratio": statistics.median(ratios),
+        "ratio_least": min(ratios),
+        "ratio_most": max(ratios),
+        "peak_gib": peak_gib,
+    }
+
+
+def measure(folder: Path, config: dict[str, Any], processes: int, pairs: int, *, cold: bool) -> dict[str, object]:
     """All figures; the folder holds at most three times the checkpoint."""
-    hf, copy, megatron, back, saved = (folder / name for name in ("hf", "copy", "megatron", "back", "saved"))
+    hf, megatron, back, saved = (folder / name for name in ("hf", "megatron", "back", "saved"))
     nbytes = write_sized_toy(config, hf, seed=0)
     tools = str(Path(sys.executable).with_name("slimrl-tools"))
     there = [tools, "convert", "hf-to-megatron", str(hf), str(megatron), "--processes", str(processes)]
     again = [tools, "convert", "megatron-to-hf", str(megatron), str(back), "--processes", str(processes)]
+    transformers = [sys.executable, "-c", BY_TRANSFORMERS, str(hf), str(saved)]
     rows: dict[str, dict[str, float]] = {}
-    rows["cp"] = run(["cp", "-r", str(hf), str(copy)], folder)
-    shutil.rmtree(copy)
-    starts = {"hf-to-megatron": run([*there, "--dry-run"], folder)["seconds"]}
-    rows["hf-to-megatron"] = run(there, folder)
-    starts["megatron-to-hf"] = run([*again, "--dry-run"], folder)["seconds"]
-    rows["megatron-to-hf"] = run(again, folder)
+
+    def add(name: str, source: Path, out: Path, command: list[str], *, dry_run: bool = True) -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        startup_s = run([*command, "--dry-run"], folder)["seconds"] if dry_run else 0.0
+        row = measure_pairs(source, out, command, pairs, cold=cold)
+        without = (row["seconds"] - startup_s) / row["copy_seconds"]
+        rows[name] = {**row, "startup_s": startup_s, "ratio_without_startup": without}
+
+    add("hf-to-megatron, no check", hf, megatron, [*there, "--no-check"])
+    add("hf-to-megatron", hf, megatron, there)
+    add("megatron-to-hf, no check", megatron, back, [*again, "--no-check"])
+    add("megatron-to-hf", megatron, back, again)
     with SafetensorsFolder(hf) as source, SafetensorsFolder(back) as result:
         if not compare_checkpoints(source, result, lambda _, __: EXACT).same:
             raise RuntimeError("the round trip changed the checkpoint")
     shutil.rmtree(back)
-    rows["megatron-to-hf, no check"] = run([*again, "--no-check"], folder)
-    shutil.rmtree(back)
     shutil.rmtree(megatron)
-    rows["hf-to-megatron, no check"] = run([*there, "--no-check"], folder)
-    shutil.rmtree(megatron)
-    rows["transformers"] = run([sys.executable, "-c", BY_TRANSFORMERS, str(hf), str(saved)], folder)
-    shutil.rmtree(saved)
-    rows["cp again"] = run(["cp", "-r", str(hf), str(copy)], folder)
-    copy_s = statistics.mean(rows[name]["seconds"] for name in ("cp", "cp again"))
-    for name, row in rows.items():
-        row["startup_s"] = starts.get(name.split(",")[0], 0.0)
-        row["ratio"] = row["seconds"] / copy_s
-        row["ratio_without_startup"] = (row["seconds"] - row["startup_s"]) / copy_s
-    return {"bytes": nbytes, "copy_seconds": copy_s, "rows": rows}
+    add("transformers", hf, saved, transformers, dry_run=False)
+    return {"bytes": nbytes, "pairs": pairs, "cold": cold, "rows": rows}
 
 
 def print_table(figures: dict, processes: int) -> None:
-    columns = ("what", "seconds", "GB/s", "times cp", "startup s", "times cp without", "peak GiB")
-    table = make_table(f"{figures['bytes'] / 1e9:.2f} GB, {processes} processes", columns)
+    columns = ("what", "s", "cp s", "times cp", "least to most", "start s", "without", "peak GiB")
+    cache = "not in the page cache" if figures["cold"] else "in the page cache"
+    title = f"{figures['bytes'] / 1e9:.2f} GB {cache}; processes: {processes}, pairs: {figures['pairs']}"
+    table = make_table(title, columns)
     for name, row in figures["rows"].items():
-        rate = figures["bytes"] / 1e9 / row["seconds"]
-        values = (rate, row["ratio"], row["startup_s"], row["ratio_without_startup"], row["peak_gib"])
-        table.add_row(name, f"{row['seconds']:.1f}", *(f"{value:.2f}" for value in values))
+        spread = f"{row['ratio_least']:.2f} to {row['ratio_most']:.2f}"
+        start, without, peak = row["startup_s"], row["ratio_without_startup"], row["peak_gib"]
+        cells = (row["seconds"], row["copy_seconds"], row["ratio"], spread, start, without, peak)
+        table.add_row(name, *(cell if isinstance(cell, str) else f"{cell:.2f}" for cell in cells))
     Console().print(table)
 
 
@@ -132,10 +169,12 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the checkpoint, in 1e9 bytes")
     parser.add_argument("--processes", type=int, default=1, help="of the conversion")
     parser.add_argument("--folder", type=Path, help="where to put the files, three times that size; default: /tmp")
+    parser.add_argument("--pairs", type=int, default=3, help="of cp and each command")
+    parser.add_argument("--cold", action="store_true", help="the source is not in the page cache")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
-    if options.gigabytes <= 0 or options.processes < 1:
-        print("--gigabytes: above 0; --processes: at least 1.", file=sys.stderr)
+    if options.gigabytes <= 0 or min(options.processes, options.pairs) < 1:
+        print("--gigabytes: above 0; --processes and --pairs: at least 1.", file=sys.stderr)
         return 2
     try:
         config = config_of(options.gigabytes)
@@ -144,7 +183,7 @@ def main() -> int:
         return 2
     try:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
-            figures = measure(Path(name), config, options.processes)
+            figures = measure(Path(name), config, options.processes, options.pairs, cold=options.cold)
     except (OSError, RuntimeError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1

@@ -68,8 +68,8 @@ def open_found(found: FoundCheckpoint) -> CheckpointReader:
     """
     if found.format == "huggingface":
         return open_hf_checkpoint(found.path)
-    # Imports Megatron, which takes seconds.
-    from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint
+    # Imports parts of torch for which a Hugging Face checkpoint need not wait.
+    from slimrl_tools.torch_dist import TorchDistCheckpoint
 
     check_model(found)
     return TorchDistCheckpoint(found.path, found.hf_config())

@@ -1,11 +1,17 @@
 """The interface of checkpoint readers: a model's tensors by Hugging Face name, whatever the format on disk."""
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, Self
 
 from torch import Tensor
 
+from slimrl.checkpoints.safetensors_file import element_bytes
 from slimrl.data.weights import TensorSpec
+
+BLOCK_BYTES = 16 * 1024**2
+"""Of a block of rows: of a large tensor one is read while the one before is written, and their memory is used again."""
 
 
 class CheckpointReader(Protocol):
@@ -43,3 +49,15 @@ class CheckpointReader(Protocol):
 def read_whole(reader: CheckpointReader, name: str) -> Tensor:
     """A whole tensor, on the CPU, in the dtype of its spec."""
     return reader.read(name, tuple(slice(0, size) for size in reader.specs[name].shape))
+
+
+def read_blocks(reader: CheckpointReader, name: str, slices: tuple[slice, ...]) -> Iterator[Tensor]:
+    """A slice of a tensor in consecutive blocks of rows, at least one."""
+    if not slices:
+        yield reader.read(name, slices)
+        return
+    rows, *rest = slices
+    row_bytes = math.prod(part.stop - part.start for part in rest) * element_bytes(reader.specs[name].dtype)
+    height = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for start in range(rows.start, max(rows.stop, rows.start + 1), height):
+        yield reader.read(name, (slice(start, min(start + height, rows.stop)), *rest))

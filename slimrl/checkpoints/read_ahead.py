@@ -1,13 +1,13 @@
 """Prefetches the next item of an iterator in a thread."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 _END: Any = object()
 
 
-def read_ahead[Item](items: Iterator[Item]) -> Iterator[Item]:
+def read_ahead[Item](items: Iterator[Item]) -> Generator[Item]:
     """The same items; a thread makes the next one, and no more, while one is in use.
 
     Reading, writing and torch's operations release the GIL, so that the two overlap. An exception of the iterator is

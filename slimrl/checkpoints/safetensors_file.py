@@ -6,7 +6,7 @@ of the tensors without gaps.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,8 +170,8 @@ def write_safetensors_file(
     Args:
         specs: the tensors, in the order of the header. Tensors with larger elements lie first in the file, as the
             safetensors library writes them, so that each starts at a multiple of its element's size.
-        tensors: in the same order, on any device; cast to their spec's dtype. Taken one by one, no more of them than
-            `specs` has.
+        tensors: in the same order, on any device, whole or in consecutive blocks of rows; cast to their spec's dtype.
+            Taken one by one, none after the last tensor of `specs`.
 
     Raises:
         OSError: the disk is full, or writing failed; nothing is left behind.
@@ -182,15 +182,27 @@ def write_safetensors_file(
         descriptor = stream.fileno()
         write_at(descriptor, memoryview(header), 0)
         for spec in specs:
-            name, tensor = next(remaining)
-            assert name == spec.name, f"got {name} instead of {spec.name}"
-            assert tuple(tensor.shape) == spec.shape, f"{name}: {tuple(tensor.shape)}, declared {spec.shape}"
-            plain = tensor.detach().to("cpu", getattr(torch, spec.dtype)).contiguous()
-            write_at(descriptor, bytes_of(plain), offsets[spec.name])
-            # Freed before the next is made.
-            del tensor, plain
+            location = TensorLocation(spec=spec, start=offsets[spec.name], nbytes=spec_bytes(spec))
+            _write_tensor(descriptor, location, remaining)
             if written is not None:
-                written(descriptor, TensorLocation(spec=spec, start=offsets[spec.name], nbytes=spec_bytes(spec)))
+                written(descriptor, location)
+
+
+def _write_tensor(descriptor: int, location: TensorLocation, blocks: Iterator[tuple[str, Tensor]]) -> None:
+    """Takes as many blocks as make up the tensor."""
+    spec, done = location.spec, 0
+    while True:
+        name, block = next(blocks)
+        assert name == spec.name, f"got {name} instead of {spec.name}"
+        assert tuple(block.shape[1:]) == spec.shape[1:], f"{name}: {tuple(block.shape)}, declared {spec.shape}"
+        plain = block.detach().to("cpu", getattr(torch, spec.dtype)).contiguous()
+        write_at(descriptor, bytes_of(plain), location.start + done)
+        done += plain.nbytes
+        # Freed before the next is made.
+        del block, plain
+        if done >= location.nbytes:
+            break
+    assert done == location.nbytes, f"{name}: {done} bytes, declared {spec.shape}"
 
 
 def file_layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:

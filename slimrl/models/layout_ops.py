@@ -123,7 +123,7 @@ class DeltaNetInput:
 
         parts = [
             part
-            for weight, sizes in zip(weights, self._rows, strict=True)
+            for weight, sizes in zip(weights, self.rows, strict=True)
             for part in weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
         ]
         return torch.cat([part.flatten(0, 1) for part in parts])
@@ -134,13 +134,13 @@ class DeltaNetInput:
     def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
         import torch
 
-        rows = [size for sizes in self._rows for size in sizes]
+        rows = [size for sizes in self.rows for size in sizes]
         heads = weight.shape[0] // sum(rows)
         parts = [part.unflatten(0, (heads, -1)) for part in weight.split([heads * size for size in rows])]
         return torch.cat(parts[:4], dim=1), torch.cat(parts[4:], dim=1)
 
     @property
-    def _rows(self) -> tuple[list[int], list[int]]:
+    def rows(self) -> tuple[list[int], list[int]]:
         """Of a key head, by Hugging Face tensor."""
         values = self.values_per_key * self.value_dim
         return [self.key_dim, self.key_dim, values, values], [self.values_per_key] * 2

@@ -356,6 +356,25 @@ def test_help_and_the_refusal_of_an_existing_output_do_not_wait_for_libraries(tm
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+WITHOUT_MEGATRON = """
+import sys
+from slimrl_tools.cli import app
+from typer.testing import CliRunner
+for direction, source, out in (("hf-to-megatron", "hf", "mcore"), ("megatron-to-hf", "mcore", "back")):
+    done = CliRunner().invoke(app, ["convert", direction, source, out])
+    assert done.exit_code == 0, done.output
+print(sorted({"megatron", "megatron_patches", "transformers", "ray"} & set(sys.modules)))
+"""
+
+
+def test_neither_direction_waits_for_megatrons_import(tmp_path):
+    write_toy("qwen3_moe", tmp_path / "hf", ToySize(layers=2), seed=1)
+    command = [sys.executable, "-c", WITHOUT_MEGATRON]
+    done = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
 def test_layers_for_multi_token_prediction_that_training_left_out_come_from_the_checkpoint_before(tmp_path):
     write_toy("glm4_moe", tmp_path / "hf", ToySize(layers=2, mtp_layers=1), seed=1)
     without = tmp_path / "without"

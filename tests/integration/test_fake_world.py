@@ -12,7 +12,7 @@ from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.trainer.build import build_local_chunk
 from slimrl.trainer.checkpointing.shard_schema import shard_schema
-from slimrl.trainer.layout.fake_world import fake_world, smallest_world
+from slimrl.trainer.layout.fake_world import fake_world
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -58,10 +58,10 @@ def test_a_world_that_the_layout_does_not_divide_is_refused_and_leaves_nothing()
 
 
 def test_the_smallest_world_has_room_for_attention_and_for_experts():
-    assert smallest_world(ParallelConfig()) == 1
-    assert smallest_world(ParallelConfig(tensor=4, pipeline=2, context=2)) == 16
-    assert smallest_world(ParallelConfig(tensor=4, expert=8, expert_tensor=1, pipeline=2)) == 16
-    assert smallest_world(ParallelConfig(tensor=4, expert=3, expert_tensor=2)) == 12
+    assert ParallelConfig().smallest_world() == 1
+    assert ParallelConfig(tensor=4, pipeline=2, context=2).smallest_world() == 16
+    assert ParallelConfig(tensor=4, expert=8, expert_tensor=1, pipeline=2).smallest_world() == 16
+    assert ParallelConfig(tensor=4, expert=3, expert_tensor=2).smallest_world() == 12
 
 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Moonlight-16B-A3B"])

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from slimrl_tools.convert.hf_to_megatron import hf_to_megatron
 from slimrl_tools.convert.megatron_to_hf import megatron_to_hf
 from slimrl_tools.convert.options import Options
+from slimrl_tools.torch_dist import TorchDistCheckpoint
 from slimrl_tools.toy.toy import write_toy
 from slimrl_tools.toy.toy_configs import ToySize
 from small_models import small_model
@@ -27,7 +28,6 @@ from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer.build import unwrap
-from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint
 from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

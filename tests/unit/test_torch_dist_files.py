@@ -100,6 +100,54 @@ def test_a_file_holds_every_chunk_as_torch_saves_it_and_its_span_says_where(tmp_
     assert torch.serialization.get_crc32_options()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_chunk_is_written_in_blocks_and_gives_the_same_file(tmp_path, monkeypatch, dtype):
+    (entry, _), asked = schema().weight_map.entries, []
+    chunk = Chunk(
+        entry=0, shard=1, num_shards=2, slices=(slice(0, 500), slice(0, 2)), key="A", global_shape=(SIZE, 2),
+        offset=(500, 0),
+    )  # fmt: skip
+
+    class Counting(Reader):
+        def read(self, name, slices):
+            asked.append(slices[0])
+            return super().read(name, slices)
+
+    def written(name: str) -> tuple[bytes, list]:
+        spans = []
+        arguments = [chunk], [entry], [dtype], Counting(), lambda _, span: spans.append(span)
+        write_distcp_file(tmp_path / name, *arguments)
+        return (tmp_path / name).read_bytes(), spans
+
+    whole, whole_spans = written("whole")
+    assert asked == [slice(500, 1000)]
+    assert torch.equal(torch.load(tmp_path / "whole"), Reader().read("a", (slice(500, 1000),)).to(dtype))
+    asked.clear()
+    monkeypatch.setattr("slimrl.checkpoints.checkpoint_reader.BLOCK_BYTES", 8 * 150)
+    blocks, spans = written("blocks")
+    assert asked == [slice(start, min(start + 150, 1000)) for start in range(500, 1000, 150)]
+    assert blocks == whole
+    assert spans == whole_spans
+
+
+def test_a_source_that_breaks_between_two_blocks_leaves_nothing(tmp_path, monkeypatch):
+    class Broken(Reader):
+        def read(self, name, slices):
+            if slices[0].start:
+                raise ValueError("cut short")
+            return super().read(name, slices)
+
+    entries = schema().weight_map.entries[:1]
+    chunk = Chunk(
+        entry=0, shard=0, num_shards=1, slices=(slice(0, SIZE), slice(0, 2)), key="A", global_shape=(SIZE, 2),
+        offset=(0, 0),
+    )  # fmt: skip
+    monkeypatch.setattr("slimrl.checkpoints.checkpoint_reader.BLOCK_BYTES", 8 * 150)
+    with pytest.raises(ValueError, match=r"^cut short$"):
+        write_distcp_file(tmp_path / "a", [chunk], entries, [torch.float32], Broken(), lambda *_: None)
+    assert not list(tmp_path.iterdir())
+
+
 def check(file: Path, spans) -> None:
     with file.open("rb") as stream:
         check_spans(stream.fileno(), file, spans, lambda _: None)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slimrl.checkpoints.checkpoint_reader import read_whole
+from slimrl.checkpoints.checkpoint_reader import read_blocks, read_whole
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder, write_safetensors
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
 from slimrl.checkpoints.torch_dist.reader import StoredWeights, read_metadata
@@ -149,9 +149,23 @@ def test_neighbours_of_one_megatron_tensor_are_read_once(tmp_path, monkeypatch):
         for name in ("hf.q", "hf.k", "hf.v", "hf.q"):
             read_whole(reader, name)
         assert len(read) == 2
+        # Stored as it is and read alone, so that the other stays.
         read_whole(reader, "hf.embed")
         read_whole(reader, "hf.q")
+        assert len(read) == 2
+        read_whole(reader, "hf.plain")
+        read_whole(reader, "hf.q")
         assert len(read) == 5
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_blocks_of_rows_make_up_every_tensor(tmp_path, monkeypatch, cut):
+    monkeypatch.setattr("slimrl.checkpoints.checkpoint_reader.BLOCK_BYTES", 2 * COLUMNS)
+    with StoredWeights(tmp_path, write_folder(tmp_path, CUTS[cut]), schema()) as reader:
+        for name, value in EXPECTED.items():
+            blocks = list(read_blocks(reader, name, tuple(slice(0, size) for size in value.shape)))
+            assert len(blocks) > 1
+            assert torch.equal(torch.cat(blocks), value)
 
 
 def test_what_is_not_stored_whole_is_an_error_that_counts(tmp_path):

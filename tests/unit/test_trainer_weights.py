@@ -1,6 +1,7 @@
 """Which rank holds what of a model, under which names, and how it comes together again."""
 
 import re
+from argparse import Namespace
 from collections import deque
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from megatron.core import parallel_state as mpu
+from slimrl_tools.torch_dist import TorchDistCheckpoint
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -16,6 +18,7 @@ from slimrl.checkpoints.file_groups import group_by_bytes
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
 from slimrl.checkpoints.torch_dist.files import plan_distcp_files, write_distcp_file
+from slimrl.checkpoints.torch_dist.metadata import COMMON_KEY, content_metadata, write_metadata
 from slimrl.checkpoints.torch_dist.reader import read_metadata
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -26,10 +29,8 @@ from slimrl.toys.random_weights import random_tensors
 from slimrl.trainer import weight_source, weights
 from slimrl.trainer.checkpointing.checkpoint import _written_by
 from slimrl.trainer.checkpointing.shard_schema import _check_complete, _place, shard_schema
-from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint
-from slimrl.trainer.checkpointing.torch_dist_metadata import COMMON_KEY, write_metadata
 from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
-from slimrl.trainer.layout.fake_world import fake_world, smallest_world
+from slimrl.trainer.layout.fake_world import fake_world
 from slimrl.trainer.layout.source_layout import source_layout
 from slimrl.trainer.weight_source import MegatronWeightSource
 
@@ -249,6 +250,12 @@ def test_a_folder_written_by_the_schema_reads_back_as_the_same_tensors(tmp_path,
             TorchDistCheckpoint(tmp_path, config)
     write_metadata(tmp_path, schema, dtypes, files)
     TorchDistCheckpoint(tmp_path, config)
+    # Older versions of megatron-core stored it in a file of its own, with Megatron-LM's arguments.
+    common = {"content_metadata": {"singleton_local_shards": False}, "args": Namespace(num_layers=4)}
+    torch.save(common, tmp_path / "common.pt")
+    assert content_metadata(tmp_path, stored) == {"singleton_local_shards": False}
+    (tmp_path / "common.pt").unlink()
+    assert content_metadata(tmp_path, stored)["singleton_local_shards"]
     (tmp_path / "metadata.json").unlink()
     with pytest.raises(ValueError, match="not a checkpoint of megatron-core"):
         TorchDistCheckpoint(tmp_path, config)
@@ -299,7 +306,7 @@ def test_a_view_lies_where_it_begins_and_ends():
     ],
 )
 def test_the_smallest_world_has_a_rank_for_every_part(parallel, ranks):
-    assert smallest_world(parallel) == ranks
+    assert parallel.smallest_world() == ranks
 
 
 def test_a_fake_world_leaves_nothing_behind():

@@ -20,6 +20,7 @@ from slimrl_tools.convert.conversion import Plan, Say, read_record, write_in_par
 from slimrl_tools.convert.options import Options
 from slimrl_tools.convert.output_folder import output_folder, source_files
 from slimrl_tools.convert.torch_dist_writer import distcp_writer
+from slimrl_tools.torch_dist import TorchDistCheckpoint
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.hf_check import check_tensors
@@ -28,6 +29,8 @@ from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import element_bytes
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
 from slimrl.checkpoints.torch_dist.files import FILE_BYTES, chunk_bytes, plan_distcp_files
+from slimrl.checkpoints.torch_dist.layer_schema import layer_schema
+from slimrl.checkpoints.torch_dist.metadata import write_metadata
 from slimrl.config.model_rules import model_violations
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
@@ -36,10 +39,6 @@ from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, architecture_of
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.models.weight_map import Entry
-from slimrl.trainer.checkpointing.shard_schema import shard_schema
-from slimrl.trainer.checkpointing.torch_dist import TorchDistCheckpoint
-from slimrl.trainer.checkpointing.torch_dist_metadata import write_metadata
-from slimrl.trainer.layout.fake_world import smallest_world
 
 
 def hf_to_megatron(
@@ -65,7 +64,7 @@ def hf_to_megatron(
     _check_layout(config, parallel)
     with open_hf_checkpoint(src) as reader:
         mtp = check_tensors(reader, family_of(config), config)
-        schema = shard_schema(config, tensor=parallel.tensor, expert_tensor=parallel.expert_tensor, mtp=mtp)
+        schema = layer_schema(config, tensor=parallel.tensor, expert_tensor=parallel.expert_tensor, mtp=mtp)
         dtypes = [_stored_dtype(entry, reader, options.dtype) for entry in schema.weight_map.entries]
         largest = _largest_shard(schema, dtypes, reader)
     files = plan_distcp_files(schema, dtypes, file_bytes)
@@ -161,7 +160,7 @@ def _check_result(partial: Path, config: dict[str, Any], schema: ShardSchema, dt
 
 
 def _write_facts(src: Path, partial: Path, config: dict[str, Any], parallel: ParallelConfig, dtype: str | None) -> None:
-    world_size = smallest_world(parallel)
+    world_size = parallel.smallest_world()
     layout = {
         **asdict(parallel),
         "virtual_pipeline": parallel.virtual_pipeline or 1,

@@ -19,6 +19,7 @@ from slimrl_tools.convert.options import Options
 from slimrl_tools.convert.output_folder import output_folder, source_files
 from slimrl_tools.convert.safetensors_writer import safetensors_writer
 from slimrl_tools.open_checkpoint import FoundCheckpoint, check_model, find_checkpoint
+from slimrl_tools.torch_dist import schema_of_stored
 
 from slimrl.checkpoints.hf_check import check_tensors
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
@@ -35,7 +36,6 @@ from slimrl.data.weights import TensorSpec
 from slimrl.models.family import Family, family_of
 from slimrl.models.hf_config import plain_config
 from slimrl.models.weight_map import WeightMap
-from slimrl.trainer.checkpointing.torch_dist import schema_of_stored
 
 
 def megatron_to_hf(

@@ -5,16 +5,18 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+import xxhash
 from slimrl_tools.allocator import keep_freed_memory
 from slimrl_tools.convert.conversion import WriteFile, Written
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from slimrl.checkpoints.checkpoint_reader import read_whole
-from slimrl.checkpoints.digests import Span, tensor_digest
+from slimrl.checkpoints.checkpoint_reader import read_blocks
+from slimrl.checkpoints.digests import Span
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.read_ahead import read_ahead
-from slimrl.checkpoints.safetensors_file import TensorLocation, write_safetensors_file
+from slimrl.checkpoints.safetensors_file import TensorLocation, spec_bytes, write_safetensors_file
+from slimrl.checkpoints.tensor_bytes import bytes_of
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
 from slimrl.data.weights import TensorSpec
@@ -37,7 +39,9 @@ def safetensors_writer(
         def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
             for spec in specs:
                 original = originals.get(spec.name, spec.name)
-                yield spec.name, read_whole(other if other and original in from_hf else reader, original)
+                source = other if other and original in from_hf else reader
+                for block in read_blocks(source, original, tuple(slice(0, size) for size in spec.shape)):
+                    yield spec.name, block
 
         yield lambda file, specs, written: write_hashed(file, specs, tensors(specs), written)
 
@@ -46,6 +50,9 @@ def write_hashed(
     file: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], written: Written
 ) -> None:
     """Write a safetensors file. A thread makes, casts and hashes each tensor while the one before is written.
+
+    Args:
+        tensors: in the order of `specs`, whole or in consecutive blocks of rows.
 
     Raises:
         OSError: the disk is full, or writing failed.
@@ -62,10 +69,19 @@ def write_hashed(
 def _hashed(
     specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they are written; adds their checksums to `digests`."""
-    for spec, (name, tensor) in zip(specs, tensors, strict=True):
-        cast = tensor.to(getattr(torch, spec.dtype)).contiguous()
-        digests[name] = tensor_digest(cast)
-        yield name, cast
-        # Freed before the next is made.
-        del tensor, cast
+    """The blocks as they are written; adds the checksum of each whole tensor to `digests`."""
+    remaining = iter(tensors)
+    for spec in specs:
+        digest, left = xxhash.xxh3_128(), spec_bytes(spec)
+        while True:
+            name, block = next(remaining)
+            cast = block.to(getattr(torch, spec.dtype)).contiguous()
+            digest.update(bytes_of(cast))
+            left -= cast.nbytes
+            if left <= 0:
+                digests[name] = digest.hexdigest()
+            yield name, cast
+            # Freed before the next is made.
+            del block, cast
+            if left <= 0:
+                break

@@ -2,12 +2,15 @@
 
 1. The schema's chunks are distributed over files of bounded size; the chunks of a shard share a file.
 2. A file is written chunk by chunk. Each is made from slices of Hugging Face tensors while the one before is written.
+   A chunk that is a block of one Hugging Face tensor is read in blocks of rows, each while the one before is written.
 
 Chunks lack torch's own checksum (the CRC-32 of zip files), which takes longer than all the rest; torch and
 megatron-core do not check it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial as bind
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,12 +20,14 @@ import xxhash
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from slimrl.checkpoints.checkpoint_reader import CheckpointReader
+from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_blocks
 from slimrl.checkpoints.digests import Span
 from slimrl.checkpoints.file_groups import group_by_bytes
 from slimrl.checkpoints.read_ahead import read_ahead
+from slimrl.checkpoints.tensor_bytes import bytes_of
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema, gate_and_up_apart
 from slimrl.data.atomic import WRITE_BYTES, atomic_file
+from slimrl.models.layout_ops import Identity
 from slimrl.models.weight_map import Entry
 
 FILE_BYTES = 10**9
@@ -68,33 +73,35 @@ def write_distcp_file(
         OSError: the disk is full, or writing failed; it names the file, and nothing is left behind.
         ValueError: the source is broken.
     """
-    with atomic_file(file) as stream:
-        for chunk, tensor in read_ahead(_tensors(chunks, entries, dtypes, reader)):
+    with atomic_file(file) as stream, closing(read_ahead(_blocks(chunks, entries, dtypes, reader))) as blocks:
+        for chunk in chunks:
             hashed = _Hashed(stream)
-            _save(tensor, hashed)
-            # Freed before the next is made.
-            del tensor
+            _save_chunk(chunk, blocks, hashed)
             stream.flush()
             start = stream.tell() - hashed.length
             span = Span(name=chunk.key, start=start, length=hashed.length, digest=hashed.digest.hexdigest())
             written(stream.fileno(), span)
 
 
-def _tensors(
+def _blocks(
     chunks: Sequence[Chunk], entries: Sequence[Entry], dtypes: Sequence[torch.dtype], reader: CheckpointReader
-) -> Iterator[tuple[Chunk, Tensor]]:
-    for (entry, _), group in groupby(chunks, key=lambda chunk: (chunk.entry, chunk.shard)):
-        members, dtype = list(group), dtypes[entry]
-        stored = _of_shard(entries[entry], members, reader)
+) -> Iterator[Tensor]:
+    """Each chunk as it is stored, in consecutive blocks of rows."""
+    for (index, _), group in groupby(chunks, key=lambda chunk: (chunk.entry, chunk.shard)):
         # No variable holds a tensor here, so that each is freed before the next is made.
-        yield from ((chunk, _plain(next(stored), dtype).view(chunk.stored_shape)) for chunk in members)
+        yield from map(bind(_plain, dtypes[index]), _of_shard(entries[index], list(group), reader))
 
 
 def _of_shard(entry: Entry, chunks: Sequence[Chunk], reader: CheckpointReader) -> Iterator[Tensor]:
-    """The chunks of a shard; does not hold the last one while it is used."""
+    """The chunks of a shard, in blocks; does not hold the last one while it is used."""
     shard, count = chunks[0].shard, chunks[0].num_shards
-    if gate_and_up_apart(entry, chunks):
-        yield from entry.parts(reader.read, shard, count)
+    if gate_and_up_apart(entry, chunks) or (len(chunks) == 1 and isinstance(entry.rule.op, Identity)):
+        for tensor in entry.hf:
+            places, zeros = entry.blocks(tensor, shard, count)
+            if zeros or len(places) > 1:
+                yield from entry.parts(reader.read, shard, count)
+            else:
+                yield from read_blocks(reader, tensor.name, places[0])
         return
     whole = entry.to_megatron(reader.read, shard, count)
     for chunk in chunks[:-1]:
@@ -104,7 +111,7 @@ def _of_shard(entry: Entry, chunks: Sequence[Chunk], reader: CheckpointReader) -
     yield last.pop()
 
 
-def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _plain(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """Cast and contiguous, without the rest of a larger storage, which torch would save too."""
     tensor = tensor.to(dtype)
     alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -117,7 +124,7 @@ class _Hashed:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self.digest, self.length = stream, xxhash.xxh3_128(), 0
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
         for start in range(0, len(view), WRITE_BYTES):
             part = view[start : start + WRITE_BYTES]
@@ -130,6 +137,42 @@ class _Hashed:
         self._stream.flush()
 
 
+class _InBlocks:
+    """A stream that passes on blocks of a tensor where the tensor's elements are written to it."""
+
+    def __init__(self, stream: _Hashed, nbytes: int, blocks: Iterator[Tensor]) -> None:
+        self._stream, self._nbytes, self._blocks = stream, nbytes, blocks
+        self.left = nbytes
+
+    def write(self, data: bytes) -> int:
+        # Only the elements are as long as a tensor of several blocks.
+        if len(data) != self._nbytes:
+            return self._stream.write(data)
+        while self.left > 0:
+            block = next(self._blocks)
+            self.left -= self._stream.write(bytes_of(block))
+            # Freed before the next is made.
+            del block
+        return self._nbytes
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _save_chunk(chunk: Chunk, blocks: Iterator[Tensor], stream: _Hashed) -> None:
+    """Takes as many blocks as make up the chunk."""
+    first = next(blocks)
+    if first.numel() == chunk.numel:
+        _save(first.view(chunk.stored_shape), stream)
+        return
+    # Its memory is never touched, so the system gives it none.
+    form = torch.empty(chunk.stored_shape, dtype=first.dtype)
+    in_blocks = _InBlocks(stream, form.nbytes, chain([first], blocks))
+    del first
+    _save(form, in_blocks)
+    assert in_blocks.left == 0, f"{chunk.key}: {in_blocks.left} bytes are missing"
+
+
 def _save(tensor: Tensor, stream: Any) -> None:
     """Saves without CRC-32; that setting is the process's."""
     before = get_crc32_options()
@@ -137,8 +180,8 @@ def _save(tensor: Tensor, stream: Any) -> None:
     try:
         torch.save(tensor, stream)
     except RuntimeError as error:
-        # torch wraps an OSError of the stream.
-        if isinstance(error.__context__, OSError):
+        # torch wraps what the stream raises: the disk is full, or the source is broken.
+        if isinstance(error.__context__, OSError | ValueError):
             raise error.__context__ from None
         raise
     finally:

@@ -3,7 +3,8 @@
 1. `.metadata` says in which file each chunk of each stored tensor is.
 2. The schema of one rank says which stored tensors, or chunks of them, make up each Megatron tensor.
 3. To read a Hugging Face tensor, the reader assembles the Megatron tensor that holds it and undoes its layout. It
-   keeps the last one, whose other Hugging Face tensors usually come next (gate and up; query, key and value).
+   keeps the last one, whose other Hugging Face tensors usually come next (query, key and value). Rows of a tensor that
+   is stored as it is, in one chunk, are read alone.
 """
 
 import pickle
@@ -17,8 +18,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema, gate_and_up_apart
-from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk
+from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk, read_rows
 from slimrl.data.weights import TensorSpec
+from slimrl.models.layout_ops import Identity
 from slimrl.models.weight_map import Entry, Slices
 
 METADATA_NAME = ".metadata"
@@ -64,6 +66,9 @@ class StoredWeights(CheckpointReader):
     def read(self, name: str, slices: Slices) -> Tensor:
         """A slice of a tensor, on the CPU, in its stored dtype; it may share memory with other reads."""
         index = self._entry_of[name]
+        alone = self._read_alone(self._entries[index], self._chunks_of[index], name, slices)
+        if alone is not None:
+            return alone
         if self._held is None or self._held[0] != index:
             self._held = None
             self._held = index, self._read_entry(self._entries[index], self._chunks_of[index])
@@ -71,6 +76,21 @@ class StoredWeights(CheckpointReader):
 
     def close(self) -> None:
         self._held = None
+
+    def _read_alone(self, entry: Entry, chunks: list[Chunk], name: str, slices: Slices) -> Tensor | None:
+        """Whole rows of a tensor that a stored chunk holds as it is; None for any other."""
+        if gate_and_up_apart(entry, chunks):
+            chunk = chunks[[tensor.name for tensor in entry.hf].index(name)]
+        elif len(chunks) == 1 and isinstance(entry.rule.op, Identity):
+            chunk = chunks[0]
+        else:
+            return None
+        place = self._storage.get(MetadataIndex(chunk.key, chunk.offset))
+        columns = zip(slices[1:], chunk.shape[1:], strict=True)
+        whole_rows = all((part.start, part.stop) == (0, size) for part, size in columns)
+        if place is None or not slices or not whole_rows:
+            return None
+        return read_rows(self.path, place, chunk.shape, slices[0])
 
     def _read_entry(self, entry: Entry, chunks: list[Chunk]) -> dict[str, Tensor]:
         if gate_and_up_apart(entry, chunks):

@@ -5,6 +5,7 @@ in the record `data/N`. If the tensor fills the record, the bytes are read strai
 any other chunk.
 """
 
+import math
 import pickle
 import sys
 from collections import OrderedDict
@@ -55,15 +56,49 @@ def read_chunk(path: Path, place: Any) -> Tensor:
     with file.open("rb") as stream:
         window: Any = _create_file_view(stream, place.offset, place.length)
         try:
-            form, start = plain_layout(window) or (None, 0)
-            if form is None or start + form.record.numel * form.record.dtype.itemsize > place.length:
+            found = _plain_within(window, place.length)
+            if found is None:
                 window.seek(0)
                 return torch.load(window, map_location="cpu", weights_only=True)
-            tensor = torch.empty(form.shape, dtype=form.record.dtype)
         except (RuntimeError, *_BAD_PICKLE) as error:
             raise ValueError(f"{file}: corrupt at byte {place.offset}: {error}") from error
+        form, start = found
+        tensor = torch.empty(form.shape, dtype=form.record.dtype)
         fill(stream.fileno(), file, bytes_of(tensor), place.offset + start)
         return tensor
+
+
+def read_rows(path: Path, place: Any, shape: tuple[int, ...], rows: slice) -> Tensor | None:
+    """Rows of a stored chunk of this shape; None if its bytes cannot be read alone, or it has another shape.
+
+    Args:
+        path: the folder.
+        place: the chunk's entry in the metadata's `storage_data`.
+
+    Raises:
+        ValueError: the bytes are no tensor.
+    """
+    file = path / place.relative_path
+    with file.open("rb") as stream:
+        try:
+            found = _plain_within(_create_file_view(stream, place.offset, place.length), place.length)
+        except (RuntimeError, *_BAD_PICKLE) as error:
+            raise ValueError(f"{file}: corrupt at byte {place.offset}: {error}") from error
+        if found is None or found[0].shape != shape:
+            return None
+        form, start = found
+        tensor = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=form.record.dtype)
+        row_bytes = math.prod(shape[1:]) * form.record.dtype.itemsize
+        fill(stream.fileno(), file, bytes_of(tensor), place.offset + start + rows.start * row_bytes)
+        return tensor
+
+
+def _plain_within(window: Any, length: int) -> "tuple[_Form, int] | None":
+    """`plain_layout` of a chunk whose bytes are all within its `length`."""
+    form, start = plain_layout(window) or (None, 0)
+    if form is None or start + form.record.numel * form.record.dtype.itemsize > length:
+        return None
+    return form, start
 
 
 def plain_layout(window: Any) -> "tuple[_Form, int] | None":

@@ -1,5 +1,6 @@
 """The trainer: layout, optimizer, batches, adapters."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -38,6 +39,10 @@ class ParallelConfig:
     def data(self, num_ranks: int) -> int:
         """The data-parallel size: ranks over which the sequences of an update are divided."""
         return num_ranks // (self.tensor * self.pipeline * self.context)
+
+    def smallest_world(self) -> int:
+        """The fewest ranks for the layout, with data parallelism 1 for the experts or for the rest."""
+        return self.pipeline * math.lcm(self.tensor * self.context, self.expert * self.expert_tensor)
 
 
 @dataclass(kw_only=True)

@@ -30,11 +30,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slimrl.checkpoints.digests import FileDigest, file_digests
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.torch_dist.chunks import SHARDING
+from slimrl.checkpoints.torch_dist.metadata import content_metadata
+from slimrl.checkpoints.torch_dist.reader import read_metadata
 from slimrl.models.adapters import is_adapter
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.trainer.build import unwrap
-from slimrl.trainer.checkpointing.torch_dist_metadata import content_metadata
 from slimrl.trainer.layout.parallel import Layout, seed_ranks
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.value_head import is_value_head
@@ -140,7 +141,7 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
     Raises:
         ValueError: not a checkpoint of megatron-core, or one of another model.
     """
-    content = content_metadata(directory)
+    content = content_metadata(directory, read_metadata(directory))
     try:
         metadata = {**_metadata(), "singleton_local_shards": content.get("singleton_local_shards", False)}
         state = {

@@ -31,7 +31,7 @@ from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.weight_map import Slices, WeightMap
 from slimrl.trainer.build import build_local_chunk, padded_vocab
-from slimrl.trainer.layout.fake_world import fake_world, smallest_world
+from slimrl.trainer.layout.fake_world import fake_world
 from slimrl.trainer.weights import local_weights, shard_place
 
 
@@ -62,7 +62,7 @@ def shard_schema(
     sharding = {**SHARDING, "singleton_local_shards": singleton_local_shards}
     chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
     objects: set[str] = set()
-    world_size = smallest_world(parallel)
+    world_size = parallel.smallest_world()
     for rank in range(world_size):
         with fake_world(parallel, rank=rank, world_size=world_size):
             for item in _rank_items(parallel, model, weight_map, sharding, mtp):
@@ -78,7 +78,7 @@ def shard_schema(
 def _spread_experts(parallel: ParallelConfig, hf_config: dict[str, Any]) -> ParallelConfig:
     """Use as much expert parallelism as the layout's ranks allow, so that each rank builds few experts."""
     experts = num_experts(hf_config)
-    room = smallest_world(parallel) // parallel.expert_tensor
+    room = parallel.smallest_world() // parallel.expert_tensor
     return replace(parallel, expert=math.gcd(experts, room) if experts else 1)
 
 

@@ -6,7 +6,6 @@ a laptop can examine a whole layout.
 """
 
 import gc
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,13 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.trainer.layout.parallel import make_groups, seed_ranks
-
-
-def smallest_world(parallel: ParallelConfig) -> int:
-    """The smallest number of ranks for the layout, with data parallelism 1 for the experts or for the rest."""
-    dense = parallel.tensor * parallel.context
-    experts = parallel.expert * parallel.expert_tensor
-    return parallel.pipeline * math.lcm(dense, experts)
 
 
 @contextmanager

@@ -1,20 +1,17 @@
-"""Writes the metadata of a torch_dist checkpoint after its files: the file and offset of each chunk.
+"""Writes the metadata of a torch_dist checkpoint after its files, and reads what a checkpoint says about its content.
 
-The result equals a checkpoint that megatron-core saves.
+The metadata has the file and offset of each chunk. What is written equals a checkpoint that megatron-core saves; it is
+done without Megatron, whose import takes seconds.
 """
 
+import json
 import os
 import pickle
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from slimrl.checkpoints.digests import Span
 from slimrl.checkpoints.torch_dist.chunks import SHARDING, Chunk, ShardSchema
@@ -32,30 +30,45 @@ from slimrl.checkpoints.torch_dist.reader import METADATA_NAME
 
 FORMAT_VERSION = "1.0.0"
 """Version of torch's distributed checkpoint format."""
-COMMON_KEY = ShardedObject("common_state", None, (1,), (0,)).unique_key
+COMMON_KEY = "common_state/shard_0_1"
 """Key of the state that is not sharded: here only the content metadata."""
+COMMON_NAME = "common.pt"
+"""The file that has this state instead in checkpoints of older versions of megatron-core."""
+CONFIG_NAME = "metadata.json"
+CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+"""What it holds."""
+
+_DAMAGED = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, KeyError, TypeError, ValueError)
+"""What reading JSON or a pickle raises for another kind of file or a damaged one."""
 
 
-def content_metadata(folder: Path) -> dict[str, Any]:
+def content_metadata(folder: Path, metadata: Metadata) -> dict[str, Any]:
     """A checkpoint's content metadata, for example how the keys of its layers and experts are made.
 
     Raises:
         ValueError: not a checkpoint of megatron-core, or the metadata is missing or damaged.
     """
     try:
-        with warnings.catch_warnings():
-            # One process reads here, on purpose.
-            warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized", UserWarning)
-            return dist_checkpointing.load_content_metadata(str(folder)) or {}
-    except (
-        CheckpointException,
-        CheckpointingException,
-        OSError,
-        RuntimeError,
-        EOFError,
-        pickle.UnpicklingError,
-    ) as error:
+        backend = json.loads((folder / CONFIG_NAME).read_text())["sharded_backend"]
+        if backend != CONFIG["sharded_backend"]:
+            raise ValueError(f"{CONFIG_NAME}: sharded_backend is {backend!r}")
+        return _common_state(folder, metadata).get("content_metadata") or {}
+    except (OSError, RuntimeError, *_DAMAGED) as error:
         raise ValueError(f"{folder}: not a checkpoint of megatron-core: {error}") from error
+
+
+def _common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """As megatron-core loads it."""
+    if (folder / COMMON_NAME).exists():
+        # Megatron-LM's arguments are there, of classes that it tells torch to trust.
+        import megatron.core  # noqa: F401
+
+        return torch.load(folder / COMMON_NAME, map_location="cpu")
+    place = metadata.storage_data[MetadataIndex(COMMON_KEY)]
+    with (folder / place.relative_path).open("rb") as stream:
+        window: Any = _create_file_view(stream, place.offset, place.length)
+        (common,) = torch.load(window, map_location="cpu", weights_only=False)
+    return common
 
 
 def write_metadata(
@@ -91,7 +104,7 @@ def write_metadata(
         pickle.dump(metadata, stream)
         stream.flush()
         os.fsync(stream.fileno())
-    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    (folder / CONFIG_NAME).write_text(json.dumps(CONFIG))
 
 
 def _write_objects(file: Path, contents: Mapping[str, Any]) -> Iterator[tuple[str, _StorageInfo]]:

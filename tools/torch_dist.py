@@ -6,9 +6,9 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
+from slimrl.checkpoints.torch_dist.layer_schema import layer_schema
+from slimrl.checkpoints.torch_dist.metadata import content_metadata
 from slimrl.checkpoints.torch_dist.reader import StoredWeights, read_metadata
-from slimrl.trainer.checkpointing.shard_schema import shard_schema
-from slimrl.trainer.checkpointing.torch_dist_metadata import content_metadata
 
 
 class TorchDistCheckpoint(StoredWeights):
@@ -35,8 +35,10 @@ def schema_of_stored(path: Path, metadata: Metadata, hf_config: dict[str, Any]) 
     Raises:
         ValueError: not a checkpoint of megatron-core, or the model is not supported.
     """
-    return shard_schema(
-        hf_config,
-        mtp=any(key.startswith("mtp.") for key in metadata.state_dict_metadata),
-        singleton_local_shards=bool(content_metadata(path).get("singleton_local_shards", False)),
-    )
+    mtp = any(key.startswith("mtp.") for key in metadata.state_dict_metadata)
+    if content_metadata(path, metadata).get("singleton_local_shards", False):
+        return layer_schema(hf_config, mtp=mtp)
+    # Imports Megatron, which takes seconds and tells how the layers and experts of such a checkpoint share keys.
+    from slimrl.trainer.checkpointing.shard_schema import shard_schema
+
+    return shard_schema(hf_config, mtp=mtp, singleton_local_shards=False)
