@@ -245,8 +245,12 @@ def test_engines_join_where_the_cluster_has_room_up_to_the_most_and_take_the_pla
     assert (len(receivers(group)), asked, actors.calls) == (2, [(1, "CPU")], [])
     slots = (SimpleNamespace(node=SimpleNamespace(name="other")),)
     places = SimpleNamespace(
-        placement=SimpleNamespace(engines=(slots,)), options=lambda slot, variables: {}, devices=lambda slots: ()
+        placement=SimpleNamespace(engines=(slots,)),
+        options=lambda slot, variables: {},
+        devices=lambda slots: (),
+        give_back=lambda: given_back.append("engine 2"),
     )
+    given_back = []
     group.watch()
     assert actors.calls == ["make engine 2, start 0"]
     assert receivers(group) == ["engine 0", "engine 1"]
@@ -260,6 +264,11 @@ def test_engines_join_where_the_cluster_has_room_up_to_the_most_and_take_the_pla
     watch(group)
     group.have_weights(receivers(group))
     assert client.serving == [f"http://engine {number}" for number in (0, 2, 3)]
+    assert given_back == []
+    places = None
+    actors.ended["engine 2"] = NodeLost("engine 2: its node was lost")
+    watch(group)
+    assert given_back == ["engine 2"]
 
 
 def test_with_fewer_engines_than_it_needs_a_run_ends(start: Start):
@@ -470,7 +479,6 @@ def test_episodes_talk_to_the_engines(start: Start, settings, kind):
     urls = [address.url for address in group.addresses]
     ends = client._engines if kind is LockstepEngine else [client._connect(url) for url in client.live]
     assert [end._url for end in ends] == urls
-    assert [list(end._engine_urls) for end in ends] == [[url] for url in urls]
     assert all((end._vocab_size, end._routed_experts_shape) == (50, (2, 3)) for end in ends)
     assert all(end._retries is (kind is LockstepEngine) for end in ends)
     assert all(end._caches is None for end in ends)

@@ -80,7 +80,7 @@ class EngineGroup:
         for index, slots in enumerate(placed):
             self._make_actors(Site(index=index, slots=slots, places=places))
         self._starts = self._actors.begin("start", self._with_meetings(self._parts))
-        self._next_index, self._resource = len(placed), places.resource
+        self._next_index, self._places = len(placed), places
         self._room: Room | None = None
         """For one engine more, while the cluster has none"""
         self._num_starts = Counter(list(self._parts))
@@ -212,7 +212,7 @@ class EngineGroup:
         if len(self._parts) >= self._recipe.rollout.most_engines:
             return
         if self._room is None:
-            self._room = Room(self._recipe.rollout.engine_tp, self._resource)
+            self._room = Room(self._recipe.rollout.engine_tp, self._places.resource)
         if (places := self._room.find()) is None:
             return
         self._room = None
@@ -230,6 +230,9 @@ class EngineGroup:
         self._forget_questions(name)
         for part in self._parts.pop(name):
             self._actors.remove(part)
+        if (places := self._sites.pop(name).places) is not self._places:
+            # Ray would find it other slots.
+            places.give_back()
         self.addresses = [address for address in self.addresses if address.name != name]
         self._fresh.discard(name)
         self._down.pop(name, None)

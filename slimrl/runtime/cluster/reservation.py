@@ -111,6 +111,10 @@ class Reservation:
             "runtime_env": {"env_vars": dict(variables)},
         }
 
+    def give_back(self) -> None:
+        """Leave the slots to others, now."""
+        remove_placement_group(self._group)
+
     def devices(self, slots: tuple[Slot, ...]) -> tuple[str, ...]:
         """GPU ids of these slots; empty without GPUs, or for a single slot, whose GPU Ray makes visible itself."""
         return tuple(self._devices[slot] for slot in slots if slot in self._devices)
@@ -156,9 +160,6 @@ class Room:
             return None
         slots = tuple(Slot(node=node, number=number) for number in range(self._num_slots))
         return Reservation(Placement(ranks=(), engines=(slots,)), self._resource, self._group)
-
-    def give_back(self) -> None:
-        remove_placement_group(self._group)
 
 
 @ray.remote(max_retries=0)
