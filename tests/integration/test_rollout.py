@@ -363,11 +363,20 @@ def first_error(fleet: Fleet, timeout_s: float = 10.0) -> str:
     return "nothing"
 
 
-def test_a_fleet_ends_without_leaving_processes_and_a_dead_engine_is_noticed(fleet):
+async def test_sessions_of_a_killed_engine_go_on_at_the_other_and_a_fleet_leaves_no_processes(engines, fleet):
     """Last: it ends the module's fleet."""
     leaders = [engine.process.pid for engine in fleet.engines]
     fleet.check()
+    first = control(fleet, 0)
+    asked = [asyncio.create_task(engines.generate(ask(f"dead-{i}", prompt(i, 10), 300, seed=i))) for i in range(8)]
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(first.running_requests):
+            assert not any(task.done() for task in asked)
+            await asyncio.sleep(0.02)
     os.kill(leaders[0], signal.SIGKILL)
+    results = await asyncio.gather(*asked)
+    assert [len(result.tokens) for result in results] == [300] * 8
+    assert any(result.num_retries for result in results)
     assert "engine 0 was ended by SIGKILL" in first_error(fleet)
     fleet.stop()
     assert not any(session_members(leader) for leader in leaders)
