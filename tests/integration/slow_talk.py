@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import os
 import random
 from pathlib import Path
@@ -51,7 +50,6 @@ def end_turns(model: Path) -> None:
     [path] = model.glob("*.safetensors")
     tensors = load_file(path)
     config = json.loads((model / "config.json").read_text())
-    tensors["model.embed_tokens.weight"] += 0.1
-    hidden = config["hidden_size"]
-    tensors["lm_head.weight"][config["eos_token_id"]] += math.log(config["vocab_size"] / 10) / hidden
+    tensors["model.embed_tokens.weight"] += 1.0
+    tensors["lm_head.weight"][config["eos_token_id"]] += 6.0 / config["hidden_size"]
     save_file(tensors, path, metadata={"format": "pt"})

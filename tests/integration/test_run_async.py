@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_runs import RECIPES, CliRun, Workspace, make_workspace, succeed
-from slow_talk import FILE_VARIABLE
+from slow_talk import FILE_VARIABLE, TURNS, end_turns
 
 from slimrl.data.trajectory import from_json
 from slimrl.observability.metrics import read_metrics
@@ -87,8 +87,10 @@ def check_continued(checkpoint: Path, scored: list[dict]) -> int:
 
 
 def test_an_asynchronous_run_that_is_killed_and_preempted_samples_no_token_twice_and_trains_on_every_group_once(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    workspace = make_workspace(tmp_path)
+    end_turns(tmp_path / "model")
     asked = arguments(
         workspace, "async", "rollout.mode=async", "rollout.max_staleness=3", "rollout.chunk_tokens=8",
         "checkpoint.every_steps=2", "checkpoint.keep=5",
@@ -121,7 +123,9 @@ def test_an_asynchronous_run_that_is_killed_and_preempted_samples_no_token_twice
     scored = [json.loads(line) for line in notes.read_text().splitlines()]
     assert check_continued(killed_at, scored[num_noted:num_preempted]) > 0
     assert check_continued(preempted_at, scored[num_preempted:]) > 0
-    assert sum(line["async/replayed_tokens"] for line in read_metrics(folder.metrics)[1:]) > 0
+    metrics = read_metrics(folder.metrics)[1:]
+    assert sum(line["async/replayed_tokens"] for line in metrics) > 0
+    assert max(line["rollout/turns_mean"] for line in metrics) > TURNS / 2
 
 
 def test_one_step_off_changes_the_weights_when_nothing_runs(workspace: Workspace):
