@@ -41,6 +41,7 @@ from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import load_rewards
 from slimrl.rollout.loop_lag import PERIOD_S
 from slimrl.runtime.checks.task import Task
+from slimrl.runtime.group_ledger import GroupLedger
 from slimrl.runtime.rollout_service import RolloutService
 from slimrl.runtime.rollout_stage import RolloutStage
 
@@ -115,7 +116,8 @@ def measure(episodes: int, updates: int, turns: int, latency: float) -> dict[str
 
     with tempfile.TemporaryDirectory() as name, stage_of(recipe, engine, task) as stage:
         folder = Path(name)
-        service = RolloutService(recipe, sampler(), PROMPTS, stage, lambda group: True, folder / "groups.jsonl")
+        ledger = GroupLedger(folder / "groups.jsonl")
+        service = RolloutService(recipe, sampler(), PROMPTS, stage, lambda group: True, ledger)
         gc.collect()
         rss, cpu_s, start = psutil.Process().memory_info().rss, time.process_time(), time.perf_counter()
         service.start(0, engine.version, None)

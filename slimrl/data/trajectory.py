@@ -33,6 +33,8 @@ CACHE_HITS = "tool_cache_hit_fraction"
 """Key of `Trajectory.measured`: calls of tools that were answered from the cache of pure ones, which all episodes of a
 process share"""
 
+STARTED_AT, ENDED_AT = "started_at", "ended_at"
+"""Keys of `Trajectory.measured`: Unix times at which it got its slot in a rollout and was scored"""
 
 STALE_CACHE_TOKENS = "num_stale_cache_tokens"
 """Key of `Trajectory.metadata`, if there are any: sampled tokens that attended to keys and values of older weights than
@@ -40,7 +42,9 @@ their own"""
 DRAFT_TOKENS, ACCEPTED_DRAFT_TOKENS = "num_draft_tokens", "num_accepted_draft_tokens"
 """Keys of `Trajectory.metadata`, if there are any: tokens that speculative decoding proposed, and those among them that
 the policy accepted"""
-ENGINE_COUNTS = (STALE_CACHE_TOKENS, DRAFT_TOKENS, ACCEPTED_DRAFT_TOKENS)
+REPLAYED_TOKENS = "num_replayed_tokens"
+"""Key of `Trajectory.metadata`, if there are any: sampled tokens that a resumed run had from its checkpoint"""
+ENGINE_COUNTS = (STALE_CACHE_TOKENS, DRAFT_TOKENS, ACCEPTED_DRAFT_TOKENS, REPLAYED_TOKENS)
 """What an engine's answers say beside their tokens"""
 
 
@@ -128,7 +132,8 @@ class Trajectory:
     """What the environment left for the reward; not part of the file format."""
     measured: dict[str, float] = field(default_factory=dict)
     """What depends on the clock, and is not part of the file format, so that a deterministic run repeats its files:
-    seconds of the environment (`start_s`, `step_s`, `close_s`), and `tool_cache_hit_fraction`."""
+    seconds of the environment (`start_s`, `step_s`, `close_s`), `tool_cache_hit_fraction`, `started_at` and
+    `ended_at`."""
 
     @property
     def num_tokens(self) -> int:

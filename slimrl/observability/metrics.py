@@ -57,6 +57,7 @@ METRIC_NAMES = (
     "async/dropped_groups",
     "async/wait_s",
     "async/group_s_max",
+    "async/replayed_tokens",
     "rollout/trajectories",
     "rollout/tokens",
     "rollout/tokens_per_s",

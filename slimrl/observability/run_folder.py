@@ -44,7 +44,7 @@ class RunFolder:
         self.provenance = self.path / "provenance.json"
         self.metrics = self.path / "metrics.jsonl"
         self.groups = self.path / "groups.jsonl"
-        """What became of each group of a run whose rollouts go on beside the training, and when (docs/async.md)."""
+        """What became of each group, and when (docs/async.md)."""
         self.curve = self.path / "curve.png"
         self.logs = self.path / "logs"
         """One file per process."""

@@ -4,6 +4,7 @@
 2. What an engine aborts, because it pauses for new weights (`resync.pause: abort`), goes on after the pause.
 3. A request that fails after the turn has begun is sent again a few times, with the tokens that the turn has.
 4. The engine looks for stop texts in its own answer; those that lie across two answers are found here.
+5. What has been answered is noted for checkpoints, and a resumed run goes on from there (turn_logs.py).
 
 The parts have one seed. SGLang samples a token by the request's seed and the token's position in the whole sequence,
 so that a turn in parts is the same as the whole one, but for the last bits of its log-probs: a token that a decode
@@ -23,6 +24,7 @@ import numpy as np
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import Engine, EngineError, GenerateRequest, GenerateResult
+from slimrl.rollout.turn_logs import TurnLogs
 
 RETRY_DELAYS_S = (0.5, 2.0, 5.0)
 """Before each further attempt at a part."""
@@ -35,12 +37,12 @@ Decode = Callable[[Sequence[int]], str]
 log = logging.getLogger(__name__)
 
 
-def continued(engine: Engine, recipe: Recipe, decode: Decode) -> Engine:
-    """The engine as the recipe's episodes see it: itself, if a request is a turn."""
+def continued(engine: Engine, recipe: Recipe, decode: Decode, logs: TurnLogs | None = None) -> Engine:
+    """The engine as the recipe's episodes see it: itself, if a request is a turn and nothing of it is noted."""
     chunk_tokens = recipe.rollout.chunk_tokens
-    if not chunk_tokens and recipe.resync.pause is not PauseMode.abort:
+    if not chunk_tokens and recipe.resync.pause is not PauseMode.abort and logs is None:
         return engine
-    return ContinuedEngine(engine, chunk_tokens=chunk_tokens, decode=decode)
+    return ContinuedEngine(engine, chunk_tokens=chunk_tokens, decode=decode, logs=logs)
 
 
 class ContinuedEngine(Engine):
@@ -49,10 +51,12 @@ class ContinuedEngine(Engine):
     Args:
         chunk_tokens: most tokens of a request; 0 for no limit.
         decode: of the policy's tokenizer.
+        logs: notes what is answered to the trajectories that it has, and answers what it knows; None for none.
     """
 
-    def __init__(self, engine: Engine, *, chunk_tokens: int, decode: Decode) -> None:
+    def __init__(self, engine: Engine, *, chunk_tokens: int, decode: Decode, logs: TurnLogs | None = None) -> None:
         self._engine, self._chunk_tokens, self._decode = engine, chunk_tokens, decode
+        self._logs = TurnLogs() if logs is None else logs
 
     def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
         self._engine.open(session_ids, at_once=at_once)
@@ -67,15 +71,20 @@ class ContinuedEngine(Engine):
             EngineError: the first part failed, or a later one at every attempt, or the turn was not whole before the
                 deadline.
         """
-        turn = _Turn(request, self._decode)
+        logged = self._logs.turn(request)
+        if logged.is_whole:
+            return logged.answers[0]
+        turn = _Turn(request, self._decode, logged.answers)
         try:
             async with asyncio.timeout(request.timeout_s):
-                return await self._whole(turn)
+                result = await self._whole(turn)
         except TimeoutError as error:
             parts = f"{len(turn.tokens)} of at most {request.max_new_tokens} tokens"
             raise EngineError(
                 f"session {request.session_id}: {parts} within {request.timeout_s:g} s, and no end of the turn"
             ) from error
+        logged.end(result)
+        return result
 
     async def aclose(self) -> None:
         await self._engine.aclose()
@@ -104,13 +113,12 @@ class ContinuedEngine(Engine):
 
 
 class _Turn:
-    """The parts of a turn so far."""
+    """The parts of a turn so far, which it adds to `answers`."""
 
-    def __init__(self, request: GenerateRequest, decode: Decode) -> None:
-        self.request, self._decode = request, decode
-        self.tokens: list[int] = []
+    def __init__(self, request: GenerateRequest, decode: Decode, answers: list[GenerateResult]) -> None:
+        self.request, self._decode, self._answers = request, decode, answers
+        self.tokens = [token for answer in answers for token in answer.tokens]
         self.num_retries = 0
-        self._answers: list[GenerateResult] = []
 
     def rest(self, chunk_tokens: int, timeout_s: float) -> GenerateRequest:
         """The request for the next part."""

@@ -5,8 +5,8 @@
 2. A group ends when all its trajectories are scored. One without a signal is left out where the recipe refills
    (docs/credit.md), at most `max_refills` times a batch's groups; one without a trajectory to train on always.
 3. The trainer takes the oldest groups. The weights change while others run, or with `one_step_off` when all have ended.
-4. `save` keeps the groups that wait and the ended trajectories of those that run, whose others a resumed run samples
-   again.
+4. `save` keeps the groups that wait, the ended trajectories of those that run, and the turns of their others, which a
+   resumed run plays again (rollout/turn_logs.py).
 
 All state is the event loop's; the driver's thread calls `run` of the loop.
 """
@@ -29,12 +29,22 @@ from slimrl.checkpoints.digests import FileDigest, file_digest
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
-from slimrl.data.atomic import write_whole
 from slimrl.data.mixture import DataOrder
-from slimrl.data.trajectory import Prompt, Status, Trajectory, from_json, to_json
+from slimrl.data.trajectory import (
+    ENDED_AT,
+    REPLAYED_TOKENS,
+    STARTED_AT,
+    Prompt,
+    Status,
+    Trajectory,
+    from_json,
+    to_json,
+)
 from slimrl.rollout.admission import Admission
+from slimrl.rollout.turn_logs import LoggedTurn, read_turns, write_turns
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.dynamic_sampling import StepRollout
+from slimrl.runtime.group_ledger import GroupLedger, ledger_line
 from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_stage import RolloutStage
 
@@ -59,8 +69,9 @@ class Group:
     """Scored trajectories by their ids"""
     begun: float = field(default_factory=time.time)
     """Unix time"""
+    started: dict[str, float] = field(default_factory=dict)
     ended: dict[str, float] = field(default_factory=dict)
-    """Unix time at which each trajectory was scored, by its id"""
+    """Unix times at which a trajectory in `done` got its slot and was scored, by its id"""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -82,11 +93,11 @@ class RolloutService:
         prompts: Sequence[Prompt],
         stage: RolloutStage,
         keeps: Callable[[list[Trajectory]], bool],
-        ledger: Path,
+        ledger: GroupLedger,
     ) -> None:
         """
         Args:
-            ledger: file to which a line is added for each group that leaves, when the step after it has its batch.
+            ledger: gets a line for each group that leaves, when the step after it has its batch.
             prompts: all prompts of the training data, among which are those of saved groups.
             keeps: the task's group filters.
         """
@@ -107,6 +118,8 @@ class RolloutService:
         self._slots = stage.pressure.slots()
         self._groups: dict[int, Group] = {}
         """Running and waiting ones"""
+        self._saved_turns: dict[str, list[LoggedTurn]] = {}
+        """Of trajectories that are to run again after a resume, by their ids"""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._held = False
@@ -137,7 +150,6 @@ class RolloutService:
             self.admission.skip(step)
         else:
             self._restore(saved)
-        _keep_lines(self._ledger, step)
         self._versions[weight_version] = self.admission.version
         self._counted = self.admission.counts
         self._stage.run(self._start())
@@ -172,12 +184,15 @@ class RolloutService:
     def _run(self, group: Group) -> None:
         def keep(trajectory: Trajectory) -> None:
             group.done[trajectory.trajectory_id] = trajectory
-            group.ended[trajectory.trajectory_id] = time.time()
+            group.started[trajectory.trajectory_id] = trajectory.measured[STARTED_AT]
+            group.ended[trajectory.trajectory_id] = trajectory.measured[ENDED_AT]
             self._changed.set()
+
+        saved = {one: self._saved_turns.pop(one) for one in group.ids if one in self._saved_turns}
 
         async def run() -> None:
             try:
-                await self._stage.run_group(group.prompt, group.ids, group.done, self._slots, keep)
+                await self._stage.run_group(group.prompt, group.ids, group.done, self._slots, keep, saved)
                 self._end(group)
             except Exception as error:  # a fault of ours, which the driver raises
                 if group.number in self._groups:
@@ -210,15 +225,16 @@ class RolloutService:
     def _forget(self, number: int, end: str) -> Group:
         """A group that has left admission; its line of the ledger waits for the next step."""
         group = self._groups.pop(number)
-        line = {
-            "group": number,
-            "prompt_id": group.prompt.prompt_id,
-            "end": end,
-            "begun": group.begun,
-            "ended": [group.ended.get(trajectory_id) for trajectory_id in group.ids],
-            "tokens": [group.done[one].num_sampled_tokens if one in group.done else None for one in group.ids],
-            "updates": [int(n) for n in np.unique(self._updates_of(list(group.done.values())))],
-        }
+        line = ledger_line(
+            number,
+            group.prompt.prompt_id,
+            end,
+            begun=group.begun,
+            started=[group.started.get(one) for one in group.ids],
+            ended=[group.ended.get(one) for one in group.ids],
+            tokens=[group.done[one].num_sampled_tokens if one in group.done else None for one in group.ids],
+            updates=[int(n) for n in np.unique(self._updates_of(list(group.done.values())))],
+        )
         self._left.append(line)
         return group
 
@@ -266,6 +282,7 @@ class RolloutService:
             **{f"async/{name}_groups": counts[name] for name in ("running", "waiting", *LOST)},
             "async/wait_s": seconds,
             "async/group_s_max": max(group.seconds for group in groups),
+            "async/replayed_tokens": sum(t.metadata.get(REPLAYED_TOKENS, 0) for t in trajectories),
         }
         interval, self._last_take = now - self._last_take, now
         return StepRollout(sampled=trajectories, kept=trajectories, metrics=metrics, seconds=interval)
@@ -284,8 +301,7 @@ class RolloutService:
         groups = [self._forget(number, "taken") for number in self.admission.take()]
         # A synchronous step's engines wait for the trainer.
         self._held = self._recipe.rollout.mode is RolloutMode.sync
-        with self._ledger.open("a") as file:
-            file.writelines(json.dumps({"step": self.admission.version + 1, **line}) + "\n" for line in self._left)
+        self._ledger.add(self.admission.version + 1, self._left)
         self._left = []
         self._changed.set()
         before, self._counted = self._counted, self.admission.counts
@@ -357,7 +373,7 @@ class RolloutService:
 
     def save(self, folder: Path) -> Mapping[str, FileDigest]:
         """Write what a resumed run continues from, and return the files' checksums."""
-        state, groups = self._stage.run(self._snapshot())
+        state, groups, turns = self._stage.run(self._snapshot())
         folder.mkdir(parents=True)
         # In the driver's thread, and a trajectory at a time: thousands of them would hold up the episodes for seconds.
         with (folder / GROUPS_FILE).open("w") as file:
@@ -365,10 +381,17 @@ class RolloutService:
                 done = ", ".join(json.dumps(to_json(trajectory)) for trajectory in trajectories)
                 file.write(f'{json.dumps(values)[:-1]}, "done": [{done}]}}\n')
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
-        return {name: file_digest(folder / name) for name in (GROUPS_FILE, STATE_FILE)}
+        names = [GROUPS_FILE, STATE_FILE, *write_turns(folder, turns)]
+        return {name: file_digest(folder / name) for name in names}
 
-    async def _snapshot(self) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[Trajectory]]]]:
-        """The state, and of each group its values and its ended trajectories, as they are now."""
+    async def _snapshot(
+        self,
+    ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[Trajectory]]], dict[str, Sequence[LoggedTurn]]]:
+        """The state, of each group its values and its ended trajectories, and the turns of the others, as they are now.
+
+        What ends or begins while workers are asked for their turns is ended or has none.
+        """
+        logs = await self._stage.turns()
         state = {
             "admission": self.admission.state(),
             "versions": list(self._versions.items()),
@@ -382,12 +405,14 @@ class RolloutService:
                 "prompt_id": group.prompt.prompt_id,
                 "ids": group.ids,
                 "begun": group.begun,
+                "started": dict(group.started),
                 "ended": dict(group.ended),
             }
             # The rewards of groups are added to them later.
             done = [replace(one, rewards=dict(one.rewards), metadata=dict(one.metadata)) for one in group.done.values()]
             groups.append((values, done))
-        return state, groups
+        left = [one for group in self._groups.values() for one in group.ids if one not in group.done]
+        return state, groups, {one: logs[one] for one in left if one in logs}
 
     def _restore(self, folder: Path) -> None:
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
@@ -406,16 +431,14 @@ class RolloutService:
                 prompt=prompt,
                 ids=value["ids"],
                 begun=value["begun"],
+                started=value.get("started", {}),  # which older checkpoints lack
                 ended=value["ended"],
                 done={trajectory.trajectory_id: trajectory for trajectory in done},
             )
         for number in self.admission.refit():
             group = self._forget(number, "dropped")
             log.info("group %d of %s is too old for the recipe now and dropped", number, group.prompt.prompt_id)
-
-
-def _keep_lines(ledger: Path, step: int) -> None:
-    """Remove what a resumed run writes again: the lines of later steps."""
-    if ledger.is_file():
-        kept = [line for line in ledger.read_text().splitlines() if json.loads(line)["step"] <= step]
-        write_whole(ledger, "".join(f"{line}\n" for line in kept))
+        ids = {trajectory_id for group in self._groups.values() for trajectory_id in group.ids}
+        self._saved_turns = {one: turns for one, turns in read_turns(folder).items() if one in ids}
+        count = sum(turn.num_tokens for turns in self._saved_turns.values() for turn in turns)
+        log.info("%d trajectories go on with %d tokens that they had", len(self._saved_turns), count)

@@ -29,7 +29,7 @@ from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine, EngineError, Scorer, ScoreRequest
 from slimrl.data.loop_thread import LoopThread
 from slimrl.data.seeds import derive_seed
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Status, Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
 from slimrl.evaluation.items import Items
 from slimrl.observability.progress import Progress
@@ -44,6 +44,7 @@ from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.slots import Slots
 from slimrl.rollout.start_order import StartOrder
 from slimrl.rollout.teacher import ScoringTimes, Teacher
+from slimrl.rollout.turn_logs import LoggedTurn, TurnLogs
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.workers.pool import EpisodeWorkers
@@ -90,7 +91,10 @@ class RolloutStage:
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
         self._workers = workers
-        self._episodes = workers or task.episode_runner(recipe, engine)
+        self._turn_logs = TurnLogs()
+        """Of the episodes of `run_group`, where no worker has them"""
+        logs = self._turn_logs if recipe.rollout.outlives_steps else None
+        self._episodes = workers or task.episode_runner(recipe, engine, logs)
         self._teacher, self._scorer = teacher, scorer
         self.scoring = ScoringTimes()
         """Of the last rollout, and of those before it that it refills."""
@@ -246,6 +250,7 @@ class RolloutStage:
         done: Mapping[str, Trajectory],
         slots: Slots,
         keep: Callable[[Trajectory], None],
+        saved: Mapping[str, Sequence[LoggedTurn]],
     ) -> None:
         """Run the episodes of a group to train on, until all of them are scored.
 
@@ -254,19 +259,35 @@ class RolloutStage:
             done: scored trajectories by their ids, which do not run again.
             slots: of all trajectories that may run at a time.
             keep: called with each scored trajectory, which is in `done` afterwards.
+            saved: turns of an earlier run, by the ids of trajectories that ran when it ended; see `turns`.
         """
         self._lag.resume()
+        logs = self._workers or self._turn_logs
 
         async def run(trajectory_id: str) -> None:
             async with slots:
+                started = time.time()
                 trajectory = await self._episode(trajectory_id, prompt, self._recipe.rollout.sampling)
             if self._teacher is not None:
                 await self._score_by(self._teacher, trajectory)
+            trajectory.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
             keep(trajectory)
+            logs.forget(trajectory_id)
 
-        await _all_of([run(trajectory_id) for trajectory_id in trajectory_ids if trajectory_id not in done])
+        left = [trajectory_id for trajectory_id in trajectory_ids if trajectory_id not in done]
+        for trajectory_id in left:
+            logs.begin(trajectory_id, saved.get(trajectory_id, ()))
+        try:
+            await _all_of([run(trajectory_id) for trajectory_id in left])
+        finally:
+            for trajectory_id in left:
+                logs.forget(trajectory_id)
         if self._task.rewards.group:
             await self._score_group([done[trajectory_id] for trajectory_id in trajectory_ids], prompt)
+
+    async def turns(self) -> Mapping[str, Sequence[LoggedTurn]]:
+        """What engines have answered to the trajectories of `run_group` that are not scored yet, by their ids."""
+        return self._turn_logs.snapshot() if self._workers is None else await self._workers.turns()
 
     def _collect(
         self,
@@ -353,7 +374,7 @@ class RolloutStage:
             nonlocal last_end
             async with slots:
                 trajectory_id = order.begin(time.monotonic())
-                prompt = planned[trajectory_id]
+                started, prompt = time.time(), planned[trajectory_id]
                 trajectory = await self._episode(trajectory_id, prompt, sampling)
                 order.end(trajectory_id, time.monotonic())
             last_end = time.monotonic()
@@ -361,6 +382,7 @@ class RolloutStage:
                 await self._score_group(ended, prompt)
             if teacher is not None:
                 await self._score_by(teacher, trajectory)
+            trajectory.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
             on_done(trajectory)
             return trajectory
 

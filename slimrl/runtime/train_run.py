@@ -26,6 +26,7 @@ from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.dynamic_sampling import StepSampler
 from slimrl.runtime.evaluation_beside import Evaluated, EvaluationBeside
 from slimrl.runtime.group_filters import GroupFilters
+from slimrl.runtime.group_ledger import GroupLedger
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.reward_watch import RewardWatch
 from slimrl.runtime.rollout_service import RolloutService
@@ -54,10 +55,11 @@ class TrainRun(Run):
         super().__post_init__()
         filters = GroupFilters(self.recipe.reward.group_filters, self.task.group_filters)
         prompts = list(chain(*self.task.train.values()))
+        self._ledger = GroupLedger(self.folder.groups)
         self._service = (
             None
             if not self.recipe.rollout.outlives_steps
-            else RolloutService(self.recipe, self.data, prompts, self.stage, filters, self.folder.groups)
+            else RolloutService(self.recipe, self.data, prompts, self.stage, filters, self._ledger)
         )
         self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)
         self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers)
@@ -96,6 +98,7 @@ class TrainRun(Run):
             self.state.unwritten = {}
         if self.evaluation_is_due():
             self.evaluate()
+        self._ledger.keep(self.state.step)
         if self._service is not None:
             self._service.start(self.state.step, self.state.weight_version, self._saved_rollout)
         elif self._saved_rollout is not None:
@@ -111,6 +114,7 @@ class TrainRun(Run):
         if self._service is None:
             batch, lags_s = self._sampler.rollout(step.number, self.preemption.check), self.stage.lags_s
             scoring = self.stage.scoring
+            self._ledger.add_rollout(step.number, batch)
         else:
             batch, lags_s = self._service.take(self._check_wait), self.stage.take_lags()
             scoring = self.stage.take_scoring()

@@ -30,7 +30,7 @@ def read_trace(folder: Path, recipe: Recipe) -> tuple[Cluster, RecordedWorkload,
     for path in (run.metrics, run.groups):
         if not path.is_file():
             raise ValueError(
-                f"--trace {folder}: there is no {path.name}. A run with rollout.mode one_step_off or async writes it."
+                f"--trace {folder}: there is no {path.name}. A run of `slimrl train` with engines writes it."
             )
     lines = _read_groups(run.groups)
     works = [GroupWork(_trajectories(line), ENDS[line["end"]]) for line in lines if line["end"] in ENDS]
@@ -58,7 +58,9 @@ def _read_groups(path: Path) -> list[dict[str, Any]]:
 
 
 def _trajectories(line: dict[str, Any]) -> list[list[Turn]]:
-    return [[Turn(max(0.0, ended - line["begun"]), 0.0)] for ended in line["ended"]]
+    """From its slot on; runs before there was that time recorded the begin of the group alone."""
+    started = line.get("started") or [line["begun"]] * len(line["ended"])
+    return [[Turn(max(0.0, end - start), 0.0)] for start, end in zip(started, line["ended"], strict=True)]
 
 
 def _cluster(run: RunFolder, recipe: Recipe) -> Cluster:

@@ -1,5 +1,6 @@
 """Episodes in processes of their own: what comes back, what one does to another, and that nothing is left."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -20,11 +21,14 @@ from worker_cases import NumberedEngine, SeededEngine, total
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
 from slimrl.rollout.routing import RoutedEngines
+from slimrl.rollout.slots import Slots
+from slimrl.rollout.turn_logs import LoggedTurn
 from slimrl.runtime.checks.episodes import load_episode_code
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
 from slimrl.runtime.rollout_stage import RolloutStage
@@ -61,7 +65,7 @@ def stage_of(recipe: Recipe, logs: Path, engine: Engine | None = None) -> Iterat
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="", command="rollout")
     task = SimpleNamespace(
         sandbox=sandbox,
-        episode_runner=lambda recipe, engine: load_episode_code(loaded, sandbox).episode_runner(recipe, engine),
+        episode_runner=lambda *of: load_episode_code(loaded, sandbox).episode_runner(*of),
         rewards=Rewards(function=total),
     )
     with (
@@ -141,6 +145,46 @@ def test_workers_ask_the_engines_that_may_serve_now_also_after_a_worker_was_star
         engines.use(["303"])
         assert numbers(play(stage, *["plays"] * 6)) == {303}
     engines.use(["304"])
+
+
+async def cut_off(stage: RolloutStage, names: list[str]) -> dict[str, list[LoggedTurn]]:
+    """The turns of episodes that wait after their second one, once they do; then they are cancelled."""
+    group = asyncio.create_task(stage.run_group(prompts("waits")[0], names, {}, Slots(4), lambda trajectory: None, {}))
+    logs: dict[str, list[LoggedTurn]] = {}
+    async with asyncio.timeout(60):
+        while {len(turns) for turns in logs.values()} != {2}:
+            await asyncio.sleep(0.05)
+            logs = await stage.turns()
+    group.cancel()
+    await asyncio.gather(group, return_exceptions=True)
+    assert await stage.turns() == {}
+    return logs
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_episodes_that_were_cut_off_go_on_with_their_turns_wherever_they_run(model, tmp_path, workers):
+    recipe = recipe_of(model, tmp_path, workers, mode=RolloutMode.async_)
+    names = ["group_00000000/000", "group_00000000/001"]
+    with stage_of(recipe, tmp_path / "logs") as stage:
+        logs = stage.run(cut_off(stage, names))
+    done: dict[str, Trajectory] = {}
+
+    async def go_on() -> None:
+        [prompt] = prompts("plays")
+        await stage.run_group(prompt, names, done, Slots(4), lambda one: done.setdefault(one.trajectory_id, one), logs)
+        assert await stage.turns() == {}
+
+    engine = SeededEngine(build_tokenizer().eos_token_id, version=2)
+    with stage_of(recipe, tmp_path / "logs", engine) as stage:
+        stage.run(go_on())
+    for name in names:
+        [segment] = done[name].segments
+        known = [token for turn in logs[name] for answer in turn.answers for token in answer.tokens]
+        sampled, versions = segment.tokens[segment.loss_mask], segment.weight_versions[segment.loss_mask]
+        assert sampled[: len(known)].tolist() == known
+        assert versions.tolist() == [1] * len(known) + [2] * (len(sampled) - len(known))
+        assert len(sampled) > len(known)
+        assert done[name].metadata["num_replayed_tokens"] == len(known)
 
 
 def test_an_environment_that_blocks_holds_up_the_episodes_of_its_own_worker_alone(stage):

@@ -5,10 +5,14 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_runs import RECIPES, CliRun, Workspace, make_workspace, succeed
+from slow_talk import FILE_VARIABLE, TURNS, end_turns
 
+from slimrl.data.trajectory import from_json
 from slimrl.observability.metrics import read_metrics
+from slimrl.rollout.turn_logs import read_turns
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -53,18 +57,75 @@ def check(workspace: Workspace, name: str, staleness: int) -> None:
     assert sum(line["async/dropped_groups"] for line in lines) == sum(line["end"] == "dropped" for line in groups)
 
 
-def test_an_asynchronous_run_that_was_killed_trains_on_every_group_once_and_none_is_too_old(workspace: Workspace):
-    asked = arguments(workspace, "async", "rollout.mode=async", "checkpoint.every_steps=2")
+def check_continued(checkpoint: Path, scored: list[dict]) -> int:
+    """The trajectories that ran when a checkpoint was saved have the tokens that it holds of them, unchanged.
+
+    Args:
+        scored: the lines of `noted` of the runs that went on from it, by the id of their trajectory.
+
+    Returns:
+        How many tokens it holds of trajectories that were scored.
+    """
+    by_id = {one["trajectory_id"]: one for one in scored}
+    count = 0
+    for trajectory_id, turns in read_turns(checkpoint / "rollout").items():
+        answers = [answer for turn in turns for answer in turn.answers]
+        if trajectory_id not in by_id or not answers:
+            continue
+        [segment] = from_json({k: v for k, v in by_id[trajectory_id].items() if k != "pid"}).segments
+        known = sum(len(answer.tokens) for answer in answers)
+        assert segment.loss_mask.sum() > known
+        places = np.flatnonzero(segment.loss_mask)[:known]
+        assert segment.tokens[places].tolist() == [token for answer in answers for token in answer.tokens]
+        logprobs = np.array([logprob for answer in answers for logprob in answer.logprobs], np.float32)
+        np.testing.assert_array_equal(segment.rollout_logprobs[places], logprobs)
+        versions = np.concatenate([answer.weight_versions for answer in answers])
+        np.testing.assert_array_equal(segment.weight_versions[places], versions)
+        assert by_id[trajectory_id]["metadata"]["num_replayed_tokens"] == known
+        count += known
+    return count
+
+
+def test_an_asynchronous_run_that_is_killed_and_preempted_samples_no_token_twice_and_trains_on_every_group_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    workspace = make_workspace(tmp_path)
+    end_turns(tmp_path / "model")
+    asked = arguments(
+        workspace, "async", "rollout.mode=async", "rollout.max_staleness=3", "rollout.chunk_tokens=8",
+        "checkpoint.every_steps=2", "checkpoint.keep=5",
+        "agent.tools=[]", "agent.system_prompt=null", "agent.environment=slow_talk:SlowTalk",
+    )  # fmt: skip
+    asked[asked.index("reward.function=toy_reward:low_tokens_of_any_version")] = "reward.function=slow_talk:noted"
+    notes = workspace.path / "noted.jsonl"
+    monkeypatch.setenv(FILE_VARIABLE, str(notes))
     folder = workspace.run_folder("async")
-    run = CliRun(["train", GSPO, *asked])
-    try:
-        run.wait_until((folder.checkpoints / "step_000002").is_dir, RUN_S)
-        run.process.send_signal(signal.SIGKILL)
-        assert run.wait(60) == -signal.SIGKILL
-    finally:
-        run.close()
+
+    def end_after(step: int, number: signal.Signals, *more: str) -> CliRun:
+        """A run that gets a signal when a step's checkpoint, or a later one, is there."""
+        run = CliRun(["train", GSPO, *asked, *more])
+        try:
+            run.wait_until((folder.checkpoints / f"step_{step:06d}").is_dir, RUN_S)
+            run.process.send_signal(number)
+            run.wait(120)
+        finally:
+            run.close()
+        return run
+
+    assert end_after(2, signal.SIGKILL).process.returncode == -signal.SIGKILL
+    killed_at, num_noted = sorted(folder.checkpoints.iterdir())[-1], len(notes.read_text().splitlines())
+    assert end_after(4, signal.SIGUSR1, "--resume").process.returncode == 75
+    preempted_at = sorted(folder.checkpoints.iterdir())[-1]
+    assert preempted_at.name < "step_000006"
+    num_preempted = len(notes.read_text().splitlines())
     succeed("train", GSPO, *asked, "--resume", timeout_s=RUN_S)
-    check(workspace, "async", 1)
+    check(workspace, "async", 3)
+    scored = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert check_continued(killed_at, scored[num_noted:num_preempted]) > 0
+    assert check_continued(preempted_at, scored[num_preempted:]) > 0
+    metrics = read_metrics(folder.metrics)[1:]
+    assert sum(line["async/replayed_tokens"] for line in metrics) > 0
+    assert max(line["rollout/turns_mean"] for line in metrics) > TURNS / 2
 
 
 def test_one_step_off_changes_the_weights_when_nothing_runs(workspace: Workspace):

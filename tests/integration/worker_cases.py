@@ -16,20 +16,20 @@ TURNS = 3
 
 
 class SeededEngine(Engine):
-    """What it says follows from the request alone."""
+    """What it says follows from the request and the version of its weights."""
 
-    def __init__(self, end: int) -> None:
-        self.end = end
+    def __init__(self, end: int, version: int = 1) -> None:
+        self.end, self.version = end, version
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         assert request.seed is not None
-        chosen = random.Random(f"{request.seed} {request.input_ids}")
+        chosen = random.Random(f"{request.seed} {request.input_ids} {self.version}")
         await asyncio.sleep(chosen.random() / 100)
         tokens = [chosen.randrange(20, 200) for _ in range(chosen.randrange(1, 6))]
         return GenerateResult(
             tokens=[*tokens, self.end],
             logprobs=[-chosen.random() for _ in range(len(tokens) + 1)],
-            weight_versions=np.ones(len(tokens) + 1, np.int32),
+            weight_versions=np.full(len(tokens) + 1, self.version, np.int32),
             finish_reason="stop",
             routed_experts=None,
             cached_tokens=0,

@@ -5,7 +5,6 @@ The stages are fakes that write down their calls; steps, metrics, checkpoints an
 
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig, RolloutMode
 from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.trajectory import Prompt, Status
 from slimrl.evaluation.item import Item
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder, open_run_folder
@@ -149,7 +148,7 @@ def recipe_of(steps: int, *, every: int = 0, **evaluation) -> Recipe:
 
 @pytest.fixture(autouse=True)
 def no_figures_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(trajectories: Sequence[Trajectory], rule: object) -> None:
+    def nothing(*_: object) -> None:
         pass
 
     monkeypatch.setattr(dynamic_sampling, "shape_rewards", nothing)
@@ -158,6 +157,7 @@ def no_figures_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_run, "environment_metrics", lambda trajectories: {})
     monkeypatch.setattr(train_run, "write_samples", lambda path, trajectories, limit: None)
     monkeypatch.setattr(train_run, "write_curve", lambda files, path, *, title: path.touch())
+    monkeypatch.setattr(train_run.GroupLedger, "add_rollout", nothing)
 
 
 def saved_state(folder: RunFolder) -> RunState:

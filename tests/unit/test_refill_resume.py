@@ -3,8 +3,11 @@
 The stage and the trainer are fakes; the run, its state and its checkpoints are real.
 """
 
+import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.seeds import derive_seed
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.rollout.pressure import CachePressure
@@ -53,7 +56,7 @@ class Stage:
         right = derive_seed(name) % 3 == 0
         return Trajectory(
             group_id=prompt.prompt_id, trajectory_id=name, segments=[segment], status=Status.completed,
-            reward=float(right), metadata=dict(COUNTS),
+            reward=float(right), metadata=dict(COUNTS), measured={STARTED_AT: 3.0, ENDED_AT: 3.0 + len(self.asked)},
         )  # fmt: skip
 
 
@@ -92,6 +95,12 @@ def play(where: Path, stage: Stage, refill: RefillMode, *, until: int, resume: b
     return read_state(CheckpointFolder(folder.checkpoints).complete()[-1])[0]
 
 
+def ledger(where: Path) -> list[dict[str, Any]]:
+    """Without the times of the ends."""
+    lines = [json.loads(line) for line in (where / "run" / "groups.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "ended"} for line in lines]
+
+
 @pytest.mark.parametrize("refill", [RefillMode.order, RefillMode.value])
 def test_a_resumed_run_asks_for_the_prompts_that_an_uninterrupted_one_does(tmp_path: Path, refill: RefillMode):
     whole = Stage()
@@ -101,6 +110,15 @@ def test_a_resumed_run_asks_for_the_prompts_that_an_uninterrupted_one_does(tmp_p
     play(tmp_path / "cut", first, refill, until=3)
     assert play(tmp_path / "cut", second, refill, until=6, resume=True) == expected
     assert first.asked + second.asked == whole.asked
+    lines = ledger(tmp_path / "whole")
+    assert ledger(tmp_path / "cut") == lines
+    asked = [(int(label[5:11]), prompt_id) for label, prompt_ids in whole.asked for prompt_id in prompt_ids]
+    assert [(line["step"], line["prompt_id"]) for line in lines] == asked
+    taken = Counter(line["step"] for line in lines if line["end"] == "taken")
+    assert taken == {step: 3 for step in range(1, 7)}
+    assert {line["end"] for line in lines} == {"taken", "filtered"}
+    assert all((line["begun"], line["started"], line["tokens"]) == (3.0, [3.0] * 2, [1, 1]) for line in lines)
+    assert all(line["updates"] == [line["step"] - 1] for line in lines)
 
 
 @pytest.mark.parametrize("refill", [RefillMode.order, RefillMode.value])

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +17,24 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode, TooOld
 from slimrl.data.loop_thread import LoopThread
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
 from slimrl.rollout.slots import Slots
+from slimrl.rollout.turn_logs import LoggedTurn
 from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.group_ledger import GroupLedger
 from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_service import RolloutService
 
 BATCH, SAMPLES, STEPS = 3, 2, 8
+OPENED: list[LoopThread] = []
+
+
+@pytest.fixture(autouse=True)
+def no_loop_outlives_its_test():
+    yield
+    while OPENED:
+        OPENED.pop().close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "slimrl-rollout"]
 
 
 class Stage:
@@ -30,6 +42,9 @@ class Stage:
 
     def __init__(self, seconds: Callable[[str], float] = lambda trajectory_id: 0.001) -> None:
         self.loop, self.seconds, self.version = LoopThread("slimrl-rollout"), seconds, 0
+        OPENED.append(self.loop)
+        self.saved: dict[str, Sequence[LoggedTurn]] = {}
+        self.logs: dict[str, list[LoggedTurn]] = {}
         self.begun: Counter[str] = Counter()
         self.status, self.reward = Status.completed, lambda trajectory_id: float(trajectory_id[-1])
         self.fault: Exception | None = None
@@ -38,15 +53,23 @@ class Stage:
     def run(self, coroutine):
         return self.loop.run(coroutine)
 
-    async def run_group(self, prompt, ids, done, slots, keep):
+    async def turns(self):
+        return self.logs
+
+    async def run_group(self, prompt, ids, done, slots, keep, saved):
+        self.saved |= saved
+
         async def one(trajectory_id: str) -> None:
             async with slots:
                 self.begun[trajectory_id] += 1
+                started = time.time()
                 first = self.version
                 await asyncio.sleep(self.seconds(trajectory_id))
                 if self.fault is not None:
                     raise self.fault
-                keep(trajectory(prompt, trajectory_id, [first, self.version], self.status, self.reward(trajectory_id)))
+                made = trajectory(prompt, trajectory_id, [first, self.version], self.status, self.reward(trajectory_id))
+                made.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
+                keep(made)
 
         await asyncio.gather(*(one(trajectory_id) for trajectory_id in ids if trajectory_id not in done))
 
@@ -65,6 +88,10 @@ def trajectory(prompt: Prompt, name: str, versions: list[int], status: Status, r
         group_id=prompt.prompt_id, trajectory_id=name, segments=[segment], status=status, reward=reward,
         metadata=metadata,
     )  # fmt: skip
+
+
+def turn(key: str) -> LoggedTurn:
+    return LoggedTurn(key=key)
 
 
 def stop_after(seconds: float) -> Callable[[], None]:
@@ -96,8 +123,10 @@ class Running:
         self.stage, self.recipe, self.step, stage.version = stage, recipe, step, step
         self.preemption = Preemption(0.0)
         self.ledger = folder / "groups.jsonl"
+        ledger = GroupLedger(self.ledger)
+        ledger.keep(step)
         data = Sampler(PROMPTS, seed=0, shuffle=False)
-        self.service = RolloutService(recipe, data, PROMPTS, stage, lambda group: True, self.ledger)  # type: ignore[arg-type]
+        self.service = RolloutService(recipe, data, PROMPTS, stage, lambda group: True, ledger)  # type: ignore[arg-type]
         self.service.start(step, step, saved)
 
     def take(self) -> list[Trajectory]:
@@ -151,6 +180,22 @@ def test_with_wait_the_trainer_waits_for_the_slow_group_and_nothing_is_dropped(t
     assert any(t.trajectory_id.startswith("group_00000001") for t in second.kept)
     assert second.metrics["async/age_max"] == 1
     assert second.metrics["async/wait_s"] > 0.5
+
+
+def test_the_ledger_has_when_each_trajectory_got_its_slot_and_ended_also_after_a_resume(tmp_path):
+    stage = Stage(lambda trajectory_id: 0.1 if trajectory_id.endswith("1") else 0.01)
+    stage.pressure = SimpleNamespace(slots=lambda: Slots(1))
+    recipe = recipe_of(max_staleness=0, prompts_per_step=1)
+    run = Running(tmp_path, stage, recipe)
+    stage.run(asyncio.sleep(0.2))
+    run.service.save(tmp_path / "rollout")
+    run.take()
+    [line] = run.lines()
+    begun, [first, second], [first_end, second_end] = line["begun"], line["started"], line["ended"]
+    assert begun <= first < first_end <= second < second_end - 0.05
+    resumed = Running(tmp_path, Stage(), recipe, saved=tmp_path / "rollout")
+    resumed.take()
+    assert resumed.lines() == [line]
 
 
 def test_one_step_off_changes_the_weights_when_nothing_runs(tmp_path):
@@ -279,9 +324,9 @@ def test_groups_without_a_signal_are_replaced_so_often_and_then_a_part_of_the_ba
 
 def test_what_goes_wrong_while_a_dropped_group_ends_does_not_end_the_run(tmp_path):
     class Failing(Stage):
-        async def run_group(self, prompt, ids, done, slots, keep):
+        async def run_group(self, *of):
             try:
-                await super().run_group(prompt, ids, done, slots, keep)
+                await super().run_group(*of)
             except asyncio.CancelledError as error:
                 raise OSError("the environment could not be closed") from error
 
@@ -319,11 +364,17 @@ def test_a_resumed_run_trains_on_every_group_once_and_runs_no_ended_trajectory_a
     run.take()
     run.update()
     run.stage.run(asyncio.sleep(0.1))
+    run.stage.logs = {f"group_0000000{n}/00{sample}": [turn(f"{n}/{sample}")] for n in range(9) for sample in range(2)}
     digests = run.service.save(tmp_path / "rollout")
-    assert set(digests) == {"groups.jsonl", "admission.json"}
+    assert set(digests) == {path.name for path in (tmp_path / "rollout").iterdir()}
     # What the run did after its checkpoint counts for nothing.
     run.stage.run(asyncio.sleep(0))
     resumed = Running(tmp_path, Stage(), recipe, step=1, saved=tmp_path / "rollout")
+    resumed.stage.run(asyncio.sleep(0.1))
+    assert {name: [one.key for one in turns] for name, turns in resumed.stage.saved.items()} == {
+        f"group_0000000{n}/001": [f"{n}/1"] for n in range(4, 9)
+    }
+    assert resumed.service._saved_turns == {}
     for _ in range(STEPS - 1):
         resumed.take()
         resumed.update()
@@ -363,6 +414,6 @@ def test_saved_groups_of_prompts_that_are_gone_are_refused(tmp_path):
     run.update()
     run.service.save(tmp_path / "rollout")
     data = Sampler(PROMPTS, seed=0, shuffle=False)
-    other = RolloutService(run.recipe, data, PROMPTS[:1], Stage(), lambda group: True, run.ledger)  # type: ignore[arg-type]
+    other = RolloutService(run.recipe, data, PROMPTS[:1], Stage(), lambda group: True, GroupLedger(run.ledger))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt p:3 of a saved group is not in the data any more"):
         other.start(1, 1, tmp_path / "rollout")

@@ -15,7 +15,7 @@ from slimrl.agent.tools import ToolsUnavailable
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
 from slimrl.evaluation.items import Items
 from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part
@@ -122,7 +122,7 @@ def stage_of(episodes: Episodes, *, watch: Callable[[], None] = lambda: None, **
         setattr(recipe.rollout, name, value)
     task = SimpleNamespace(
         sandbox=SandboxPool(SandboxConfig()),
-        episode_runner=lambda recipe, engine: episodes,
+        episode_runner=lambda *_: episodes,
         rewards=Rewards(function=episodes.reward),
     )
     return RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None)
@@ -321,6 +321,8 @@ def test_the_engine_hears_of_each_session_before_it_asks_and_when_it_has_ended(s
     names = [t.trajectory_id for t in batch]
     assert episodes.announced == [(names, 3)]
     assert episodes.most_under_way == 3
+    starts, ends = (sorted(t.measured[name] for t in batch) for name in (STARTED_AT, ENDED_AT))
+    assert all(start >= end for start, end in zip(starts[3:], ends, strict=False)), "from the slot on"
     said = [f"close {name}" for name in names] + [f"score {name}" for name in names]
     assert sorted(episodes.journal) == sorted(["episodes start", *said])
     for name in names:
@@ -445,9 +447,7 @@ def test_the_sandbox_is_closed_with_the_stage_before_which_it_runs_what_a_reward
         return float((await pool.run(Program(code="0.5"))).stdout)
 
     episodes, pool = Episodes(), SandboxPool(SandboxConfig(), Sandbox())
-    task = SimpleNamespace(
-        sandbox=pool, episode_runner=lambda recipe, engine: episodes, rewards=Rewards(function=reward)
-    )
+    task = SimpleNamespace(sandbox=pool, episode_runner=lambda *_: episodes, rewards=Rewards(function=reward))
     recipe = Recipe()
     recipe.rollout.samples_per_prompt = 1
     with RolloutStage(recipe, task, episodes, episodes, watch=lambda: None, flush_caches=lambda: None) as stage:

@@ -300,10 +300,16 @@ def test_a_recorded_run_is_replayed_with_its_times(tmp_path):
     )
 
 
+def test_a_trajectory_lasts_from_its_slot_on_where_that_was_recorded(tmp_path):
+    groups = [GROUPS[0] | {"started": [101.0, 108.0]}]
+    _, work, _ = read_trace(recorded_run(tmp_path / "run", groups), recipe())
+    assert work.group(0).trajectories == [[Turn(3.0, 0.0)], [Turn(2.0, 0.0)]]
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (None, "there is no groups.jsonl. A run with rollout.mode one_step_off or async writes it"),
+        (None, "there is no groups.jsonl. A run of `slimrl train` with engines writes it"),
         (GROUPS[1:], "holds no group that was trained on"),
         ([{"group": 3}], "groups.jsonl:1: not a group of a run"),
         ([7], "groups.jsonl:1: not a group of a run"),

@@ -269,7 +269,7 @@ def stage_of(engine: Scores, *, endings: dict[int, Status] | None = None) -> Rol
     recipe.rollout.max_failed_fraction = 1.0
     task = SimpleNamespace(
         sandbox=SandboxPool(SandboxConfig()),
-        episode_runner=lambda recipe, engine: parts,
+        episode_runner=lambda recipe, engine, logs: parts,
         rewards=Rewards(function=lambda trajectory, prompt: 1.0),
     )
     teacher = Teacher([engine], slots_per_engine=3, timeout_s=1.0)
@@ -296,7 +296,7 @@ def test_groups_that_run_by_themselves_have_their_times_in_the_batch_after_them(
     async def group(number: int) -> None:
         done: dict[str, Trajectory] = {}
         slots, names = Slots(4), [f"group_{number}/{sample}" for sample in range(2)]
-        await stage.run_group(PROMPTS[0], names, done, slots, lambda t: done.setdefault(t.trajectory_id, t))
+        await stage.run_group(PROMPTS[0], names, done, slots, lambda t: done.setdefault(t.trajectory_id, t), {})
 
     with stage_of(Scores()) as stage:
         stage._episodes.count = 0

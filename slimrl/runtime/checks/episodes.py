@@ -16,6 +16,7 @@ from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import Engine
 from slimrl.rollout.continued import continued
+from slimrl.rollout.turn_logs import TurnLogs
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_dialogues
 from slimrl.runtime.checks.environment import (
@@ -40,8 +41,14 @@ class EpisodeCode:
     subagents: dict[str, ToolBox]
     """Tools of each sub-agent"""
 
-    def episode_runner(self, recipe: Recipe, engine: Engine) -> EpisodeRunner | GatewayRunner:
-        engine = continued(engine, recipe, self.dialogues.chat.template.decode)
+    def episode_runner(
+        self, recipe: Recipe, engine: Engine, logs: TurnLogs | None = None
+    ) -> EpisodeRunner | GatewayRunner:
+        """
+        Args:
+            logs: of the episodes that a checkpoint may have to hold; None if it holds none.
+        """
+        engine = continued(engine, recipe, self.dialogues.chat.template.decode, logs)
         if self.agent is not None:
             return GatewayRunner(
                 engine=engine,

@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Prompt
+from slimrl.rollout.turn_logs import LoggedTurn
 
 _LENGTH = struct.Struct("<Q")
 
@@ -38,6 +39,8 @@ class Job:
     prompt: Prompt
     sampling: SamplingConfig
     seed: int | None
+    saved: Sequence[LoggedTurn] | None = None
+    """Its turns of an earlier run; None if its turns are not to be logged"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,25 @@ class Use:
 
     urls: tuple[str, ...]
     evaluating: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forget:
+    """The log of a trajectory is not needed any more."""
+
+    trajectory_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskTurns:
+    """Answered with Turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """The logs of the worker's trajectories as they are now."""
+
+    logs: dict[str, list[LoggedTurn]]
 
 
 @dataclass(frozen=True, kw_only=True)

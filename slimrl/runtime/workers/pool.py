@@ -5,6 +5,7 @@
 2. A worker that ends takes its episodes with it: they fail with its cause, which counts for
    `rollout.max_failed_fraction`. The next episode that it gets starts it again.
 3. One whose event loop is blocked beyond all deadlines of an episode is ended.
+4. A worker logs the turns of its episodes (rollout/turn_logs.py) until the driver has no need of them.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import os
 import pickle
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,26 @@ from slimrl.observability.run_folder import PROFILE_FOLDER
 from slimrl.profiling.spans import child_variables
 from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.process import ServerError, ServerProcess
+from slimrl.rollout.turn_logs import LoggedTurn
 from slimrl.runtime.cluster.errors import StageError
-from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup, Use
+from slimrl.runtime.workers.messages import (
+    AskTurns,
+    Cancel,
+    Ended,
+    Forget,
+    Job,
+    Messages,
+    Ready,
+    Setup,
+    Turns,
+    Use,
+)
 
 GRACE_S = 30.0
 """Beyond the deadlines of an episode, until its worker is ended; also to end by itself."""
 POLL_S = 0.05
+TURNS_S = 10.0
+"""For a worker to say what its episodes have sampled"""
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +73,8 @@ class EpisodeWorkers:
             engine.follow(self._tell_engines)
         setup = Setup(recipe=recipe, engine=engine)
         self._workers = [EpisodeWorker(index, setup, logs) for index in range(recipe.agent.workers)]
+        self._saved: dict[str, Sequence[LoggedTurn]] = {}
+        """Of the trajectories to log, their turns of an earlier run"""
 
     @property
     def pids(self) -> list[int]:
@@ -76,7 +94,8 @@ class EpisodeWorkers:
             StageError: a worker that had ended does not start again.
         """
         worker = min(self._workers, key=lambda each: each.num_jobs)
-        job = Job(trajectory_id=trajectory_id, prompt=prompt, sampling=sampling, seed=seed)
+        saved = self._saved.get(trajectory_id)
+        job = Job(trajectory_id=trajectory_id, prompt=prompt, sampling=sampling, seed=seed, saved=saved)
         try:
             return pickle.loads(await worker.run(job))
         except WorkerEnded as error:
@@ -87,6 +106,23 @@ class EpisodeWorkers:
             cause = f"scratch cannot be read in the driver, where rewards run with agent.workers above 1: {error!r}"
         log.warning("%s: %s", trajectory_id, cause)
         return failed_trajectory(prompt, trajectory_id, cause)
+
+    def begin(self, trajectory_id: str, saved: Sequence[LoggedTurn] = ()) -> None:
+        """See TurnLogs; call it before `run`."""
+        self._saved[trajectory_id] = saved
+
+    def forget(self, trajectory_id: str) -> None:
+        """See TurnLogs."""
+        if self._saved.pop(trajectory_id, None) is not None:
+            for worker in self._workers:
+                worker.forget(trajectory_id)
+
+    async def turns(self) -> dict[str, Sequence[LoggedTurn]]:
+        """See RolloutStage."""
+        logs = dict(self._saved)
+        for of_worker in await asyncio.gather(*(worker.turns() for worker in self._workers)):
+            logs |= of_worker
+        return logs
 
     def take_lags(self) -> tuple[float, ...]:
         """Lags of the workers' event loops in seconds since the last call."""
@@ -121,6 +157,8 @@ class EpisodeWorker:
         self._starting = asyncio.Lock()
         self._ready: asyncio.Future[Ready] | None = None
         self._jobs: dict[str, asyncio.Future[Ended]] = {}
+        self._turns: asyncio.Future[Turns] | None = None
+        """The answer that is waited for"""
         self._lags_s: list[float] = []
         self.num_jobs = 0
         """Those that wait for its start included"""
@@ -209,6 +247,25 @@ class EpisodeWorker:
         finally:
             del self._jobs[job.trajectory_id]
 
+    def forget(self, trajectory_id: str) -> None:
+        if self._messages is not None:
+            self._messages.send(Forget(trajectory_id=trajectory_id))
+
+    async def turns(self) -> dict[str, list[LoggedTurn]]:
+        """The logs of its trajectories; none if it has ended or does not answer."""
+        if self._messages is None or not self._is_ready:
+            return {}
+        self._turns = asyncio.get_running_loop().create_future()
+        self._messages.send(AskTurns())
+        try:
+            async with asyncio.timeout(TURNS_S):
+                return (await self._turns).logs
+        except (TimeoutError, WorkerEnded) as error:
+            log.warning("%s: a run that continues from here samples its episodes again: %r", self._name, error)
+            return {}
+        finally:
+            self._turns = None
+
     async def close(self) -> None:
         """End the process: by itself, or by a signal once the deadline of the environments' close is over."""
         if self._process is not None and self._messages is not None and self._is_ready:
@@ -255,17 +312,19 @@ class EpisodeWorker:
                 self._lags_s += message.lags_s
                 if (waiting := self._jobs.get(trajectory_id)) is not None and not waiting.done():
                     waiting.set_result(message)
+            case Turns() if self._turns is not None and not self._turns.done():
+                self._turns.set_result(message)
 
     def _lost(self, messages: Messages) -> None:
         if messages is not self._messages:
             return  # that of a process before
         self._messages, self._is_ready = None, False
-        if self._jobs or (self._ready is not None and not self._ready.done()):
+        if self._jobs or self._turns is not None or (self._ready is not None and not self._ready.done()):
             self._fail_all(self._ending())
 
     def _fail_all(self, cause: str) -> None:
         """Tell all that wait for the worker that it has ended."""
-        for future in (self._ready, *self._jobs.values()):
+        for future in (self._ready, self._turns, *self._jobs.values()):
             if future is not None and not future.done():
                 future.set_exception(WorkerEnded(cause))
 

@@ -26,8 +26,9 @@ from slimrl.profiling.spans import SPANS
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
 from slimrl.rollout.routing import RoutedEngines
+from slimrl.rollout.turn_logs import TurnLogs
 from slimrl.runtime.checks.episodes import load_episode_code
-from slimrl.runtime.workers.messages import Cancel, Ended, Job, Messages, Ready, Setup, Use
+from slimrl.runtime.workers.messages import AskTurns, Cancel, Ended, Forget, Job, Messages, Ready, Setup, Turns, Use
 from slimrl.sglang_plugin.lifeline import end_with
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Worker:
         self._starting: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._lag = LoopLag()
+        self._logs = TurnLogs()
 
     async def serve(self, connection: socket.socket) -> None:
         await asyncio.get_running_loop().create_connection(lambda: self._messages, sock=connection)
@@ -66,6 +68,8 @@ class Worker:
                 self._engine = message.engine
                 self._starting = asyncio.create_task(self._start(message))
             case Job():
+                if message.saved is not None:
+                    self._logs.begin(message.trajectory_id, message.saved)
                 self._running[message.trajectory_id] = asyncio.create_task(self._run(message))
                 self._lag.resume()
             case Use(urls=urls, evaluating=evaluating):
@@ -74,6 +78,10 @@ class Worker:
             case Cancel(trajectory_id=trajectory_id):
                 if trajectory_id in self._running:
                     self._running[trajectory_id].cancel()
+            case Forget(trajectory_id=trajectory_id):
+                self._logs.forget(trajectory_id)
+            case AskTurns():
+                self._messages.send(Turns(logs=self._logs.snapshot()))
 
     async def _start(self, setup: Setup) -> None:
         """Load the runner and start it; the driver sends jobs when it is ready."""
@@ -83,7 +91,8 @@ class Worker:
         self._opened.push_async_callback(setup.engine.aclose)
         try:
             loaded = LoadedRecipe(recipe=recipe, provenance={}, path="", command="rollout")
-            self._runner = load_episode_code(loaded, sandbox).episode_runner(recipe, setup.engine)
+            logs = self._logs if recipe.rollout.outlives_steps else None
+            self._runner = load_episode_code(loaded, sandbox).episode_runner(recipe, setup.engine, logs)
             self._opened.push_async_callback(self._runner.stop)
             await self._runner.start()
         except Exception as error:
