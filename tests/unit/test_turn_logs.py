@@ -153,7 +153,6 @@ async def test_what_follows_on_another_answer_is_sampled_again():
     await episode(first, logs)
     resumed.begin("t", logs.snapshot()["t"])
     trajectory = await episode(second, resumed, says="Stop.")
-    with caplog.at_level(logging.INFO):
     segment, places = sampled(trajectory)
     of_turn = segment.turn_ids[places]
     assert segment.weight_versions[places][of_turn <= 1].tolist() == [1] * int((of_turn <= 1).sum())
