@@ -11,6 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import TypedDict
 
+from slimrl.profiling.spans import PROFILE_FOLDER
+
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -25,9 +27,6 @@ class Opening(TypedDict):
     with `resume=None`; `resume` and `overwrite` apply to other runs."""
     checkpoint_log: Path | None
     """See `RunFolder`"""
-
-
-PROFILE_FOLDER = "profile"
 
 
 @dataclass

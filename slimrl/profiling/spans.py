@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
+PROFILE_FOLDER = "profile"
+"""In a run's folder"""
 RECORDING = "recording"
 """Name of the file that exists while steps are recorded."""
 LOOK_S = 0.02

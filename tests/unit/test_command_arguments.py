@@ -61,7 +61,8 @@ def test_a_run_is_told_what_becomes_of_an_earlier_one(told, command):
     assert invoke(command, "r.yaml", "a=1", "b=2", *options_of(FLAGS)).exit_code == 0
     assert invoke(command, "r.yaml").exit_code == 0
     plain = {"resume": False, "overwrite": False, "job": None, "checkpoint_log": None, "ray_address": None}
-    assert calls == [((Path("r.yaml"), ["a=1", "b=2"]), FLAGS), ((Path("r.yaml"), []), plain)]
+    rest = {"profiled": None}
+    assert calls == [((Path("r.yaml"), ["a=1", "b=2"]), FLAGS | rest), ((Path("r.yaml"), []), plain | rest)]
     for flag in ("--resume", "--overwrite"):
         refused = invoke(command, "r.yaml", "--resume-or-start", flag)
         assert (refused.exit_code, len(calls)) == (2, 2)
@@ -72,7 +73,9 @@ def test_training_on_a_file_is_told_which_and_how_often(told):
     calls, trained = told(commands, "train_on_file"), told(commands, "train")
     arguments = ["train", "r.yaml", "a=1", "--trajectories", "t.jsonl", "--steps", "3"]
     assert invoke(*arguments, "--overwrite", "--ray-address", "h:1").exit_code == 0
-    settings = {"trajectories": Path("t.jsonl"), "steps": 3, "overwrite": True, "ray_address": "h:1"}
+    settings = {
+        "trajectories": Path("t.jsonl"), "steps": 3, "overwrite": True, "ray_address": "h:1", "profiled": None,
+    }  # fmt: skip
     assert calls == [((Path("r.yaml"), ["a=1"]), settings)]
     for part in (["--trajectories", "t.jsonl"], ["--steps", "3"]):
         refused = invoke("train", "r.yaml", *part)

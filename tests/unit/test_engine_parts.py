@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_engine_group import Actors, Router
+from test_engine_group import Actors
 
 from slimrl.config.check import check_recipe
 from slimrl.config.load import load_recipe
@@ -26,8 +26,8 @@ TWO = ["engine 0", "engine 0 part 1"]
 class Parts(Actors):
     """Actors that note each call with its arguments."""
 
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(names)
+    def __init__(self) -> None:
+        super().__init__()
         self.journal: list[tuple[str, dict[str, tuple]]] = []
 
     def call(self, method, arguments=None, *, timeout_s):
@@ -45,7 +45,7 @@ class Parts(Actors):
             name=name, url=f"http://{name}", tensor=4, nodes=nodes, pids=(10 * number, 10 * number + 1)
         )
 
-    def restart(self, name, meeting=None):
+    def restart(self, name, meeting=None, port=None):
         self.ended.pop(name, None)
         return self.start(name)
 
@@ -62,25 +62,22 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[EngineGrou
     """Engine 0 on two nodes, engine 1 on one."""
     recipe = Recipe()
     recipe.rollout.num_engines, recipe.rollout.engine_tp, recipe.rollout.engine_nodes = 2, 4, 2
-    made, asked = [], []
-
-    def actors(handles, logs, nodes):
-        made.append(Parts(list(handles)))
-        return made[0]
-
-    monkeypatch.setattr(engine_group, "ActorGroup", actors)
-    handle = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *given: asked.append(given)))
+    made, asked = Parts(), []
+    monkeypatch.setattr(engine_group, "ActorGroup", lambda *nothing: made)
+    handle = SimpleNamespace(
+        options=lambda **options: SimpleNamespace(remote=lambda *given: asked.append(given) or given)
+    )
     monkeypatch.setattr(engine_group, "EngineActor", handle)
-    monkeypatch.setattr(engine_group, "Router", Router)
     a, b, c = (SimpleNamespace(node=name) for name in "abc")
     places = SimpleNamespace(
         placement=SimpleNamespace(engines=[(a, a, b, b), (c, c)]),
         options=lambda *given: {},
         devices=lambda slots: tuple(slot.node for slot in slots),
+        resource="CPU",
     )
     group = EngineGroup(recipe, RunFolder(tmp_path), places)
     group.wait_ready()
-    return group, made[0], asked
+    return group, made, asked
 
 
 def test_each_node_of_an_engine_has_an_actor_and_they_meet_at_the_first(started):
@@ -109,18 +106,13 @@ def test_calls_go_to_the_first_part_alone(started):
 
 
 @pytest.mark.parametrize("dead", TWO)
-def test_with_either_part_the_engine_has_ended_what_is_left_is_stopped_and_all_parts_are_replaced(started, dead):
+def test_with_either_part_the_engine_has_ended_and_all_parts_are_restarted(started, dead):
     group, actors, _ = started
+    group.watch()
     actors.kill(dead)
-    for _ in range(3):
+    for _ in range(4):
         group.watch()
-    assert actors.since("stop") == [dict.fromkeys(TWO, ())]
-    actors.kill(*TWO)
-    group.watch()
-    group.watch()
-    assert len(actors.since("stop")) == 1
-    group.replace(["engine 0"])
-    assert actors.since("restart") == [dict.fromkeys(TWO, ("10.0.0.1:1002",))]
+    assert actors.since("restart") == [dict.fromkeys(TWO, ("10.0.0.1:1002", None))]
     assert group.num_replaced == 1
     assert group.addresses[0].nodes == ("host-0", "host-1")
     group.check()
@@ -128,6 +120,7 @@ def test_with_either_part_the_engine_has_ended_what_is_left_is_stopped_and_all_p
 
 def test_a_dead_part_of_the_only_engine_left_ends_the_run(started):
     group, actors, _ = started
+    group.watch()
     actors.kill(TWO[1], "engine 1")
     group.watch()
     with pytest.raises(StageError, match=r"engine 0 part 1 was ended by SIGKILL .*; engine 1 was ended"):

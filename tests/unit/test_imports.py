@@ -9,11 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-LEAVES = {"config", "data"}
+LEAVES = {"config", "data", "profiling"}
 """All of slimrl may import these."""
 
 MAY_IMPORT = {
     "config": set(),
+    "profiling": set(),
     "data": {"config"},
     "device": LEAVES,
     "algorithms": LEAVES,

@@ -56,7 +56,14 @@ def test_a_preempted_command_has_an_exit_code_of_its_own(monkeypatch: pytest.Mon
     arguments = [command, "recipe.yaml", "--resume-or-start", "--job", "7", "--ray-address", "10.0.0.1:6379"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == PREEMPTED == 75
-    said = {"resume": None, "overwrite": False, "job": "7", "checkpoint_log": None, "ray_address": "10.0.0.1:6379"}
+    said = {
+        "resume": None,
+        "overwrite": False,
+        "job": "7",
+        "checkpoint_log": None,
+        "ray_address": "10.0.0.1:6379",
+        "profiled": None,
+    }
     assert asked == said
 
 

@@ -46,7 +46,7 @@ class Task:
 
     eval_sets: dict[str, list[Prompt]]
 
-    def episode_runner(self, recipe: Recipe, engine: Engine) -> SimpleNamespace:
+    def episode_runner(self, recipe: Recipe, engine: Engine, logs: object) -> SimpleNamespace:
         async def run(prompt: Prompt, *, trajectory_id: str, **_) -> Trajectory:
             cached = prompt.prompt_id in engine.cache
             engine.cache.add(prompt.prompt_id)
@@ -133,6 +133,8 @@ def test_all_engines_are_flushed_within_a_deadline():
             calls.append((method, arguments))
 
     group = object.__new__(EngineGroup)
+    group._down, group._fresh, group._aside = {}, set(), None
+    group.addresses = [SimpleNamespace(name="engine 0")]
     group._recipe = Recipe()
     group._recipe.resync.timeout_s = 20.0
     group._actors = Actors()

@@ -106,7 +106,7 @@ def test_the_rollout_of_a_run_applies_the_rule_before_its_metrics_are_taken(tmp_
     run = TrainRun(
         recipe=recipe,
         folder=folder,
-        task=SimpleNamespace(group_filters=[], train={}, rewards=SimpleNamespace(parts=())),
+        task=SimpleNamespace(group_filters=[], train={}, eval_sets={}, rewards=SimpleNamespace(parts=())),
         trainers=SimpleNamespace(),
         engines=SimpleNamespace(),
         stage=Stage(),

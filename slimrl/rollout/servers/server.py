@@ -19,8 +19,7 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_layouts import plain_kernels
 from slimrl.models.family import has_linear_attention
 from slimrl.models.hf_config import read_hf_config
-from slimrl.observability.run_folder import PROFILE_FOLDER
-from slimrl.profiling.spans import child_variables
+from slimrl.profiling.spans import PROFILE_FOLDER, child_variables
 from slimrl.rollout.servers.ports import free_port
 from slimrl.rollout.servers.process import ServerError, ServerProcess
 from slimrl.rollout.servers.speculation import speculative_arguments

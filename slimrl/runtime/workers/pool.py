@@ -23,8 +23,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.observability.run_folder import PROFILE_FOLDER
-from slimrl.profiling.spans import child_variables
+from slimrl.profiling.spans import PROFILE_FOLDER, child_variables
 from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.process import ServerError, ServerProcess
 from slimrl.rollout.turn_logs import LoggedTurn
