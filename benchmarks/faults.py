@@ -51,7 +51,7 @@ SETTINGS = (
     "trainer.num_ranks=1", "trainer.parallel.expert=1", "checkpoint.every_steps=20", "checkpoint.keep=1",
     "eval.every_steps=0", "eval.at_start=false", "eval.at_end=false", "tracking.wandb=disabled", "steps=100000",
 )  # fmt: skip
-START_S, END_S = 300.0, 180.0
+START_S, END_S = 900.0, 300.0
 """Deadlines of the run's first step, and of its end."""
 PAUSE_S = 10.0
 """For which a tool or the trainer is at fault."""
