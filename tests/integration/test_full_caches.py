@@ -27,7 +27,6 @@ CACHE_TOKENS, NEW_TOKENS, TRAJECTORIES = 3000, 250, 120
 ROLLOUT = RolloutConfig(
     max_trajectory_tokens=512,
     max_concurrency_per_engine=48,
-    router=False,
     startup_timeout_s=200,
     sglang={"max_total_tokens": CACHE_TOKENS},
     # SGLang keeps room for what running requests may still sample, less of it with each step after a retraction, down

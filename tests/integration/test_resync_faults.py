@@ -60,7 +60,7 @@ def checkpoints(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def fleet(checkpoints, tmp_path_factory):
-    rollout = RolloutConfig(**{**vars(ROLLOUT), "num_engines": 2, "router": False})
+    rollout = RolloutConfig(**{**vars(ROLLOUT), "num_engines": 2})
     with Fleet(rollout, checkpoints[0], tmp_path_factory.mktemp("logs"), precision=Precision.fp32) as fleet:
         yield fleet
 
