@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slimrl.data.trajectory import ENGINE_COUNTS, Status, Trajectory
+from slimrl.data.trajectory import ACCEPTED_DRAFT_TOKENS, DRAFT_TOKENS, STALE_CACHE_TOKENS, Status, Trajectory
 from slimrl.rollout.teacher import ScoringTimes
 
 
@@ -24,7 +24,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     malformed = sum(t.metadata["num_malformed_calls"] for t in trajectories)
     subagents = [t.metadata.get("num_subagents", 0) for t in trajectories]
     compactions = [t.metadata.get("num_compactions", 0) for t in trajectories]
-    stale, drafts, accepted = (sum(t.metadata.get(key, 0) for t in trajectories) for key in ENGINE_COUNTS)
+    stale, drafts, accepted = (
+        sum(t.metadata.get(key, 0) for t in trajectories)
+        for key in (STALE_CACHE_TOKENS, DRAFT_TOKENS, ACCEPTED_DRAFT_TOKENS)
+    )
     return {
         "reward/mean": float(np.mean([t.reward for t in scored])) if scored else float("nan"),
         **{f"reward/parts/{name}": float(np.mean([t.rewards.get(name, 0.0) for t in scored])) for name in parts},
