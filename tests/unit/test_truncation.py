@@ -14,7 +14,7 @@ from slimrl.algorithms.shaping import apply_truncation_rule
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.teacher import ScoringTimes
@@ -35,7 +35,13 @@ def trajectory(name: str, reward: float, status: Status) -> Trajectory:
     )
     metadata = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_malformed_calls": 0, "num_retries": 0}
     return Trajectory(
-        group_id="g", trajectory_id=name, segments=[segment], status=status, reward=reward, metadata=metadata
+        group_id="g",
+        trajectory_id=name,
+        segments=[segment],
+        status=status,
+        reward=reward,
+        metadata=metadata,
+        measured={STARTED_AT: 0.0, ENDED_AT: 1.0},
     )
 
 
