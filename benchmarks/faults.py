@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -160,7 +159,9 @@ def _run(module: str, *arguments: str) -> None:
 @contextmanager
 def run_of(folder: Path, start: Path, extra: list[str], rng: random.Random) -> Iterator[FaultyRun]:
     """A training run, whose processes are all ended afterwards."""
-    tools = Path(tempfile.mkdtemp(prefix="slimrl-faults-"))
+    tools = folder / "tools"
+    shutil.rmtree(tools, ignore_errors=True)
+    tools.mkdir()
     search_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     settings = [
         f"run.dir={folder / 'runs'}", "run.name=faults", f"model.path={start}",
