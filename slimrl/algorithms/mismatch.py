@@ -74,7 +74,7 @@ def mismatch_metrics(reports: Sequence[LogProbReport], version: int | None = Non
         metrics["mismatch/stale_kl_k3"] = float(k3(rollout[~own], trainer[~own]).mean())
     routing = [report.routing for report in reports if report.routing is not None]
     if routing:
-        metrics |= routing_metrics(routing, difference)
+        metrics |= routing_metrics(routing, difference, own)
     return metrics
 
 

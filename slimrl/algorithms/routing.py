@@ -70,12 +70,15 @@ def compare_routing(
     )
 
 
-def routing_metrics(comparisons: Sequence[RoutingComparison], difference_S: np.ndarray) -> dict[str, float]:
+def routing_metrics(
+    comparisons: Sequence[RoutingComparison], difference_S: np.ndarray, own_S: np.ndarray
+) -> dict[str, float]:
     """Metrics of a step; those without data are left out.
 
     Args:
         comparisons: of all micro-batches.
         difference_S: float64, absolute difference between trainer's and engine's log-probs of the sampled tokens.
+        own_S: bool, those among them that the trainer's weights sampled; the others differ without a flip.
     """
     reached_S = np.concatenate([comparison.reached_S for comparison in comparisons])
     metrics = {
@@ -87,8 +90,9 @@ def routing_metrics(comparisons: Sequence[RoutingComparison], difference_S: np.n
     margins = np.concatenate([comparison.first_margins for comparison in comparisons])
     if len(margins):
         metrics["mismatch/flip_margin_max"] = float(margins.max())
-    if not reached_S.all():
-        metrics["mismatch/logprob_abs_mean_unflipped"] = float(difference_S[~reached_S].mean())
+    unflipped_S = own_S & ~reached_S
+    if unflipped_S.any():
+        metrics["mismatch/logprob_abs_mean_unflipped"] = float(difference_S[unflipped_S].mean())
     return metrics
 
 

@@ -53,6 +53,12 @@ def mode_violations(recipe: Recipe) -> Iterator[Violation]:
             "rollout.mode",
             f"{mode} needs engines that sample while the trainer works. Use sync, or rollout.colocated false.",
         )
+    if (oversampling := recipe.algorithm.dynamic_sampling.oversampling) != 1:
+        yield (
+            "algorithm.dynamic_sampling.oversampling",
+            f"{oversampling:g} is of the rollouts of a step, and rollout.{key} {value} has none: another group begins "
+            "as soon as one without a signal has ended. Use 1.",
+        )
     if recipe.algorithm.dynamic_sampling.refill is RefillMode.value:
         yield (
             "algorithm.dynamic_sampling.refill",

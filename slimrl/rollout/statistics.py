@@ -79,7 +79,8 @@ def teacher_metrics(trajectories: Sequence[Trajectory], times: ScoringTimes) -> 
         return {}
     # The groups of a batch may have waited since before the last one, or the last start of the run.
     scores = {"distill/score_s": float(np.mean(times.scores_s))} if times.scores_s else {}
-    return {"distill/reverse_kl": total / tokens, **scores, "time/teacher_s": times.tail_s}
+    tail = {"time/teacher_s": sum(times.tails_s)} if times.tails_s else {}
+    return {"distill/reverse_kl": total / tokens, **scores, **tail}
 
 
 def _mean(trajectories: Sequence[Trajectory], key: str) -> float:

@@ -23,8 +23,8 @@ class ScoringTimes:
 
     scores_s: list[float] = field(default_factory=list)
     """For each score of a trajectory, the wait for free slots included"""
-    tail_s: float = 0.0
-    """From the end of the last episode to the last score"""
+    tails_s: list[float] = field(default_factory=list)
+    """For each rollout, or each group that runs by itself: from the end of its last episode to its last score"""
 
 
 class Teacher:

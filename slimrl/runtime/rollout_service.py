@@ -371,6 +371,13 @@ class RolloutService:
         self._held = held
         self._changed.set()
 
+    def position(self) -> dict[str, Any]:
+        """In the data, from which the event loop takes the groups' prompts."""
+        return self._stage.run(self._position())
+
+    async def _position(self) -> dict[str, Any]:
+        return self._data.state()
+
     def save(self, folder: Path) -> Mapping[str, FileDigest]:
         """Write what a resumed run continues from, and return the files' checksums."""
         state, groups, turns = self._stage.run(self._snapshot())

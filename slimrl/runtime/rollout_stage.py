@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
@@ -234,9 +234,11 @@ class RolloutStage:
         return [*self._lag.take(), *(() if self._workers is None else self._workers.take_lags())]
 
     def take_scoring(self) -> ScoringTimes:
-        """Times of the scores since the last call, where groups do not run in rollouts of their own."""
+        """Times of the scores since the last call, and the mean tail, where groups do not run in rollouts of their
+        own."""
         taken, self.scoring = self.scoring, ScoringTimes()
-        return taken
+        tails_s = [sum(taken.tails_s) / len(taken.tails_s)] if taken.tails_s else []
+        return ScoringTimes(scores_s=taken.scores_s, tails_s=tails_s)
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
         """Log-probs of the engines' present weights; see Scorer."""
@@ -263,11 +265,14 @@ class RolloutStage:
         """
         self._lag.resume()
         logs = self._workers or self._turn_logs
+        last_end = 0.0
 
         async def run(trajectory_id: str) -> None:
+            nonlocal last_end
             async with slots:
                 started = time.time()
                 trajectory = await self._episode(trajectory_id, prompt, self._recipe.rollout.sampling)
+            last_end = time.monotonic()
             if self._teacher is not None:
                 await self._score_by(self._teacher, trajectory)
             trajectory.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
@@ -282,6 +287,8 @@ class RolloutStage:
         finally:
             for trajectory_id in left:
                 logs.forget(trajectory_id)
+        if left and self._teacher is not None:
+            self.scoring.tails_s.append(time.monotonic() - last_end)
         if self._task.rewards.group:
             await self._score_group([done[trajectory_id] for trajectory_id in trajectory_ids], prompt)
 
@@ -315,7 +322,10 @@ class RolloutStage:
                 phase.advance()
 
             episodes = self._run_episodes(planned, sampling, advance, trains=trains)
-            trajectories = self._loop.run(self._watched(episodes, check_cancelled))
+            if isinstance(self._loop, LoopThread):
+                trajectories = self._watched_from_here(self._loop, episodes)
+            else:
+                trajectories = self._loop.run(self._watched(episodes, check_cancelled))
         counted = [*earlier, *trajectories]
         self._refuse_failures(name, counted, num_done + len(counted))
         return trajectories
@@ -343,6 +353,16 @@ class RolloutStage:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+        return work.result()
+
+    def _watched_from_here(self, loop: LoopThread, episodes: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
+        """An engine that is judged holds up this thread, and not the groups of the event loop."""
+        work = loop.submit(episodes)
+        try:
+            while not wait([work], timeout=WATCH_S).done:
+                self._watch()
+        finally:
+            work.cancel()
         return work.result()
 
     async def _run_episodes(
@@ -390,10 +410,12 @@ class RolloutStage:
         try:
             ended = await _all_of([run() for _ in planned])
         finally:
-            self._lag.pause()
-            self.lags_s += self.take_lags()
+            # Beside groups that run by themselves the loop is measured all the time.
+            if not self._recipe.rollout.outlives_steps:
+                self._lag.pause()
+                self.lags_s += self.take_lags()
         if teacher is not None:
-            self.scoring.tail_s += time.monotonic() - last_end
+            self.scoring.tails_s.append(time.monotonic() - last_end)
         by_id = {trajectory.trajectory_id: trajectory for trajectory in ended}
         return [by_id[trajectory_id] for trajectory_id in planned]
 

@@ -64,11 +64,16 @@ class Run:
         step.close()
         self.state.step = step.number
         if self.data is not None:
-            self.state.cursor = self.data.state()
+            self.state.cursor = self._position()
         report = self._stop_report(step)
         self._end(step)
         if report is not None:
             raise RunError(self._saved_before_stop(report))
+
+    def _position(self) -> dict[str, Any]:
+        """In the data."""
+        assert self.data is not None
+        return self.data.state()
 
     def checkpoint_is_due(self) -> bool:
         """At the last step, every `checkpoint.every_steps` and on preemption, unless this step is saved already."""

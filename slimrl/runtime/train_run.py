@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.rollout import RolloutMode
@@ -63,13 +64,10 @@ class TrainRun(Run):
         )
         self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)
         self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers)
-        self._sampler = StepSampler(
-            self.recipe,
-            self.data,
-            prompts,
-            self.stage,
-            filters,
-            self.state.prompt_results,
+        self._sampler = (
+            StepSampler(self.recipe, self.data, prompts, self.stage, filters, self.state.prompt_results)
+            if self._service is None
+            else None
         )
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
         self._sources = {prompt.prompt_id: name for name, prompts in self.task.train.items() for prompt in prompts}
@@ -112,6 +110,7 @@ class TrainRun(Run):
             StepDropped: the run was preempted and the grace period is over.
         """
         if self._service is None:
+            assert self._sampler is not None
             batch, lags_s = self._sampler.rollout(step.number, self.preemption.check), self.stage.lags_s
             scoring = self.stage.scoring
             self._ledger.add_rollout(step.number, batch)
@@ -199,6 +198,9 @@ class TrainRun(Run):
         step.record(eval_metrics(items, self.recipe.eval))
         shown = [item for item in items if item.sample == 0][: self.recipe.tracking.trajectories_per_step]
         write_items(self.folder.eval_sample_file(step.number, name), shown)
+
+    def _position(self) -> dict[str, Any]:
+        return super()._position() if self._service is None else self._service.position()
 
     def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
         of_rollout = {} if self._service is None else {ROLLOUT_PART: self._service.save}

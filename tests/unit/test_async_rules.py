@@ -63,6 +63,13 @@ def change(made: Recipe, key: str, value: object) -> Recipe:
         ("async_", "resync.flush_cache", False, "resync.flush_cache", "Use abort or in_place"),
         (
             "async_",
+            "algorithm.dynamic_sampling.oversampling",
+            1.5,
+            "algorithm.dynamic_sampling.oversampling",
+            "1.5 is of the rollouts of a step, and rollout.mode async has none",
+        ),
+        (
+            "async_",
             "algorithm.dynamic_sampling.refill",
             RefillMode.value,
             "algorithm.dynamic_sampling.refill",

@@ -472,6 +472,9 @@ class Beside:
     def advance(self, weight_version):
         pass
 
+    def position(self):
+        return {"taken": self.num_taken}
+
     def take(self, check):
         self.num_taken += 1
         self.num_ended += 1
@@ -486,11 +489,15 @@ class Beside:
         return {}
 
 
-def test_what_ended_since_the_step_s_checkpoint_is_saved_when_a_wait_for_groups_is_preempted(tmp_path: Path):
+def test_what_ended_since_the_step_s_checkpoint_is_saved_when_a_wait_for_groups_is_preempted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delattr(train_run, "StepSampler")  # steps that sample their own groups
     stages, recipe = Stages(), recipe_of(3, every=1)
     recipe.rollout.mode = RolloutMode.async_
     folder = play(recipe, stages, tmp_path, service=Beside(stages))
     assert [one.name for one in folder.checkpoints.iterdir()] == ["step_000001"]
     assert (folder.checkpoints / "step_000001" / "rollout" / "ended").read_text() == "2"
+    assert saved_state(folder).cursor == {"taken": 1}, "as the service says"
     assert stages.said == ["step 2 dropped: the run ends while it waits for groups"]
     assert stages.calls[-2:] == ["checkpoint", "checkpoint"]

@@ -408,6 +408,21 @@ def test_what_is_saved_is_of_one_moment_though_groups_go_on_while_it_is_written(
     assert {(one["reward"], len(one["rewards"]), one["metadata"].get("error")) for one in saved} == {(0.0, 0, None)}
 
 
+def test_the_position_in_the_data_is_read_where_prompts_are_taken(tmp_path):
+    class Noted(Sampler):
+        def state(self):
+            assert threading.current_thread().name == "slimrl-rollout"
+            return super().state()
+
+    stage = Stage()
+    ledger = GroupLedger(tmp_path / "groups.jsonl")
+    data = Noted(PROMPTS, seed=0, shuffle=False)
+    service = RolloutService(recipe_of(), data, PROMPTS, stage, lambda group: True, ledger)  # type: ignore[arg-type]
+    service.start(0, 0, None)
+    stage.run(asyncio.sleep(0.05))
+    assert service.position() == Sampler(PROMPTS, seed=0, shuffle=False).state() | {"index": 2 * BATCH}
+
+
 def test_saved_groups_of_prompts_that_are_gone_are_refused(tmp_path):
     run = Running(tmp_path, Stage(), recipe_of())
     run.take()

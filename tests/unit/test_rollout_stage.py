@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -15,11 +16,14 @@ from slimrl.agent.tools import ToolsUnavailable
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
+from slimrl.data.loop_thread import LoopThread
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
 from slimrl.evaluation.items import Items
 from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part
 from slimrl.rewards.services import RewardServices
+from slimrl.rollout.slots import Slots
 from slimrl.runtime import rollout_stage
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
 from slimrl.runtime.rollout_stage import RolloutStage
@@ -115,7 +119,9 @@ class Episodes:
 Start = Callable[..., RolloutStage]
 
 
-def stage_of(episodes: Episodes, *, watch: Callable[[], None] = lambda: None, **settings) -> RolloutStage:
+def stage_of(
+    episodes: Episodes, *, watch: Callable[[], None] = lambda: None, loop: LoopThread | None = None, **settings
+) -> RolloutStage:
     recipe = Recipe()
     recipe.rollout.samples_per_prompt = 2
     for name, value in settings.items():
@@ -125,7 +131,7 @@ def stage_of(episodes: Episodes, *, watch: Callable[[], None] = lambda: None, **
         episode_runner=lambda *_: episodes,
         rewards=Rewards(function=episodes.reward),
     )
-    return RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None)
+    return RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None, loop=loop)
 
 
 @pytest.fixture
@@ -147,6 +153,40 @@ def test_what_the_episodes_need_starts_first_and_ends_before_the_connections():
         stage.rollout(PROMPTS[:1], label="step_000001")
     assert episodes.journal[0] == "episodes start"
     assert episodes.journal[-2:] == ["episodes stop", "connections closed"]
+
+
+def test_an_evaluation_beside_groups_neither_holds_them_up_nor_ends_the_measuring_of_their_event_loop():
+    def judge() -> None:
+        """As an engine that does not end when it is told to."""
+        judged_in.append(threading.current_thread())
+        time.sleep(0.5)
+
+    judged_in: list[threading.Thread] = []
+
+    class Beside(Episodes):
+        def open(self, session_ids, *, at_once):
+            """While others are under way."""
+
+    episodes = Beside()
+    episodes.takes_s = 0.05
+    with stage_of(episodes, watch=judge, loop=LoopThread("slimrl-rollout"), mode=RolloutMode.async_) as stage:
+        done: dict[str, Trajectory] = {}
+
+        async def begin() -> asyncio.Task[None]:
+            keep = stage.run_group(
+                PROMPTS[0], ["g/0"], done, Slots(1), lambda one: done.setdefault(one.trajectory_id, one), {}
+            )
+            return asyncio.create_task(keep)
+
+        group = stage.run(begin())
+        episodes.takes_s = 1.5 * rollout_stage.WATCH_S
+        items = stage.evaluate("heldout", PROMPTS[:1], label="eval_000001")
+        assert len(items) == stage._recipe.eval.samples_per_prompt
+        assert group.done()
+        stage.take_lags()
+        stage.run(asyncio.sleep(0.2))
+        assert stage.take_lags(), "the groups' loop is still measured"
+    assert set(judged_in) == {threading.current_thread()}
 
 
 def test_what_does_not_start_ends_the_start_and_leaves_nothing_open():

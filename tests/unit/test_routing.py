@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimrl.algorithms.mismatch import mismatch_metrics, report_logprobs
+from slimrl.algorithms.mismatch import LogProbReport, mismatch_metrics, report_logprobs
 from slimrl.algorithms.routing import compare_routing, routing_metrics
 from slimrl.algorithms.selection import select
 from slimrl.config.schema.recipe import Recipe
@@ -108,14 +108,14 @@ def test_reports_of_two_different_models_are_refused():
 def test_a_step_without_flips_has_no_margin_and_one_that_is_all_flips_has_no_unflipped_mean():
     experts = routing(4)
     none, all_of_it = compare(experts, experts, [0, 4]), compare(flipped(experts, [(0, 0)]), experts, [0, 4])
-    difference = np.array([1e-7, 2e-7, 3e-7, 4e-7])
-    assert routing_metrics([none], difference) == {
+    difference, own = np.array([1e-7, 2e-7, 3e-7, 4e-7]), np.ones(4, np.bool_)
+    assert routing_metrics([none], difference, own) == {
         "mismatch/routing_flips": 0,
         "mismatch/flip_reached_fraction": 0,
         "routing/differs_fraction": 0,
         "mismatch/logprob_abs_mean_unflipped": pytest.approx(2.5e-7),
     }
-    assert routing_metrics([all_of_it], difference) == {
+    assert routing_metrics([all_of_it], difference, own) == {
         "mismatch/routing_flips": 1,
         "mismatch/flip_reached_fraction": 1,
         "mismatch/flip_margin_max": 1,
@@ -170,3 +170,16 @@ def test_planted_flips_explain_the_whole_mismatch_of_a_step():
     assert metrics["mismatch/flip_margin_max"] == pytest.approx(8e-7)
     assert metrics["mismatch/logprob_abs_mean"] == pytest.approx(13 / 45, rel=1e-4)
     assert metrics["mismatch/logprob_abs_mean_unflipped"] == pytest.approx(1e-6, rel=0.1)
+
+
+def test_tokens_of_older_weights_do_not_count_as_unflipped_ones_that_differ():
+    experts = routing(6)
+    report = LogProbReport(
+        logprobs_S=np.array([-1, -1, -1, -1, -1, -1], np.float32),
+        rollout_logprobs_S=np.array([-3, -3, -3, -1.25, -1.25, -1.25], np.float32),
+        weight_versions_S=np.array([4, 4, 4, 5, 5, 5], np.int32),
+        entropy_sum=0.0, routing=compare(flipped(experts, [(5, 1)]), experts, [0, 6]),
+    )  # fmt: skip
+    assert mismatch_metrics([report], 5)["mismatch/logprob_abs_mean_unflipped"] == 0.25
+    assert mismatch_metrics([report])["mismatch/logprob_abs_mean_unflipped"] == pytest.approx((3 * 2 + 2 * 0.25) / 5)
+    assert "mismatch/logprob_abs_mean_unflipped" not in mismatch_metrics([report], 6)

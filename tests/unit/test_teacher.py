@@ -283,7 +283,7 @@ def test_a_rollout_is_scored_but_for_what_failed_and_an_evaluation_is_not():
         assert [t.segments[0].teacher_logprobs is None for t in batch] == [False, True, False, False, False]
         scored = [t.segments[0] for t in batch if t.status is not Status.failed]
         assert [float(s.teacher_logprobs[1]) for s in scored] == [-4, -6, -7, -8]
-        assert (len(stage.scoring.scores_s), 0 <= stage.scoring.tail_s < 1) == (4, True)
+        assert (len(stage.scoring.scores_s), 0 <= sum(stage.scoring.tails_s) < 1) == (4, True)
         # A rollout that refills the step's first one adds its times.
         refill = stage.rollout(PROMPTS[:1], label="step_000001/refill_1", earlier=batch)
         assert (len(refill), len(stage.scoring.scores_s)) == (1, 5)
@@ -298,12 +298,20 @@ def test_groups_that_run_by_themselves_have_their_times_in_the_batch_after_them(
         slots, names = Slots(4), [f"group_{number}/{sample}" for sample in range(2)]
         await stage.run_group(PROMPTS[0], names, done, slots, lambda t: done.setdefault(t.trajectory_id, t), {})
 
-    with stage_of(Scores()) as stage:
+    engine = Scores()
+    with stage_of(engine) as stage:
         stage._episodes.count = 0
         stage.run(group(0))
         assert len(stage.take_scoring().scores_s) == 2
+        engine.takes_s = 0.05
         stage.run(group(1))
-        assert len(stage.take_scoring().scores_s) == 2
+        stage.run(group(2))
+        tails_s = list(stage.scoring.tails_s)
+        assert len(tails_s) == 2
+        assert min(tails_s) >= 0.05
+        times = stage.take_scoring()
+        assert (len(times.scores_s), times.tails_s) == (4, [pytest.approx(np.mean(tails_s))])
+        assert stage.take_scoring() == ScoringTimes()
 
 
 def test_a_trajectory_that_the_teacher_cannot_score_fails_with_the_cause():
@@ -320,7 +328,7 @@ def test_the_metrics_are_means_over_sampled_tokens_and_over_scored_trajectories(
     first.segments[1].teacher_logprobs = np.array([0, -1.0], np.float32)
     second, failed = trajectory(segment([1, 2], [])), trajectory(segment([1, 2], [1]), status=Status.failed)
     second.segments[0].teacher_logprobs = np.zeros(2, np.float32)
-    found = teacher_metrics([first, second, failed], ScoringTimes(scores_s=[2.0, 1.0], tail_s=0.25))
+    found = teacher_metrics([first, second, failed], ScoringTimes(scores_s=[2.0, 1.0], tails_s=[0.25]))
     # (2 + 0.5 - 3) / 3
     assert found == pytest.approx({"distill/reverse_kl": -0.5 / 3, "distill/score_s": 1.5, "time/teacher_s": 0.25})
     assert all(map(is_metric, found))
