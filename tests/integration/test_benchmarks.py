@@ -16,6 +16,7 @@ from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TRL = BENCHMARKS.parent / "runs" / "bench" / "trl"
 LEFT_BY_SGLANG = ("sglang_loads_", "sem.mp-")
 
 
@@ -245,3 +246,43 @@ def test_modes_of_rollout_are_compared_by_seconds_and_accuracy(tmp_path: Path):
         assert [step for step, _ in run["curve"]] == [0, 1]
         assert_positive(run["seconds"])
     assert plot.stat().st_size > 10_000
+
+
+ONE_OF_EACH = ("trainer.num_ranks=1", "trainer.parallel.expert=1", "rollout.num_engines=1")
+
+
+@pytest.mark.full
+def test_slimrls_half_of_the_race_of_fixed_work(tmp_path: Path):
+    sizes = ("--side", "slimrl", "--rounds", "2", "--repeats", "1", "--folder", str(tmp_path / "race"), *ONE_OF_EACH)
+    figures = figures_of("race", tmp_path / "race.json", *sizes)
+    totals = []
+    for each in figures["rounds"]:
+        (step,) = each["steps"]["slimrl"]
+        assert (step["step"], step["tokens"], step["turns"]) == (3, 16 * 8 * 48, 16 * 8)
+        assert each["seconds"]["slimrl"]["total"] == step["time/step_s"]
+        totals.append(step["time/step_s"])
+    assert figures["medians"].keys() == {"slimrl"}
+    assert figures["medians"]["slimrl"]["total"] == pytest.approx(sum(totals) / 2)
+    assert figures["ratio"] is None
+
+
+@pytest.mark.full
+def test_slimrls_half_of_the_race_with_a_tool_after_its_cold_start(tmp_path: Path):
+    sizes = ("--rounds", "1", "--repeats", "1", "--sft-updates", "2", "--folder", str(tmp_path / "race"))
+    short = ("rollout.sampling.max_new_tokens=8", *ONE_OF_EACH)
+    figures = figures_of("race_agents", tmp_path / "race.json", "--side", "slimrl", *sizes, "--tolerance", "1", *short)
+    ((step,),) = (each["steps"]["slimrl"] for each in figures["rounds"])
+    assert 16 * 8 <= step["turns"] <= 6 * 16 * 8
+    assert step["tokens"] <= 8 * step["turns"]
+    assert_positive(*(figures["medians"]["slimrl"][phase] for phase in ("total", "rollout", "training", "resync")))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not TRL.is_dir(), reason="no environment of TRL; benchmarks/race.py makes it")
+def test_trls_half_of_the_race_of_fixed_work(tmp_path: Path):
+    sizes = ("--side", "TRL", "--rounds", "1", "--repeats", "1", "--folder", str(tmp_path / "race"), "--venv", str(TRL))
+    figures = figures_of("race", tmp_path / "race.json", *sizes)
+    ((step,),) = (each["steps"]["TRL"] for each in figures["rounds"])
+    assert (step["tokens"], step["turns"]) == (16 * 8 * 48, 16 * 8)
+    assert_positive(*figures["medians"]["TRL"].values())
+    assert step["generation_s"] + step["training_s"] == pytest.approx(step["total_s"])

@@ -29,6 +29,13 @@ def test_every_package_that_is_asked_for_is_pinned_to_the_version_of_the_tests()
         assert wanted == {package: lock[package] for package in wanted}
 
 
+def test_trl_is_compared_with_the_packages_of_the_tests():
+    lock, trl = pins("requirements/lock.txt"), pins("requirements/trl.txt")
+    assert {"torch", "transformers", "accelerate"} <= trl.keys() & lock.keys()
+    assert all(trl[name] == lock[name] for name in trl.keys() & lock.keys())
+    assert trl["trl"] == pins("requirements/peers.txt")["trl"]
+
+
 def test_a_gpu_machine_gets_the_versions_of_the_tests():
     lock, gpu = pins("requirements/lock.txt"), pins("requirements/gpu.txt")
     assert {name: gpu[name] for name in ("sglang", "megatron-core")} == {
