@@ -43,7 +43,7 @@ def make_venv(folder: Path) -> Path:
         uv = Path(sys.executable).parent / "uv"
         subprocess.run([uv, "venv", "-q", "--python", sys.executable, folder], check=True, timeout=60)
         packages = ["--requirement", REQUIREMENTS, "--constraint", LOCK]
-        install = [uv, "pip", "install", "-q", "--python", python, *packages]
+        install: list[str | Path] = [uv, "pip", "install", "-q", "--python", python, *packages]
         subprocess.run(install, check=True, timeout=INSTALL_TIMEOUT_S)
         stamp.write_text(wanted)
     return python
@@ -75,7 +75,7 @@ def run_trl(python: Path, work: Mapping[str, Any]) -> Steps:
             "LD_PRELOAD": allocator,
             "HF_HUB_OFFLINE": "1",
         }
-        command = [python, *launch, Path(__file__).with_name("trl_steps.py"), file, out]
+        command: list[str | Path] = [python, *launch, Path(__file__).with_name("trl_steps.py"), file, out]
         subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S, env=environment)
         steps = json.loads(out.read_text())
     return [{**step, "training_s": step["total_s"] - step["generation_s"]} for step in steps]
