@@ -42,7 +42,7 @@ def make_venv(folder: Path) -> Path:
     if not folder.exists():
         uv = Path(sys.executable).parent / "uv"
         subprocess.run([uv, "venv", "-q", "--python", sys.executable, folder], check=True, timeout=60)
-        packages = ["--requirement", REQUIREMENTS, "--constraint", LOCK]
+        packages: list[str | Path] = ["--requirement", REQUIREMENTS, "--constraint", LOCK]
         install: list[str | Path] = [uv, "pip", "install", "-q", "--python", python, *packages]
         subprocess.run(install, check=True, timeout=INSTALL_TIMEOUT_S)
         stamp.write_text(wanted)
