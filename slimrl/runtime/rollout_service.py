@@ -148,10 +148,10 @@ class RolloutService:
         """
         if saved is None:
             self.admission.skip(step)
+            self._counted = self.admission.counts
         else:
             self._restore(saved)
         self._versions[weight_version] = self.admission.version
-        self._counted = self.admission.counts
         self._stage.run(self._start())
 
     async def _start(self) -> None:
@@ -404,6 +404,7 @@ class RolloutService:
             "versions": list(self._versions.items()),
             "cursor": self._data.state(),
             "left": list(self._left),
+            "counted": self._counted,
         }
         groups = []
         for group in self._groups.values():
@@ -426,7 +427,7 @@ class RolloutService:
         self.admission.restore(state["admission"])
         self._versions = dict(state["versions"])
         self._data.restore(state["cursor"])
-        self._left = state["left"]
+        self._left, self._counted = state["left"], state["counted"]
         for line in (folder / GROUPS_FILE).read_text().splitlines():
             value = json.loads(line)
             prompt = self._prompts.get(value["prompt_id"])

@@ -70,6 +70,7 @@ async def measured(url: str, *, adaptive: bool) -> dict[str, float]:
     return {**watched.take(), "seconds": seconds}
 
 
+@pytest.mark.full
 async def test_an_engine_retracts_less_when_concurrency_adapts_to_its_cache(url, monkeypatch):
     monkeypatch.setattr(pressure, "POLL_S", 0.2)
     fixed, adapted = [await measured(url, adaptive=adaptive) for adaptive in (False, True)]

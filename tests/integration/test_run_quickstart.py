@@ -105,7 +105,7 @@ def assert_run_folder_is_complete(folder: RunFolder) -> None:
             assert sample["num_sampled_tokens"] > 0
     assert folder.curve.read_bytes().startswith(b"\x89PNG")
     logs = {path.name for path in folder.logs.iterdir()}
-    assert {"driver.log", "router.log", "engine_0.log", "engine_1.log", "trainer_0.log", "trainer_1.log"} <= logs
+    assert {"driver.log", "engine_0.log", "engine_1.log", "trainer_0.log", "trainer_1.log"} <= logs
 
 
 def assert_metrics_hold(lines: list[dict[str, Any]], *, evaluated: bool = True) -> None:
