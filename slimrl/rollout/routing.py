@@ -154,10 +154,8 @@ class RoutedEngines(Engine):
     async def score(self, request: ScoreRequest) -> np.ndarray:
         """See Scorer; the engines that serve in turn, and another where one cannot be reached."""
         failure: EngineError = EngineError(f"session {request.session_id}: no engine is there")
-        for _ in self.live:
-            live = self.live
-            if not live:
-                break
+        live = self.live
+        for _ in live:
             self._num_scored += 1
             try:
                 return await self._client(live[self._num_scored % len(live)]).score(request)

@@ -371,6 +371,10 @@ def test_engines_on_the_trainers_devices_wait_for_the_resync_that_replaces_them(
     actors.kill("engine 1")
     watch(group)
     assert (client.serving, group.is_restarting) == (["http://engine 0", "http://engine 2"], False)
+    # What hangs would hold the memory that the trainer needs.
+    assert actors.calls[-1] == "stop engine 1"
+    # In the resync it fails, and then it is replaced.
+    assert receivers(group) == ["engine 0", "engine 1", "engine 2"]
     group.replace({"engine 1": "it had ended"})
     assert (group.num_replaced, len(receivers(group))) == (1, 3)
     with pytest.raises(StageError, match="max_replacements = 1 allows no more"):

@@ -171,6 +171,18 @@ def test_a_group_that_would_be_too_old_is_dropped_while_it_runs_and_counted(tmp_
     assert run.service.admission.counts["dropped"] == 1
 
 
+def test_a_group_that_is_dropped_between_a_batch_and_its_checkpoint_counts_in_the_step_after_it(tmp_path):
+    slow = Stage(lambda trajectory_id: 30.0 if trajectory_id.startswith("group_00000001") else 0.001)
+    run = Running(tmp_path, slow, recipe_of(max_staleness=1))
+    while not run.service.admission.counts["dropped"]:
+        run.take()
+        run.update()
+    run.service.save(tmp_path / "saved")
+    resumed = Running(tmp_path, Stage(), recipe_of(max_staleness=1), step=run.step, saved=tmp_path / "saved")
+    assert resumed.service.take(lambda: None).metrics["async/dropped_groups"] == 1
+    assert [line["group"] for line in resumed.lines() if line["end"] == "dropped"] == [1]
+
+
 def test_with_wait_the_trainer_waits_for_the_slow_group_and_nothing_is_dropped(tmp_path):
     slow = Stage(lambda trajectory_id: 1.0 if trajectory_id.startswith("group_00000001") else 0.001)
     run = Running(tmp_path, slow, recipe_of(max_staleness=1, too_old=TooOld.wait))

@@ -9,6 +9,8 @@ import math
 import pickle
 import sys
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -55,13 +57,11 @@ def read_chunk(path: Path, place: Any) -> Tensor:
     file = path / place.relative_path
     with file.open("rb") as stream:
         window: Any = _create_file_view(stream, place.offset, place.length)
-        try:
+        with _named(file, place):
             found = _plain_within(window, place.length)
             if found is None:
                 window.seek(0)
                 return torch.load(window, map_location="cpu", weights_only=True)
-        except (RuntimeError, *_BAD_PICKLE) as error:
-            raise ValueError(f"{file}: corrupt at byte {place.offset}: {error}") from error
         form, start = found
         tensor = torch.empty(form.shape, dtype=form.record.dtype)
         fill(stream.fileno(), file, bytes_of(tensor), place.offset + start)
@@ -80,10 +80,8 @@ def read_rows(path: Path, place: Any, shape: tuple[int, ...], rows: slice) -> Te
     """
     file = path / place.relative_path
     with file.open("rb") as stream:
-        try:
+        with _named(file, place):
             found = _plain_within(_create_file_view(stream, place.offset, place.length), place.length)
-        except (RuntimeError, *_BAD_PICKLE) as error:
-            raise ValueError(f"{file}: corrupt at byte {place.offset}: {error}") from error
         if found is None or found[0].shape != shape:
             return None
         form, start = found
@@ -91,6 +89,15 @@ def read_rows(path: Path, place: Any, shape: tuple[int, ...], rows: slice) -> Te
         row_bytes = math.prod(shape[1:]) * form.record.dtype.itemsize
         fill(stream.fileno(), file, bytes_of(tensor), place.offset + start + rows.start * row_bytes)
         return tensor
+
+
+@contextmanager
+def _named(file: Path, place: Any) -> Iterator[None]:
+    """Errors of reading a chunk become a ValueError with its place."""
+    try:
+        yield
+    except (RuntimeError, *_BAD_PICKLE) as error:
+        raise ValueError(f"{file}: corrupt at byte {place.offset}: {error}") from error
 
 
 def _plain_within(window: Any, length: int) -> "tuple[_Form, int] | None":

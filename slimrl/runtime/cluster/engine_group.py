@@ -100,7 +100,7 @@ class EngineGroup:
         self.num_replaced = 0
         self.addresses: list[EngineAddress] = []
 
-    def _make_actors(self, site: "Site", starts: int = 0) -> None:
+    def _make_actors(self, site: Site, starts: int = 0) -> None:
         """
         Args:
             starts: of the engine's servers before.
@@ -125,8 +125,12 @@ class EngineGroup:
 
     @property
     def receivers(self) -> list[EngineAddress]:
-        """Engines that the next resync gives weights: those that are up and do not evaluate."""
-        return [address for address in self.addresses if address.name not in {*self._down, *(self._aside or ())}]
+        """Engines that the next resync gives weights: those that are up and do not evaluate.
+
+        On the trainer's devices also those that have ended: a resync replaces what fails in it.
+        """
+        others = {*(self._aside or ()), *(() if self._recipe.rollout.colocated else self._down)}
+        return [address for address in self.addresses if address.name not in others]
 
     @property
     def need_weights(self) -> bool:
@@ -436,6 +440,8 @@ class EngineGroup:
         if rollout.colocated:
             self._count_replaced(ended)
             log.warning("the other engines continue, and the next resync replaces: %s", "; ".join(ended.values()))
+            # One that hangs holds memory.
+            self._actors.call("stop", dict.fromkeys(self._all_parts(ended), ()), timeout_s=STOP_TIMEOUT_S)
             self._down |= ended
             self._tell_client()
         else:
