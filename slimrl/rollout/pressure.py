@@ -31,7 +31,7 @@ class CachePressure:
     """
 
     def __init__(self, rollout: RolloutConfig, urls: Callable[[], Sequence[str]]) -> None:
-        self._most = rollout.max_concurrency_per_engine * rollout.num_engines
+        self._most = rollout.max_concurrency_per_engine * rollout.most_engines
         self._adaptive = (
             AdaptiveConcurrency(most=self._most, least=rollout.num_engines) if rollout.adaptive_concurrency else None
         )

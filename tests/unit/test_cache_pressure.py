@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -161,6 +162,14 @@ def test_slots_in_use_follow_the_limit_and_later_ones_begin_with_it():
         assert first.limit == 20
 
     asyncio.run(play())
+
+
+def test_slots_are_there_for_the_most_engines_that_a_run_may_have():
+    rollout = RolloutConfig(num_engines=2, max_engines=3, max_concurrency_per_engine=50)
+    assert CachePressure(rollout, lambda: []).slots().limit == 150
+    adaptive = replace(rollout, adaptive_concurrency=True)
+    # A quarter of the most.
+    assert CachePressure(adaptive, lambda: []).slots().limit == 37
 
 
 def test_without_the_setting_all_slots_are_there_whatever_the_caches():
