@@ -22,9 +22,10 @@ class GroupLedger:
         self._path = path
 
     def keep(self, step: int) -> None:
-        """Remove what a run that continues after a step writes again: the lines of later ones."""
+        """Remove what a run that continues after a step writes again: the lines of later ones, and the broken last line
+        that a killed process may leave."""
         if self._path.is_file():
-            kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= step]
+            kept = [line for line in self._path.read_text().split("\n")[:-1] if json.loads(line)["step"] <= step]
             write_whole(self._path, "".join(f"{line}\n" for line in kept))
 
     def add(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -46,8 +46,9 @@ def read_trace(folder: Path, recipe: Recipe) -> tuple[Cluster, RecordedWorkload,
 
 
 def _read_groups(path: Path) -> list[dict[str, Any]]:
+    """Without the broken last line that a killed run may leave."""
     lines = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
         try:
             value = json.loads(line)
             {"end", "begun", "ended"} <= value.keys() or value["end"]

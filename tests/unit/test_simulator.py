@@ -285,7 +285,10 @@ GROUPS = [
 
 
 def test_a_recorded_run_is_replayed_with_its_times(tmp_path):
-    cluster, work, notes = read_trace(recorded_run(tmp_path / "run", GROUPS), recipe())
+    run = recorded_run(tmp_path / "run", GROUPS)
+    with (run / "groups.jsonl").open("a") as file:
+        file.write('{"group": 3, "en')  # by a run that was killed
+    cluster, work, notes = read_trace(run, recipe())
     assert (cluster.train_s, cluster.resync_s) == (pytest.approx(4.0), pytest.approx(1.5)), "without the first step"
     assert (cluster.num_engines, cluster.slots, cluster.step_s(7)) == (3, 15, 1.0)
     assert [work.group(n) for n in range(3)] == [
