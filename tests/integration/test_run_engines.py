@@ -16,6 +16,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 GSPO = str(RECIPES / "gspo_calculator.yaml")
 RUN_S = 250.0
+LONG_TURNS = (
+    "rollout.prompts_per_step=8",
+    "rollout.sampling.max_new_tokens=600",
+    "rollout.sampling.ignore_end_of_turn=true",
+    "rollout.max_trajectory_tokens=1000",
+)
+"""Overrides of 32 turns of 600 tokens: seconds on any machine"""
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +152,7 @@ def test_an_engine_that_ends_or_hangs_in_a_rollout_leaves_its_sessions_to_the_ot
         "rollout.num_engines=2",
         "rollout.max_replacements=1",
         "rollout.health_timeout_s=5",
-        # 32 turns of 600 tokens: seconds on any machine.
-        "rollout.prompts_per_step=8",
-        "rollout.sampling.max_new_tokens=600",
-        "rollout.sampling.ignore_end_of_turn=true",
-        "rollout.max_trajectory_tokens=1000",
+        *LONG_TURNS,
         "resync.verify=full",
     )
     run = CliRun(["train", GSPO, *overrides])
@@ -162,6 +165,44 @@ def test_an_engine_that_ends_or_hangs_in_a_rollout_leaves_its_sessions_to_the_ot
     finally:
         run.close()
     assert sum(line["rollout/retries"] for line in lines[1:]) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_colocated_engine_that_ends_or_hangs_in_a_rollout_is_replaced_at_the_next_resync(
+    workspace: Workspace, number: signal.Signals
+):
+    name = f"colocated-{number.name}"
+    folder = workspace.run_folder(name)
+    overrides = workspace.overrides(
+        f"run.name={name}",
+        "steps=4",
+        "rollout.num_engines=2",
+        "rollout.colocated=true",
+        "rollout.max_replacements=1",
+        "rollout.health_timeout_s=5",
+        *LONG_TURNS,
+        "resync.verify=full",
+        "reward.function=toy_reward:low_tokens_of_any_version",
+    )
+    run = CliRun(["train", GSPO, *overrides])
+    try:
+        run.wait_until(lambda: num_logged_steps(folder) >= 2, RUN_S)
+        time.sleep(random.uniform(0.5, 1.5))
+        run.signal_server(1, number)
+        assert not folder.sample_file(2).exists()
+        assert run.wait(RUN_S) == 0, run.stderr
+        assert run.left() == []
+    finally:
+        run.close()
+    lines = read_metrics(folder.metrics)
+    # The other engine has taken the sessions over, and a version more is sent to the one that comes back.
+    assert lines[2]["rollout/retries"] > 0
+    assert {line["rollout/failed_fraction"] + line["rollout/aborted_fraction"] for line in lines[1:]} == {0}
+    assert [line["resync/replaced_engines"] for line in lines] == [0, 0, 1, 0, 0]
+    assert [line["resync/version"] for line in lines] == [0, 1, 3, 4, 5]
+    assert [line["resync/engines"] for line in lines] == [2] * 5
+    assert {line["resync/fingerprint_mismatches"] for line in lines} == {0}
 
 
 @pytest.mark.full
