@@ -5,16 +5,19 @@
 3. When it has ended, the next resync gives its engines the current weights, and they serve rollouts again.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from slimrl.data.trajectory import Prompt
-from slimrl.evaluation.item import Item
+from slimrl.config.schema.recipe import Recipe
+from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.evaluation.item import Item, item_keys, item_of
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.rollout_stage import RolloutStage, all_of, planned_trajectories, refuse_failures
 
 POLL_S = 1.0
 """Between two checks that the run goes on, while it waits for an evaluation."""
@@ -35,15 +38,11 @@ class EvaluationBeside:
     """At most one evaluation at a time."""
 
     def __init__(
-        self, sets: Mapping[str, Sequence[Prompt]], stage: RolloutStage, engines: EngineGroup, num_engines: int
+        self, recipe: Recipe, sets: Mapping[str, Sequence[Prompt]], stage: RolloutStage, engines: EngineGroup
     ) -> None:
-        """
-        Args:
-            num_engines: those that an evaluation gets.
-        """
-        self._sets, self._stage, self._engines, self._num_engines = sets, stage, engines, num_engines
-        self._running: Future[dict[str, list[Item]]] | None = None
-        self._step, self._began, self._ended = 0, 0.0, 0.0
+        self._recipe, self._sets, self._stage, self._engines = recipe, sets, stage, engines
+        self._running: Future[Evaluated] | None = None
+        self._step = 0
 
     @property
     def step(self) -> int | None:
@@ -57,13 +56,11 @@ class EvaluationBeside:
             False if the recipe sets no engines aside, or none can be spared now.
         """
         assert self._running is None, f"the evaluation of step {self._step} was not taken"
-        if not self._num_engines or not (num_engines := self._engines.set_aside(self._num_engines)):
+        most = self._recipe.eval.engines
+        if not most or not (num_engines := self._engines.set_aside(most)):
             return False
-        self._step, self._began = step, time.monotonic()
-        self._running = self._stage.begin_evaluation(
-            self._sets, label=label, num_engines=num_engines, weight_version=weight_version
-        )
-        self._running.add_done_callback(self._note_end)
+        self._step = step
+        self._running = self._stage.submit(self._evaluate(label, num_engines, weight_version))
         return True
 
     def take(self) -> Evaluated | None:
@@ -72,16 +69,18 @@ class EvaluationBeside:
         Raises:
             RunError: too many of its trajectories failed, or other weights sampled some of them.
         """
-        if self._running is not None and self._engines.evaluation_is_lost:
-            log.warning("the evaluation of step %d has lost its engines and is given up", self._step)
-            self._running.cancel()
-            self._running = None
-            self._engines.take_back()
-        if self._running is None or not self._running.done():
+        if (running := self._running) is None:
             return None
-        ended, self._running = self._running, None
+        if not (is_lost := self._engines.evaluation_is_lost) and not running.done():
+            return None
+        self._running = None
         self._engines.take_back()
-        return Evaluated(step=self._step, sets=ended.result(), seconds=self._ended - self._began)
+        # What failed may have failed by that.
+        if is_lost and not (running.done() and running.exception() is None):
+            log.warning("the evaluation of step %d has lost its engines and is given up", self._step)
+            running.cancel()
+            return None
+        return running.result()
 
     def wait(self, check: Callable[[], None]) -> Evaluated | None:
         """`take`, when the evaluation that runs has ended; None if there is none.
@@ -95,5 +94,28 @@ class EvaluationBeside:
                 break
         return self.take()
 
-    def _note_end(self, _: Future[dict[str, list[Item]]]) -> None:
-        self._ended = time.monotonic()
+    async def _evaluate(self, label: str, num_engines: int, weight_version: int) -> Evaluated:
+        """Every set, one after the other.
+
+        Raises:
+            RunError: as `take`.
+        """
+        start = time.monotonic()
+        samples, rollout = self._recipe.eval.samples_per_prompt, self._recipe.rollout
+        slots = asyncio.Semaphore(rollout.max_concurrency_per_engine * num_engines)
+
+        async def run(trajectory_id: str, prompt: Prompt) -> Trajectory:
+            async with slots:
+                return await self._stage.episodes.run(trajectory_id, prompt, rollout.eval_sampling)
+
+        found = {}
+        for name, prompts in self._sets.items():
+            planned = planned_trajectories(prompts, samples_per_prompt=samples, label=f"{label}/{name}")
+            trajectories = await all_of([run(*each) for each in planned.items()])
+            refuse_failures(rollout, f"evaluation {name}", trajectories, len(trajectories))
+            versions = {int(v) for t in trajectories for s in t.segments for v in s.weight_versions[s.loss_mask]}
+            if other := versions - {weight_version}:
+                raise RunError(f"evaluation {name} of weight version {weight_version}: sampled by {sorted(other)} too")
+            keys = item_keys(name, prompts, samples)
+            found[name] = [item_of(trajectory, key) for trajectory, key in zip(trajectories, keys, strict=True)]
+        return Evaluated(step=self._step, sets=found, seconds=time.monotonic() - start)

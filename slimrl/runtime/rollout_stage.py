@@ -21,22 +21,15 @@ import numpy as np
 
 from slimrl.agent.gateway.server import NotListening
 from slimrl.agent.tools import ToolsUnavailable
-from slimrl.algorithms.selection import check_credit
-from slimrl.algorithms.turn_states import observed_states
-from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.rollout import SamplingConfig
-from slimrl.data.engine import Engine, EngineError, Scorer, ScoreRequest
+from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
+from slimrl.data.engine import Engine, Scorer, ScoreRequest
 from slimrl.data.loop_thread import LoopThread
-from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Status, Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
 from slimrl.evaluation.items import Items
 from slimrl.observability.progress import Progress
-from slimrl.profiling.spans import SPANS
-from slimrl.rewards.groups import PendingGroups, score_group
-from slimrl.rewards.parts import PartFailed
-from slimrl.rewards.scoring import score
+from slimrl.rewards.groups import PendingGroups
 from slimrl.rewards.services import NotStarted, RewardServices
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
@@ -47,6 +40,7 @@ from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.rollout.turn_logs import LoggedTurn, TurnLogs
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.scored_episodes import ScoredEpisodes
 from slimrl.runtime.workers.pool import EpisodeWorkers
 
 log = logging.getLogger(__name__)
@@ -94,7 +88,8 @@ class RolloutStage:
         self._turn_logs = TurnLogs()
         """Of the episodes of `run_group`, where no worker has them"""
         logs = self._turn_logs if recipe.rollout.outlives_steps else None
-        self._episodes = workers or task.episode_runner(recipe, engine, logs)
+        self._runner = workers or task.episode_runner(recipe, engine, logs)
+        self.episodes = ScoredEpisodes(recipe, task.rewards, self._runner, engine)
         self._teacher, self._scorer = teacher, scorer
         self.scoring = ScoringTimes()
         """Of the last rollout, and of those before it that it refills."""
@@ -184,46 +179,14 @@ class RolloutStage:
             self._collect(f"evaluation {name}", left, sampling, on_done=keep, num_done=len(planned) - len(left))
         return items.of(keys)
 
-    def begin_evaluation(
-        self, sets: Mapping[str, Sequence[Prompt]], *, label: str, num_engines: int, weight_version: int
-    ) -> Future[dict[str, list[Item]]]:
-        """`evaluate` every set, one after the other, beside the groups of `run_group`.
-
-        Args:
-            num_engines: those which serve it, see EngineGroup.set_aside.
-            weight_version: that they have.
-
-        Returns:
-            Of each set, its items. The future raises what `evaluate` raises, and RunError for tokens of other weights.
-        """
-        assert isinstance(self._loop, LoopThread), "nothing runs between two calls"
-        return self._loop.submit(self._evaluate_beside(sets, label, num_engines, weight_version))
-
-    async def _evaluate_beside(
-        self, sets: Mapping[str, Sequence[Prompt]], label: str, num_engines: int, weight_version: int
-    ) -> dict[str, list[Item]]:
-        samples, sampling = self._recipe.eval.samples_per_prompt, self._recipe.rollout.eval_sampling
-        slots = asyncio.Semaphore(self._recipe.rollout.max_concurrency_per_engine * num_engines)
-        found = {}
-        for name, prompts in sets.items():
-
-            async def run(trajectory_id: str, prompt: Prompt) -> Trajectory:
-                async with slots:
-                    return await self._episode(trajectory_id, prompt, sampling)
-
-            planned = planned_trajectories(prompts, samples_per_prompt=samples, label=f"{label}/{name}")
-            trajectories = await _all_of([run(*each) for each in planned.items()])
-            self._refuse_failures(f"evaluation {name}", trajectories, len(trajectories))
-            versions = {int(v) for t in trajectories for s in t.segments for v in s.weight_versions[s.loss_mask]}
-            if other := versions - {weight_version}:
-                raise RunError(f"evaluation {name} of weight version {weight_version}: sampled by {sorted(other)} too")
-            keys = item_keys(name, prompts, samples)
-            found[name] = [item_of(trajectory, key) for trajectory, key in zip(trajectories, keys, strict=True)]
-        return found
-
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine on the episodes' event loop."""
         return self._loop.run(coroutine)
+
+    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin a coroutine there, beside the groups of `run_group`."""
+        assert isinstance(self._loop, LoopThread), "nothing runs between two calls"
+        return self._loop.submit(coroutine)
 
     def check(self) -> None:
         """Raises StageError if an engine ended that the episodes need."""
@@ -271,10 +234,11 @@ class RolloutStage:
             nonlocal last_end
             async with slots:
                 started = time.time()
-                trajectory = await self._episode(trajectory_id, prompt, self._recipe.rollout.sampling)
+                trajectory = await self.episodes.run(trajectory_id, prompt, self._recipe.rollout.sampling)
             last_end = time.monotonic()
             if self._teacher is not None:
-                await self._score_by(self._teacher, trajectory)
+                seconds = await self.episodes.score_by(self._teacher, trajectory)
+                self.scoring.scores_s += seconds
             trajectory.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
             keep(trajectory)
             logs.forget(trajectory_id)
@@ -283,14 +247,14 @@ class RolloutStage:
         for trajectory_id in left:
             logs.begin(trajectory_id, saved.get(trajectory_id, ()))
         try:
-            await _all_of([run(trajectory_id) for trajectory_id in left])
+            await all_of([run(trajectory_id) for trajectory_id in left])
         finally:
             for trajectory_id in left:
                 logs.forget(trajectory_id)
         if left and self._teacher is not None:
             self.scoring.tails_s.append(time.monotonic() - last_end)
         if self._task.rewards.group:
-            await self._score_group([done[trajectory_id] for trajectory_id in trajectory_ids], prompt)
+            await self.episodes.score_group([done[trajectory_id] for trajectory_id in trajectory_ids], prompt)
 
     async def turns(self) -> Mapping[str, Sequence[LoggedTurn]]:
         """What engines have answered to the trajectories of `run_group` that are not scored yet, by their ids."""
@@ -327,19 +291,8 @@ class RolloutStage:
             else:
                 trajectories = self._loop.run(self._watched(episodes, check_cancelled))
         counted = [*earlier, *trajectories]
-        self._refuse_failures(name, counted, num_done + len(counted))
+        refuse_failures(self._recipe.rollout, name, counted, num_done + len(counted))
         return trajectories
-
-    def _refuse_failures(self, name: str, ended: Sequence[Trajectory], num_counted: int) -> None:
-        """Raises RunError if too many of `num_counted` trajectories failed, all of which are among `ended`."""
-        failed = [t for t in ended if t.status in (Status.failed, Status.aborted)]
-        limit = self._recipe.rollout.max_failed_fraction
-        if len(failed) > limit * num_counted:
-            causes = sorted({str(t.metadata.get("error")) for t in failed})
-            raise RunError(
-                f"{name}: {len(failed)} of {num_counted} trajectories failed or were aborted, more than "
-                f"rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
-            )
 
     async def _watched(
         self, episodes: Coroutine[Any, Any, list[Trajectory]], check_cancelled: Callable[[], None] | None
@@ -395,20 +348,21 @@ class RolloutStage:
             async with slots:
                 trajectory_id = order.begin(time.monotonic())
                 started, prompt = time.time(), planned[trajectory_id]
-                trajectory = await self._episode(trajectory_id, prompt, sampling)
+                trajectory = await self.episodes.run(trajectory_id, prompt, sampling)
                 order.end(trajectory_id, time.monotonic())
             last_end = time.monotonic()
             if groups is not None and (ended := groups.add(trajectory)):
-                await self._score_group(ended, prompt)
+                await self.episodes.score_group(ended, prompt)
             if teacher is not None:
-                await self._score_by(teacher, trajectory)
+                seconds = await self.episodes.score_by(teacher, trajectory)
+                self.scoring.scores_s += seconds
             trajectory.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
             on_done(trajectory)
             return trajectory
 
         self._lag.resume()
         try:
-            ended = await _all_of([run() for _ in planned])
+            ended = await all_of([run() for _ in planned])
         finally:
             # Beside groups that run by themselves the loop is measured all the time.
             if not self._recipe.rollout.outlives_steps:
@@ -428,8 +382,8 @@ class RolloutStage:
             self._opened.push_async_callback(self._services.close)
             await self._services.start()
             self._keep_tasks()
-            self._opened.push_async_callback(self._episodes.stop)
-            await self._episodes.start()
+            self._opened.push_async_callback(self._runner.stop)
+            await self._runner.start()
             if not self._recipe.deterministic:
                 watch = asyncio.create_task(self.pressure.watch())
                 self._opened.push_async_callback(_end, watch)
@@ -458,68 +412,20 @@ class RolloutStage:
                 log.warning("%d calls of the task's own code do not end when they are cancelled; left behind", stuck)
         return all(task.done() for task in left)
 
-    async def _episode(self, trajectory_id: str, prompt: Prompt, sampling: SamplingConfig) -> Trajectory:
-        with SPANS.lane("episode"), SPANS("episode", id=trajectory_id):
-            return await self._scored_episode(trajectory_id, prompt, sampling)
 
-    async def _scored_episode(self, trajectory_id: str, prompt: Prompt, sampling: SamplingConfig) -> Trajectory:
-        seed = derive_seed(self._recipe.seed, "trajectory", trajectory_id)
-        trajectory = await self._episodes.run(prompt, trajectory_id=trajectory_id, sampling=sampling, seed=seed)
-        self._engine.close(trajectory_id)
-        try:
-            with SPANS("reward"):
-                await score(trajectory, prompt, self._task.rewards.function, self._recipe.rollout.trajectory_timeout_s)
-            self._complete_credit(trajectory)
-        except Exception as error:
-            # A task's own code may raise anything. The recipe limits how many trajectories may fail.
-            name = self._recipe.reward.function or "the reward"
-            whole = f"{name} failed: {type(error).__name__}: {error}"
-            cause = str(error) if isinstance(error, PartFailed) else whole
-            log.warning("%s: %s", trajectory_id, cause, exc_info=error)
-            _fail(trajectory, cause)
-        return trajectory
-
-    async def _score_by(self, teacher: Teacher, trajectory: Trajectory) -> None:
-        """A trajectory that the teacher cannot score fails."""
-        if trajectory.status is Status.failed:
-            return
-        start = time.monotonic()
-        try:
-            await teacher.score(trajectory)
-            self.scoring.scores_s.append(time.monotonic() - start)
-        except EngineError as error:
-            cause = f"the teacher failed: {error}"
-            log.warning("%s: %s", trajectory.trajectory_id, cause)
-            _fail(trajectory, cause)
-
-    async def _score_group(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
-        """Add the rewards of groups to a prompt's trajectories, all of which fail if one of these rewards does."""
-        rewards, timeout_s = self._task.rewards, self._recipe.rollout.trajectory_timeout_s
-        try:
-            await score_group(trajectories, prompt, rewards.group, timeout_s, rewards.retries)
-        except PartFailed as error:
-            log.warning("%s: %s", prompt.prompt_id, error, exc_info=error)
-            for trajectory in trajectories:
-                if trajectory.status is not Status.failed:
-                    _fail(trajectory, str(error))
-
-    def _complete_credit(self, trajectory: Trajectory) -> None:
-        """Add the states that GiGPO needs where the reward gives none: the environment's, or what the policy was told.
-
-        Raises:
-            ValueError: the task gave less than the recipe's advantages need.
-        """
-        if trajectory.status is Status.failed:
-            return
-        if self._recipe.algorithm.credit.name is CreditName.gigpo and not trajectory.turn_states:
-            count = trajectory.metadata["num_prompt_messages"]
-            trajectory.turn_states = trajectory.metadata["environment"].get("states") or observed_states(
-                trajectory.messages, count, trajectory.num_turns
-            )
-        check_credit(trajectory, self._recipe.algorithm)
+def refuse_failures(rollout: RolloutConfig, name: str, ended: Sequence[Trajectory], num_counted: int) -> None:
+    """Raises RunError if too many of `num_counted` trajectories failed, all of which are among `ended`."""
+    failed = [t for t in ended if t.status in (Status.failed, Status.aborted)]
+    limit = rollout.max_failed_fraction
+    if len(failed) > limit * num_counted:
+        causes = sorted({str(t.metadata.get("error")) for t in failed})
+        raise RunError(
+            f"{name}: {len(failed)} of {num_counted} trajectories failed or were aborted, more than "
+            f"rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
+        )
 
 
-async def _all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Their results; the first exception cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -533,11 +439,6 @@ async def _all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def _end(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _fail(trajectory: Trajectory, cause: str) -> None:
-    trajectory.status = Status.failed
-    trajectory.metadata["error"] = cause
 
 
 def group_name(trajectory_id: str) -> str:

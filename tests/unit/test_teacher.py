@@ -300,7 +300,7 @@ def test_groups_that_run_by_themselves_have_their_times_in_the_batch_after_them(
 
     engine = Scores()
     with stage_of(engine) as stage:
-        stage._episodes.count = 0
+        stage._runner.count = 0
         stage.run(group(0))
         assert len(stage.take_scoring().scores_s) == 2
         engine.takes_s = 0.05
