@@ -10,8 +10,7 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from engine_server import EngineServer, serving
 
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError, GenerateRequest
@@ -41,36 +40,6 @@ def test_the_body_of_a_request_and_of_a_batch_ask_for_logprobs_and_for_routing_w
     assert both == {**listed, "return_logprob": True}
 
 
-class Engine:
-    """Answers each request with its first token, after as many seconds as `slow` says."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict] = []
-        self.aborted: list[str] = []
-        self.experts: str | None = None
-        self.slow = 0.0
-        self.under_way = self.most_under_way = 0
-
-    async def generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.bodies.append(body)
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
-        await asyncio.sleep(self.slow)
-        self.under_way -= 1
-        spans = [{"version": "3", "start": 0, "end": 1}]
-        meta = {"weight_versions": spans, "finish_reason": {"type": "length"}, "cached_tokens": 1}
-        if self.experts is not None:
-            meta["routed_experts"] = self.experts
-        inputs = body["input_ids"] if isinstance(body["rid"], list) else [body["input_ids"]]
-        answers = [{"meta_info": {**meta, "output_token_logprobs": [[-0.5, tokens[0]]]}} for tokens in inputs]
-        return web.json_response(answers if isinstance(body["rid"], list) else answers[0])
-
-    async def abort(self, request: web.Request) -> web.Response:
-        self.aborted.append((await request.json())["rid"])
-        return web.Response()
-
-
 @contextmanager
 def nothing_left_open() -> Iterator[None]:
     """Every session that is made inside has been closed."""
@@ -92,17 +61,9 @@ def nothing_left_open() -> Iterator[None]:
 @pytest.fixture
 async def engines():
     """Two with their addresses."""
-    made = [Engine(), Engine()]
-    servers = []
-    for engine in made:
-        app = web.Application()
-        app.router.add_post("/generate", engine.generate)
-        app.router.add_post("/abort_request", engine.abort)
-        servers.append(TestServer(app))
-        await servers[-1].start_server()
-    yield [(engine, str(server.make_url("")).rstrip("/")) for engine, server in zip(made, servers, strict=True)]
-    for server in servers:
-        await server.close()
+    made = [EngineServer(), EngineServer()]
+    async with serving(*made):
+        yield [(engine, engine.url) for engine in made]
 
 
 async def test_what_is_late_is_aborted_and_what_is_closed_leaves_no_connection(engines):

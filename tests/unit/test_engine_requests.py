@@ -5,8 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from engine_server import EngineServer, serving
 
 from slimrl.data.engine import EngineError, GenerateRequest
 from slimrl.rollout import client
@@ -14,54 +13,11 @@ from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.ports import free_ports
 
-META = {
-    "output_token_logprobs": [[-0.5, 7, None]],
-    "weight_versions": [{"version": "4", "start": 0, "end": 1}],
-    "finish_reason": {"type": "stop"},
-    "cached_tokens": 0,
-}
-
-
-class Server:
-    """Does with each request to generate what `script` says next: a status, "hang", "cut off", or an answer."""
-
-    def __init__(self) -> None:
-        self.script: list[int | str] = []
-        self.asked: list[dict] = []
-        self.aborted: list[str] = []
-        self.group: int | None = None
-        """Of an engine's ranks, that answers"""
-        self.url = ""
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(await request.json())
-        action = self.script.pop(0) if self.script else "answer"
-        if action == "hang":
-            await asyncio.sleep(60)
-        if action == "cut off":
-            assert request.transport is not None
-            request.transport.abort()
-        if isinstance(action, int):
-            return web.json_response({"error": "not now"}, status=action)
-        answer = {"meta_info": META | ({} if self.group is None else {"dp_rank": self.group})}
-        return web.json_response([answer] * len(rids) if isinstance(rids := self.asked[-1]["rid"], list) else answer)
-
-    async def abort(self, request: web.Request) -> web.Response:
-        self.aborted.append((await request.json())["rid"])
-        return web.Response()
-
-    def rids(self) -> list[str]:
-        return [body["rid"] for body in self.asked]
-
 
 @pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    there = Server()
-    app = web.Application()
-    app.router.add_post("/generate", there.generate)
-    app.router.add_post("/abort_request", there.abort)
-    async with TestServer(app) as running:
-        there.url = str(running.make_url("")).rstrip("/")
+async def server() -> AsyncIterator[EngineServer]:
+    there = EngineServer(7)
+    async with serving(there):
         yield there
 
 
@@ -90,20 +46,20 @@ def ask(session: str = "s", timeout_s: float = 20.0) -> GenerateRequest:
     )  # fmt: skip
 
 
-async def test_what_is_not_answered_by_the_deadline_is_aborted_and_not_asked_again(server: Server, connect):
+async def test_what_is_not_answered_by_the_deadline_is_aborted_and_not_asked_again(server: EngineServer, connect):
     server.script = ["hang"]
     engine = connect(server.url)
     with pytest.raises(EngineError, match=r"session late: no answer within 0\.1 s"):
         await engine.generate(ask("late", timeout_s=0.1))
     await engine.aclose()
-    assert server.aborted == server.rids()
-    assert len(server.asked) == 1
+    assert server.aborted == server.rids
+    assert len(server.bodies) == 1
 
 
-async def test_a_session_keeps_to_the_group_of_ranks_that_answered_its_first_turn(server: Server, connect):
+async def test_a_session_keeps_to_the_group_of_ranks_that_answered_its_first_turn(server: EngineServer, connect):
     engines = connect(server.url), RoutedEngines(connect, [server.url])
     for engine in engines:
-        server.asked.clear()
+        server.bodies.clear()
         for session, group in (("a", 1), ("b", 0), ("a", 1), ("b", 0)):
             server.group = group
             await engine.generate(ask(session))
@@ -112,28 +68,26 @@ async def test_a_session_keeps_to_the_group_of_ranks_that_answered_its_first_tur
         server.group = None
         for session in ("a", "a", "b"):
             await engine.generate(ask(session))
-        assert [body.get("routed_dp_rank") for body in server.asked] == [None, None, 1, 0, None, None, 0]
+        assert [body.get("routed_dp_rank") for body in server.bodies] == [None, None, 1, 0, None, None, 0]
     # Several at a time have no group in common.
     await engines[0].generate_batch([ask("b"), ask("c")])
-    assert "routed_dp_rank" not in server.asked[-1]
+    assert "routed_dp_rank" not in server.bodies[-1]
 
 
-async def test_what_the_caller_gives_up_is_aborted(server: Server, connect):
+async def test_what_the_caller_gives_up_is_aborted(server: EngineServer, connect):
     server.script = ["hang"]
     engine = connect(server.url)
     task = asyncio.create_task(engine.generate_batch([ask("a"), ask("b")]))
-    async with asyncio.timeout(10):
-        while not server.asked:
-            await asyncio.sleep(0.01)
+    await server.asked(1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await engine.aclose()
-    assert sorted(server.aborted) == sorted(server.rids()[0])
+    assert sorted(server.aborted) == sorted(server.rids[0])
     assert len(server.aborted) == 2
 
 
-async def test_what_was_answered_is_not_aborted(server: Server, connect):
+async def test_what_was_answered_is_not_aborted(server: EngineServer, connect):
     engine = connect(server.url)
     result = await engine.generate(ask())
     await engine.aclose()
@@ -141,34 +95,34 @@ async def test_what_was_answered_is_not_aborted(server: Server, connect):
 
 
 @pytest.mark.parametrize("failure", ["cut off", 500, 502, 503])
-async def test_a_request_that_nobody_answered_is_sent_again_under_the_same_seed(server: Server, connect, failure):
+async def test_a_request_that_nobody_answered_is_sent_again_under_the_same_seed(server: EngineServer, connect, failure):
     server.script = [failure, failure]
     engine = connect(server.url)
     result = await engine.generate(ask())
     await engine.aclose()
     assert (result.tokens, result.num_retries) == ([7], 2)
-    assert [body["sampling_params"]["sampling_seed"] for body in server.asked] == [11] * 3
+    assert [body["sampling_params"]["sampling_seed"] for body in server.bodies] == [11] * 3
     # An engine may still be at work on the first one, and refuses another request of its id.
-    assert len(set(server.rids())) == 3
-    assert set(server.aborted) == set(server.rids()[:2] if failure == "cut off" else [])
+    assert len(set(server.rids)) == 3
+    assert set(server.aborted) == set(server.rids[:2] if failure == "cut off" else [])
 
 
-async def test_a_batch_is_sent_again_as_a_whole(server: Server, connect):
+async def test_a_batch_is_sent_again_as_a_whole(server: EngineServer, connect):
     server.script = ["cut off"]
     results = await connect(server.url).generate_batch([ask("a"), ask("b")])
     assert [result.num_retries for result in results] == [1, 1]
-    assert [len(rids) for rids in server.rids()] == [2, 2]
+    assert [len(rids) for rids in server.rids] == [2, 2]
 
 
 @pytest.mark.parametrize("status", [400, 404, 504])
-async def test_a_refusal_is_not_asked_again(server: Server, connect, status: int):
+async def test_a_refusal_is_not_asked_again(server: EngineServer, connect, status: int):
     server.script = [status]
     with pytest.raises(EngineError, match=rf"session s: {status} .*not now"):
         await connect(server.url).generate(ask())
-    assert len(server.asked) == 1
+    assert len(server.bodies) == 1
 
 
-async def test_the_last_failure_is_what_is_told(server: Server, connect):
+async def test_the_last_failure_is_what_is_told(server: EngineServer, connect):
     server.script = [503, 503, "cut off", 502]
     with pytest.raises(EngineError, match="session s: 502"):
         await connect(server.url).generate(ask())
@@ -177,7 +131,7 @@ async def test_the_last_failure_is_what_is_told(server: Server, connect):
         await connect(f"http://127.0.0.1:{nobody}").generate(ask())
 
 
-async def test_the_deadline_is_of_all_attempts_together(monkeypatch: pytest.MonkeyPatch, server: Server, connect):
+async def test_the_deadline_is_of_all_attempts_together(monkeypatch: pytest.MonkeyPatch, server: EngineServer, connect):
     monkeypatch.setattr(client, "RETRY_DELAYS_S", (60.0,))
     server.script = [503]
     start = time.monotonic()

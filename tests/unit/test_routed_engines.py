@@ -1,4 +1,4 @@
-"""Several engines as one, by their real clients: web servers of this process that answer, hang or break off."""
+"""Several engines as one, by their real clients."""
 
 import asyncio
 import pickle
@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from engine_server import EngineServer, serving
 
 from slimrl.data.engine import EngineError, GenerateRequest
 from slimrl.rollout import routing
@@ -20,58 +19,15 @@ from slimrl.rollout.servers.ports import free_ports
 CONNECT = partial(SglangEngine, retries=False)
 
 
-class Server:
-    """Answers with `token`, or does what `action` says: a status, "hang" or "cut off"."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-        self.action: str | int = ""
-        self.sessions: list[str] = []
-        self.rids: list[str] = []
-        self.aborted: list[str] = []
-        self.url = ""
-
-    async def generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.rids.append(body["rid"])
-        if self.action == "hang":
-            await asyncio.sleep(60)
-        if self.action == "cut off":
-            assert request.transport is not None
-            request.transport.abort()
-        if isinstance(self.action, int):
-            return web.json_response({"error": "not now"}, status=self.action)
-        span = {"version": "4", "start": 0, "end": 1}
-        meta = {"output_token_logprobs": [[-0.5, self.token]], "weight_versions": [span], "cached_tokens": 0}
-        return web.json_response({"meta_info": {**meta, "finish_reason": {"type": "stop"}}})
-
-    async def abort(self, request: web.Request) -> web.Response:
-        self.aborted.append((await request.json())["rid"])
-        return web.Response()
-
-    async def asked(self, count: int) -> None:
-        async with asyncio.timeout(10):
-            while len(self.rids) < count:
-                await asyncio.sleep(0.01)
+@pytest.fixture
+async def servers() -> AsyncIterator[list[EngineServer]]:
+    made = [EngineServer(7), EngineServer(8)]
+    async with serving(*made):
+        yield made
 
 
 @pytest.fixture
-async def servers() -> AsyncIterator[list[Server]]:
-    made, running = [Server(7), Server(8)], []
-    for server in made:
-        app = web.Application()
-        app.router.add_post("/generate", server.generate)
-        app.router.add_post("/abort_request", server.abort)
-        running.append(TestServer(app))
-        await running[-1].start_server()
-        server.url = str(running[-1].make_url("")).rstrip("/")
-    yield made
-    for each in running:
-        await each.close()
-
-
-@pytest.fixture
-async def engines(servers: list[Server]) -> AsyncIterator[RoutedEngines]:
+async def engines(servers: list[EngineServer]) -> AsyncIterator[RoutedEngines]:
     made = RoutedEngines(CONNECT)
     made.use([server.url for server in servers])
     yield made
@@ -90,7 +46,7 @@ def ask(session: str = "s", timeout_s: float = 20.0) -> GenerateRequest:
     )  # fmt: skip
 
 
-async def first_of(engines: RoutedEngines, servers: list[Server]) -> tuple[Server, Server]:
+async def first_of(engines: RoutedEngines, servers: list[EngineServer]) -> tuple[EngineServer, EngineServer]:
     """The server that session s is on, and the other."""
     token = (await engines.generate(ask())).tokens[0]
     return (servers[0], servers[1]) if token == servers[0].token else (servers[1], servers[0])

@@ -1,0 +1,91 @@
+"""Engines as their clients see them: web servers of this process that answer, hang or break off."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+
+class EngineServer:
+    """Answers each request with one token and the log-probs of its input, or does what `script` says next, else
+    `action`: a status, "hang" or "cut off"."""
+
+    def __init__(self, token: int | None = None) -> None:
+        """
+        Args:
+            token: of its answers; None for a request's first.
+        """
+        self.token = token
+        self.script: list[int | str] = []
+        self.action: int | str = ""
+        self.slow = 0.0
+        """Seconds until an answer"""
+        self.group: int | None = None
+        """Of the engine's ranks, that answers"""
+        self.experts: str | None = None
+        self.bodies: list[dict] = []
+        self.aborted: list[str] = []
+        self.under_way = self.most_under_way = 0
+        self.url = ""
+
+    @property
+    def rids(self) -> list[str]:
+        return [body["rid"] for body in self.bodies]
+
+    async def asked(self, count: int) -> None:
+        """Wait until it has had so many requests."""
+        async with asyncio.timeout(10):
+            while len(self.bodies) < count:
+                await asyncio.sleep(0.01)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        action = self.script.pop(0) if self.script else self.action
+        await asyncio.sleep(60 if action == "hang" else self.slow)
+        self.under_way -= 1
+        if action == "cut off":
+            assert request.transport is not None
+            request.transport.abort()
+        if isinstance(action, int):
+            return web.json_response({"error": "not now"}, status=action)
+        several = isinstance(body["rid"], list)
+        answers = [self._answer(tokens) for tokens in (body["input_ids"] if several else [body["input_ids"]])]
+        return web.json_response(answers if several else answers[0])
+
+    def _answer(self, tokens: list[int]) -> dict[str, Any]:
+        token = tokens[0] if self.token is None else self.token
+        meta: dict[str, Any] = {
+            "output_token_logprobs": [[-0.5, token]],
+            "input_token_logprobs": [[None, tokens[0]], *([-token, one] for one in tokens[1:])],
+            "weight_versions": [{"version": "4", "start": 0, "end": 1}],
+            "finish_reason": {"type": "stop"},
+            "cached_tokens": 0,
+        }
+        if self.group is not None:
+            meta["dp_rank"] = self.group
+        if self.experts is not None:
+            meta["routed_experts"] = self.experts
+        return {"meta_info": meta}
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
+
+
+@asynccontextmanager
+async def serving(*engines: EngineServer) -> AsyncIterator[None]:
+    """They have addresses meanwhile."""
+    async with AsyncExitStack() as running:
+        for engine in engines:
+            app = web.Application()
+            app.router.add_post("/generate", engine.generate)
+            app.router.add_post("/abort_request", engine.abort)
+            server = await running.enter_async_context(TestServer(app))
+            engine.url = str(server.make_url("")).rstrip("/")
+        yield
