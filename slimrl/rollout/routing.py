@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -152,16 +152,30 @@ class RoutedEngines(Engine):
             return replace(result, num_retries=result.num_retries + failures + moves)
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
-        """See Scorer; the engines that serve in turn, and another where one cannot be reached."""
-        failure: EngineError = EngineError(f"session {request.session_id}: no engine is there")
-        live = self.live
-        for _ in live:
+        """See Scorer; the engines that serve in turn, and the next one where one leaves or cannot be reached.
+
+        Raises:
+            EngineError: an engine refused it, or there was no answer before the deadline.
+        """
+        self._attach()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.timeout_s
+        while True:
+            if not (live := self.live):
+                await self._change(request, deadline - loop.time())
+                continue
             self._num_scored += 1
+            url = live[self._num_scored % len(live)]
+            part = replace(request, timeout_s=deadline - loop.time())
             try:
-                return await self._client(live[self._num_scored % len(live)]).score(request)
-            except EngineUnreachable as error:
-                failure = error
-        raise failure
+                scores = await self._unless_it_leaves(url, self._client(url).score(part))
+            except EngineUnreachable:
+                if loop.time() + RETRY_DELAYS_S[0] > deadline:
+                    raise
+                await asyncio.sleep(RETRY_DELAYS_S[0])
+                continue
+            if scores is not None:
+                return scores
 
     async def aclose(self) -> None:
         with self._lock:
@@ -192,28 +206,33 @@ class RoutedEngines(Engine):
         return self._of_evaluations if is_set_aside else self._choice
 
     async def _answer(self, url: str, request: GenerateRequest, choice: EngineChoice) -> GenerateResult | None:
-        """The answer of an engine on which the request has begun, or None if it left before."""
-        client, attempt = self._client(url), asyncio.timeout(None)
+        """See `_unless_it_leaves`; of a request that has begun on the engine."""
+        try:
+            return await self._unless_it_leaves(url, self._client(url).generate(request))
+        finally:
+            choice.end(url, request)
+
+    async def _unless_it_leaves[T](self, url: str, answer: Coroutine[Any, Any, T]) -> T | None:
+        """The answer of an engine, or None if the engine leaves before."""
+        attempt = asyncio.timeout(None)
         try:
             async with attempt:
                 self._attempts[url].add(attempt)
                 try:
-                    return await client.generate(request)
+                    return await answer
                 finally:
                     self._attempts[url].discard(attempt)
         except TimeoutError:
             if not attempt.expired():
                 raise
             return None
-        finally:
-            choice.end(url, request)
 
     def _client(self, url: str) -> ScoringEngine:
         if url not in self._clients:
             self._clients[url] = self._connect(url)
         return self._clients[url]
 
-    async def _change(self, request: GenerateRequest, timeout_s: float) -> None:
+    async def _change(self, request: GenerateRequest | ScoreRequest, timeout_s: float) -> None:
         """Wait for another `use`; raises EngineError at the deadline."""
         try:
             async with asyncio.timeout(timeout_s):

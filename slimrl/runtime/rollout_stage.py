@@ -126,7 +126,7 @@ class RolloutStage:
         prompts: Sequence[Prompt],
         *,
         label: str,
-        check_cancelled: Callable[[], None] | None = None,
+        check_cancelled: Callable[[], None] = lambda: None,
         earlier: Sequence[Trajectory] = (),
     ) -> list[Trajectory]:
         """`samples_per_prompt` trajectories of each prompt under the training sampling settings.
@@ -146,13 +146,22 @@ class RolloutStage:
         sampling = self._recipe.rollout.sampling
         return self._collect("rollout", planned, sampling, check_cancelled, earlier, trains=True)
 
-    def evaluate(self, name: str, prompts: Sequence[Prompt], *, label: str, items: Items | None = None) -> list[Item]:
+    def evaluate(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        *,
+        label: str,
+        items: Items | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[Item]:
         """`eval.samples_per_prompt` trajectories of each prompt under the evaluation sampling settings.
 
         Args:
             items: those that are finished already, which are not sampled again; gets the others as they end. A
                 deterministic run samples a set again of which one is missing: the batches in which its trajectories
                 are computed depend on all of them.
+            check: called every second; an exception that it raises ends the evaluation.
 
         Returns:
             The set's items by prompt and sample.
@@ -176,7 +185,8 @@ class RolloutStage:
 
         if left:
             sampling = self._recipe.rollout.eval_sampling
-            self._collect(f"evaluation {name}", left, sampling, on_done=keep, num_done=len(planned) - len(left))
+            num_done = len(planned) - len(left)
+            self._collect(f"evaluation {name}", left, sampling, check, on_done=keep, num_done=num_done)
         return items.of(keys)
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -187,6 +197,21 @@ class RolloutStage:
         """Begin a coroutine there, beside the groups of `run_group`."""
         assert isinstance(self._loop, LoopThread), "nothing runs between two calls"
         return self._loop.submit(coroutine)
+
+    def run_watched[T](self, coroutine: Coroutine[Any, Any, T], check: Callable[[], None]) -> T:
+        """Its result, beside these groups.
+
+        Args:
+            check: called every second in this thread, so that an engine which is judged does not hold up the groups; an
+                exception that it raises ends the coroutine.
+        """
+        work = self.submit(coroutine)
+        try:
+            while not wait([work], timeout=WATCH_S).done:
+                check()
+        finally:
+            work.cancel()
+        return work.result()
 
     def check(self) -> None:
         """Raises StageError if an engine ended that the episodes need."""
@@ -265,7 +290,7 @@ class RolloutStage:
         name: str,
         planned: Mapping[str, Prompt],
         sampling: SamplingConfig,
-        check_cancelled: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
         earlier: Sequence[Trajectory] = (),
         *,
         trains: bool = False,
@@ -285,38 +310,18 @@ class RolloutStage:
                 on_done(trajectory)
                 phase.advance()
 
+            def look() -> None:
+                self._watch()
+                check()
+
             episodes = self._run_episodes(planned, sampling, advance, trains=trains)
             if isinstance(self._loop, LoopThread):
-                trajectories = self._watched_from_here(self._loop, episodes)
+                trajectories = self.run_watched(episodes, look)
             else:
-                trajectories = self._loop.run(self._watched(episodes, check_cancelled))
+                trajectories = self._loop.run(_watched(episodes, look))
         counted = [*earlier, *trajectories]
         refuse_failures(self._recipe.rollout, name, counted, num_done + len(counted))
         return trajectories
-
-    async def _watched(
-        self, episodes: Coroutine[Any, Any, list[Trajectory]], check_cancelled: Callable[[], None] | None
-    ) -> list[Trajectory]:
-        work = asyncio.create_task(episodes)
-        try:
-            while not (await asyncio.wait([work], timeout=WATCH_S))[0]:
-                self._watch()
-                if check_cancelled is not None:
-                    check_cancelled()
-        finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-        return work.result()
-
-    def _watched_from_here(self, loop: LoopThread, episodes: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
-        """An engine that is judged holds up this thread, and not the groups of the event loop."""
-        work = loop.submit(episodes)
-        try:
-            while not wait([work], timeout=WATCH_S).done:
-                self._watch()
-        finally:
-            work.cancel()
-        return work.result()
 
     async def _run_episodes(
         self,
@@ -411,6 +416,18 @@ class RolloutStage:
             if stuck := sum(not task.done() for task in left):
                 log.warning("%d calls of the task's own code do not end when they are cancelled; left behind", stuck)
         return all(task.done() for task in left)
+
+
+async def _watched[T](work: Coroutine[Any, Any, T], check: Callable[[], None]) -> T:
+    """Its result; `check` is called every second, and an exception that it raises ends the work."""
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([task], timeout=WATCH_S))[0]:
+            check()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return task.result()
 
 
 def refuse_failures(rollout: RolloutConfig, name: str, ended: Sequence[Trajectory], num_counted: int) -> None:

@@ -5,7 +5,7 @@ log-probs, before the step changes its weights.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,8 +34,11 @@ class ScoreCheck:
         every = self._recipe.algorithm.score_every_steps
         return every > 0 and (self._last is None or step - self._last >= every)
 
-    def measure(self, step: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def measure(self, step: int, trajectories: Sequence[Trajectory], check: Callable[[], None]) -> dict[str, float]:
         """The metrics `mismatch/`; empty if no trajectory has a sampled token.
+
+        Args:
+            check: called every second while the engines score.
 
         Raises:
             RunError: an engine did not score.
@@ -44,7 +47,7 @@ class ScoreCheck:
         if not found:
             return {}
         self._last = step
-        scored = self._stage.run(self._scored(found[:NUM_SCORED]))
+        scored = self._stage.run_watched(self._scored(found[:NUM_SCORED]), check)
         return mismatch_metrics(self._reports(scored))
 
     async def _scored(self, segments: Sequence[Segment]) -> list[Segment]:

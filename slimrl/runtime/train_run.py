@@ -118,7 +118,7 @@ class TrainRun(Run):
             batch, lags_s = self._service.take(self._check_wait), self.stage.take_lags()
             scoring = self.stage.take_scoring()
             if batch.metrics["async/current_token_fraction"] == 0 and self._score_check.is_due(step.number):
-                metrics = self._score_check.measure(step.number, batch.kept)
+                metrics = self._score_check.measure(step.number, batch.kept, self._check_serving)
                 step.record(metrics)
                 self.learner.limit_mismatch(step, metrics)
             if self.recipe.rollout.mode is RolloutMode.sync:
@@ -172,7 +172,8 @@ class TrainRun(Run):
             return
         with step.timed("eval"), self._rollouts_held():
             for name, prompts in self.task.eval_sets.items():
-                self._record_items(step, name, self.stage.evaluate(name, prompts, label=label))
+                items = self.stage.evaluate(name, prompts, label=label, check=self._serve_again)
+                self._record_items(step, name, items)
         self._write(step)
 
     def finish(self) -> None:
@@ -224,20 +225,24 @@ class TrainRun(Run):
 
     def _check_wait(self) -> None:
         """While the trainer waits for a batch: nothing that is finished is lost if the run ends here."""
-        self.stage.check()
-        self._serve_again(updates=0)
+        self._check_serving()
         if self.preemption.asked:
             if self.state.step > 0:
                 # Also if the step's checkpoint is there: other groups have ended since.
                 self.save_checkpoint()
             raise StepDropped("the run ends while it waits for groups")
 
+    def _check_serving(self) -> None:
+        """While something waits for the engines, with the weights that they have."""
+        self.stage.check()
+        self._serve_again()
+
     def _check_drain(self) -> None:
         """While the groups end that began before the update."""
         self.stage.check()
         self._serve_again(updates=1)
 
-    def _serve_again(self, *, updates: int) -> None:
+    def _serve_again(self, *, updates: int = 0) -> None:
         """Where no engine is left that serves, but one has been restarted, send it the trainer's weights.
 
         Args:
@@ -246,7 +251,7 @@ class TrainRun(Run):
         if self.engines.need_weights:
             assert self._service is not None
             self.state.weight_version += 1
-            self._send_weights(Step(self.state.step))
+            self._send_weights(None)
             self._service.note_version(self.state.weight_version, updates)
 
     def save_checkpoint(self) -> None:
@@ -261,7 +266,7 @@ class TrainRun(Run):
         super()._export()
         self.progress.say(f"curve: {self.folder.curve}")
 
-    def _send_weights(self, step: Step) -> None:
+    def _send_weights(self, step: Step | None) -> None:
         self._weights.send(step)
         self._memory.enter(MemoryPhase.rollout)
 

@@ -47,13 +47,17 @@ class WeightSync:
         self._trainers, self._engines, self._memory, self._progress = trainers, engines, memory, progress
         self._connected: list[EngineAddress] = []
         self._num_replaced = 0
-        """When the last weights had been sent"""
+        """At the last step's resync"""
 
-    def send(self, step: Step) -> None:
+    def send(self, step: Step | None) -> None:
         """Send the weights as `state.weight_version`; where engines share devices, as later versions until all of them
         have it.
 
         Memory is in MemoryPhase.exchange afterwards.
+
+        Args:
+            step: gets the metrics. None between the resyncs of two steps, of which the later one counts what was
+                replaced.
 
         Raises:
             RunError: loaded tensors differ from the trainer's, or more engines failed than a run may replace.
@@ -67,6 +71,8 @@ class WeightSync:
         if report.failed_engines:
             self._engines.restart(report.failed_engines)
         self._engines.have_weights({address.name for address in self._connected} - report.failed_engines.keys())
+        if step is None:
+            return
         metrics = {
             "resync/bytes": report.bytes,
             "resync/written_bytes": report.written_bytes,

@@ -62,7 +62,7 @@ class EngineServer:
         token = tokens[0] if self.token is None else self.token
         meta: dict[str, Any] = {
             "output_token_logprobs": [[-0.5, token]],
-            "input_token_logprobs": [[None, tokens[0]], *([-token, one] for one in tokens[1:])],
+            "input_token_logprobs": [[None, tokens[0]], *([-one, one] for one in tokens[1:])],
             "weight_versions": [{"version": "4", "start": 0, "end": 1}],
             "finish_reason": {"type": "stop"},
             "cached_tokens": 0,

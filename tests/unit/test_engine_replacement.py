@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.resync.report import ResyncReport
 from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.state import RunState
@@ -23,9 +24,9 @@ class Run:
         self.receivers = [SimpleNamespace(name=f"engine {number}") for number in range(2)]
         self.num_replaced, self.limit = 0, limit
         self.state = RunState(weight_version=6)
-        recipe = Recipe()
-        recipe.rollout.colocated = True
-        self.sync = WeightSync(recipe, self.state, self, self, self, self)
+        self.recipe = Recipe()
+        self.recipe.rollout.colocated = True
+        self.sync = WeightSync(self.recipe, self.state, self, self, self, self)
 
     def resync(self, version):
         self.calls.append(f"send {version}")
@@ -56,6 +57,12 @@ class Run:
     def say(self, text):
         self.said.append(text)
 
+    def wait_for_receivers(self):
+        pass
+
+    def restart(self, failed):
+        self.num_replaced += len(failed)
+
     def send(self) -> dict[str, float]:
         step = Step(1)
         self.sync.send(step)
@@ -82,3 +89,14 @@ def test_an_engine_that_fails_again_is_replaced_again_until_the_run_may_replace_
         run.send()
     assert run.calls.count("replace engine 0") == 2
     assert [call for call in run.calls if call.startswith("send")] == ["send 6", "send 7", "send 8"]
+
+
+def test_what_is_replaced_at_a_resync_between_two_steps_counts_in_the_next_step():
+    run = Run([{}, {"engine 1": "engine 1, pause_generation: gone"}])
+    run.recipe.rollout.colocated, run.recipe.rollout.mode = False, RolloutMode.async_
+    assert run.send()["resync/replaced_engines"] == 0
+    run.num_replaced += 1
+    run.sync.send(None)
+    assert run.served == ["engine 0"]
+    assert run.send()["resync/replaced_engines"] == 2
+    assert run.send()["resync/replaced_engines"] == 0

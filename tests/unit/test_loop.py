@@ -45,6 +45,8 @@ class Stages:
         self.failing_evaluations: set[str] = set()
         self.asked = False
         self.asked_in = ""
+        self.lost_in = ""
+        """The evaluation in which the last engine ends and is restarted"""
         self.scoring = ScoringTimes()
         self.lags_s: list[float] = []
         self.pressure = CachePressure(RolloutConfig(), lambda: ())
@@ -67,6 +69,7 @@ class Stages:
 
     def have_weights(self, names):
         assert names == {"engine 0"}
+        self.need_weights = False
 
     def rollout(self, prompts, *, label, check_cancelled):
         self._note(f"rollout {label} of {', '.join(prompt.prompt_id for prompt in prompts)}")
@@ -95,8 +98,10 @@ class Stages:
             failed_engines={}, stale_requests=0, peak_extra_bytes=0,
         )  # fmt: skip
 
-    def evaluate(self, name, prompts, *, label):
+    def evaluate(self, name, prompts, *, label, check):
         self._note(f"{label} on {name}")
+        self.need_weights = self.lost_in == label
+        check()
         if label in self.failing_evaluations:
             raise RunError(f"evaluation {name}: 3 of 4 trajectories failed")
         # Another figure for each step, whoever makes it.
@@ -458,13 +463,21 @@ def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tm
 
 
 class Beside:
-    """A rollout beside the training, of which a group ends at each look; the run is preempted in the second wait."""
+    """A rollout beside the training, of which a group ends at each look; the run is preempted in one of the waits."""
 
-    def __init__(self, stages: Stages) -> None:
-        self.stages, self.num_taken, self.num_ended = stages, 0, 0
+    def __init__(self, stages: Stages, asked_at: int = 2) -> None:
+        self.stages, self.num_taken, self.num_ended, self.asked_at = stages, 0, 0, asked_at
+
+        self.versions: list[tuple[int, int]] = []
 
     def start(self, step, weight_version, saved):
         pass
+
+    def hold(self, held):
+        pass
+
+    def note_version(self, weight_version, updates):
+        self.versions.append((weight_version, updates))
 
     def before_resync(self, check, preemption):
         pass
@@ -478,7 +491,7 @@ class Beside:
     def take(self, check):
         self.num_taken += 1
         self.num_ended += 1
-        self.stages.asked = self.num_taken == 2
+        self.stages.asked = self.num_taken == self.asked_at
         check()
         figures = {"async/current_token_fraction": 1.0}
         return StepRollout(sampled=["a trajectory"], kept=["a trajectory"], metrics=figures)  # type: ignore[list-item]
@@ -501,3 +514,17 @@ def test_what_ended_since_the_step_s_checkpoint_is_saved_when_a_wait_for_groups_
     assert saved_state(folder).cursor == {"taken": 1}, "as the service says"
     assert stages.said == ["step 2 dropped: the run ends while it waits for groups"]
     assert stages.calls[-2:] == ["checkpoint", "checkpoint"]
+
+
+def test_an_evaluation_in_which_the_last_engine_ends_goes_on_with_the_same_weights_on_the_one_that_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delattr(train_run, "StepSampler")  # steps that sample their own groups
+    stages, recipe = Stages(), recipe_of(1, at_end=True)
+    recipe.rollout.mode, stages.lost_in = RolloutMode.async_, "eval_000001"
+    service = Beside(stages, asked_at=9)
+    folder = play(recipe, stages, tmp_path, service=service)
+    evaluated = stages.calls.index("eval_000001 on heldout")
+    assert stages.calls[evaluated : evaluated + 3] == ["eval_000001 on heldout", "resync 2", "line 1"]
+    assert service.versions == [(2, 0)], "no update more than the step's"
+    assert [line["resync/version"] for line in lines(folder)] == [0, 1]

@@ -189,6 +189,25 @@ def test_an_evaluation_beside_groups_neither_holds_them_up_nor_ends_the_measurin
     assert set(judged_in) == {threading.current_thread()}
 
 
+def test_an_evaluation_beside_groups_is_looked_at_from_the_thread_that_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rollout_stage, "WATCH_S", 0.01)
+    episodes = Episodes()
+    episodes.takes_s = 60.0
+    looked_in: list[threading.Thread] = []
+
+    def check() -> None:
+        looked_in.append(threading.current_thread())
+        if len(looked_in) == 3:
+            raise InterruptedError
+
+    with stage_of(episodes, loop=LoopThread("slimrl-rollout"), mode=RolloutMode.async_) as stage:
+        with pytest.raises(InterruptedError):
+            stage.evaluate("heldout", PROMPTS[:1], label="eval_000001", check=check)
+        stage.run(asyncio.sleep(0.1))
+        assert episodes.cancelled == 1
+    assert looked_in == [threading.current_thread()] * 3
+
+
 def test_what_does_not_start_ends_the_start_and_leaves_nothing_open():
     episodes = Episodes()
     episodes.start_error = ToolsUnavailable("MCP server time ended")

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from engine_server import EngineServer, serving
 
-from slimrl.data.engine import EngineError, GenerateRequest
+from slimrl.data.engine import EngineError, GenerateRequest, ScoreRequest
 from slimrl.rollout import routing
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.routing import RoutedEngines
@@ -219,3 +219,33 @@ async def test_evaluations_go_to_the_engines_that_are_set_aside_and_to_no_others
     engines.use([servers[0].url])
     assert (await engines.generate(ask("eval_9/0"))).tokens == [servers[0].token]
     await engines.aclose()
+
+
+async def test_scores_move_on_from_an_engine_that_leaves_and_wait_where_none_is_there(engines, servers):
+    request = ScoreRequest(session_id="score/0", tokens=[5, 6, 7], start=1, timeout_s=20.0)
+    for server in servers:
+        server.action = "hang"
+    asked = asyncio.create_task(engines.score(request))
+    async with asyncio.timeout(10):
+        while not any(server.bodies for server in servers):
+            await asyncio.sleep(0.01)
+    here, there = servers if servers[0].bodies else servers[::-1]
+    there.action = ""
+    engines.use([there.url])
+    async with asyncio.timeout(10):
+        assert (await asked).tolist() == [-6.0, -7.0]
+    engines.use([])
+    waiting = asyncio.create_task(engines.score(request))
+    with pytest.raises(EngineError, match=r"session score/0: no engine was there within 0\.1 s"):
+        await engines.score(replace(request, timeout_s=0.1))
+    assert not waiting.done()
+    # One that has ended and was not missed yet, which is then replaced.
+    (nobody,) = free_ports(1)
+    engines.use([f"http://127.0.0.1:{nobody}"])
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    engines.use([there.url])
+    async with asyncio.timeout(10):
+        assert (await waiting).tolist() == [-6.0, -7.0]
+    await engines.aclose()
+    assert here.aborted == here.rids
