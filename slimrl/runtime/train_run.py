@@ -251,8 +251,9 @@ class TrainRun(Run):
         if self.engines.need_weights:
             assert self._service is not None
             self.state.weight_version += 1
-            self._send_weights(None)
+            # Before a token has this version.
             self._service.note_version(self.state.weight_version, updates)
+            self._send_weights(None)
 
     def save_checkpoint(self) -> None:
         self._memory.enter(MemoryPhase.save)

@@ -140,6 +140,21 @@ def test_who_does_not_answer_in_time_is_named_with_the_log(ray: Ray, group: Acto
         group.call("train", timeout_s=7.0)
 
 
+def test_what_became_of_each_is_known_when_all_have_ended_or_at_the_deadline(
+    ray: Ray, group: ActorGroup, tmp_path: Path
+):
+    ray.ends = {"rank 0": (3.0, "a"), "rank 1": (1.0, OWN)}
+    ended = group.outcomes(group.begin("ending"), "ending", timeout_s=7.0)
+    assert ray.now == 3.0
+    assert (ended["rank 0"], str(ended["rank 1"])) == ("a", "rank 1: ending: ValueError: no such tensor")
+    ray.now, ray.ends["rank 0"] = 0.0, (NEVER, None)
+    late = group.outcomes(group.begin("ending"), "ending", timeout_s=7.0)["rank 0"]
+    assert ray.now == pytest.approx(7.0, abs=0.45)
+    assert type(late) is StageError
+    assert str(late) == f"rank 0: ending did not finish within 7 s (log: {tmp_path / 'rank 0.log'})"
+    assert group.outcomes({}, "ending", timeout_s=7.0) == {}
+
+
 def test_answers_are_read_without_waiting_and_a_failure_is_one(ray: Ray, group: ActorGroup):
     ray.ends = {"rank 0": (5.0, "a"), "rank 1": (1.0, "b")}
     refs = group.begin("ending")

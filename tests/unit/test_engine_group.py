@@ -35,6 +35,10 @@ class Actors:
         """Those that have not answered yet"""
         self.failed: dict[str, StageError] = {}
         """What restarts end with"""
+        self.refused: dict[str, StageError] = {}
+        """What a call to pause, or to move memory, ends with"""
+        self.given: list[tuple[str, str, tuple]] = []
+        """Actor, method and arguments of such calls"""
         self.calls: list[str] = []
         self.timeouts: dict[str, float] = {}
 
@@ -61,8 +65,15 @@ class Actors:
         self.timeouts[f"wait for {method}"] = timeout_s
         return refs
 
+    def outcomes(self, refs, method, *, timeout_s):
+        self.timeouts[method] = timeout_s
+        return refs
+
     def call(self, method, arguments=None, *, timeout_s):
         self.timeouts[method] = timeout_s
+        if method in ("pause", "release_memory", "resume_memory"):
+            self.given += [(name, method, of_engine) for name, of_engine in arguments.items()]
+            return {name: self.refused.get(name) for name in arguments}
         return {name: getattr(self, method)(name) for name in (self.names if arguments is None else arguments)}
 
     def start(self, name):
@@ -443,7 +454,9 @@ def test_an_engine_that_has_ended_has_no_memory_to_give_or_take():
         else:
             raise ServerError("engine 0 was ended by SIGKILL")
 
+    actor.recipe = Recipe()
     actor.control = SimpleNamespace(
+        probe=lambda timeout_s: None,
         release_memory=lambda parts: call("release"),
         resume_memory=lambda parts: call("take"),
         resume=lambda: call("serve"),
@@ -463,10 +476,20 @@ def test_an_engine_that_lives_and_refuses_to_give_memory_is_an_error(monkeypatch
     def refuse(parts) -> None:
         raise EngineError("engine 0, release_memory_occupation: 400")
 
+    def hang(timeout_s) -> None:
+        raise EngineError(f"engine 0, server_info: no answer within {timeout_s:g} s")
+
     monkeypatch.setattr(engine_actor, "ENDS_WITHIN_S", 0.0)
-    actor.control, actor.server = SimpleNamespace(release_memory=refuse), SimpleNamespace(check=lambda: None)
+    actor.recipe, actor.server = Recipe(), SimpleNamespace(check=lambda: None)
+    actor.control = SimpleNamespace(probe=lambda timeout_s: None, release_memory=refuse)
     with pytest.raises(EngineError, match="400"):
         actor.release_memory(list(EngineMemory))
+    # Before it is asked for what may take longer.
+    actor.recipe.rollout.health_timeout_s = 5.0
+    actor.control.probe = hang
+    for act in (actor.pause, lambda: actor.release_memory([]), lambda: actor.resume_memory([])):
+        with pytest.raises(EngineError, match="no answer within 5 s"):
+            act()
 
 
 PARTS = (("actor", 1), ("server", 2))
@@ -531,23 +554,41 @@ def test_engines_are_stopped_before_their_actors_end(start: Start, monkeypatch):
     assert actors.calls == ["kill"]
 
 
-def test_memory_moves_on_all_engines_within_the_deadlines_of_all_their_calls(start: Start, monkeypatch):
-    group, actors = start()
+def test_memory_moves_on_all_engines_within_the_deadlines_of_all_their_calls(start: Start):
+    group, actors = start(health_timeout_s=7.0)
     group._recipe.resync.timeout_s = 20.0
-    moved = []
-
-    def call(method, arguments=None, *, timeout_s):
-        moved.append((method, arguments))
-        assert 60.0 < timeout_s <= 120.0
-
-    monkeypatch.setattr(actors, "call", call)
     group.release_memory({EngineMemory.kv_cache})
     group.resume_memory({EngineMemory.weights})
     names = [f"engine {i}" for i in range(3)]
-    assert moved == [
-        ("release_memory", dict.fromkeys(names, ([EngineMemory.kv_cache],))),
-        ("resume_memory", dict.fromkeys(names, ([EngineMemory.weights],))),
+    assert actors.given == [
+        *((name, "release_memory", ([EngineMemory.kv_cache],)) for name in names),
+        *((name, "resume_memory", ([EngineMemory.weights],)) for name in names),
     ]
+    # A pause, a flush and a release, after an answer.
+    assert actors.timeouts["release_memory"] == 3 * 20.0 + engine_group.CHECK_TIMEOUT_S + 7.0
+
+
+def test_an_engine_that_hangs_when_a_step_ends_is_done_without(start: Start):
+    hangs = StageError("engine 1: pause: EngineError: engine 1, server_info: no answer within 60 s")
+    group, actors = start(mode=RolloutMode.sync, oversample=2.0)
+    client = told(group)
+    actors.refused = {"engine 1": hangs}
+    group.pause()
+    assert [(name, method) for name, method, _ in actors.given] == [(f"engine {i}", "pause") for i in range(3)]
+    assert client.serving == ["http://engine 0", "http://engine 2"]
+    assert (group.is_restarting, group.num_replaced) == (True, 1)
+    # On the trainer's devices it is ended, which frees its memory, and the next resync replaces it.
+    for move in (EngineGroup.release_memory, EngineGroup.resume_memory):
+        group, actors = start(colocated=True)
+        client = told(group)
+        actors.refused = {"engine 1": hangs}
+        move(group, {EngineMemory.weights})
+        assert (client.serving, actors.calls) == (["http://engine 0", "http://engine 2"], ["stop engine 1"])
+        assert (group.is_restarting, group.num_replaced, len(receivers(group))) == (False, 1, 3)
+    group, actors = start(engines=1, colocated=True)
+    actors.refused = {"engine 0": hangs}
+    with pytest.raises(StageError, match="no answer within 60 s"):
+        group.release_memory({EngineMemory.weights})
 
 
 @pytest.fixture
@@ -617,9 +658,10 @@ def test_an_engine_listens_on_its_nodes_address_and_starts_again_at_its_port_pau
     actor.resume_memory([EngineMemory.weights])
     actor.resume_memory([EngineMemory.kv_cache])
     actor.flush_cache()
+    asked = ("probe", actor.recipe.rollout.health_timeout_s)
     assert journal == [
-        ("resume_memory", [EngineMemory.weights]), ("resume_memory", [EngineMemory.kv_cache]), ("resume",),
-        ("flush_when_idle",),
+        asked, ("resume_memory", [EngineMemory.weights]), asked, ("resume_memory", [EngineMemory.kv_cache]),
+        ("resume",), ("flush_when_idle",),
     ]  # fmt: skip
     journal.clear()
     actor.stop()

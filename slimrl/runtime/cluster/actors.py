@@ -112,6 +112,19 @@ class ActorGroup:
             raise StageError(f"{', '.join(late)}: {method} did not finish within {timeout_s:.0f} s{self._log(late[0])}")
         return {name: results[name] for name in refs}
 
+    def outcomes(self, refs: Mapping[str, Any], method: str, *, timeout_s: float) -> dict[str, Any]:
+        """Results of pending calls of `method`, by actor name, when all have ended or at the deadline.
+
+        The result of an actor that raised, died or is late is a StageError.
+        """
+        deadline, left = time.monotonic() + timeout_s, list(refs.values())
+        while left and time.monotonic() < deadline:
+            _, left = ray.wait(left, num_returns=len(left), timeout=POLL_S)
+        results = self.answers_so_far(refs, method)
+        for name in refs.keys() - results.keys():
+            results[name] = StageError(f"{name}: {method} did not finish within {timeout_s:.0f} s{self._log(name)}")
+        return results
+
     def answers_so_far(self, refs: Mapping[str, Any], method: str) -> dict[str, Any]:
         """Results of those calls of `begin` that have ended, by actor name. Does not wait.
 

@@ -142,8 +142,12 @@ class EngineActor:
 
     @contextmanager
     def _unless_ended(self) -> Iterator[None]:
-        """Ignore EngineError if the server has ended, or ends within ENDS_WITHIN_S."""
+        """Ignore EngineError if the server has ended, or ends within ENDS_WITHIN_S.
+
+        Raises EngineError within `health_timeout_s` if it hangs: what follows has a longer deadline.
+        """
         try:
+            self.control.probe(self.recipe.rollout.health_timeout_s)
             yield
         except EngineError:
             deadline = time.monotonic() + ENDS_WITHIN_S

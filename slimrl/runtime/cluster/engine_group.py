@@ -252,7 +252,7 @@ class EngineGroup:
         """
         names = [*failed]
         self._count_replaced({name: cause for name, cause in failed.items() if name not in self._down})
-        parts = self._all_parts(names)
+        parts = self._all_parts([name for name in names if name not in self._down])
         timeout_s = CHECK_TIMEOUT_S + self._recipe.rollout.health_timeout_s
         for name, ending in self._actors.call("ending", dict.fromkeys(parts, ()), timeout_s=timeout_s).items():
             log.warning("%s", ending or f"{name} is still running and is ended")
@@ -296,16 +296,16 @@ class EngineGroup:
         self._actors.call("flush_cache", names, timeout_s=self._recipe.resync.timeout_s + 30)
 
     def pause(self) -> None:
-        """Abort what runs, and let new requests wait until the next resync ends."""
+        """Abort what runs, and let new requests wait until the next resync ends; raises StageError as `watch`."""
         names = dict.fromkeys((address.name for address in self._serving), ())
-        self._actors.call("pause", names, timeout_s=self._recipe.resync.timeout_s)
+        self._ask("pause", names, timeout_s=self._recipe.resync.timeout_s)
 
     def release_memory(self, parts: Collection[EngineMemory]) -> None:
-        """See SglangControl.release_memory."""
+        """See SglangControl.release_memory. Raises StageError as `watch`."""
         self._move_memory("release_memory", parts)
 
     def resume_memory(self, parts: Collection[EngineMemory]) -> None:
-        """With the KV cache the engines serve requests again."""
+        """With the KV cache the engines serve requests again. Raises StageError as `watch`."""
         self._move_memory("resume_memory", parts)
 
     @property
@@ -417,8 +417,11 @@ class EngineGroup:
             self._rejoin(name, answers)
 
     def _read(self, refs: Mapping[str, Any], method: str) -> dict[str, Any]:
-        """See `answers_so_far`; notes the engines whose actors have ended."""
-        answers = self._actors.answers_so_far(refs, method)
+        """See `answers_so_far`."""
+        return self._noted(self._actors.answers_so_far(refs, method))
+
+    def _noted(self, answers: dict[str, Any]) -> dict[str, Any]:
+        """Answers of actors, after a note of the engines whose actors have ended."""
         for name, parts in self._parts.items():
             for answer in (answers.get(part) for part in parts):
                 if isinstance(answer, ActorLost) and not isinstance(self._lost.get(name), NodeLost):
@@ -482,8 +485,19 @@ class EngineGroup:
 
     def _move_memory(self, method: str, parts: Collection[EngineMemory]) -> None:
         # Pause, flush and release have a deadline each.
-        timeout_s = 3 * self._recipe.resync.timeout_s + 30
-        self._actors.call(method, dict.fromkeys(self._parts, (list(parts),)), timeout_s=timeout_s)
+        timeout_s = 3 * self._recipe.resync.timeout_s
+        self._ask(method, dict.fromkeys(self._parts, (list(parts),)), timeout_s=timeout_s)
+
+    def _ask(self, method: str, arguments: Mapping[str, tuple[Any, ...]], *, timeout_s: float) -> None:
+        """Call a method of engines, and do without those that end or hang meanwhile; see `watch`.
+
+        Args:
+            timeout_s: of an engine that answers within its deadline for that.
+        """
+        timeout_s += CHECK_TIMEOUT_S + self._recipe.rollout.health_timeout_s
+        answers = self._noted(self._actors.outcomes(self._actors.begin(method, arguments), method, timeout_s=timeout_s))
+        if failed := {name: str(answer) for name, answer in answers.items() if isinstance(answer, StageError)}:
+            self._judge(failed)
 
     def stop(self) -> None:
         """Stop the engines, then kill the actors.
