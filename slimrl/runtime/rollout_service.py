@@ -17,7 +17,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,57 +29,24 @@ from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.mixture import DataOrder
-from slimrl.data.trajectory import (
-    ENDED_AT,
-    REPLAYED_TOKENS,
-    STARTED_AT,
-    Prompt,
-    Status,
-    Trajectory,
-    from_json,
-    to_json,
-)
+from slimrl.data.trajectory import REPLAYED_TOKENS, Prompt, Status, Trajectory
 from slimrl.rollout.admission import Admission
 from slimrl.rollout.turn_logs import LoggedTurn, read_turns, write_turns
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.dynamic_sampling import StepRollout
-from slimrl.runtime.group_ledger import GroupLedger, ledger_line
+from slimrl.runtime.group_ledger import GroupLedger
+from slimrl.runtime.groups import GROUPS_FILE, Group, read_groups, write_groups
 from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_stage import RolloutStage
 
 POLL_S = 1.0
 """Between two checks that engines are alive and the run goes on, while the driver waits."""
-GROUPS_FILE, STATE_FILE = "groups.jsonl", "admission.json"
+STATE_FILE = "admission.json"
 
 LOST = ("filtered", "failed", "dropped")
 """Ways in which groups leave that are not trained on"""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class Group:
-    """A prompt and its trajectories."""
-
-    number: int
-    prompt: Prompt
-    ids: list[str]
-    done: dict[str, Trajectory] = field(default_factory=dict)
-    """Scored trajectories by their ids"""
-    begun: float = field(default_factory=time.time)
-    """Unix time"""
-    started: dict[str, float] = field(default_factory=dict)
-    ended: dict[str, float] = field(default_factory=dict)
-    """Unix times at which a trajectory in `done` got its slot and was scored, by its id"""
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        return [self.done[trajectory_id] for trajectory_id in self.ids]
-
-    @property
-    def seconds(self) -> float:
-        """How long it has run."""
-        return max([time_s - self.begun for time_s in self.ended.values()], default=0.0)
 
 
 class RolloutService:
@@ -183,9 +149,7 @@ class RolloutService:
 
     def _run(self, group: Group) -> None:
         def keep(trajectory: Trajectory) -> None:
-            group.done[trajectory.trajectory_id] = trajectory
-            group.started[trajectory.trajectory_id] = trajectory.measured[STARTED_AT]
-            group.ended[trajectory.trajectory_id] = trajectory.measured[ENDED_AT]
+            group.keep(trajectory)
             self._changed.set()
 
         saved = {one: self._saved_turns.pop(one) for one in group.ids if one in self._saved_turns}
@@ -225,17 +189,8 @@ class RolloutService:
     def _forget(self, number: int, end: str) -> Group:
         """A group that has left admission; its line of the ledger waits for the next step."""
         group = self._groups.pop(number)
-        line = ledger_line(
-            number,
-            group.prompt.prompt_id,
-            end,
-            begun=group.begun,
-            started=[group.started.get(one) for one in group.ids],
-            ended=[group.ended.get(one) for one in group.ids],
-            tokens=[group.done[one].num_sampled_tokens if one in group.done else None for one in group.ids],
-            updates=[int(n) for n in np.unique(self._updates_of(list(group.done.values())))],
-        )
-        self._left.append(line)
+        updates = np.unique(self._updates_of(list(group.done.values())))
+        self._left.append(group.line(end, [int(count) for count in updates]))
         return group
 
     @property
@@ -382,19 +337,14 @@ class RolloutService:
         """Write what a resumed run continues from, and return the files' checksums."""
         state, groups, turns = self._stage.run(self._snapshot())
         folder.mkdir(parents=True)
-        # In the driver's thread, and a trajectory at a time: thousands of them would hold up the episodes for seconds.
-        with (folder / GROUPS_FILE).open("w") as file:
-            for values, trajectories in groups:
-                done = ", ".join(json.dumps(to_json(trajectory)) for trajectory in trajectories)
-                file.write(f'{json.dumps(values)[:-1]}, "done": [{done}]}}\n')
+        # In the driver's thread: thousands of trajectories would hold up the episodes for seconds.
+        write_groups(folder, groups)
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
         names = [GROUPS_FILE, STATE_FILE, *write_turns(folder, turns)]
         return {name: file_digest(folder / name) for name in names}
 
-    async def _snapshot(
-        self,
-    ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[Trajectory]]], dict[str, Sequence[LoggedTurn]]]:
-        """The state, of each group its values and its ended trajectories, and the turns of the others, as they are now.
+    async def _snapshot(self) -> tuple[dict[str, Any], list[Group], dict[str, Sequence[LoggedTurn]]]:
+        """The state, the groups with their ended trajectories, and the turns of the others, as they are now.
 
         What ends or begins while workers are asked for their turns is ended or has none.
         """
@@ -406,20 +356,8 @@ class RolloutService:
             "left": list(self._left),
             "counted": self._counted,
         }
-        groups = []
-        for group in self._groups.values():
-            values = {
-                "number": group.number,
-                "prompt_id": group.prompt.prompt_id,
-                "ids": group.ids,
-                "begun": group.begun,
-                "started": dict(group.started),
-                "ended": dict(group.ended),
-            }
-            # The rewards of groups are added to them later.
-            done = [replace(one, rewards=dict(one.rewards), metadata=dict(one.metadata)) for one in group.done.values()]
-            groups.append((values, done))
-        left = [one for group in self._groups.values() for one in group.ids if one not in group.done]
+        groups = [group.snapshot() for group in self._groups.values()]
+        left = [one for group in groups for one in group.left]
         return state, groups, {one: logs[one] for one in left if one in logs}
 
     def _restore(self, folder: Path) -> None:
@@ -428,21 +366,7 @@ class RolloutService:
         self._versions = dict(state["versions"])
         self._data.restore(state["cursor"])
         self._left, self._counted = state["left"], state["counted"]
-        for line in (folder / GROUPS_FILE).read_text().splitlines():
-            value = json.loads(line)
-            prompt = self._prompts.get(value["prompt_id"])
-            if prompt is None:
-                raise ValueError(f"{folder}: prompt {value['prompt_id']} of a saved group is not in the data any more")
-            done = [from_json(one) for one in value["done"]]
-            self._groups[value["number"]] = Group(
-                number=value["number"],
-                prompt=prompt,
-                ids=value["ids"],
-                begun=value["begun"],
-                started=value.get("started", {}),  # which older checkpoints lack
-                ended=value["ended"],
-                done={trajectory.trajectory_id: trajectory for trajectory in done},
-            )
+        self._groups = read_groups(folder, self._prompts)
         for number in self.admission.refit():
             group = self._forget(number, "dropped")
             log.info("group %d of %s is too old for the recipe now and dropped", number, group.prompt.prompt_id)
