@@ -18,7 +18,7 @@ from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.control import EngineMemory
 from slimrl.rollout.servers.process import ServerError
 from slimrl.rollout.servers.server import ENGINE, TEACHER
-from slimrl.runtime.cluster import engine_actor, engine_group
+from slimrl.runtime.cluster import engine_actor, engine_group, engine_sites
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
@@ -106,7 +106,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         made.environments = given
         handle = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments: arguments))
         monkeypatch.setattr(engine_group, "ActorGroup", lambda *nothing: made)
-        monkeypatch.setattr(engine_group, "EngineActor", handle)
+        monkeypatch.setattr(engine_sites, "EngineActor", handle)
         slots = [[SimpleNamespace(node=SimpleNamespace(name="host"))] for _ in range(engines)]
         places = SimpleNamespace(
             placement=SimpleNamespace(engines=slots, teachers=slots),
@@ -123,7 +123,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
 
 
 def test_engines_get_the_settings_of_nccl_that_the_trainer_gets(start: Start, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_group, "engine_variables", lambda recipe, inherited: {"of": inherited})
+    monkeypatch.setattr(engine_sites, "engine_variables", lambda recipe, inherited: {"of": inherited})
     _, actors = start(engines=2)
     assert [environment["of"] for environment in actors.environments] == [os.environ] * 2
 
@@ -251,7 +251,7 @@ def test_engines_join_where_the_cluster_has_room_up_to_the_most_and_take_the_pla
         def find(self):
             return places
 
-    monkeypatch.setattr(engine_group, "Room", Room)
+    monkeypatch.setattr(engine_sites, "Room", Room)
     watch(group)
     assert (len(receivers(group)), asked, actors.calls) == (2, [(1, "CPU")], [])
     slots = (SimpleNamespace(node=SimpleNamespace(name="other")),)

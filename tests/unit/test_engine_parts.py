@@ -15,7 +15,7 @@ from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.servers import server
 from slimrl.rollout.servers.control import EngineMemory
 from slimrl.rollout.servers.server import EnginePart, engine_arguments, engine_environment
-from slimrl.runtime.cluster import engine_actor, engine_group
+from slimrl.runtime.cluster import engine_actor, engine_group, engine_sites
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.errors import StageError
@@ -67,7 +67,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[EngineGrou
     handle = SimpleNamespace(
         options=lambda **options: SimpleNamespace(remote=lambda *given: asked.append(given) or given)
     )
-    monkeypatch.setattr(engine_group, "EngineActor", handle)
+    monkeypatch.setattr(engine_sites, "EngineActor", handle)
     a, b, c = (SimpleNamespace(node=name) for name in "abc")
     places = SimpleNamespace(
         placement=SimpleNamespace(engines=[(a, a, b, b), (c, c)]),

@@ -1,7 +1,6 @@
 """The engines of a run, from the driver's side: their actors, which of them serve, and their client.
 
-An engine has an actor on each of its nodes. The first one's server answers for the whole engine; the actors start, end
-and are replaced together.
+The actors of an engine (engine_sites.py) start, end and are replaced together.
 
 What becomes of an engine that ends or no longer answers, while others are left:
 
@@ -14,18 +13,13 @@ Where engines share devices with the trainer, a resync replaces it instead (`rep
 """
 
 import logging
-import os
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from slimrl.config.environment import engine_variables
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutMode
@@ -35,12 +29,12 @@ from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.control import EngineMemory
-from slimrl.rollout.servers.server import ENGINE, TEACHER, part_name
+from slimrl.rollout.servers.server import ENGINE, TEACHER
 from slimrl.runtime.cluster.actors import ActorGroup
-from slimrl.runtime.cluster.engine_actor import ENDS_WITHIN_S, EngineActor, EngineAddress, actor_log
+from slimrl.runtime.cluster.engine_actor import ENDS_WITHIN_S, EngineAddress
+from slimrl.runtime.cluster.engine_sites import EngineSites
 from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
-from slimrl.runtime.cluster.placement import Slot
-from slimrl.runtime.cluster.reservation import Reservation, Room
+from slimrl.runtime.cluster.reservation import Reservation
 
 CHECK_TIMEOUT_S = 60.0
 """Longer than the cluster takes to miss a node that went silent; beside the deadline of an engine's answer."""
@@ -49,17 +43,6 @@ POLL_S = 0.2
 """Between two looks at actors that are waited for."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """Where an engine is."""
-
-    index: int
-    """The engine's number"""
-    slots: tuple[Slot, ...]
-    places: Reservation
-    """That holds the slots"""
 
 
 class EngineGroup:
@@ -71,19 +54,9 @@ class EngineGroup:
             role: ENGINE; or TEACHER, and the recipe is that of its engines (`teacher_recipe`).
         """
         self._recipe, self._folder, self._role = recipe, folder, role
-        self._variables = engine_variables(recipe, os.environ)
         self._actors = ActorGroup({}, {}, {})
-        self._sites: dict[str, Site] = {}
-        self._parts: dict[str, list[str]] = {}
-        """Names of the actors of each engine"""
-        placed = places.placement.teachers if role == TEACHER else places.placement.engines
-        for index, slots in enumerate(placed):
-            self._make_actors(Site(index=index, slots=slots, places=places))
-        self._starts = self._actors.begin("start", self._with_meetings(self._parts))
-        self._next_index, self._places = len(placed), places
-        self._room: Room | None = None
-        """For one engine more, while the cluster has none"""
-        self._num_starts = Counter(list(self._parts))
+        self._sites = EngineSites(recipe, folder, places, role, self._actors)
+        self._starts = self._actors.begin("start", self._sites.start_arguments(self._sites.parts))
         self._asked: dict[str, Any] = {}
         """Pending questions of `watch`, by actor"""
         self._down: dict[str, str] = {}
@@ -100,28 +73,11 @@ class EngineGroup:
         self.num_replaced = 0
         self.addresses: list[EngineAddress] = []
 
-    def _make_actors(self, site: Site, starts: int = 0) -> None:
-        """
-        Args:
-            starts: of the engine's servers before.
-        """
-        index, places, role = site.index, site.places, self._role
-        names = self._parts[part_name(index, 0, role)] = []
-        self._sites[part_name(index, 0, role)] = site
-        logs = self._folder.logs
-        for part, (node, of_node) in enumerate(groupby(site.slots, key=lambda slot: slot.node)):
-            slots, name = tuple(of_node), part_name(index, part, role)
-            actor = EngineActor.options(**places.options(slots[0], self._variables)).remote(  # type: ignore[attr-defined]
-                self._recipe, logs.absolute(), Path.cwd(), index, node, places.devices(slots), part, role, starts
-            )
-            self._actors.add(name, actor, logs / actor_log(index, part, role), node)
-            names.append(name)
-
     def wait_ready(self) -> None:
         """Raises StageError with the cause from its log if an engine does not come up."""
         timeout_s = self._recipe.rollout.startup_timeout_s + 60
         started = self._actors.wait(self._starts, "start", timeout_s=timeout_s)
-        self.addresses = [self._joined(name, started) for name in self._parts]
+        self.addresses = [self._sites.joined(name, started) for name in self._sites.parts]
 
     @property
     def receivers(self) -> list[EngineAddress]:
@@ -184,12 +140,14 @@ class EngineGroup:
             StageError: `max_replacements` allows no more.
         """
         for name in ended:
-            self._read({part: self._asked[part] for part in self._parts[name] if part in self._asked}, "ending")
+            self._read({part: self._asked[part] for part in self._sites.parts[name] if part in self._asked}, "ending")
         gone = [name for name in ended if isinstance(self._lost.get(name), NodeLost)]
         for name in gone:
             self._remove(name)
-        if gone and len(self._parts) < (fewest := max(1, self._recipe.rollout.min_engines)):
-            raise StageError(f"{'; '.join(ended.values())}; {len(self._parts)} of at least {fewest} engines are left")
+        if gone and len(self._sites.parts) < (fewest := max(1, self._recipe.rollout.min_engines)):
+            raise StageError(
+                f"{'; '.join(ended.values())}; {len(self._sites.parts)} of at least {fewest} engines are left"
+            )
         again = {name: cause for name, cause in ended.items() if name not in gone}
         self._count_replaced(again)
         if again:
@@ -202,29 +160,16 @@ class EngineGroup:
 
     def _begin_restart(self, name: str) -> None:
         if self._lost.pop(name, None) is not None:
-            for part in self._parts[name]:
-                self._actors.remove(part)
-            self._make_actors(self._sites[name], self._num_starts[name])
-        self._num_starts[name] += 1
+            self._sites.make_again(name)
         port = next((urlsplit(address.url).port for address in self.addresses if address.name == name), None)
-        calls = {part: (*(given or (None,)), port) for part, given in self._with_meetings([name]).items()}
+        calls = {part: (*(given or (None,)), port) for part, given in self._sites.start_arguments([name]).items()}
         deadline = time.monotonic() + self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
         self._restarts[name] = self._actors.begin("restart", calls), deadline
 
     def _grow(self) -> None:
         """Add an engine if there may be more and the cluster has room for it."""
-        if len(self._parts) >= self._recipe.rollout.most_engines:
+        if (name := self._sites.grow()) is None:
             return
-        if self._room is None:
-            self._room = Room(self._recipe.rollout.engine_tp, self._places.resource)
-        if (places := self._room.find()) is None:
-            return
-        self._room = None
-        (slots,) = places.placement.engines
-        name = part_name(self._next_index, 0, self._role)
-        log.info("%s is added on %s", name, slots[0].node.name)
-        self._make_actors(Site(index=self._next_index, slots=slots, places=places))
-        self._next_index += 1
         self._down[name] = "it starts"
         self._begin_restart(name)
 
@@ -232,11 +177,7 @@ class EngineGroup:
         """Do without an engine from now on, whose node was lost."""
         log.warning("the run goes on without %s: %s", name, self._lost.pop(name))
         self._forget_questions(name)
-        for part in self._parts.pop(name):
-            self._actors.remove(part)
-        if (places := self._sites.pop(name).places) is not self._places:
-            # Ray would find it other slots.
-            places.give_back()
+        self._sites.remove(name)
         self.addresses = [address for address in self.addresses if address.name != name]
         self._fresh.discard(name)
         self._down.pop(name, None)
@@ -252,12 +193,12 @@ class EngineGroup:
         """
         names = [*failed]
         self._count_replaced({name: cause for name, cause in failed.items() if name not in self._down})
-        parts = self._all_parts([name for name in names if name not in self._down])
+        parts = self._sites.parts_of([name for name in names if name not in self._down])
         timeout_s = CHECK_TIMEOUT_S + self._recipe.rollout.health_timeout_s
         for name, ending in self._actors.call("ending", dict.fromkeys(parts, ()), timeout_s=timeout_s).items():
             log.warning("%s", ending or f"{name} is still running and is ended")
         timeout_s = self._recipe.rollout.startup_timeout_s + STOP_TIMEOUT_S + 60
-        restarted = self._actors.call("restart", self._with_meetings(names), timeout_s=timeout_s)
+        restarted = self._actors.call("restart", self._sites.start_arguments(names), timeout_s=timeout_s)
         for name in names:
             self._rejoin(name, restarted)
 
@@ -273,7 +214,7 @@ class EngineGroup:
 
     def _rejoin(self, name: str, restarted: Mapping[str, EngineAddress]) -> None:
         """Count in an engine that was restarted, at the address that it had."""
-        fresh = self._joined(name, restarted)
+        fresh = self._sites.joined(name, restarted)
         if name in {address.name for address in self.addresses}:
             self.addresses = [fresh if address.name == name else address for address in self.addresses]
         else:
@@ -287,7 +228,7 @@ class EngineGroup:
 
     def _forget_questions(self, name: str) -> None:
         """Those that are pending are about the old server."""
-        for part in self._parts[name]:
+        for part in self._sites.parts[name]:
             self._asked.pop(part, None)
 
     def flush_caches(self) -> None:
@@ -340,7 +281,7 @@ class EngineGroup:
 
     def check(self) -> None:
         """Raises StageError with the cause from the log if an engine has ended that is not being replaced."""
-        parts = self._all_parts([name for name in self._parts if name not in self._down])
+        parts = self._sites.parts_of([name for name in self._sites.parts if name not in self._down])
         timeout_s = CHECK_TIMEOUT_S + self._recipe.rollout.health_timeout_s
         endings = self._actors.call("ending", dict.fromkeys(parts, ()), timeout_s=timeout_s)
         if causes := [text for text in endings.values() if text]:
@@ -361,7 +302,7 @@ class EngineGroup:
         self._asked = {part: ref for part, ref in self._asked.items() if part not in answers}
         if ended := self._ended(answers):
             self._judge(ended)
-        parts = self._all_parts([name for name in self._parts if name not in self._down])
+        parts = self._sites.parts_of([name for name in self._sites.parts if name not in self._down])
         new = dict.fromkeys((part for part in parts if part not in self._asked), ())
         self._asked |= self._actors.begin("ending", new)
 
@@ -374,7 +315,7 @@ class EngineGroup:
         names = [address.name for address in self.receivers]
         deadline = time.monotonic() + ENDS_WITHIN_S
         while True:
-            refs = self._actors.begin("ending", dict.fromkeys(self._all_parts(names), ()))
+            refs = self._actors.begin("ending", dict.fromkeys(self._sites.parts_of(names), ()))
             answer_s = time.monotonic() + CHECK_TIMEOUT_S + self._recipe.rollout.health_timeout_s
             while len(answers := self._read(refs, "ending")) < len(refs) and time.monotonic() < answer_s:
                 time.sleep(POLL_S)
@@ -396,7 +337,7 @@ class EngineGroup:
         """Engines that have ended or do not answer, by what their actors say, with the causes."""
         texts = {
             name: "; ".join(str(answers[part]) for part in parts if answers.get(part))
-            for name, parts in self._parts.items()
+            for name, parts in self._sites.parts.items()
             if name not in self._down
         }
         return {name: text for name, text in texts.items() if text}
@@ -422,7 +363,7 @@ class EngineGroup:
 
     def _noted(self, answers: dict[str, Any]) -> dict[str, Any]:
         """Answers of actors, after a note of the engines whose actors have ended."""
-        for name, parts in self._parts.items():
+        for name, parts in self._sites.parts.items():
             for answer in (answers.get(part) for part in parts):
                 if isinstance(answer, ActorLost) and not isinstance(self._lost.get(name), NodeLost):
                     self._lost[name] = answer
@@ -444,7 +385,7 @@ class EngineGroup:
             self._count_replaced(ended)
             log.warning("the other engines continue, and the next resync replaces: %s", "; ".join(ended.values()))
             # One that hangs holds memory.
-            self._actors.call("stop", dict.fromkeys(self._all_parts(ended), ()), timeout_s=STOP_TIMEOUT_S)
+            self._actors.call("stop", dict.fromkeys(self._sites.parts_of(ended), ()), timeout_s=STOP_TIMEOUT_S)
             self._down |= ended
             self._tell_client()
         else:
@@ -458,7 +399,7 @@ class EngineGroup:
 
     def _tell_client(self) -> None:
         if self._aside is not None:
-            self._aside = tuple(name for name in self._aside if name in self._parts and name not in self._down)
+            self._aside = tuple(name for name in self._aside if name in self._sites.parts and name not in self._down)
         if self._client is None:
             return
         evaluating = None
@@ -466,27 +407,10 @@ class EngineGroup:
             evaluating = [address.url for address in self.addresses if address.name in self._aside]
         self._client.use([address.url for address in self._serving], evaluating)
 
-    def _all_parts(self, names: Collection[str]) -> list[str]:
-        """Names of the actors of these engines."""
-        return [part for name in names for part in self._parts[name]]
-
-    def _with_meetings(self, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Arguments with which all actors of these engines start: where those of an engine on several nodes meet."""
-        several = [name for name in names if len(self._parts[name]) > 1]
-        timeout_s = self._recipe.rollout.startup_timeout_s
-        met = self._actors.call("meeting", dict.fromkeys(several, ()), timeout_s=timeout_s) if several else {}
-        return {part: (met[name],) if name in met else () for name in names for part in self._parts[name]}
-
-    def _joined(self, name: str, started: Mapping[str, EngineAddress]) -> EngineAddress:
-        """The address of an engine, with the nodes and processes of all of its parts."""
-        parts = [started[part] for part in self._parts[name]]
-        nodes = tuple(node for part in parts for node in part.nodes)
-        return replace(parts[0], nodes=nodes, pids=tuple(pid for part in parts for pid in part.pids))
-
     def _move_memory(self, method: str, parts: Collection[EngineMemory]) -> None:
         # Pause, flush and release have a deadline each.
         timeout_s = 3 * self._recipe.resync.timeout_s
-        self._ask(method, dict.fromkeys(self._parts, (list(parts),)), timeout_s=timeout_s)
+        self._ask(method, dict.fromkeys(self._sites.parts, (list(parts),)), timeout_s=timeout_s)
 
     def _ask(self, method: str, arguments: Mapping[str, tuple[Any, ...]], *, timeout_s: float) -> None:
         """Call a method of engines, and do without those that end or hang meanwhile; see `watch`.
@@ -506,7 +430,7 @@ class EngineGroup:
         """
         try:
             if self.addresses:
-                parts = self._all_parts([name for name in self._parts if name not in self._restarts])
+                parts = self._sites.parts_of([name for name in self._sites.parts if name not in self._restarts])
                 self._actors.call("stop", dict.fromkeys(parts, ()), timeout_s=STOP_TIMEOUT_S)
         except StageError as error:
             log.warning("stopping the engines: %s", error)
