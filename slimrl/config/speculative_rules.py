@@ -46,20 +46,20 @@ def speculative_violations(recipe: Recipe) -> Iterator[Violation]:
         yield key, f"ngram: SGLang has none with rollout.engine_attention_dp {groups}. Use another mode, or 1."
 
 
+def sends_drafts(recipe: Recipe) -> bool:
+    """Whether a resync sends the engines' draft models the layers that they hold."""
+    return recipe.rollout.speculative.mode is DraftMode.mtp and recipe.trainer.mtp.train
+
+
 def draft_violations(recipe: Recipe) -> Iterator[Violation]:
     """Draft models of engines whose weights change."""
     mode, key = recipe.rollout.speculative.mode, "rollout.speculative.mode"
-    if mode in (DraftMode.off, DraftMode.ngram):
+    if mode in (DraftMode.off, DraftMode.ngram) or sends_drafts(recipe):
         return
-    if mode is DraftMode.mtp and recipe.trainer.mtp.train:
-        yield (
-            key,
-            "mtp: trainer.mtp.train changes the layers that engines draft with, and a resync does not send them. Use "
-            "off or ngram during the training; engines that serve an export may use mtp.",
-        )
     if recipe.resync.transport in (TransportName.disk, TransportName.delta):
+        train = ", or trainer.mtp.train true" if mode is DraftMode.mtp else ""
         yield (
             key,
             f"{mode.value}: with resync.transport {recipe.resync.transport.value} SGLang would read the draft model's "
-            "weights from the policy's version. Use ipc or collective, or ngram.",
+            f"weights from the policy's version, which lacks them. Use ipc or collective{train}, or ngram.",
         )

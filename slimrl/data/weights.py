@@ -21,6 +21,8 @@ class TensorSpec:
     """As in torch, without the prefix: float32, bfloat16."""
     fused_group: str | None = None
     """Neighbouring tensors with the same name here travel in one bucket, because engines fuse them."""
+    mtp: bool = False
+    """It belongs to a layer for multi-token prediction: engines hold it in their draft model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +192,10 @@ class EngineControl(Protocol):
         ...
 
     def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
-        """Load the bucket that lies in the named shared-memory segment (CPU) or behind the CUDA IPC handle."""
+        """Load the bucket that lies in the named shared-memory segment (CPU) or behind the CUDA IPC handle.
+
+        It holds tensors of the engine's model alone or of its draft model alone; so does one of `load_received`.
+        """
         ...
 
     def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
@@ -228,4 +233,8 @@ class EngineControl(Protocol):
 
     def fingerprints(self, names: list[str] | None) -> dict[str, str]:
         """Hashes of loaded weights by Hugging Face name; None means all."""
+        ...
+
+    def draft_fingerprints(self, names: list[str]) -> dict[str, str]:
+        """The same of the engine's draft model."""
         ...

@@ -1,4 +1,4 @@
-"""What a resync would send to the draft model of an engine with speculative decoding."""
+"""What a resync sends to the draft model of an engine with speculative decoding."""
 
 from typing import Any
 
@@ -15,5 +15,4 @@ def draft_specs(hf_config: dict[str, Any], dtype: str) -> list[TensorSpec]:
         dtype: of tensors without one of their own.
     """
     weight_map = family_of(hf_config).weight_map(hf_config, mtp=True)
-    names = {tensor.name for entry in weight_map.entries if entry.rule.mtp for tensor in entry.hf}
-    return [spec for spec in weight_map.specs(dtype) if spec.name in names]
+    return [spec for spec in weight_map.without_copies().specs(dtype) if spec.mtp]

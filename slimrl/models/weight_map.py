@@ -185,6 +185,12 @@ class WeightMap:
         assert len(tensors) == sum(len(entry.rule.hf) for entry in self.entries), "a Hugging Face name twice"
         return tensors
 
+    def without_copies(self) -> WeightMap:
+        """The same weights, each under one name."""
+        return WeightMap(
+            [replace(rule, hf=tuple(replace(tensor, copies=()) for tensor in rule.hf)) for rule in self.rules]
+        )
+
     @property
     def originals(self) -> dict[str, str]:
         """Name of a copy -> name of the tensor that it repeats."""
@@ -203,7 +209,13 @@ class WeightMap:
     def specs(self, dtype: str) -> list[TensorSpec]:
         """What is exported, in order, copies after their original; `dtype` for tensors without one of their own."""
         return [
-            TensorSpec(name=name, shape=tensor.shape, dtype=tensor.dtype or dtype, fused_group=entry.fused_group)
+            TensorSpec(
+                name=name,
+                shape=tensor.shape,
+                dtype=tensor.dtype or dtype,
+                fused_group=entry.fused_group,
+                mtp=entry.rule.mtp,
+            )
             for entry in self.entries
             for tensor in entry.rule.hf
             for name in (entry.named(tensor.name), *tensor.copies)

@@ -10,7 +10,7 @@ Dimensions: M rows and N columns of a matrix, R rows and C columns of tiles, B m
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -110,13 +110,13 @@ class BlockFp8:
 
     def quantized_spec(self, spec: TensorSpec) -> TensorSpec:
         """Of a matrix as it is stored."""
-        return TensorSpec(name=spec.name, shape=spec.shape, dtype=FP8_DTYPE, fused_group=spec.fused_group)
+        return replace(spec, dtype=FP8_DTYPE)
 
     def scale_spec(self, spec: TensorSpec) -> TensorSpec:
         """Of the scales of a matrix."""
         rows, columns = spec.shape
         shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
-        return TensorSpec(name=spec.name + SCALE_SUFFIX, shape=shape, dtype="float32", fused_group=spec.fused_group)
+        return replace(spec, name=spec.name + SCALE_SUFFIX, shape=shape, dtype="float32")
 
 
 def _is_block(block: Any) -> bool:

@@ -1,7 +1,8 @@
 """Cutting a model's tensors into buckets: a pure function of names, shapes and dtypes.
 
 1. Tensors are taken in their order until the next one would overfill the bucket.
-2. Neighbours of one fused group go into one bucket.
+2. Neighbours of one fused group go into one bucket. Tensors of layers for multi-token prediction, which engines hold in
+   another model, go into buckets of their own.
 3. A tensor that is larger than a bucket is cut into blocks of rows.
 4. Within a bucket tensors of larger elements come first, so each is aligned to its element size and there are no gaps.
 
@@ -98,7 +99,8 @@ def cut_buckets(
     for unit in _units(specs):
         for parts in _fitting(unit, bucket_bytes, transform):
             more_gathered, more_sent = _sizes(parts, transform)
-            if max(gathered + more_gathered, sent + more_sent) > bucket_bytes:
+            is_of_other_model = bool(buckets) and buckets[-1][0].spec.mtp is not parts[0].spec.mtp
+            if is_of_other_model or max(gathered + more_gathered, sent + more_sent) > bucket_bytes:
                 buckets.append([])
                 gathered = sent = 0
             buckets[-1] += parts

@@ -35,12 +35,15 @@ class ExpectedFingerprints:
         self._transform = transform
         sent = {spec: self._sent_names(spec) for spec in layout}
         every_name = [name for names in sent.values() for name in names]
+        of_drafts = {name for spec, names in sent.items() if spec.mtp for name in names}
         due = verified_names(every_name, sum(map(spec_bytes, layout)), config, version)
         self._layout = {spec: layout[spec] for spec, names in sent.items() if not due.isdisjoint(names)}
         # A dict, for its order.
         self._changed = dict.fromkeys(spec.name for spec in self._layout if transform and transform.changes(spec))
         self.names = [name for name in every_name if name in due]
         """Tensors to verify, as the engines get them"""
+        self.draft_names = [name for name in self.names if name in of_drafts]
+        """Those of the engines' draft models"""
         self._before: dict[_Key, int] = {}
         self._after: dict[_Key, int] = {}
 

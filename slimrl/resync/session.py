@@ -231,7 +231,7 @@ class ResyncSession:
         if not names:
             return 0, ()
         hashes, lost = expected.fingerprints(self._source, self._ranks)
-        loaded = calls.each_or_out("fingerprints", lambda engine: engine.fingerprints(names))
+        loaded = calls.each_or_out("fingerprints", partial(_loaded_prints, expected))
         mismatching = [f"gathering: {name}" for name in lost] if self._ranks.rank == 0 else []
         mismatching += [
             f"{engine}: {name}"
@@ -245,6 +245,14 @@ class ResyncSession:
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
+
+
+def _loaded_prints(expected: ExpectedFingerprints, engine: EngineControl) -> dict[str, str]:
+    """Those of an engine's model and of its draft model."""
+    drafts = expected.draft_names
+    names = [name for name in expected.names if name not in set(drafts)]
+    prints = engine.fingerprints(names) if names else {}
+    return prints | engine.draft_fingerprints(drafts) if drafts else prints
 
 
 def _together(calls: EngineCalls, settled: Settle, place: str, action: Callable[[], None]) -> None:

@@ -4,11 +4,12 @@
 WeightUpdater._update_weights_from_flattened_bucket in every rank of the engine. The hook here handles the dictionaries
 that the functions below make and leaves others to SGLang. The engine loads views of the shared memory: the only copy is
 that into the parameters. A trainer's buffer stays mapped until an update ends that did not use it.
+A draft model gets its buckets in the same way (`selector` of the request), from the receivers of the whole process.
 """
 
 import base64
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ _USED = "slimrl_used_segments"
 _SPLIT = "slimrl_split_tensors"
 """Attribute of the engine's model: whether this update has loaded rows of tensors without SGLang's own loading."""
 _RECEIVERS = "slimrl_receivers"
-"""Attribute of the engine's model: EngineReceivers."""
+"""Kept by the process for all of its models: EngineReceivers."""
 
 
 def bucket_payload(segment: str, parts: Sequence[TensorPart]) -> str:
@@ -80,7 +81,7 @@ def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[boo
     from slimrl.ipc.broadcast_group import GroupError
     from slimrl.sglang_plugin.bucket_receiver import EngineReceivers
 
-    receivers: EngineReceivers = vars(model).setdefault(_RECEIVERS, EngineReceivers(ranks))
+    receivers: EngineReceivers = ranks.kept.setdefault(_RECEIVERS, EngineReceivers(ranks))
     problem = ""
     try:
         if _OPEN in value:
@@ -103,11 +104,17 @@ def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[boo
 
 def around_destroy_group(original: Callable[..., tuple[bool, str]], updater: Any, group_name: str) -> tuple[bool, str]:
     """Hook of WeightUpdater.destroy_weights_update_group: leaves the trainer's broadcast group."""
-    receivers: EngineReceivers | None = vars(updater.get_model()).pop(_RECEIVERS, None)
-    if receivers is None:
-        return original(updater, group_name)
-    receivers.close()
-    return True, "Success"
+    from slimrl.sglang_plugin.bucket_receiver import EngineRanks
+
+    return (True, "Success") if leave_group(EngineRanks()) else original(updater, group_name)
+
+
+def leave_group(ranks: "EngineRanks") -> bool:
+    """Leave the trainer's broadcast group; False if this process has never joined one."""
+    receivers: EngineReceivers | None = ranks.kept.pop(_RECEIVERS, None)
+    if receivers is not None:
+        receivers.close()
+    return receivers is not None
 
 
 def around_end_update(original: Callable[..., None], updater: Any, *, run_post_load: bool) -> None:
@@ -130,6 +137,14 @@ def load_bucket(model: Any, buffer: "Tensor", parts: Sequence[TensorPart]) -> No
     if rows := [(part, view) for part, view in views if not part.is_whole]:
         vars(model)[_SPLIT] = True
         load_rows(model, rows)
+
+
+def named_parameters(model: Any) -> "Iterator[tuple[str, Tensor]]":
+    """An engine's parameters by the names that engine_layout.py knows, also those of a draft model."""
+    from slimrl.models.draft_layout import layer_name
+
+    for name, parameter in model.named_parameters():
+        yield layer_name(type(model).__name__, model.config, name), parameter
 
 
 def _mapped(model: Any, segment: str) -> "Tensor":
@@ -161,7 +176,7 @@ def load_rows(model: Any, parts: "Sequence[tuple[TensorPart, Tensor]]") -> None:
     shape = EngineShape.of_config(model.config, num_ranks, parallel.moe_ep_size, parallel.attn_dp_size)
     wanted = {part.spec.name for part, _ in parts}
     slices: dict[str, list[tuple[Tensor, EngineSlice]]] = {}
-    for engine_name, parameter in model.named_parameters():
+    for engine_name, parameter in named_parameters(model):
         for piece in engine_slices(engine_name, shape):
             if piece.hf_name in wanted:
                 slices.setdefault(piece.hf_name, []).append((parameter, piece))

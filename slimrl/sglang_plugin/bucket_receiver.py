@@ -112,7 +112,7 @@ class BucketReceiver:
 
 
 class EngineReceivers:
-    """One rank of an engine in the transport; an attribute of the engine's model."""
+    """One rank of an engine in the transport, for the engine's model and its draft model."""
 
     def __init__(self, ranks: "EngineRanks") -> None:
         self._ranks = ranks
@@ -183,6 +183,8 @@ class EngineRanks:
         from sglang.srt.runtime_context import get_parallel, get_server_args
 
         group = get_parallel().tp_group
+        self.kept: dict[str, Any] = vars(group)
+        """Of this process, from one request to the next, whichever of its models they are for."""
         self.rank: int = group.rank_in_group
         self.per_node: int = group.world_size // get_server_args().nnodes
         self._world_size: int = group.world_size

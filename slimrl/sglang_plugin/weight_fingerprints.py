@@ -4,7 +4,7 @@ The route passes an action and a list of strings to WeightChecker.handle in each
 dictionary `checksums`; the hook here adds the action `slimrl_fingerprints`, for which the list (called
 `skip_tensor_list` there) names Hugging Face tensors, None meaning all. engine_layout.py says where in the
 engine's fused parameters each of them lies. Ranks hash their shards in place, and the hashes are added. Every copy of a
-replicated tensor is hashed.
+replicated tensor is hashed. A draft model answers for its own tensors (`selector` of the request).
 """
 
 import math
@@ -51,11 +51,12 @@ def engine_fingerprints(model: Any, names: list[str] | None) -> dict[str, str]:
     from sglang.srt.runtime_context import get_parallel
 
     from slimrl.models.engine_layout import EngineShape
+    from slimrl.sglang_plugin.bucket_loader import named_parameters
 
     parallel = get_parallel()
     group = parallel.tp_group
     shape = EngineShape.of_config(model.config, group.world_size, parallel.moe_ep_size, parallel.attn_dp_size)
-    num_copies, table = rank_hashes(dict(model.named_parameters()), shape, group.rank_in_group, names)
+    num_copies, table = rank_hashes(dict(named_parameters(model)), shape, group.rank_in_group, names)
     if group.world_size > 1:
         torch.distributed.all_reduce(table, group=group.cpu_group)
     return fingerprints(num_copies, table)

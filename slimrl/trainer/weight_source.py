@@ -47,6 +47,7 @@ class MegatronWeightSource:
         dtype: of the tensors, as in torch without the prefix; None for the checkpoint's.
         adapters: the map of the model's adapters, to give these in place of its weights.
         mtp: with layers for multi-token prediction, if the modules have any.
+        copies: also under the further names that a checkpoint gives some tensors.
 
     Raises:
         ValueError: no rank holds some weights of the model, or the modules have weights that no rule covers.
@@ -62,9 +63,12 @@ class MegatronWeightSource:
         *,
         adapters: WeightMap | None = None,
         mtp: bool = True,
+        copies: bool = True,
     ) -> None:
         self._rank = dist.get_rank()
         self._map = adapters or model_weight_map(chunks, family, hf_config, mtp=mtp)
+        if not copies:
+            self._map = self._map.without_copies()
         self._dtype = dtype or dtype_name(hf_config)
         held = local_adapters(chunks, adapters) if adapters else local_weights(chunks, self._map)
         self._local = {index: tensor.detach() for index, tensor in held}

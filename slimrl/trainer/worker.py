@@ -121,10 +121,13 @@ class TrainerWorker(HeldBatches):
         else:
             self.reference = ReferenceWeights(self.chunks).swapped_in
 
-    def weight_source(self) -> MegatronWeightSource:
-        """The weights that engines serve as Hugging Face tensors, in the precision of the training: without layers for
-        multi-token prediction."""
-        return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype, mtp=False)
+    def weight_source(self, *, mtp: bool = False) -> MegatronWeightSource:
+        """The weights that engines serve as Hugging Face tensors, in the precision of the training.
+
+        Args:
+            mtp: with the layers for multi-token prediction that are trained, for the engines' draft models.
+        """
+        return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype, mtp=mtp, copies=False)
 
     def release_memory(self, parts: Collection[MemoryPart]) -> None:
         """Free device memory; the parts must be restored before they are used."""

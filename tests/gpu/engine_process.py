@@ -49,6 +49,7 @@ class Served:
 
     def __init__(self, load_s: float) -> None:
         self.model = Weights(load_s)
+        self._ranks = OnlyRank()
         self._updater = SimpleNamespace(get_model=lambda: self.model)
         self._segments: set[str] = set()
 
@@ -66,7 +67,7 @@ class Served:
         self._update(bucket_loader.received_payload(group, number, parts))
 
     def leave_group(self, group: str) -> None:
-        bucket_loader.around_destroy_group(lambda *_: (True, ""), self._updater, group)
+        bucket_loader.leave_group(self._ranks)
 
     def end_update(self) -> None:
         bucket_loader.around_end_update(lambda *_, run_post_load: None, self._updater, run_post_load=False)
@@ -82,7 +83,7 @@ class Served:
         return len(self._segments)
 
     def _update(self, payload: str) -> None:
-        done, message = bucket_loader.update(self.model, pickle.loads(base64.b64decode(payload)), OnlyRank())
+        done, message = bucket_loader.update(self.model, pickle.loads(base64.b64decode(payload)), self._ranks)
         if not done:
             raise EngineError(message)
 

@@ -6,5 +6,8 @@ class OnlyRank:
 
     rank, per_node = 0, 1
 
+    def __init__(self):
+        self.kept = {}
+
     def exchange(self, value):
         return [value]

@@ -46,7 +46,7 @@ class ThreadRank:
     """Implements EngineRanks."""
 
     def __init__(self, rank, meeting):
-        self.rank, self.per_node, self._meeting = rank, PER_NODE, meeting
+        self.rank, self.per_node, self._meeting, self.kept = rank, PER_NODE, meeting, {}
 
     def exchange(self, value):
         return self._meeting.exchange(self.rank, value)
@@ -173,12 +173,12 @@ def test_a_receiver_without_memory_says_so_at_once_and_the_trainer_need_not_wait
     receivers.close()
 
 
-def test_an_engine_leaves_a_group_once():
-    model, (spec, store) = Model(), group_of(1)
-    model.slimrl_receivers = EngineReceivers(OnlyRank())
-    model.slimrl_receivers.open_version(spec, 1)
+def test_an_engine_leaves_a_group_once(monkeypatch):
+    ranks, (spec, store) = OnlyRank(), group_of(1)
+    monkeypatch.setattr(bucket_receiver, "EngineRanks", lambda: ranks)
+    assert update(Model(), pickle.loads(base64.b64decode(open_payload(spec, 1))), ranks) == (True, "Success")
     group = BroadcastGroup(spec, 0, store)
-    updater = SimpleNamespace(get_model=lambda: model)
+    updater = SimpleNamespace(get_model=Model)
     told = [around_destroy_group(lambda *_: (True, "SGLang's own"), updater, spec.name) for _ in range(2)]
     assert told == [(True, "Success"), (True, "SGLang's own")]
     group.drop()

@@ -258,12 +258,13 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "trainer.megatron.recompute_method=uniform trainer.megatron.recompute_num_layers=2",
          "trainer.megatron.recompute_num_layers",
          "2: layers for multi-token prediction (trainer.mtp.train) need 1."),
-        ("trainer.mtp.train=true rollout.speculative.mode=mtp", "rollout.speculative.mode",
-         "mtp: trainer.mtp.train changes the layers that engines draft with, and a resync does not send them. Use off "
-         "or ngram during the training; engines that serve an export may use mtp."),
         ("rollout.speculative.mode=mtp resync.transport=disk", "rollout.speculative.mode",
-         "mtp: with resync.transport disk SGLang would read the draft model's weights from the policy's version. Use "
-         "ipc or collective, or ngram."),
+         "mtp: with resync.transport disk SGLang would read the draft model's weights from the policy's version, which "
+         "lacks them. Use ipc or collective, or trainer.mtp.train true, or ngram."),
+        ("rollout.speculative.mode=eagle3 rollout.speculative.draft_model=/d resync.transport=delta "
+         "resync.local_dir=/l", "rollout.speculative.mode",
+         "eagle3: with resync.transport delta SGLang would read the draft model's weights from the policy's version, "
+         "which lacks them. Use ipc or collective, or ngram."),
         ("rollout.speculative.mode=ngram deterministic=true", "rollout.speculative.mode",
          "ngram: what is proposed depends on the clock and on other requests. Use off, or deterministic false."),
         ("rollout.speculative.mode=ngram rollout.routed_experts=true", "rollout.speculative.mode",

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.runtime.cluster.engine_actor import EngineAddress
@@ -21,7 +22,7 @@ def test_a_control_that_was_closed_says_so():
 def test_a_trainer_closes_the_controls_of_engines_that_it_lets_go_of():
     actor = object.__new__(TrainerActor.__ray_metadata__.modified_class)
     used = []
-    actor.recipe = SimpleNamespace(resync=SimpleNamespace(timeout_s=1.0))
+    actor.recipe = Recipe()
     actor.resync_session = SimpleNamespace(use=used.append, close=lambda: None)
     actor.worker = SimpleNamespace(close=lambda: None)
     actor.controls = []

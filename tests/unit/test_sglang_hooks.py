@@ -238,7 +238,7 @@ def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pyt
     loaded, rows = [], []
     model = SimpleNamespace(load_weights=lambda tensors: loaded.append([(name, t.tolist()) for name, t in tensors]))
     monkeypatch.setattr("slimrl.sglang_plugin.bucket_loader.load_rows", lambda model, parts: rows.extend(parts))
-    ranks = SimpleNamespace(rank=0, per_node=1, exchange=lambda value: [value])
+    ranks = SimpleNamespace(rank=0, per_node=1, kept={}, exchange=lambda value: [value])
     whole = part_of("a", (2, 2), 0, 2, offset=16, nbytes=16)
     scalar = part_of("s", (), 0, 1, offset=4, nbytes=4)
     part = part_of("b", (9, 2), 5, 7, offset=0, nbytes=16)
@@ -255,7 +255,7 @@ def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pyt
     loaded.clear()
     bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [part]}, ranks)
     assert loaded == []
-    failing = SimpleNamespace(rank=0, per_node=1, exchange=lambda value: [value, "", "full"])
+    failing = SimpleNamespace(rank=0, per_node=1, kept={}, exchange=lambda value: [value, "", "full"])
     monkeypatch.setattr(model, "load_weights", lambda tensors: {}["a"])
     success, message = bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [whole]}, failing)
     assert (success, message) == (False, "rank 0: KeyError: 'a'; rank 2: full")

@@ -18,6 +18,8 @@ from slimrl.sglang_plugin.bucket_loader import bucket_payload, open_payload, rec
 
 TARGET = "target"
 """The engine's model, and not a draft model, which keeps what it has loaded and may have tensors of the same names."""
+DRAFT = "draft"
+"""The draft model, which holds the layers for multi-token prediction."""
 
 
 class EngineMemory(str, Enum):
@@ -33,16 +35,24 @@ class SglangControl:
     """Implements EngineControl for the engine at `url`."""
 
     def __init__(
-        self, name: str, url: str, *, timeout_s: float, num_ranks: int = 1, nodes: tuple[str, ...] = ("",)
+        self,
+        name: str,
+        url: str,
+        *,
+        timeout_s: float,
+        num_ranks: int = 1,
+        nodes: tuple[str, ...] = ("",),
+        updates_draft: bool = False,
     ) -> None:
         """
         Args:
             timeout_s: deadline of each call.
             num_ranks: tensor-parallel size of the engine.
             nodes: of its processes, by the names that the trainer's ranks use too.
+            updates_draft: updates also load weights of its draft model.
         """
         self.name, self.place = name, EnginePlace(name=name, nodes=nodes, num_ranks=num_ranks)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._updated = timeout_s, "all" if updates_draft else TARGET
         self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
 
     def pause(self, mode: PauseMode = PauseMode.retract) -> None:
@@ -59,21 +69,21 @@ class SglangControl:
     def begin_update(self) -> None:
         """Closes an interrupted update first, which SGLang still has open."""
         try:
-            self._call("begin_weight_update", selector=TARGET)
+            self._call("begin_weight_update", selector=self._updated)
         except EngineError as error:
             if "already open" not in str(error):
                 raise
             self._call("end_weight_update")
-            self._call("begin_weight_update", selector=TARGET)
+            self._call("begin_weight_update", selector=self._updated)
 
     def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
-        self._update(bucket_payload(segment, parts))
+        self._update(bucket_payload(segment, parts), _holder(parts))
 
     def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
         self._update(open_payload(group, first_rank))
 
     def load_received(self, group: str, number: int, parts: Sequence[TensorPart]) -> None:
-        self._update(received_payload(group, number, parts))
+        self._update(received_payload(group, number, parts), _holder(parts))
 
     def leave_group(self, group: str) -> None:
         self._call("destroy_weights_update_group", group_name=group)
@@ -99,10 +109,12 @@ class SglangControl:
         self._call("continue_generation")
 
     def fingerprints(self, names: list[str] | None) -> dict[str, str]:
-        answer = self._call(
-            "weights_checker", action=weight_fingerprints.ACTION, skip_tensor_list=names, selector=TARGET
-        )
-        return answer["ranks"][0]["checksums"]
+        return self._checksums(names, TARGET)
+
+    def draft_fingerprints(self, names: list[str]) -> dict[str, str]:
+        # SGLang puts the model's role before its names.
+        prints = self._checksums(names, DRAFT)
+        return {name.removeprefix(f"{DRAFT}."): value for name, value in prints.items()}
 
     def version(self) -> int:
         """The weight version that the engine serves."""
@@ -135,13 +147,19 @@ class SglangControl:
         """The state of each of the engine's schedulers."""
         return self._request("GET", "server_info", timeout_s)["internal_states"]
 
-    def _update(self, payload: str) -> None:
+    def _checksums(self, names: list[str] | None, holder: str) -> dict[str, str]:
+        answer = self._call(
+            "weights_checker", action=weight_fingerprints.ACTION, skip_tensor_list=names, selector=holder
+        )
+        return answer["ranks"][0]["checksums"]
+
+    def _update(self, payload: str, holder: str = TARGET) -> None:
         self._call(
             "update_weights_from_tensor",
             serialized_named_tensors=[payload] * self.place.num_ranks,
             load_format="flattened_bucket",
             flush_cache=False,
-            selector=TARGET,
+            selector=holder,
         )
 
     def _call(self, route: str, **body: Any) -> dict[str, Any]:
@@ -164,3 +182,8 @@ class SglangControl:
             reason = answer.get("message") if isinstance(answer, dict) else None
             raise EngineError(f"{self.name}, {route}: {response.status_code} {reason or response.text[:500]}")
         return answer if isinstance(answer, dict) else {}
+
+
+def _holder(parts: Sequence[TensorPart]) -> str:
+    """Which of the engine's models loads a bucket."""
+    return DRAFT if parts[0].spec.mtp else TARGET

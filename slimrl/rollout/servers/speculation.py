@@ -28,6 +28,8 @@ def speculative_arguments(rollout: RolloutConfig, model: Path | str) -> dict[str
             # SGLang finds the layers of some families alone; their weights are in the model's own checkpoint.
             "speculative_draft_model_path": str(model) if settings.mode is DraftMode.mtp else settings.draft_model,
             "speculative_num_steps": settings.num_draft_tokens - 1,
+            # A release of the engine's memory would lose what no resync sends.
+            "enable_draft_weights_cpu_backup": rollout.colocated,
             "speculative_eagle_topk": 1,
         }
     return values

@@ -14,6 +14,7 @@ from ray.util import get_node_ip_address
 from slimrl.algorithms.passes import needs_reference
 from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.speculative_rules import sends_drafts
 from slimrl.data.training import Layout
 from slimrl.ipc.allocator import forbid_expandable_segments
 from slimrl.ipc.stale_files import clean_stale_segments
@@ -121,12 +122,14 @@ class TrainerActor:
     def connect_engines(self, engines: list[EngineAddress]) -> None:
         """Name the engines that `resync` updates; again when some were restarted, with the same names and addresses."""
         timeout_s, replaced = self.recipe.resync.timeout_s, self.controls
+        drafts = sends_drafts(self.recipe)
         self.controls = [
-            SglangControl(e.name, e.url, num_ranks=e.tensor, nodes=e.nodes, timeout_s=timeout_s) for e in engines
+            SglangControl(e.name, e.url, num_ranks=e.tensor, nodes=e.nodes, timeout_s=timeout_s, updates_draft=drafts)
+            for e in engines
         ]
         if self.resync_session is None:
             self.resync_session = ResyncSession(
-                self.worker.weight_source(),
+                self.worker.weight_source(mtp=drafts),
                 self.controls,
                 self.recipe.resync,
                 rank=self.rank,

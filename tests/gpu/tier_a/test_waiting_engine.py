@@ -20,7 +20,7 @@ from ranks import run_ranks
 from slimrl import device
 from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
 from slimrl.ipc.broadcast_group import BroadcastGroup, serve_store
-from slimrl.sglang_plugin.bucket_loader import open_payload, received_payload, update
+from slimrl.sglang_plugin.bucket_loader import leave_group, open_payload, received_payload, update
 
 SPIN_S = 8.0
 SPIN_ON_CPU_S = 2.0
@@ -118,7 +118,7 @@ def load_while_a_kernel_spins(rank, num_ranks, port):
                 first_loaded = end
         sending.result(60)
     assert all(torch.equal(model.loaded[f"w{number}"], values[number]) for number in (0, 1))
-    vars(model)["slimrl_receivers"].close()
+    assert leave_group(only)
     group.drop()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
