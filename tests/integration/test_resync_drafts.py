@@ -1,0 +1,116 @@
+"""A resync of trained layers for multi-token prediction to the real draft models of real engines, over each transport.
+
+An engine without a GPU loads a draft model, though it cannot draft.
+"""
+
+from dataclasses import replace
+
+import pytest
+from cpu_drafts import plugin_folder
+from ranks import run_ranks
+from safetensors.torch import load_file
+from slimrl_tools.toy.toy import ToySize, write_toy
+from weight_cases import trainer_config
+
+from slimrl import device
+from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
+from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.speculative import DraftMode, SpeculativeConfig
+from slimrl.config.schema.trainer import MtpConfig, ParallelConfig
+from slimrl.models.fingerprint import fingerprint
+from slimrl.resync.session import ResyncSession
+from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.servers.server import EngineServer
+from slimrl.trainer.weights import load_hf_weights
+from slimrl.trainer.worker import TrainerWorker
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.full,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(device.device_type() == "cuda", reason="with a GPU tests/gpu has engines that draft"),
+]
+
+TIMEOUT_S = 90.0
+BUCKET_BYTES = 40_000
+"""Less than the projection of a layer for multi-token prediction has."""
+VERSIONS = [TransportName.ipc, TransportName.collective, TransportName.disk, TransportName.delta, TransportName.delta]
+
+
+def send_over_each_transport(rank, world_size, port, url, models, drafted, folder):
+    """Of each version: the tensors that differ, how many were compared, and the draft model's fingerprints."""
+    trainer = replace(
+        trainer_config(ParallelConfig()), mtp=MtpConfig(train=True), num_ranks=1, precision=Precision.bf16
+    )
+    worker = TrainerWorker(
+        trainer, models[0], seed=1, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        total_updates=1,
+    )  # fmt: skip
+    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, updates_draft=True)
+    outcomes, session, last = [], None, None
+    for version, transport in enumerate(VERSIONS, start=1):
+        load_hf_weights(worker.chunks, models[version % 2], worker.family, worker.hf_config)
+        if session is None or transport is not last:
+            if session is not None:
+                session.close()
+            config = ResyncConfig(
+                transport=transport, bucket_bytes=BUCKET_BYTES, verify=VerifyMode.full, timeout_s=TIMEOUT_S,
+                local_dir=str(folder / "local"), full_every=5,
+            )  # fmt: skip
+            session = ResyncSession(
+                worker.weight_source(mtp=True), [engine], config, rank=rank, run_id=transport.value,
+                model_dir=models[0], run_dir=folder / transport.value,
+            )  # fmt: skip
+        last = transport
+        report = session.run(version)
+        outcomes.append((report.mismatching, report.verified_tensors, engine.draft_fingerprints(drafted)))
+    session.close()
+    engine.close()
+    worker.close()
+    return outcomes
+
+
+def held_by_drafts(name: str, layers: int) -> bool:
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    return name.startswith((f"model.layers.{layers}.", "mtp.")) and not name.endswith(copies)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("deepseek_v3", 2)])
+def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, family, layers):
+    models = [tmp_path / "first", tmp_path / "second"]
+    for seed, path in enumerate(models):
+        write_toy(family, path, ToySize(layers=layers, mtp_layers=1), seed)
+    checkpoints = [
+        {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for path in models
+    ]
+    drafted = [name for name in checkpoints[0] if held_by_drafts(name, layers)]
+    expected = [
+        {
+            name: fingerprint(tensors[name] if "correction_bias" in name else tensors[name].bfloat16())
+            for name in drafted
+        }
+        for tensors in checkpoints
+    ]
+    rollout = RolloutConfig(
+        max_trajectory_tokens=128, startup_timeout_s=200, max_concurrency_per_engine=4,
+        speculative=SpeculativeConfig(mode=DraftMode.mtp), env={"PYTHONPATH": plugin_folder(tmp_path / "plugin")},
+        sglang={"max_total_tokens": 1024},
+    )  # fmt: skip
+    server = EngineServer(0, rollout, models[0], tmp_path / "engine.log", precision=Precision.bf16, cuda=False)
+    try:
+        server.wait_ready()
+        engine = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S)
+        assert engine.draft_fingerprints(drafted) == expected[0]
+        engine.close()
+        (outcomes,) = run_ranks(
+            send_over_each_transport, 1, server.url, models, drafted, tmp_path / "run", timeout_s=200
+        )
+    finally:
+        server.stop()
+    copies = [name for name in checkpoints[0] if name.startswith(f"model.layers.{layers}.") and name not in drafted]
+    for version, (mismatching, compared, prints) in enumerate(outcomes, start=1):
+        assert mismatching == (), VERSIONS[version - 1]
+        assert compared == len(checkpoints[0]) - len(copies)
+        assert prints == expected[version % 2], VERSIONS[version - 1]
