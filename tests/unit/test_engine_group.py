@@ -468,6 +468,12 @@ def test_an_engine_that_has_ended_has_no_memory_to_give_or_take():
     answers, ends_after = False, [None]
     actor.release_memory(list(EngineMemory))
     actor.resume_memory(list(EngineMemory))
+    # It does not answer the first question any more.
+    actor.control.probe = lambda timeout_s: call("probe")
+    calls.clear()
+    actor.release_memory(list(EngineMemory))
+    actor.resume_memory(list(EngineMemory))
+    assert calls == ["probe", "probe"]
 
 
 def test_an_engine_that_lives_and_refuses_to_give_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):

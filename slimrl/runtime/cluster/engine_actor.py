@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,30 +124,30 @@ class EngineActor:
 
     def pause(self) -> None:
         """See EngineGroup.pause."""
-        with self._unless_ended():
-            self.control.pause(PauseMode.abort)
+        self._unless_ended(lambda: self.control.pause(PauseMode.abort))
 
     def release_memory(self, parts: list[EngineMemory]) -> None:
         """A server that has ended holds no memory; the next resync replaces it."""
-        with self._unless_ended():
-            self.control.release_memory(parts)
+        self._unless_ended(lambda: self.control.release_memory(parts))
 
     def resume_memory(self, parts: list[EngineMemory]) -> None:
         """With the KV cache the engine serves requests again. A server that has ended is skipped."""
-        with self._unless_ended():
+
+        def resume() -> None:
             self.control.resume_memory(parts)
             if EngineMemory.kv_cache in parts:
                 self.control.resume()
 
-    @contextmanager
-    def _unless_ended(self) -> Iterator[None]:
+        self._unless_ended(resume)
+
+    def _unless_ended(self, act: Callable[[], None]) -> None:
         """Ignore EngineError if the server has ended, or ends within ENDS_WITHIN_S.
 
         Raises EngineError within `health_timeout_s` if it hangs: what follows has a longer deadline.
         """
         try:
             self.control.probe(self.recipe.rollout.health_timeout_s)
-            yield
+            act()
         except EngineError:
             deadline = time.monotonic() + ENDS_WITHIN_S
             while not self._has_ended():
