@@ -76,7 +76,7 @@ def held_by_drafts(name: str, layers: int) -> bool:
     return name.startswith((f"model.layers.{layers}.", "mtp.")) and not name.endswith(copies)
 
 
-@pytest.mark.parametrize(("family", "layers"), [("deepseek_v3", 2)])
+@pytest.mark.parametrize(("family", "layers"), [("deepseek_v3", 2), ("glm4_moe", 2), ("qwen3_next", 4)])
 def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, family, layers):
     models = [tmp_path / "first", tmp_path / "second"]
     for seed, path in enumerate(models):

@@ -30,8 +30,11 @@ RANK_ORDER = "tp-cp-ep-dp-pp"
 Ranks = tuple[int, ...]
 
 
-def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig) -> SourceLayout:
+def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig, *, mtp: bool = False) -> SourceLayout:
     """Every tensor that a resync sends, in export order, with the ranks that hold each of its pieces.
+
+    Args:
+        mtp: with the layers for multi-token prediction, which the trainer has.
 
     Raises:
         ValueError: the model is not supported, or does not divide into the layout.
@@ -39,7 +42,8 @@ def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig) -> SourceLa
     _check_world(trainer)
     family = family_of(hf_config)
     model = family.megatron_config(hf_config)
-    weight_map = family.weight_map(hf_config, padded_vocab(model.vocab_size, trainer.parallel.tensor))
+    padded = padded_vocab(model.vocab_size, trainer.parallel.tensor)
+    weight_map = family.weight_map(hf_config, padded, mtp=mtp).without_copies()
     stages = planned_stages(trainer, model)
     num_experts = int(model.transformer.get("num_moe_experts") or 0)
     places = _Places(trainer.parallel, trainer.num_ranks, stages, num_experts)
