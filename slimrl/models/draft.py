@@ -6,6 +6,12 @@ from slimrl.data.weights import TensorSpec
 from slimrl.models.family import family_of
 
 
+def num_draft_layers(hf_config: dict[str, Any]) -> int:
+    """Layers for multi-token prediction that the config describes."""
+    weight_map = family_of(hf_config).weight_map(hf_config, mtp=True)
+    return sum(name.endswith(".eh_proj.weight") for rule in weight_map.rules for name in rule.megatron)
+
+
 def draft_specs(hf_config: dict[str, Any], dtype: str) -> list[TensorSpec]:
     """Tensors of the layers for multi-token prediction, without the embedding and the output layer.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.speculative_rules import sends_drafts
 from slimrl.models.adapters import adapter_map
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig
@@ -31,6 +32,8 @@ class Facts:
     table: ParameterTable
     transform: Transform | None
     """The transform for engines of a quantised checkpoint"""
+    sent: WeightMap
+    """What a resync sends"""
     replicated: frozenset[str]
     """Names of tensors that every rank of an engine holds whole"""
     adapters: ParameterTable | None = None
@@ -48,6 +51,7 @@ def model_facts(planned: OfflineRecipe) -> Facts:
     model, weight_map = family.megatron_config(hf_config), family.weight_map(hf_config)
     shape, lora = Shape.of(model), planned.recipe.trainer.lora
     adapters = adapter_map(weight_map, adapter_targets(lora, hf_config), lora.rank)
+    sent = family.weight_map(hf_config, mtp=sends_drafts(planned.recipe)).without_copies()
     trained = family.weight_map(hf_config, mtp=planned.recipe.trainer.mtp.train)
     return Facts(
         hf_config=hf_config,
@@ -57,14 +61,15 @@ def model_facts(planned: OfflineRecipe) -> Facts:
         parameters=model_parameters(weight_map, model),
         table=ParameterTable(trained),
         adapters=ParameterTable(adapters) if lora.rank else None,
-        transform=None if planned.sft else quantize_transform(hf_config, weight_map, fp8_engines=True),
-        replicated=replicated_names(weight_map),
+        transform=None if planned.sft else quantize_transform(hf_config, sent, fp8_engines=True),
+        sent=sent,
+        replicated=replicated_names(sent),
     )
 
 
 def buckets_of(known: Facts, recipe: Recipe) -> Sequence[Bucket]:
     """A resync's buckets, which are the same for every layout."""
-    specs = known.weight_map.specs(recipe.trainer.precision.dtype)
+    specs = known.sent.specs(recipe.trainer.precision.dtype)
     return cut_buckets(specs, recipe.resync.bucket_bytes, known.transform)
 
 

@@ -14,6 +14,7 @@ from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
+from slimrl.config.speculative_rules import sends_drafts
 from slimrl.models.draft import draft_specs
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.planner.critic import plan_critic
@@ -79,7 +80,7 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
     if not planned.sft:
         transport = _transport(recipe)
         version = plan_resync(
-            source_layout(known.hf_config, recipe.trainer),
+            source_layout(known.hf_config, recipe.trainer, mtp=sends_drafts(recipe)),
             cluster.nodes,
             cluster.engines,
             transport=transport,
@@ -211,15 +212,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _draft_notes(planned: OfflineRecipe) -> list[str]:
-    """What a resync to draft models would send; see docs/models.md."""
+    """Trained layers that no resync sends; see docs/models.md."""
     recipe = planned.recipe
-    if planned.sft or not recipe.trainer.mtp.train:
+    if planned.sft or not recipe.trainer.mtp.train or sends_drafts(recipe):
         return []
     specs = draft_specs(planned.hf_config, recipe.trainer.precision.dtype)
     nbytes = sum(map(spec_bytes, specs))
     return [
         f"the resync leaves out the {len(specs)} tensors of layers for multi-token prediction, {nbytes / GB:.2f} GB, "
-        "which engines hold only for speculative decoding"
+        "which engines hold only with rollout.speculative.mode mtp"
     ]
 
 

@@ -38,7 +38,7 @@ BUCKET_BYTES = 40_000
 VERSIONS = [TransportName.ipc, TransportName.collective, TransportName.disk, TransportName.delta, TransportName.delta]
 
 
-def send_over_each_transport(rank, world_size, port, url, models, drafted, folder):
+def send_over_each_transport(rank, world_size, port, url, num_ranks, models, drafted, folder):
     """Of each version: the tensors that differ, how many were compared, and the draft model's fingerprints."""
     trainer = replace(
         trainer_config(ParallelConfig()), mtp=MtpConfig(train=True), num_ranks=1, precision=Precision.bf16
@@ -47,7 +47,7 @@ def send_over_each_transport(rank, world_size, port, url, models, drafted, folde
         trainer, models[0], seed=1, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
         total_updates=1,
     )  # fmt: skip
-    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, updates_draft=True)
+    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks, updates_draft=True)
     outcomes, session, last = [], None, None
     for version, transport in enumerate(VERSIONS, start=1):
         load_hf_weights(worker.chunks, models[version % 2], worker.family, worker.hf_config)
@@ -76,8 +76,10 @@ def held_by_drafts(name: str, layers: int) -> bool:
     return name.startswith((f"model.layers.{layers}.", "mtp.")) and not name.endswith(copies)
 
 
-@pytest.mark.parametrize(("family", "layers"), [("deepseek_v3", 2)])
-def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, family, layers):
+@pytest.mark.parametrize(
+    ("family", "layers", "num_ranks"), [("deepseek_v3", 2, 1), ("glm4_moe", 2, 2), ("qwen3_next", 4, 1)]
+)
+def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, family, layers, num_ranks):
     models = [tmp_path / "first", tmp_path / "second"]
     for seed, path in enumerate(models):
         write_toy(family, path, ToySize(layers=layers, mtp_layers=1), seed)
@@ -94,7 +96,7 @@ def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, 
         for tensors in checkpoints
     ]
     rollout = RolloutConfig(
-        max_trajectory_tokens=128, startup_timeout_s=200, max_concurrency_per_engine=4,
+        engine_tp=num_ranks, max_trajectory_tokens=128, startup_timeout_s=200, max_concurrency_per_engine=4,
         speculative=SpeculativeConfig(mode=DraftMode.mtp), env={"PYTHONPATH": plugin_folder(tmp_path / "plugin")},
         sglang={"max_total_tokens": 1024},
     )  # fmt: skip
@@ -105,7 +107,7 @@ def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, 
         assert engine.draft_fingerprints(drafted) == expected[0]
         engine.close()
         (outcomes,) = run_ranks(
-            send_over_each_transport, 1, server.url, models, drafted, tmp_path / "run", timeout_s=200
+            send_over_each_transport, 1, server.url, num_ranks, models, drafted, tmp_path / "run", timeout_s=200
         )
     finally:
         server.stop()

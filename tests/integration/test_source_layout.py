@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.data.weights import SourceLayout
+from slimrl.models.draft import draft_specs
 from slimrl.models.family import family_of
 from slimrl.models.weight_map import WeightMap
 from slimrl.trainer.build import build_local_chunk, padded_vocab
@@ -88,7 +89,13 @@ def trainer_config(parallel: ParallelConfig, num_ranks: int, megatron: dict[str,
 
 
 def built_holders(
-    hf_config: dict[str, Any], weight_map: WeightMap, parallel: ParallelConfig, num_ranks: int, megatron: dict[str, Any]
+    hf_config: dict[str, Any],
+    weight_map: WeightMap,
+    parallel: ParallelConfig,
+    num_ranks: int,
+    megatron: dict[str, Any],
+    *,
+    mtp: bool = False,
 ) -> dict[tuple[str, str], tuple[int, ...]]:
     """Ranks by (Hugging Face name, block), of every rank's modules on the meta device."""
     holders: dict[tuple[str, str], set[int]] = defaultdict(set)
@@ -96,7 +103,7 @@ def built_holders(
     for rank in range(num_ranks):
         with fake_world(parallel, rank=rank, world_size=num_ranks):
             chunks = [
-                build_local_chunk(parallel, model, mtp=False, index=index, megatron=megatron)
+                build_local_chunk(parallel, model, mtp=mtp, index=index, megatron=megatron)
                 for index in range(parallel.virtual_pipeline or 1)
             ]
             for index, weight in local_weights(chunks, weight_map):
@@ -126,6 +133,16 @@ def test_every_rank_holds_what_its_modules_have_when_they_are_built(case):
     for spec, pieces in layout.items():
         sizes = [torch.Size(part.stop - part.start for part in piece.region).numel() for piece in pieces]
         assert sum(sizes) == torch.Size(spec.shape).numel()
+
+
+def test_layers_that_engines_draft_with_are_on_the_last_stage_beside_the_embedding():
+    hf_config = full_config("glm4_moe") | {"num_nextn_predict_layers": 1}
+    parallel, family = ParallelConfig(tensor=2, sequence=True, pipeline=2, expert=2), family_of(hf_config)
+    vocab = padded_vocab(family.megatron_config(hf_config).vocab_size, parallel.tensor)
+    weight_map = family.weight_map(hf_config, vocab, mtp=True).without_copies()
+    layout = source_layout(hf_config, trainer_config(parallel, 8), mtp=True)
+    assert as_holders(layout) == built_holders(hf_config, weight_map, parallel, 8, {}, mtp=True)
+    assert [spec for spec in layout if spec.mtp] == draft_specs(hf_config, "bfloat16")
 
 
 def live_layouts(rank: int, num_ranks: int, port: int, path: Path) -> dict[str, SourceLayout]:

@@ -22,7 +22,7 @@ from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
 from slimrl.ipc.broadcast_group import BroadcastGroup, GroupError, serve_store
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.sglang_plugin import bucket_receiver
-from slimrl.sglang_plugin.bucket_loader import around_destroy_group, open_payload, received_payload, update
+from slimrl.sglang_plugin.bucket_loader import around_destroy_group, leave_group, open_payload, received_payload, update
 from slimrl.sglang_plugin.bucket_receiver import BucketReceiver, EngineReceivers
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the receivers here take host memory")
@@ -151,6 +151,25 @@ def test_a_bucket_that_came_while_another_was_loaded_is_found_by_all_ranks():
         assert told == [(True, "Success")] * RANKS
         assert all(torch.equal(model.loaded["w"], values) for model in engine.models)
     group.drop()
+
+
+def test_a_draft_model_loads_what_the_process_received_for_all_of_its_models():
+    ranks, model, draft = OnlyRank(), Model(), Model()
+    spec, store = group_of(1)
+
+    def tell(of, payload):
+        return update(of, pickle.loads(base64.b64decode(payload)), ranks)
+
+    assert tell(model, open_payload(spec, 1)) == (True, "Success")
+    group = BroadcastGroup(spec, 0, store)
+    for number, of in enumerate((model, draft)):
+        values = torch.full((3,), float(number))
+        send(group, values)
+        assert tell(of, received_payload(spec.name, number, bucket_of(values))) == (True, "Success")
+        assert torch.equal(of.loaded["w"], values)
+    group.announce(0)
+    group.drop()
+    assert leave_group(ranks)
 
 
 @pytest.mark.parametrize("error", [OSError("no space left"), RuntimeError("out of memory")])

@@ -449,6 +449,12 @@ def test_lengths_and_deadlines_within_each_other_may_be_equal_where_it_makes_sen
     assert problems_of([*equal.split(), "rollout.tool_timeout_s=600", "rollout.routed_experts=true"]) == []
 
 
+@pytest.mark.parametrize("transport", ["ipc", "collective", "disk", "delta resync.local_dir=copies"])
+def test_layers_that_are_trained_may_draft_whatever_the_transport(folder, transport):
+    wanted = f"trainer.mtp.train=true rollout.speculative.mode=mtp resync.dir=versions resync.transport={transport}"
+    assert "rollout.speculative.mode" not in [problem.key for problem in problems_of(wanted.split())]
+
+
 def test_folders_that_the_transport_uses_and_devices_of_its_own_are_no_warning(folder):
     disk = ["resync.transport=disk", "resync.dir=versions"]
     delta = ["resync.transport=delta", "resync.dir=versions", "resync.local_dir=copies"]

@@ -182,6 +182,7 @@ def control(wire: Wire) -> Iterator[SglangControl]:
 
 SPEC = TensorSpec(name="w", shape=(4, 2), dtype="float32")
 BUCKET = [TensorPart(spec=SPEC, start=1, stop=3, offset=8, nbytes=16)]
+DRAFTED = [replace(BUCKET[0], spec=replace(SPEC, mtp=True))]
 GROUP = GroupSpec(
     name="g", address="10.0.0.1", port=1, world_size=3, backend="gloo", bucket_bytes=24, timeout_s=5.0
 )  # fmt: skip
@@ -227,13 +228,15 @@ GROUP = GroupSpec(
                     "serialized_named_tensors": [said] * 2,
                     "load_format": "flattened_bucket",
                     "flush_cache": False,
-                    "selector": "target",
+                    "selector": selector,
                 },
             )
-            for act, said in (
-                (lambda c: c.load_shared_bucket("s", BUCKET), bucket_payload("s", BUCKET)),
-                (lambda c: c.open_receivers(GROUP, 1), open_payload(GROUP, 1)),
-                (lambda c: c.load_received("g", 4, BUCKET), received_payload("g", 4, BUCKET)),
+            for act, said, selector in (
+                (lambda c: c.load_shared_bucket("s", BUCKET), bucket_payload("s", BUCKET), "target"),
+                (lambda c: c.load_shared_bucket("s", DRAFTED), bucket_payload("s", DRAFTED), "draft"),
+                (lambda c: c.open_receivers(GROUP, 1), open_payload(GROUP, 1), "target"),
+                (lambda c: c.load_received("g", 4, BUCKET), received_payload("g", 4, BUCKET), "target"),
+                (lambda c: c.load_received("g", 4, DRAFTED), received_payload("g", 4, DRAFTED), "draft"),
             )
         ),
     ],
@@ -251,6 +254,18 @@ def test_memory_is_released_when_nothing_runs_any_more(wire: Wire, control: Sgla
         ("POST", "flush_cache?timeout=9", {}),
         ("POST", "release_memory_occupation", {"tags": ["kv_cache"]}),
     ]
+
+
+def test_an_update_of_draft_models_opens_and_closes_them_too(wire: Wire):
+    wire.answers["begin_weight_update"] = [httpx.Response(400, json={"message": "an update is already open"})]
+    wire.answers["weights_checker"] = [httpx.Response(200, json={"ranks": [{"checksums": {"draft.w": "ab"}}]})]
+    control = SglangControl("engine 2", "http://10.0.0.1:1", timeout_s=10.0, updates_draft=True)
+    control.begin_update()
+    assert control.draft_fingerprints(["w"]) == {"w": "ab"}
+    control.close()
+    begin = ("POST", "begin_weight_update", {"selector": "all"})
+    checked = {"action": "slimrl_fingerprints", "skip_tensor_list": ["w"], "selector": "draft"}
+    assert wire.calls == [begin, ("POST", "end_weight_update", {}), begin, ("POST", "weights_checker", checked)]
 
 
 def test_an_update_that_broke_off_is_closed_before_the_next_begins(wire: Wire, control: SglangControl):

@@ -8,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
+from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.load import LoadedRecipe, intended_command
 from slimrl.config.problems import Problem
 from slimrl.config.schema.data import SftConfig
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.speculative import DraftMode
 from slimrl.config.schema.trainer import ParallelConfig
+from slimrl.models.draft import draft_specs
 from slimrl.models.offline_recipe import OfflineRecipe, read_offline
 from slimrl.planner import command, plan, suggest
 from slimrl.planner.communication import Communication
@@ -192,6 +195,22 @@ def test_a_whole_plan_of_a_toy_is_made_of_its_parts_and_takes_the_mean_length():
     assert (alone.resync, alone.facts.engine, alone.cluster.gpus) == (None, None, 2)
     assert alone.step_s == alone.layout.step_s
     assert alone.layout.batch.trajectory_tokens == 100
+
+
+def test_a_resync_counts_a_trained_layer_that_engines_draft_with_and_else_notes_that_it_is_left_out():
+    given = replace(planned(), hf_config=toy_config("glm4_moe", ToySize(layers=3, hidden=32, experts=4, mtp_layers=1)))
+    given.hf_config["vocab_size"] = 128
+    plain = plan.make_plan(given, Hardware())
+    given.recipe.trainer.mtp.train = True
+    left_out = plan.make_plan(given, Hardware())
+    given.recipe.rollout.speculative.mode = DraftMode.mtp
+    sent = plan.make_plan(given, Hardware())
+    specs = draft_specs(given.hf_config, "bfloat16")
+    assert left_out.resync.sent_bytes == plain.resync.sent_bytes
+    assert sent.resync.sent_bytes - plain.resync.sent_bytes == sum(map(spec_bytes, specs))
+    assert [f"leaves out the {len(specs)} tensors" in made.notes[-1] for made in (plain, left_out, sent)] == [
+        False, True, False,
+    ]  # fmt: skip
 
 
 def test_slots_of_a_resync_are_as_large_as_its_largest_bucket():

@@ -1,6 +1,7 @@
 """Buckets and plans: every byte once, bounded, aligned, and over the network once for each node that needs it."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,11 @@ def test_an_atomic_group_stays_together_and_one_that_does_not_fit_is_refused():
         ValueError, match=r"bucket_bytes: 16 bytes are too few: q, kv travel together and need 24. Use 24"
     ):
         cut_buckets(specs, 16)
+
+
+def test_tensors_of_an_engines_draft_model_share_no_bucket_with_those_of_its_model():
+    specs = [spec("a", 1), spec("b", 1), replace(spec("eh", 1), mtp=True), replace(spec("norm", 1), mtp=True)]
+    assert names(cut_buckets(specs, 100)) == [["a", "b"], ["eh", "norm"]]
 
 
 def test_deepseek_s_down_projections_which_sglang_fuses_travel_together():

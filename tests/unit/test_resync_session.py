@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from slimrl.config.schema.resync import PauseMode, TransportName, VerifyMode
 from slimrl.data.engine import EngineError
 from slimrl.ipc.broadcast_group import BroadcastGroup
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.models.fingerprint import fingerprint
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.engine_calls import EnginesFailed, fan_out
 from slimrl.resync.expected_fingerprints import verified_names
@@ -154,6 +156,32 @@ def test_a_tensor_that_arrived_wrong_is_named_with_its_engine():
     resync.close()
     assert report.mismatching == ("engine 1: w2",)
     assert ["resume" in engine.calls for engine in engines] == [False, False]
+
+
+class SourceWithDraft(Source):
+    """Its last two weights are those of a layer for multi-token prediction."""
+
+    def layout(self):
+        layout = list(super().layout().items())
+        return dict(layout[:-2] + [(replace(spec, mtp=True), pieces) for spec, pieces in layout[-2:]])
+
+
+class DraftingEngine(Engine):
+    def draft_fingerprints(self, names):
+        self._note(f"drafts {' '.join(names)}")
+        return {name: fingerprint(self.loaded[name]) for name in names}
+
+
+def test_the_draft_model_answers_for_its_own_tensors():
+    source, engine = SourceWithDraft(weights()), DraftingEngine("engine 0")
+    engine.fingerprints = lambda names: {name: fingerprint(engine.loaded[name]) for name in names[:-1]}
+    resync = session(source, [engine], config(), run_id="drafts")
+    try:
+        report = resync.run(1)
+    finally:
+        resync.close()
+    assert (report.verified_tensors, report.mismatching) == (6, ("engine 0: w3",))
+    assert "drafts w4 w5" in engine.calls
 
 
 def test_no_engine_serves_a_version_that_arrived_wrong_on_another_node(monkeypatch: pytest.MonkeyPatch):

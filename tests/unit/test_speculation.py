@@ -18,6 +18,7 @@ from slimrl.data.engine import GenerateRequest
 from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rollout.client import parse_answer
 from slimrl.rollout.servers.server import engine_arguments
+from slimrl.rollout.servers.speculation import speculative_arguments
 from slimrl.rollout.statistics import rollout_metrics
 from slimrl.runtime.checks.model_check import model_problems
 
@@ -53,6 +54,13 @@ def test_a_draft_model_proposes_a_chain(mode, algorithm, draft):
     assert words.max_running_requests == 77
 
 
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_draft_model_outlives_the_release_of_an_engine_s_memory(colocated):
+    """Not all of it is sent again."""
+    rollout = RolloutConfig(colocated=colocated, speculative=SpeculativeConfig(mode=DraftMode.mtp))
+    assert speculative_arguments(rollout, "m")["enable_draft_weights_cpu_backup"] is colocated
+
+
 def test_text_proposes_as_many_tokens_without_a_draft_model():
     words = parsed(DraftMode.ngram)
     assert (words.speculative_algorithm, words.speculative_num_draft_tokens) == ("NGRAM", 5)
@@ -86,6 +94,9 @@ def test_drafts_need_a_gpu_on_this_machine_and_the_models_own_layers_in_its_chec
     lacks = f"mtp: {tmp_path}/without has no layers for multi-token prediction. Use another mode."
     monkeypatch.setattr(device, "device_type", lambda: "cuda")
     assert problems(tmp_path / "with", DraftMode.mtp) == []
+    write_toy("deepseek_v3", tmp_path / "two", ToySize(**size, mtp_layers=2), 0)
+    one = "mtp: SGLang drafts with one layer for multi-token prediction, and config.json has 2. Use another mode."
+    assert problems(tmp_path / "two", DraftMode.mtp) == [(key, one)]
     assert problems(tmp_path / "without", DraftMode.mtp) == [(key, lacks)]
     monkeypatch.setattr(device, "device_type", lambda: "cpu")
     without_gpu = "without a GPU SGLang takes the likeliest tokens instead of sampling. Use off."

@@ -11,7 +11,9 @@ from slimrl.config.load import LoadedRecipe, trains
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.speculative import DraftMode
+from slimrl.config.speculative_rules import sends_drafts
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
+from slimrl.models.draft import num_draft_layers
 from slimrl.models.families import qwen3_next
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
@@ -50,7 +52,10 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
     except ValueError as error:
         return [loaded.problem("model.path", str(error))]
     hf_config = read_hf_config(path)
-    problems = _speculation_problems(loaded, has_mtp=has_mtp, devices=devices) if loaded.command in SERVING else []
+    problems = []
+    if loaded.command in SERVING:
+        layers = num_draft_layers(hf_config) if has_mtp else 0
+        problems += _speculation_problems(loaded, mtp_layers=layers, devices=devices)
     if family_of(hf_config).linear_attention:
         problems += _delta_net_problems(loaded, hf_config)
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
@@ -75,16 +80,19 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
     return problems
 
 
-def _speculation_problems(loaded: LoadedRecipe, *, has_mtp: bool, devices: bool) -> list[Problem]:
+def _speculation_problems(loaded: LoadedRecipe, *, mtp_layers: int, devices: bool) -> list[Problem]:
     """What `rollout.speculative` needs of the machine and of the checkpoint."""
     mode, key = loaded.recipe.rollout.speculative.mode, "rollout.speculative.mode"
     problems = []
     if mode is not DraftMode.off and devices and device.device_type() != "cuda":
         without = f"{mode.value}: without a GPU SGLang takes the likeliest tokens instead of sampling. Use off."
         problems.append(loaded.problem(key, without))
-    if mode is DraftMode.mtp and not has_mtp:
+    if mode is DraftMode.mtp and not mtp_layers:
         lacks = f"mtp: {loaded.recipe.model.path} has no layers for multi-token prediction. Use another mode."
         problems.append(loaded.problem(key, lacks))
+    elif mode is DraftMode.mtp and mtp_layers > 1:
+        many = f"SGLang drafts with one layer for multi-token prediction, and config.json has {mtp_layers}."
+        problems.append(loaded.problem(key, f"mtp: {many} Use another mode."))
     return problems
 
 
@@ -140,7 +148,7 @@ def _resync_problems(loaded: LoadedRecipe, hf_config: dict[str, Any], devices: b
     recipe = loaded.recipe
     try:
         transform = engine_transform(Path(recipe.model.path))
-        weight_map = family_of(hf_config).weight_map(hf_config)
+        weight_map = family_of(hf_config).weight_map(hf_config, mtp=sends_drafts(recipe)).without_copies()
     except ValueError as error:
         return [loaded.problem("model.path", str(error))]
     if transform is not None and not devices:

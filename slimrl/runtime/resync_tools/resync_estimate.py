@@ -11,6 +11,7 @@ from rich.table import Table
 from slimrl.config.load import read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.speculative_rules import sends_drafts
 from slimrl.data.weights import EnginePlace
 from slimrl.models.family import family_of
 from slimrl.models.offline_recipe import read_offline
@@ -58,11 +59,12 @@ def estimate_resync(
         raise ValueError(f"--gpus-per-node {gpus_per_node}: must be at least 1")
     if block_fp8 and BlockFp8.of_config(hf_config) is None:
         hf_config = {**hf_config, "quantization_config": BlockFp8().as_config()}
-    weight_map = family_of(hf_config).weight_map(hf_config)
+    drafts = sends_drafts(recipe)
+    weight_map = family_of(hf_config).weight_map(hf_config, mtp=drafts).without_copies()
     transform = quantize_transform(hf_config, weight_map, fp8_engines=True)
     cluster = planned_cluster(recipe, gpus_per_node)
     transport = recipe.resync.transport
-    layout = source_layout(hf_config, recipe.trainer)
+    layout = source_layout(hf_config, recipe.trainer, mtp=drafts)
     if reason := too_small(list(layout), recipe.resync.bucket_bytes, transform):
         raise RecipeError([planned.loaded.problem("resync.bucket_bytes", reason)])
     plan = plan_resync(

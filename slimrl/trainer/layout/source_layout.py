@@ -30,8 +30,11 @@ RANK_ORDER = "tp-cp-ep-dp-pp"
 Ranks = tuple[int, ...]
 
 
-def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig) -> SourceLayout:
+def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig, *, mtp: bool = False) -> SourceLayout:
     """Every tensor that a resync sends, in export order, with the ranks that hold each of its pieces.
+
+    Args:
+        mtp: with the layers for multi-token prediction, which the trainer has.
 
     Raises:
         ValueError: the model is not supported, or does not divide into the layout.
@@ -39,10 +42,11 @@ def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig) -> SourceLa
     _check_world(trainer)
     family = family_of(hf_config)
     model = family.megatron_config(hf_config)
-    weight_map = family.weight_map(hf_config, padded_vocab(model.vocab_size, trainer.parallel.tensor))
+    padded = padded_vocab(model.vocab_size, trainer.parallel.tensor)
+    weight_map = family.weight_map(hf_config, padded, mtp=mtp).without_copies()
     stages = planned_stages(trainer, model)
     num_experts = int(model.transformer.get("num_moe_experts") or 0)
-    places = _Places(trainer.parallel, trainer.num_ranks, stages, num_experts)
+    places = _Places(trainer.parallel, trainer.num_ranks, stages, num_experts, mtp)
     return layout_of(weight_map, trainer.precision.dtype, lambda index: places.of(weight_map.entries[index]))
 
 
@@ -126,6 +130,8 @@ class _Places:
     stages: list[list[int]]
     """Layers by pipeline rank."""
     num_experts: int
+    mtp: bool = False
+    """Whether the trainer has layers for multi-token prediction."""
 
     def of(self, entry: Entry) -> Sequence[Ranks]:
         """The ranks that hold each shard of an entry, ascending; several stages may hold the same shard."""
@@ -141,11 +147,16 @@ class _Places:
         return self._experts[stage][entry.expert * self.parallel.expert // self.num_experts]
 
     def _stages_of(self, entry: Entry) -> list[int]:
-        """The embedding is on the first stage, other weights outside of layers on the last, a tied one on both."""
+        """The embedding is on the first stage, other weights outside of layers on the last, a tied one on both.
+
+        The last stage also has the embedding where there are layers for multi-token prediction, which read tokens.
+        """
         if entry.layer is not None:
             return [self._stage_of_layer[entry.layer]]
         last = self.parallel.pipeline - 1
-        return sorted({0 if name.startswith("embedding.") else last for name in entry.megatron})
+        of_embedding = {0, last} if self.mtp else {0}
+        named = [of_embedding if name.startswith("embedding.") else {last} for name in entry.megatron]
+        return sorted(set[int]().union(*named))
 
     @cached_property
     def _stage_of_layer(self) -> dict[int, int]:
