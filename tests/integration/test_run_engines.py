@@ -124,6 +124,14 @@ def end_when_joined(run: CliRun, folder: RunFolder) -> list[dict[str, Any]]:
     return lines
 
 
+def signal_in_rollout(run: CliRun, folder: RunFolder, step: int, number: signal.Signals) -> None:
+    """Signal the server of engine 1 while a step rolls out, before its samples are there."""
+    run.wait_until(lambda: num_logged_steps(folder) >= step, RUN_S)
+    time.sleep(random.uniform(0.5, 1.5))
+    run.signal_server(1, number)
+    assert not folder.sample_file(step).exists()
+
+
 @pytest.mark.full
 def test_an_engine_that_is_gone_at_a_resync_is_restarted_beside_the_run_and_gets_a_later_version(workspace: Workspace):
     folder = workspace.run_folder("restarted")
@@ -157,10 +165,7 @@ def test_an_engine_that_ends_or_hangs_in_a_rollout_leaves_its_sessions_to_the_ot
     )
     run = CliRun(["train", GSPO, *overrides])
     try:
-        run.wait_until(lambda: num_logged_steps(folder) >= 1, RUN_S)
-        time.sleep(random.uniform(0.5, 1.5))
-        run.signal_server(1, number)
-        assert not folder.sample_file(1).exists()
+        signal_in_rollout(run, folder, 1, number)
         lines = end_when_joined(run, folder)
     finally:
         run.close()
@@ -187,10 +192,7 @@ def test_a_colocated_engine_that_ends_or_hangs_in_a_rollout_is_replaced_at_the_n
     )
     run = CliRun(["train", GSPO, *overrides])
     try:
-        run.wait_until(lambda: num_logged_steps(folder) >= 2, RUN_S)
-        time.sleep(random.uniform(0.5, 1.5))
-        run.signal_server(1, number)
-        assert not folder.sample_file(2).exists()
+        signal_in_rollout(run, folder, 2, number)
         assert run.wait(RUN_S) == 0, run.stderr
         assert run.left() == []
     finally:
