@@ -1,6 +1,7 @@
 """Runs whose engines share the trainer's devices, and runs that lose an engine in a rollout or a resync."""
 
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -108,8 +109,9 @@ def end_when_joined(run: CliRun, folder: RunFolder) -> list[dict[str, Any]]:
     log = folder.log_file("driver")
 
     def have_joined() -> bool:
-        after = log.read_text().rpartition(" 1 of 2 engines")[2]
-        return after.count(" 2 of 2 engines") >= 2 and " 1 of 2 engines" in log.read_text()
+        # Of two where one is lost in a resync, of one where that is known before.
+        _, *later = re.split(" 1 of [12] engines", log.read_text())
+        return bool(later) and later[-1].count(" 2 of 2 engines") >= 2
 
     run.wait_until(have_joined, 2 * RUN_S, poll_s=0.5)
     run.process.send_signal(signal.SIGUSR1)
