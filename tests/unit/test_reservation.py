@@ -1,7 +1,11 @@
 """What a run takes of a Ray ray_cluster, and how a cluster of its own begins and ends, with tables in place of Ray."""
 
 import os
+import shutil
+import signal
 import subprocess
+import sys
+import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +223,42 @@ def test_ray_that_gives_up_on_its_own_start_is_started_again_without_what_it_lef
     assert [entry[0] for entry in tries] == ["init", "ended"] * min(late, 3) + ["init"] * starts
     folder = Path(ray_cluster.tempfile.gettempdir()) / f"slimrl-ray-{os.getpid()}"
     assert {entry[1:] for entry in tries if entry[0] == "ended"} == {(folder, folder / "tmp", 0.0)}
+
+
+def test_what_ray_started_beside_the_raylet_is_killed_when_that_has_ended_and_not_before(
+    ray_start, monkeypatch, tmp_path: Path
+):
+    programs = tmp_path / "ray"
+    programs.mkdir()
+    for name in ("raylet", "gcs_server"):
+        shutil.copy(shutil.which("sleep") or "", programs / name)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    (programs / "monitor.py").write_text(stubborn)
+    commands = {
+        "raylet": [str(programs / "raylet"), "60"],
+        "gcs_server": [str(programs / "gcs_server"), "60"],
+        "monitor": [sys.executable, str(programs / "monitor.py")],
+        "another": ["sleep", "60"],
+    }
+    running = {name: subprocess.Popen(command) for name, command in commands.items()}
+
+    def shutdown() -> None:
+        time.sleep(0.5)
+        assert [process.poll() for process in running.values()] == [None] * 4
+        running["raylet"].terminate()
+        ray_start.journal.append([running[name].wait(10) for name in ("raylet", "gcs_server", "monitor")])
+
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", shutdown)
+    monkeypatch.setattr(ray_cluster.ray, "__file__", str(programs / "__init__.py"))
+    try:
+        with ray_cluster.ray_cluster(None, num_slots=1):
+            pass
+        assert ray_start.journal[-2][1:] == [-signal.SIGKILL] * 2
+        assert running["another"].poll() is None
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
 
 
 def test_a_run_joins_the_cluster_at_its_address_and_leaves_it(ray_start, tmp_path: Path):

@@ -10,9 +10,10 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,9 @@ OBJECT_STORE_BYTES = 1024**3
 START_ATTEMPTS = 3
 RAY_GIVES_UP_S = 30.0
 """How long Ray itself, which has no option for it, waits for its node."""
+
+RAYLET_ENDS_S = 5.0
+"""Ray itself kills a raylet that has not ended after a second."""
 
 _TEMP_PREFIX = "slimrl-ray-"
 _COMPILED_PREFIX = "slimrl-compiled-"
@@ -63,7 +67,7 @@ def ray_cluster(address: str | None, *, num_slots: int) -> Iterator[None]:
                 _start_local(temp_dir, num_slots)
             yield
         finally:
-            ray.shutdown()
+            _shut_down()
             shutil.rmtree(temp_dir, ignore_errors=True)
 
 
@@ -116,6 +120,36 @@ def _start_local(temp_dir: Path, num_slots: int) -> None:
             if time.monotonic() - began < RAY_GIVES_UP_S or attempt == START_ATTEMPTS:
                 raise StageError(f"Ray did not start: {error}") from error
             log.warning("Ray gave up on its own start, attempt %d of %d: %s", attempt, START_ATTEMPTS, error)
+
+
+def _shut_down() -> None:
+    """End the private cluster.
+
+    Ray ends its processes one after another, the raylet and so all workers first, and gives each other one a second,
+    which they use up and are then killed. They have nothing to save, so they are killed as soon as the raylet is gone.
+    """
+    folder = Path(ray.__file__).parent
+    started = [process for process in psutil.Process().children() if _runs_from(process, folder)]
+    raylets = [process for process in started if process.name() == "raylet"]
+
+    def kill_others() -> None:
+        psutil.wait_procs(raylets, timeout=RAYLET_ENDS_S)
+        for process in set(started).difference(raylets):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    beside = threading.Thread(target=kill_others)
+    beside.start()
+    ray.shutdown()
+    beside.join()
+
+
+def _runs_from(process: psutil.Process, folder: Path) -> bool:
+    """Whether its program, or the script of its interpreter, lies in `folder`."""
+    try:
+        return any(Path(argument).is_relative_to(folder) for argument in process.cmdline())
+    except psutil.Error:  # It has ended.
+        return False
 
 
 def _remove_stale_temp_dirs() -> None:
