@@ -210,6 +210,7 @@ def test_conversions_are_timed_against_copies(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["conversion.json"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_run_to_which_faults_happen_loses_no_group_and_leaves_nothing(tmp_path: Path):
     kinds = ["engine killed", "engine stopped", "engine's actor killed", "failing tools"]

@@ -131,6 +131,7 @@ def test_it_loads_versions_from_folders_and_deltas_into_a_copy_on_each_node(
     assert all(0 < fraction < 0.3 for fraction in changed[1:])
 
 
+@pytest.mark.full
 def test_what_is_left_of_it_ends_by_itself_when_a_part_has_ended(parts: list[EngineServer]):
     parts[1].stop()
     with pytest.raises(ServerError):

@@ -128,6 +128,7 @@ def test_two_workers_give_the_trajectories_of_the_driver_itself(model, stage, fo
     assert list(folder.iterdir()) == list(tmp_path.iterdir()) == [], "each environment was closed"
 
 
+@pytest.mark.full
 def test_workers_ask_the_engines_that_may_serve_now_also_after_a_worker_was_started_again(model, folder, tmp_path):
     def numbers(trajectories: list[Trajectory]) -> set[int]:
         """Of the engines that served the turns."""
@@ -161,7 +162,7 @@ async def cut_off(stage: RolloutStage, names: list[str]) -> dict[str, list[Logge
     return logs
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_episodes_that_were_cut_off_go_on_with_their_turns_wherever_they_run(model, tmp_path, workers):
     recipe = recipe_of(model, tmp_path, workers, mode=RolloutMode.async_)
     names = ["group_00000000/000", "group_00000000/001"]
@@ -187,6 +188,7 @@ def test_episodes_that_were_cut_off_go_on_with_their_turns_wherever_they_run(mod
         assert done[name].metadata["num_replayed_tokens"] == len(known)
 
 
+@pytest.mark.full
 def test_an_environment_that_blocks_holds_up_the_episodes_of_its_own_worker_alone(stage):
     blocked, awake = play(stage, "blocks", "is awake", step=2)
     assert blocked.status is awake.status is Status.completed
@@ -244,6 +246,7 @@ def test_a_worker_that_is_blocked_for_good_is_ended(model, tmp_path, monkeypatch
         assert play(stage, "plays", step=2)[0].status is Status.completed
 
 
+@pytest.mark.full
 def test_an_episode_that_waits_for_a_place_goes_to_the_new_worker_and_not_to_the_one_that_was_ended(
     model, tmp_path, monkeypatch
 ):

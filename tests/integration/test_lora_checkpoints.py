@@ -55,6 +55,7 @@ def continued(rank, num_ranks, port, path, folder):
     return results, refused
 
 
+@pytest.mark.full
 def test_a_run_with_adapters_continues_exactly_and_under_another_layout(tmp_path):
     path = small_model("qwen3_moe", tmp_path / "model")
     (results, refused), _ = run_ranks(continued, 2, str(path), str(tmp_path / "saved"), timeout_s=200)

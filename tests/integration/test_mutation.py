@@ -71,6 +71,7 @@ def test_tests_of_the_package_come_before_those_of_modules_that_use_the_fault_s(
     assert [path.name for path in selection.unit_files(copy, fault())] == ["test_numbers.py", "test_a_till.py"]
 
 
+@pytest.mark.full
 def test_the_script_tells_the_faults_that_tests_notice_from_others(copy):
     noticed = run.judge(copy, fault(), unit_only=True)
     assert noticed.noticed_by == "tests/unit/test_numbers.py::test_half"

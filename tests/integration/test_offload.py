@@ -61,6 +61,7 @@ def updates(rank, num_ranks, port):
     return results
 
 
+@pytest.mark.full
 def test_updates_are_bit_identical_with_and_without_offloading():
     for results in run_ranks(updates, 2, timeout_s=180):
         for case, plain, offloaded in zip(CASES, results[::2], results[1::2], strict=True):

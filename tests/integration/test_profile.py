@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 GSPO = str(RECIPES / "gspo_calculator.yaml")
 
 
+@pytest.mark.full
 def test_a_profile_has_the_spans_of_every_process_of_its_step(tmp_path: Path):
     workspace = make_workspace(tmp_path)
     asked = workspace.overrides(

@@ -148,6 +148,7 @@ def test_each_mode_takes_other_experts(reference):
     assert min(norms[1] / norms[0], norms[2] / norms[1]) > 1.0005, norms
 
 
+@pytest.mark.full
 def test_two_ranks_replay_as_one(weights, reference):
     assert_equal_to_one_rank(weights, reference, 2, TWO_RANKS)
 

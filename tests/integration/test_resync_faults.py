@@ -232,9 +232,8 @@ def test_a_wrong_base_a_truncated_delta_and_a_full_disk_are_named_and_followed_b
     assert "cut short" in truncated
 
 
-@pytest.mark.parametrize(
-    "transport", [TransportName.ipc, pytest.param(TransportName.collective, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("transport", [TransportName.ipc, TransportName.collective])
 def test_a_dead_rank_and_full_shared_memory_are_named_and_the_engines_take_the_next_version(
     engines, checkpoints, transport
 ):

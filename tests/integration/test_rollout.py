@@ -131,6 +131,7 @@ async def test_a_session_stays_on_its_engine_and_both_engines_work(engines, flee
     assert set.union(*versions) == {10, 11}
 
 
+@pytest.mark.full
 async def test_sessions_of_an_engine_that_leaves_go_on_with_the_same_tokens_at_the_other(engines, fleet):
     requests = [ask(f"leave-{index}", prompt(index, 20), 200, seed=index) for index in range(8)]
     whole = [(await engines.generate(request)).tokens for request in requests]

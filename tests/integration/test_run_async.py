@@ -86,6 +86,7 @@ def check_continued(checkpoint: Path, scored: list[dict]) -> int:
     return count
 
 
+@pytest.mark.full
 def test_an_asynchronous_run_that_is_killed_and_preempted_samples_no_token_twice_and_trains_on_every_group_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -128,6 +129,7 @@ def test_an_asynchronous_run_that_is_killed_and_preempted_samples_no_token_twice
     assert max(line["rollout/turns_mean"] for line in metrics) > TURNS / 2
 
 
+@pytest.mark.full
 def test_one_step_off_changes_the_weights_when_nothing_runs(workspace: Workspace):
     # The scores are of the present weights, whose routers choose other experts than those that are replayed.
     replay = ("rollout.routed_experts=true", "algorithm.routing_replay=rollout", "resync.pause=abort")

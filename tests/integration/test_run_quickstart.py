@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slimrl.observability.metrics import is_metric, read_metrics
 from slimrl.observability.run_folder import RunFolder
+from slimrl.profiling.breakdown import step_profiles
+from slimrl.profiling.trace import read_spans
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
@@ -59,8 +61,9 @@ def test_the_quickstart_in_small(tmp_path: Path, temporary_files: Path):
     assert losses[-1] < losses[0]
 
     more = [f"model.path={sft.export}", "steps=2", "eval.at_end=true", "tracking.wandb=offline"]
-    run = succeed("train", GSPO, *workspace.overrides(*more), timeout_s=RUN_S)
+    run = succeed("train", GSPO, *workspace.overrides(*more), "--profile", "2", timeout_s=RUN_S)
     assert "2/2" in run.stdout
+    assert_profile_is_of_step_2(gspo)
     assert_run_folder_is_complete(gspo)
     assert_metrics_hold(read_metrics(gspo.metrics))
     assert_export_is_a_trained_model(sft.export, gspo.export)
@@ -106,6 +109,12 @@ def assert_run_folder_is_complete(folder: RunFolder) -> None:
     assert folder.curve.read_bytes().startswith(b"\x89PNG")
     logs = {path.name for path in folder.logs.iterdir()}
     assert {"driver.log", "engine_0.log", "engine_1.log", "trainer_0.log", "trainer_1.log"} <= logs
+
+
+def assert_profile_is_of_step_2(folder: RunFolder) -> None:
+    [profile] = step_profiles(read_spans(folder.profile))
+    assert profile.number == 2
+    assert {process.split(" (")[0] for process in profile.processes} >= {"driver", "engine 0", "trainer 1"}
 
 
 def assert_metrics_hold(lines: list[dict[str, Any]], *, evaluated: bool = True) -> None:

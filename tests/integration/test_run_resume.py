@@ -47,7 +47,7 @@ def deterministic(workspace: Workspace, name: str, *more: str) -> list[str]:
     return workspace.overrides(
         f"run.name={name}",
         "deterministic=true",
-        "steps=4",
+        "steps=3",
         "trainer.num_ranks=1",
         "trainer.parallel.expert=1",
         "rollout.num_engines=1",
@@ -77,13 +77,13 @@ def test_a_killed_run_continues_as_if_it_had_not_been(workspace: Workspace, whol
     killed = workspace.run_folder("killed")
     run = CliRun(["train", GSPO, *deterministic(workspace, "killed")])
     try:
-        kill_after_checkpoint(run, killed, 2)
+        kill_after_checkpoint(run, killed, 1)
     finally:
         run.close()
     succeed("train", GSPO, *deterministic(workspace, "killed"), "--resume", timeout_s=RUN_S)
 
-    assert [line["step"] for line in read_metrics(whole.metrics)] == [0, 1, 2, 3, 4]
-    assert [line["policy/grad_norm"] > 0 for line in read_metrics(whole.metrics)[1:]] == [True] * 4
+    assert [line["step"] for line in read_metrics(whole.metrics)] == [0, 1, 2, 3]
+    assert [line["policy/grad_norm"] > 0 for line in read_metrics(whole.metrics)[1:]] == [True] * 3
     assert steps_without_times(killed) == steps_without_times(whole)
     # The evaluation before the kill has left nothing in the engine that the resumed run would lack.
     assert samples(killed) == samples(whole)
@@ -113,8 +113,8 @@ def test_a_preempted_run_finishes_its_step_and_continues_as_if_it_had_not_been(w
     arguments = [*deterministic(workspace, "preempted", "checkpoint.every_steps=0"), "--resume-or-start"]
     said = preempt(arguments, preempted, pause_s=0.0)
     step = int(preempted.requeue.read_text())
-    assert 1 <= step < 4
-    assert f"preempted by SIGUSR1 after step {step} of 4" in said
+    assert 1 <= step < 3
+    assert f"preempted by SIGUSR1 after step {step} of 3" in said
     assert [path.name for path in preempted.checkpoints.iterdir()] == [f"step_{step:06d}"]
     assert not preempted.export.exists()
     aside = workspace.run_folder("preempted.attempt_000")

@@ -35,6 +35,7 @@ def test_a_synchronous_step_is_that_of_the_plan(tmp_path):
     assert shared["shared_gpus"]
 
 
+@pytest.mark.full
 def test_more_gpus_are_split_as_the_recipes_and_the_best_split_is_found(tmp_path):
     rows = rows_of(tmp_path, "--gpus", "16,32", "--scale-batch", "--turn-tokens", "lognormal:600:0.7")
     assert [row["gpus"] for row in rows] == [16] * 7 + [32] * 7

@@ -156,6 +156,7 @@ def live_layouts(rank: int, num_ranks: int, port: int, path: Path) -> dict[str, 
     return found
 
 
+@pytest.mark.full
 def test_a_running_trainer_finds_the_same_layout(tmp_path):
     path = small_model("qwen3_moe", tmp_path / "model")
     by_rank = run_ranks(live_layouts, 4, path)

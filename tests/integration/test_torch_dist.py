@@ -175,6 +175,7 @@ def losses(rank, world_size, port, hf, settings, megatron=None, save_to=None):
     return results
 
 
+@pytest.mark.full
 def test_training_from_a_converted_checkpoint_under_another_layout_gives_the_losses_of_hugging_face(tmp_path):
     hf = small_model("qwen3_moe", tmp_path / "hf")
     hf_to_megatron(hf, tmp_path / "mc", ParallelConfig(expert_tensor=2), OPTIONS)

@@ -125,7 +125,13 @@ async def results_amid_resync(weights: Weights, engine: Engine, mode: PauseMode)
     return await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("mode", list(PauseMode))
+@pytest.mark.parametrize(
+    "mode",
+    [
+        PauseMode.retract,
+        *(pytest.param(mode, marks=pytest.mark.full) for mode in (PauseMode.abort, PauseMode.in_place)),
+    ],
+)
 async def test_each_token_has_the_version_that_sampled_it(weights: Weights, engine: SglangEngine, mode: PauseMode):
     old = weights.version
     whole = ContinuedEngine(engine, chunk_tokens=0, decode=DECODE)
