@@ -78,6 +78,13 @@ def samples(folder: RunFolder) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.trajectories.iterdir())}
 
 
+def exported(folder: RunFolder) -> dict[str, bytes]:
+    """The weight files of an export."""
+    files = {path.name: path.read_bytes() for path in folder.export.glob("*.safetensors")}
+    assert files
+    return files
+
+
 def num_logged_steps(folder: RunFolder) -> int:
     """Lines in metrics.jsonl so far, step 0 included."""
     return folder.metrics.read_text().count("\n") if folder.metrics.exists() else 0

@@ -1,6 +1,9 @@
-"""The quickstart in small, command by command: a random model, cold start, reinforcement learning, evaluation."""
+"""The quickstart in small, command by command: a random model, cold start, reinforcement learning, evaluation.
+
+Its run is continued from its first checkpoint too, to the bit."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli_runs import RECIPES, Workspace, make_workspace, succeed
+from cli_runs import RECIPES, Workspace, exported, make_workspace, samples, steps_without_times, succeed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,13 +63,20 @@ def test_the_quickstart_in_small(tmp_path: Path, temporary_files: Path):
     assert len(losses) == 6
     assert losses[-1] < losses[0]
 
-    more = [f"model.path={sft.export}", "steps=2", "eval.at_end=true", "tracking.wandb=offline"]
-    run = succeed("train", GSPO, *workspace.overrides(*more), "--profile", "2", timeout_s=RUN_S)
+    more = [f"model.path={sft.export}", "steps=2", "eval.at_end=true", "deterministic=true", "checkpoint.every_steps=1"]
+    run = succeed(
+        "train", GSPO, *workspace.overrides(*more), "tracking.wandb=offline", "--profile", "2", timeout_s=RUN_S
+    )
     assert "2/2" in run.stdout
     assert_profile_is_of_step_2(gspo)
     assert_run_folder_is_complete(gspo)
     assert_metrics_hold(read_metrics(gspo.metrics))
     assert_export_is_a_trained_model(sft.export, gspo.export)
+    resumed = started_again_after_step_1(gspo, "resumed")
+    succeed("train", GSPO, *workspace.overrides(*more), "run.name=resumed", "--resume", timeout_s=RUN_S)
+    assert steps_without_times(resumed) == steps_without_times(gspo)
+    assert samples(resumed) == samples(gspo)
+    assert exported(resumed) == exported(gspo)
 
     report = tmp_path / "after.json"
     succeed(
@@ -109,6 +119,15 @@ def assert_run_folder_is_complete(folder: RunFolder) -> None:
     assert folder.curve.read_bytes().startswith(b"\x89PNG")
     logs = {path.name for path in folder.logs.iterdir()}
     assert {"driver.log", "engine_0.log", "engine_1.log", "trainer_0.log", "trainer_1.log"} <= logs
+
+
+def started_again_after_step_1(whole: RunFolder, name: str) -> RunFolder:
+    """A copy of a run's folder without its last checkpoint, after which it has to be continued from the first."""
+    copy = RunFolder(whole.path.parent / name)
+    shutil.copytree(whole.path, copy.path)
+    shutil.rmtree(copy.checkpoints / "step_000002")
+    shutil.rmtree(copy.path / "export")
+    return copy
 
 
 def assert_profile_is_of_step_2(folder: RunFolder) -> None:

@@ -12,6 +12,7 @@ from cli_runs import (
     RECIPES,
     CliRun,
     Workspace,
+    exported,
     make_workspace,
     num_logged_steps,
     samples,
@@ -25,7 +26,7 @@ from slimrl.launch.slurm import PREEMPTED
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(1500)]
 
 GSPO, SFT = str(RECIPES / "gspo_calculator.yaml"), str(RECIPES / "sft.yaml")
 RUN_S = 400.0
@@ -36,18 +37,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return make_workspace(tmp_path_factory.mktemp("run_resume"))
 
 
-def exported(folder: RunFolder) -> dict[str, bytes]:
-    """The weight files of an export."""
-    files = {path.name: path.read_bytes() for path in folder.export.glob("*.safetensors")}
-    assert files
-    return files
-
-
 def deterministic(workspace: Workspace, name: str, *more: str) -> list[str]:
     return workspace.overrides(
         f"run.name={name}",
         "deterministic=true",
-        "steps=3",
+        "steps=4",
         "trainer.num_ranks=1",
         "trainer.parallel.expert=1",
         "rollout.num_engines=1",
@@ -77,13 +71,13 @@ def test_a_killed_run_continues_as_if_it_had_not_been(workspace: Workspace, whol
     killed = workspace.run_folder("killed")
     run = CliRun(["train", GSPO, *deterministic(workspace, "killed")])
     try:
-        kill_after_checkpoint(run, killed, 1)
+        kill_after_checkpoint(run, killed, 2)
     finally:
         run.close()
     succeed("train", GSPO, *deterministic(workspace, "killed"), "--resume", timeout_s=RUN_S)
 
-    assert [line["step"] for line in read_metrics(whole.metrics)] == [0, 1, 2, 3]
-    assert [line["policy/grad_norm"] > 0 for line in read_metrics(whole.metrics)[1:]] == [True] * 3
+    assert [line["step"] for line in read_metrics(whole.metrics)] == [0, 1, 2, 3, 4]
+    assert [line["policy/grad_norm"] > 0 for line in read_metrics(whole.metrics)[1:]] == [True] * 4
     assert steps_without_times(killed) == steps_without_times(whole)
     # The evaluation before the kill has left nothing in the engine that the resumed run would lack.
     assert samples(killed) == samples(whole)
@@ -104,7 +98,6 @@ def preempt(arguments: list[str], folder: RunFolder, *, pause_s: float) -> str:
     return run.stdout + run.stderr
 
 
-@pytest.mark.full
 def test_a_preempted_run_finishes_its_step_and_continues_as_if_it_had_not_been(workspace: Workspace, whole: RunFolder):
     preempted = workspace.run_folder("preempted")
     # What an earlier start left that was killed in its first step.
@@ -113,8 +106,8 @@ def test_a_preempted_run_finishes_its_step_and_continues_as_if_it_had_not_been(w
     arguments = [*deterministic(workspace, "preempted", "checkpoint.every_steps=0"), "--resume-or-start"]
     said = preempt(arguments, preempted, pause_s=0.0)
     step = int(preempted.requeue.read_text())
-    assert 1 <= step < 3
-    assert f"preempted by SIGUSR1 after step {step} of 3" in said
+    assert 1 <= step < 4
+    assert f"preempted by SIGUSR1 after step {step} of 4" in said
     assert [path.name for path in preempted.checkpoints.iterdir()] == [f"step_{step:06d}"]
     assert not preempted.export.exists()
     aside = workspace.run_folder("preempted.attempt_000")
@@ -126,7 +119,6 @@ def test_a_preempted_run_finishes_its_step_and_continues_as_if_it_had_not_been(w
     assert exported(preempted) == exported(whole)
 
 
-@pytest.mark.full
 def test_a_rollout_that_outlasts_the_grace_is_dropped_and_made_again(workspace: Workspace):
     long = [
         "steps=2",
@@ -149,7 +141,6 @@ def test_a_rollout_that_outlasts_the_grace_is_dropped_and_made_again(workspace: 
     assert exported(dropped) == exported(whole)
 
 
-@pytest.mark.full
 def test_two_runs_with_the_same_seed_are_identical_with_two_engines_and_two_ranks(workspace: Workspace):
     layout = ["trainer.num_ranks=2", "trainer.parallel.expert=2", "rollout.num_engines=2", "steps=3"]
     for name in ("first", "second"):
@@ -159,7 +150,6 @@ def test_two_runs_with_the_same_seed_are_identical_with_two_engines_and_two_rank
     assert exported(first) == exported(second)
 
 
-@pytest.mark.full
 def test_training_on_a_trajectory_file_twice_is_identical(workspace: Workspace, tmp_path: Path):
     out = tmp_path / "trajectories.jsonl"
     succeed("rollout", GSPO, *workspace.overrides(), "--out", str(out), timeout_s=RUN_S)
@@ -190,7 +180,6 @@ def assert_sampled_by_model(model_path: Path, trajectory) -> None:
         assert (logprobs_T - reported_T)[sampled_T].abs().max() < 1e-4
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

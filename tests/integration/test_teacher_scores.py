@@ -22,7 +22,7 @@ from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.teacher import Teacher
 from slimrl.runtime.checks.teacher_check import why_no_teacher
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(240)]
 
 ROLLOUT = RolloutConfig(max_trajectory_tokens=512, max_concurrency_per_engine=32, startup_timeout_s=200)
 

@@ -160,6 +160,7 @@ async def test_each_token_has_the_version_that_sampled_it(weights: Weights, engi
     assert np.median(firsts) > 1e-2
 
 
+@pytest.mark.full
 async def test_what_is_aborted_in_the_engines_queue_goes_on(weights: Weights, engine: SglangEngine):
     control = SglangControl("engine 0", weights.url, timeout_s=60)
     plain = asyncio.create_task(engine.generate(ask("plain", prompt(1))))
@@ -179,6 +180,7 @@ async def test_what_is_aborted_in_the_engines_queue_goes_on(weights: Weights, en
     assert np.abs(expected - result.logprobs).max() < 2e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flush_cache", [True, False])
 async def test_tokens_over_a_kept_cache_are_those_that_the_new_weights_alone_do_not_explain(
     weights: Weights, flush_cache: bool
@@ -207,7 +209,7 @@ def assert_same_turn(parts: GenerateResult, whole: GenerateResult) -> None:
     np.testing.assert_array_equal(np.sort(parts.routed_experts), np.sort(whole.routed_experts))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 async def test_turns_in_chunks_equal_whole_turns(engine: SglangEngine, temperature: float):
     """Also sampled ones, of which each has a seed."""
     requests = [replace(ask(f"chunks-{i}", prompt(i), 62), temperature=temperature, experts_from=i) for i in range(8)]
@@ -219,6 +221,7 @@ async def test_turns_in_chunks_equal_whole_turns(engine: SglangEngine, temperatu
             assert_same_turn(one, other)
 
 
+@pytest.mark.full
 async def test_a_stop_text_across_two_chunks_ends_a_turn_where_the_engine_ends_a_whole_one(engine: SglangEngine):
     chunks = ContinuedEngine(engine, chunk_tokens=5, decode=DECODE)
     num_across = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from faults import SOURCES, Fault
 
-_RUN = ["test_run_quickstart.py", "test_run_engines.py", "test_run_resume.py"]
+_RUN = ["test_run_quickstart.py", "test_run_async.py"]
 INTEGRATION = {
     "megatron_patches": ["test_trainer.py", "test_layouts.py"],
     "slimrl.agent": ["test_sandboxes.py", "test_rollout.py", "test_run_quickstart.py"],
@@ -27,7 +27,7 @@ INTEGRATION = {
     "slimrl.launch": ["test_launch.py"],
     "slimrl.models": ["test_model_families.py", "test_weights.py", "test_coverage.py", "test_resync.py"],
     "slimrl.observability": ["test_trackers.py", "test_run_quickstart.py"],
-    "slimrl.profiling": ["test_profile.py"],
+    "slimrl.profiling": ["test_run_quickstart.py"],
     "slimrl.planner": ["test_plan.py", "test_plan_ranks.py"],
     "slimrl.quantization": ["test_block_fp8.py", "test_resync_fp8.py"],
     "slimrl.resync": ["test_resync.py", "test_resync_folders.py", "test_resync_faults.py", "test_resync_fp8.py"],
@@ -37,7 +37,7 @@ INTEGRATION = {
         "test_http_rewards.py",
         "test_run_quickstart.py",
     ],
-    "slimrl.rollout": ["test_rollout.py", "test_resync.py", "test_run_engines.py"],
+    "slimrl.rollout": ["test_rollout.py", "test_resync.py", "test_run_async.py"],
     "slimrl.runtime": _RUN,
     "slimrl.simulator": ["test_simulate.py"],
     "slimrl.sglang_plugin": ["test_rollout.py", "test_delta_engines.py", "test_resync.py", "test_engine_ranks.py"],
