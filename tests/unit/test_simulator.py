@@ -303,6 +303,17 @@ def test_a_recorded_run_is_replayed_with_its_times(tmp_path):
     )
 
 
+def test_the_wait_for_an_evaluation_is_neither_training_nor_resync(tmp_path):
+    run = recorded_run(tmp_path / "run", GROUPS)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[2:]:
+        line["time/step_s"] += 30.0
+        line["time/eval_wait_s"] = 30.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cluster, _, _ = read_trace(run, recipe())
+    assert (cluster.train_s, cluster.resync_s) == (pytest.approx(4.0), pytest.approx(1.5))
+
+
 def test_a_trajectory_lasts_from_its_slot_on_where_that_was_recorded(tmp_path):
     groups = [GROUPS[0] | {"started": [101.0, 108.0]}]
     _, work, _ = read_trace(recorded_run(tmp_path / "run", groups), recipe())
