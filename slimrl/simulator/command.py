@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 from slimrl.config.problems import RecipeError
+from slimrl.data.output_file import refuse_unwritable
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.observability.terminal import plain_console
 from slimrl.planner.hardware import Hardware
@@ -187,9 +188,11 @@ def run(
     """Print the table, and write its rows to the file if there is one.
 
     Raises:
-        ValueError: the recipe or an option is refused.
+        ValueError: the recipe or an option is refused, or the file cannot be written.
     """
     simulator = Simulator(path, overrides, hardware, question)
+    if json_file is not None:
+        refuse_unwritable("--json", json_file)
     rollout = simulator.recipe.rollout
     if question.suggest is not None:
         rows = simulator.rows_by_split()
