@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 from slimrl.config.problems import RecipeError
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.output_file import refuse_unwritable
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.observability.terminal import plain_console
@@ -78,10 +79,7 @@ class Simulator:
         self.recipe = self.planned.recipe
         self.notes: list[str] = []
         if self.recipe.shares_devices and question.trace is None:
-            raise ValueError(
-                f"{path}: the engines share the trainer's GPUs, and only sync works so. To compare modes, give "
-                "rollout.colocated=false resync.transport=collective; the row `sync, shared` has all GPUs in turns."
-            )
+            raise ValueError(f"{path}: {_why_shared(self.recipe)}; the row `sync, shared` has all GPUs in turns.")
 
     def rows_by_mode(self) -> list[Row]:
         """All modes of the recipe, on its own GPUs or those of --gpus."""
@@ -175,6 +173,18 @@ class Simulator:
             deadline_s=deadline_s,
         )
         return Row(cluster=cluster, schedule=schedule, outcome=simulation.run())
+
+
+def _why_shared(recipe: Recipe) -> str:
+    if recipe.rollout.colocated:
+        return (
+            "rollout.colocated lets the engines share the trainer's GPUs, and only sync works so. To compare modes, "
+            "give rollout.colocated=false resync.transport=collective"
+        )
+    return (
+        "resync.transport ipc puts the engines on the trainer's GPUs, and how fast both are there at the same time is "
+        "not simulated. To compare modes, give resync.transport=collective"
+    )
 
 
 def _worth(row: Row) -> tuple[bool, float]:

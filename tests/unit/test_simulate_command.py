@@ -68,7 +68,9 @@ def test_every_option_is_of_the_hardware_or_of_the_question(monkeypatch):
         ((SPLIT, "--turn-tokens", "gamma:1:2"), "--turn-tokens gamma:1:2: must be a number"),
         ((SPLIT, "--prompt-tokens", 99_999), "--prompt-tokens 99999: must be at least 0 and below"),
         ((SPLIT, "rollout.nmu_engines=3"), "rollout.nmu_engines: no such key"),
-        ((COLOCATED,), "the engines share the trainer's GPUs"),
+        ((COLOCATED,), "rollout.colocated lets the engines share the trainer's GPUs, and only sync works so"),
+        ((SPLIT, "resync.transport=ipc"), "resync.transport ipc puts the engines on the trainer's GPUs"),
+        ((SPLIT, "resync.transport=ipc"), "To compare modes, give resync.transport=collective; the row"),
         ((str(RECIPES / "tiny_moe/sft.yaml"),), "a recipe for slimrl sft, which has no rollout to simulate"),
     ],
 )
