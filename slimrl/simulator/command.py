@@ -44,6 +44,8 @@ class Question:
         """Raises ValueError for what is impossible, and for options that do not go together."""
         if self.steps < 1:
             raise ValueError(f"--steps {self.steps}: must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"--seed {self.seed}: must be at least 0")
         if not 0 < self.decode_efficiency <= 1:
             raise ValueError(f"--decode-efficiency {self.decode_efficiency}: must be above 0 and at most 1")
         if self.scale_batch and self.gpus is None:
@@ -78,6 +80,11 @@ class Simulator:
         self.planned = read_train_recipe(path, overrides, model_needed=question.trace is None)
         self.recipe = self.planned.recipe
         self.notes: list[str] = []
+        if (oversample := self.recipe.rollout.oversample) > 1:
+            self.notes.append(
+                f"rollout.oversample {oversample:g} (partial rollouts) is not modelled: in `sync` a step waits for all "
+                "trajectories that begin in it"
+            )
         if self.recipe.shares_devices and question.trace is None:
             raise ValueError(f"{path}: {_why_shared(self.recipe)}; the row `sync, shared` has all GPUs in turns.")
 
@@ -85,7 +92,8 @@ class Simulator:
         """All modes of the recipe, on its own GPUs or those of --gpus."""
         question = self._question
         if question.trace is not None:
-            cluster, recorded, self.notes = read_trace(question.trace, self.recipe)
+            cluster, recorded, notes = read_trace(question.trace, self.recipe)
+            self.notes += notes
             return [
                 self._simulate(cluster, recorded, schedule, self.recipe.rollout.prompts_per_step, inf)
                 for schedule in all_schedules(self.recipe.rollout.too_old)
@@ -140,10 +148,13 @@ class Simulator:
 
     def _workload(self, planned: OfflineRecipe) -> DrawnWorkload:
         question = self._question
-        given = {name: getattr(question, name) for name in ("turns", "turn_tokens", "tool")}
+        # A trajectory has a turn, and a turn a token.
+        least = {"turns": 1.0, "turn_tokens": 1.0, "tool": 0.0}
         turns, turn_tokens, tool_s = (
-            None if text is None else read_distribution(f"--{name.replace('_', '-')}", text)
-            for name, text in given.items()
+            None
+            if (text := getattr(question, name)) is None
+            else read_distribution(f"--{name.replace('_', '-')}", text, least=number)
+            for name, number in least.items()
         )
         return drawn_workload(
             planned.recipe.rollout,

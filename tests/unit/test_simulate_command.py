@@ -54,6 +54,10 @@ def test_every_option_is_of_the_hardware_or_of_the_question(monkeypatch):
     ("arguments", "message"),
     [
         ((CALCULATOR, "--steps", 0), "--steps 0: must be at least 1"),
+        ((CALCULATOR, "--seed", -1), "--seed -1: must be at least 0"),
+        ((SPLIT, "--turns", 0), "--turns 0: must be a number, lognormal:MEDIAN:SIGMA or pareto:LEAST:ALPHA; a number"),
+        ((SPLIT, "--turn-tokens", "lognormal:0.5:1"), "lognormal:0.5:1: must be a number, lognormal:MEDIAN:SIGMA or"),
+        ((SPLIT, "--turn-tokens", "pareto:0:1"), "a number, MEDIAN or LEAST is at least 1"),
         ((CALCULATOR, "--decode-efficiency", 0), "--decode-efficiency 0.0: must be above 0"),
         ((CALCULATOR, "--scale-batch"), "--scale-batch goes with --gpus"),
         ((CALCULATOR, "--gpus", "8", "--suggest", 8), "--gpus and --suggest exclude each other"),
@@ -100,6 +104,14 @@ def test_a_recorded_run_is_compared_in_all_modes(tmp_path):
     table = [line.split() for line in result.output.splitlines() if line.strip().startswith("2 + 0")]
     assert [line[3] for line in table] == ["sync", "one_step_off", "async", "async", "async", "async"]
     assert table[0][4] == f"{3600 / 17.5:.1f}"
+
+
+def test_partial_rollouts_are_noted_as_not_modelled():
+    options = (SPLIT, "--turn-tokens", 100, "--tool", 0, "--steps", 1)
+    assert "oversample" not in invoke(*options).output
+    result = invoke(*options, "rollout.oversample=2", "resync.pause=abort")
+    assert result.exit_code == 0, result.output
+    assert "note: rollout.oversample 2 (partial rollouts) is not modelled: in `sync` a step waits" in result.output
 
 
 def recipe(**parallel) -> Recipe:

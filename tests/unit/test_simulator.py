@@ -230,7 +230,8 @@ def test_distributions_are_those_that_they_say():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "-1", "nan", "inf", "lognormal:3", "lognormal:3:x", "pareto:1:0", "gamma:1:2", "lognormal:1:2:3"]
+    "text",
+    ["", "x", "-1", "nan", "inf", "lognormal:3", "lognormal:3:x", "pareto:1:0", "gamma:1:2", "lognormal:1:2:3", ":1:2"],
 )
 def test_what_is_no_distribution_is_refused(text):
     with pytest.raises(ValueError, match=r"--tool .*: must be a number, lognormal:MEDIAN:SIGMA or pareto"):
