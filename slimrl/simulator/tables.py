@@ -31,7 +31,8 @@ class Row:
 
     @property
     def mode(self) -> str:
-        return f"{self.schedule.name}, shared" if self.shared else self.schedule.name
+        marks = {"shared": self.shared, "does not fit": bool(self.problems)}
+        return ", ".join([self.schedule.name, *(mark for mark, holds in marks.items() if holds)])
 
     @property
     def split(self) -> str:

@@ -160,6 +160,17 @@ def test_a_search_of_refused_splits_says_why():
         best_splits([(1, 1), (2, 2)], measure, lambda rate: (True, rate))
 
 
+def test_a_split_that_does_not_fit_is_marked_in_the_table(tmp_path):
+    options = ("--gpu-memory-gib", 45, "--turn-tokens", 500, "--steps", 1, "--json", tmp_path / "out.json")
+    result = invoke(SPLIT, "--suggest", 16, *options)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    fits = {f"{row['trainer_ranks']} + {16 - row['trainer_ranks']}": not row["problems"] for row in rows}
+    assert set(fits.values()) == {True, False}
+    table = [line for line in result.output.splitlines() if " + " in line and "note" not in line]
+    assert {line[: line.index(" sync")].strip(): "sync, does not fit" not in line for line in table} == fits
+
+
 def test_a_split_that_does_not_fit_is_worse_than_a_slow_one():
     splits = [(30 - engines, engines) for engines in range(1, 30)]
     found = best_splits(splits, lambda ranks, engines: engines, lambda rate: (rate <= 20, float(rate)))
