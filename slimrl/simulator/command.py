@@ -14,7 +14,7 @@ from slimrl.observability.terminal import plain_console
 from slimrl.planner.hardware import Hardware
 from slimrl.simulator.cluster import Cluster, planned_cluster, read_train_recipe
 from slimrl.simulator.distribution import read_distribution
-from slimrl.simulator.schedule import SYNC, Schedule, all_schedules, schedule_of
+from slimrl.simulator.schedule import SYNC, Schedule, all_schedules, recorded_schedules, schedule_of
 from slimrl.simulator.simulation import Simulation
 from slimrl.simulator.splits import best_splits, legal_splits, scaled_split, shared_overrides, split_overrides
 from slimrl.simulator.tables import PIPED_COLUMNS, Row, print_rows
@@ -92,12 +92,7 @@ class Simulator:
         """All modes of the recipe, on its own GPUs or those of --gpus."""
         question = self._question
         if question.trace is not None:
-            cluster, recorded, notes = read_trace(question.trace, self.recipe)
-            self.notes += notes
-            return [
-                self._simulate(cluster, recorded, schedule, self.recipe.rollout.prompts_per_step, inf)
-                for schedule in all_schedules(self.recipe.rollout.too_old)
-            ]
+            return self._trace_rows(question.trace)
         splits = [scaled_split(self.recipe, size, scale_batch=question.scale_batch) for size in question.sizes]
         rows: list[Row] = []
         for split in splits or [[]]:
@@ -105,6 +100,20 @@ class Simulator:
             rows += self._rows(planned, all_schedules(self.recipe.rollout.too_old))
             rows += self._shared_rows(planned, split)
         return rows
+
+    def _trace_rows(self, trace: Path) -> list[Row]:
+        """All modes and the recorded run's own."""
+        rollout = self.recipe.rollout
+        cluster, recorded, notes = read_trace(trace, self.recipe)
+        self.notes += notes
+        schedules, own = recorded_schedules(rollout)
+        if own is None:
+            self.notes.append(
+                f"with rollout.oversample {rollout.oversample:g} the times of trajectories that went on after a step "
+                "have its training and resync in them, and no row is the run's"
+            )
+        rows = [self._simulate(cluster, recorded, schedule, rollout.prompts_per_step, inf) for schedule in schedules]
+        return [replace(row, own=row.schedule == own) for row in rows]
 
     def rows_by_split(self) -> list[Row]:
         """The best splits of --suggest in the recipe's own mode."""
