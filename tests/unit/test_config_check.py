@@ -712,6 +712,25 @@ def test_evaluations_in_training_need_a_set_and_may_be_left_out(folder):
     assert problems_of(["eval.every_steps=5"], command="sft") == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("data.eval.a=a.jsonl eval.every_steps=2 eval.at_start=false", None),
+        ("data.eval.a=a.jsonl eval.at_start=true", None),
+        ("data.eval.a=a.jsonl eval.at_start=false", "eval.every_steps is 0 and eval.at_start false"),
+        ("eval.at_start=true", "data.eval names no evaluation set. Use 0."),
+    ],
+)
+def test_engines_for_evaluations_need_one_that_runs_beside_the_training(folder, settings, message):
+    beside = [
+        "rollout.mode=async", "rollout.num_engines=2", "deterministic=false", "algorithm.correction.level=token",
+        "resync.transport=collective", "eval.engines=1",
+    ]  # fmt: skip
+    found = [problem.message for problem in problems_of([*beside, *settings.split()]) if problem.key == "eval.engines"]
+    assert len(found) == (message is not None), found
+    assert all(message in one for one in found)
+
+
 def test_a_clip_range_made_for_token_ratios_is_a_warning(folder):
     (problem,) = problems_of(["algorithm.clip_high=0.2"])
     assert problem.warning
