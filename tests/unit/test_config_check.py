@@ -768,6 +768,11 @@ def test_every_algorithm_by_its_name_has_no_problems(folder, name):
         ("old_policy=rollout correction.level=token", "old_policy", "Use trainer, or no correction."),
         ("old_policy=rollout correction.veto=1e-4", "old_policy", "Use trainer, or no correction."),
         ("correction.level=token correction.mode=mask correction.low=3", "correction.low", "is not below"),
+        (
+            "correction.level=token correction.low=3",
+            "correction.low",
+            "only algorithm.correction.mode clip and mask read it, and the mode is truncate. Use 0, or another mode.",
+        ),
         ("correction.veto=1", "correction.veto", "use one such as 1e-4."),
     ],
 )
@@ -781,7 +786,8 @@ def test_what_excludes_each_other_may_be_off(folder):
     for fine in (
         "kl_estimator=k1", "kl_place=reward", "old_policy=rollout", "correction.low=3",
         "name=gspo_token kl_coef=0.1 kl_place=reward kl_estimator=k1", "name=grpo dual_clip=3",
-        "correction.level=token correction.low=3", "loss=tasks.mine:loss clip_low=0.2 clip_high=0.2",
+        "correction.level=token correction.mode=clip correction.low=0.5",
+        "loss=tasks.mine:loss clip_low=0.2 clip_high=0.2",
     ):  # fmt: skip
         assert problems_of([f"algorithm.{one}" for one in fine.split()]) == [], fine
 
