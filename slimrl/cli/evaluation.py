@@ -61,13 +61,15 @@ def compare(
     json_file: JsonFile = None,
 ) -> None:
     """Compare two evaluations prompt by prompt: the difference B - A with its interval."""
+    from slimrl.data.output_file import refuse_unwritable
     from slimrl.evaluation.comparison import compare
     from slimrl.evaluation.folder import EvalFolder
     from slimrl.evaluation.tables import print_comparison
 
+    if json_file is not None:
+        refuse_unwritable("--json", json_file)
     comparisons = compare(EvalFolder(a), EvalFolder(b))
     print_comparison(comparisons)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         sets = {one.name: asdict(one) for one in comparisons}
         json_file.write_text(json.dumps({"a": str(a), "b": str(b), "sets": sets}, indent=2) + "\n")

@@ -6,6 +6,7 @@ from slimrl.config.bounds import MODULE_FUNCTION
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema.algorithm import (
     AdvantageName,
+    CorrectionConfig,
     CorrectionLevel,
     CorrectionMode,
     KlEstimator,
@@ -97,8 +98,14 @@ def _correction_violations(recipe: Recipe) -> Iterator[Violation]:
     if correction.is_active and recipe.algorithm.old_policy is OldPolicy.rollout:
         message = "rollout: the ratio has the engines' difference in it already. Use trainer, or no correction."
         yield "algorithm.old_policy", message
-    bounded = correction.level is not CorrectionLevel.off and correction.mode is not CorrectionMode.truncate
-    if bounded and correction.low >= correction.high:
+    weighted, truncates = correction.level is not CorrectionLevel.off, correction.mode is CorrectionMode.truncate
+    if weighted and truncates and correction.low != CorrectionConfig.low:
+        yield (
+            "algorithm.correction.low",
+            "only algorithm.correction.mode clip and mask read it, and the mode is truncate. Use "
+            f"{CorrectionConfig.low:g}, or another mode.",
+        )
+    if weighted and not truncates and correction.low >= correction.high:
         yield "algorithm.correction.low", f"{correction.low} is not below algorithm.correction.high {correction.high}."
     if correction.veto >= 1:
         message = f"{correction.veto}: a fraction of the engine's probability; use one such as 1e-4."

@@ -21,6 +21,14 @@ def eval_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
 
 def _engine_violations(recipe: Recipe) -> Iterator[Violation]:
     count, rollout = recipe.eval.engines, recipe.rollout
+    if not recipe.data.eval:
+        yield "eval.engines", f"{count}, but data.eval names no evaluation set. Use 0."
+    elif not recipe.eval.every_steps and not recipe.eval.at_start:
+        yield (
+            "eval.engines",
+            f"{count}, but eval.every_steps is 0 and eval.at_start false, and the evaluation after the last step has "
+            "all engines. Use 0, or set one of them.",
+        )
     if rollout.mode is RolloutMode.sync:
         yield (
             "eval.engines",

@@ -122,6 +122,7 @@ METRIC_NAMES = (
     "time/teacher_s",
     "time/logprobs_s",
     "time/train_s",
+    "time/eval_wait_s",
     "time/resync_s",
     "time/drain_s",
     "time/eval_s",

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from slimrl.profiling.breakdown import StepProfile
 
-PHASES = ("rollout", "logprobs", "train", "resync", "other")
-"""Metrics `time/<phase>_s` that add up to `time/step_s`"""
+PHASES = ("rollout", "logprobs", "train", "eval_wait", "resync", "other")
+"""Metrics `time/<phase>_s` that add up to `time/step_s`; a run lacks those that it never enters."""
 MOST_ROWS = 12
 """Of a process; what is left is one row more."""
 
@@ -24,6 +24,8 @@ def phases_table(steps: Sequence[dict[str, Any]]) -> Table | None:
     total = sum(line["time/step_s"] for line in counted)
     table = _table(f"{len(counted)} steps", "phase", "seconds, median", "mean", "of the step")
     for phase in (*PHASES, "step"):
+        if not any(f"time/{phase}_s" in line for line in counted):
+            continue
         values = [line.get(f"time/{phase}_s", 0.0) for line in counted]
         mean = sum(values) / len(values)
         table.add_row(phase, f"{median(values):.3f}", f"{mean:.3f}", f"{sum(values) / total:.1%}")

@@ -1,7 +1,6 @@
 """`slimrl eval`: a checkpoint on the recipe's evaluation sets."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ from slimrl.checkpoints.digests import file_digests
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.atomic import write_whole
+from slimrl.data.output_file import refuse_unwritable
 from slimrl.evaluation.folder import EvalFolder
 from slimrl.evaluation.item import item_keys
 from slimrl.evaluation.items import Items
@@ -46,7 +46,7 @@ def evaluate(
         read = partial(load_task, train=False, evaluate=True)
         loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
         if json_file is not None:
-            _refuse_unwritable(json_file)
+            refuse_unwritable("--json", json_file)
         for note in task.notes:
             progress.say(note)
         settings = loaded.recipe.eval
@@ -108,18 +108,6 @@ def _write(results: Sequence[SetResult], checkpoint: Path, files: Sequence[Path 
     for file in filter(None, files):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(report, indent=2) + "\n")
-
-
-def _refuse_unwritable(json_file: Path) -> None:
-    """Raises ValueError if `--json` cannot be written, which would only show at the end."""
-    if json_file.is_dir():
-        raise ValueError(f"--json {json_file}: is a folder; give a file.")
-    try:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--json {json_file}: its folder cannot be made: {error.strerror}.") from error
-    if not os.access(json_file.parent, os.W_OK):
-        raise ValueError(f"--json {json_file}: its folder cannot be written.")
 
 
 def _refuse_other_folder(recipe: Path, checkpoint: Path) -> None:

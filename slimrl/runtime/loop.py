@@ -7,7 +7,8 @@ Each step of reinforcement learning:
 3. log-probs: passes of the trainer for what the updates need, if anything (docs/algorithms.md);
 4. train: the groups are dealt to the optimizer updates, which run one after another; before the first one changes the
    weights, the difference between the trainer's and the engines' log-probs is measured and limited;
-5. resync: the engines load the new weights as the next version, and the loaded tensors are verified.
+5. resync: the engines load the new weights as the next version, and the loaded tensors are verified; before it come the
+   waits for what the mode does not let run on, and for an evaluation beside the training (`eval.engines`).
 
 A step's checkpoint is saved before its evaluation, which may fail. A resumed run makes up for the evaluation.
 """
@@ -35,6 +36,7 @@ def train(run: TrainRun) -> None:
                 learner.compute_inputs(step, updates)
             with step.timed("train"):
                 learner.train(step, updates)
+            run.before_resync(step)
             with step.timed("resync"):
                 run.resync(step)
         if run.checkpoint_is_due():

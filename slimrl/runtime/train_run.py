@@ -138,16 +138,22 @@ class TrainRun(Run):
         self._memory.enter(MemoryPhase.train)
         return batch.kept
 
-    def resync(self, step: Step) -> None:
-        """Send the weights as the next version, with rollouts beside it or when they have ended, as the mode says."""
+    def before_resync(self, step: Step) -> None:
+        """Wait for the rollouts if the mode says so, and for an evaluation beside the training if another is due."""
         if self._service is not None:
-            with step.timed("drain"):
+            with step.timed("resync"), step.timed("drain"):
                 self._service.before_resync(self._check_drain, self.preemption)
-            if self._has_evaluation(step.number):
-                # Its engines get the weights that are to be evaluated next.
-                self._take_evaluated()
-            elif (evaluated := self._beside.take()) is not None:
-                self._write_evaluated(evaluated)
+        if self.recipe.eval.engines:
+            # No part of the resync: it may take many times as long.
+            with step.timed("eval_wait"):
+                if self._has_evaluation(step.number):
+                    # Its engines get the weights that are to be evaluated next.
+                    self._take_evaluated()
+                elif (evaluated := self._beside.take()) is not None:
+                    self._write_evaluated(evaluated)
+
+    def resync(self, step: Step) -> None:
+        """Send the weights as the next version."""
         self.state.weight_version += 1
         self._send_weights(step)
         if self._service is not None:

@@ -7,12 +7,14 @@ from math import inf
 from pathlib import Path
 
 from slimrl.config.problems import RecipeError
+from slimrl.config.schema.recipe import Recipe
+from slimrl.data.output_file import refuse_unwritable
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.observability.terminal import plain_console
 from slimrl.planner.hardware import Hardware
 from slimrl.simulator.cluster import Cluster, planned_cluster, read_train_recipe
 from slimrl.simulator.distribution import read_distribution
-from slimrl.simulator.schedule import SYNC, Schedule, all_schedules, schedule_of
+from slimrl.simulator.schedule import SYNC, Schedule, all_schedules, recorded_schedules, schedule_of
 from slimrl.simulator.simulation import Simulation
 from slimrl.simulator.splits import best_splits, legal_splits, scaled_split, shared_overrides, split_overrides
 from slimrl.simulator.tables import PIPED_COLUMNS, Row, print_rows
@@ -42,6 +44,8 @@ class Question:
         """Raises ValueError for what is impossible, and for options that do not go together."""
         if self.steps < 1:
             raise ValueError(f"--steps {self.steps}: must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"--seed {self.seed}: must be at least 0")
         if not 0 < self.decode_efficiency <= 1:
             raise ValueError(f"--decode-efficiency {self.decode_efficiency}: must be above 0 and at most 1")
         if self.scale_batch and self.gpus is None:
@@ -76,21 +80,19 @@ class Simulator:
         self.planned = read_train_recipe(path, overrides, model_needed=question.trace is None)
         self.recipe = self.planned.recipe
         self.notes: list[str] = []
-        if self.recipe.shares_devices and question.trace is None:
-            raise ValueError(
-                f"{path}: the engines share the trainer's GPUs, and only sync works so. To compare modes, give "
-                "rollout.colocated=false resync.transport=collective; the row `sync, shared` has all GPUs in turns."
+        if (oversample := self.recipe.rollout.oversample) > 1:
+            self.notes.append(
+                f"rollout.oversample {oversample:g} (partial rollouts) is not modelled: in `sync` a step waits for all "
+                "trajectories that begin in it"
             )
+        if self.recipe.shares_devices and question.trace is None:
+            raise ValueError(f"{path}: {_why_shared(self.recipe)}; the row `sync, shared` has all GPUs in turns.")
 
     def rows_by_mode(self) -> list[Row]:
         """All modes of the recipe, on its own GPUs or those of --gpus."""
         question = self._question
         if question.trace is not None:
-            cluster, recorded, self.notes = read_trace(question.trace, self.recipe)
-            return [
-                self._simulate(cluster, recorded, schedule, self.recipe.rollout.prompts_per_step, inf)
-                for schedule in all_schedules(self.recipe.rollout.too_old)
-            ]
+            return self._trace_rows(question.trace)
         splits = [scaled_split(self.recipe, size, scale_batch=question.scale_batch) for size in question.sizes]
         rows: list[Row] = []
         for split in splits or [[]]:
@@ -98,6 +100,20 @@ class Simulator:
             rows += self._rows(planned, all_schedules(self.recipe.rollout.too_old))
             rows += self._shared_rows(planned, split)
         return rows
+
+    def _trace_rows(self, trace: Path) -> list[Row]:
+        """All modes and the recorded run's own."""
+        rollout = self.recipe.rollout
+        cluster, recorded, notes = read_trace(trace, self.recipe)
+        self.notes += notes
+        schedules, own = recorded_schedules(rollout)
+        if own is None:
+            self.notes.append(
+                f"with rollout.oversample {rollout.oversample:g} the times of trajectories that went on after a step "
+                "have its training and resync in them, and no row is the run's"
+            )
+        rows = [self._simulate(cluster, recorded, schedule, rollout.prompts_per_step, inf) for schedule in schedules]
+        return [replace(row, own=row.schedule == own) for row in rows]
 
     def rows_by_split(self) -> list[Row]:
         """The best splits of --suggest in the recipe's own mode."""
@@ -141,10 +157,13 @@ class Simulator:
 
     def _workload(self, planned: OfflineRecipe) -> DrawnWorkload:
         question = self._question
-        given = {name: getattr(question, name) for name in ("turns", "turn_tokens", "tool")}
+        # A trajectory has a turn, and a turn a token.
+        least = {"turns": 1.0, "turn_tokens": 1.0, "tool": 0.0}
         turns, turn_tokens, tool_s = (
-            None if text is None else read_distribution(f"--{name.replace('_', '-')}", text)
-            for name, text in given.items()
+            None
+            if (text := getattr(question, name)) is None
+            else read_distribution(f"--{name.replace('_', '-')}", text, least=number)
+            for name, number in least.items()
         )
         return drawn_workload(
             planned.recipe.rollout,
@@ -176,6 +195,18 @@ class Simulator:
         return Row(cluster=cluster, schedule=schedule, outcome=simulation.run())
 
 
+def _why_shared(recipe: Recipe) -> str:
+    if recipe.rollout.colocated:
+        return (
+            "rollout.colocated lets the engines share the trainer's GPUs, and only sync works so. To compare modes, "
+            "give rollout.colocated=false resync.transport=collective"
+        )
+    return (
+        "resync.transport ipc puts the engines on the trainer's GPUs, and how fast both are there at the same time is "
+        "not simulated. To compare modes, give resync.transport=collective"
+    )
+
+
 def _worth(row: Row) -> tuple[bool, float]:
     """What fits is better than what does not."""
     return not row.problems, row.outcome.trajectories_per_s
@@ -187,9 +218,11 @@ def run(
     """Print the table, and write its rows to the file if there is one.
 
     Raises:
-        ValueError: the recipe or an option is refused.
+        ValueError: the recipe or an option is refused, or the file cannot be written.
     """
     simulator = Simulator(path, overrides, hardware, question)
+    if json_file is not None:
+        refuse_unwritable("--json", json_file)
     rollout = simulator.recipe.rollout
     if question.suggest is not None:
         rows = simulator.rows_by_split()

@@ -31,6 +31,16 @@ def all_schedules(too_old: TooOld) -> list[Schedule]:
     return [SYNC, ONE_STEP_OFF, *(asynchronous(staleness, too_old) for staleness in STALENESS)]
 
 
+def recorded_schedules(rollout: RolloutConfig) -> tuple[list[Schedule], Schedule | None]:
+    """All schedules, that of a recorded run among them; and which it is, None for partial rollouts, which have none."""
+    schedules = all_schedules(rollout.too_old)
+    if rollout.oversample > 1:
+        return schedules, None
+    if (own := schedule_of(rollout)) not in schedules:
+        schedules.append(own)
+    return sorted(schedules, key=lambda schedule: schedule.max_staleness), own
+
+
 def schedule_of(rollout: RolloutConfig) -> Schedule:
     """The recipe's own."""
     if rollout.mode is RolloutMode.async_:

@@ -26,17 +26,23 @@ class Row:
     outcome: Outcome
     shared: bool = False
     """Trainer and engines work in turns on all GPUs"""
+    own: bool = False
+    """Of the recorded run"""
     problems: Sequence[str] = ()
     """Why it does not fit, as far as it is planned"""
 
     @property
     def mode(self) -> str:
-        return f"{self.schedule.name}, shared" if self.shared else self.schedule.name
+        marks = {"shared": self.shared, "the run's": self.own, "does not fit": bool(self.problems)}
+        return ", ".join([self.schedule.name, *(mark for mark, holds in marks.items() if holds)])
 
     @property
     def split(self) -> str:
+        """GPUs of the trainer and of the engines, or those that both have."""
         cluster = self.cluster
-        return f"{cluster.trainer_ranks}" if self.shared else f"{cluster.trainer_ranks} + {cluster.engine_gpus}"
+        if cluster.engine_gpus:
+            return f"{cluster.trainer_ranks} + {cluster.engine_gpus}"
+        return f"{cluster.trainer_ranks}" if self.shared else f"{cluster.trainer_ranks} for both"
 
     def as_json(self) -> dict[str, Any]:
         cluster = self.cluster
@@ -45,6 +51,7 @@ class Row:
             "max_staleness": self.schedule.max_staleness,
             "too_old": self.schedule.too_old.value,
             "shared_gpus": self.shared,
+            "of_the_run": self.own,
             "gpus": cluster.gpus,
             "trainer_ranks": cluster.trainer_ranks,
             "num_engines": cluster.num_engines,

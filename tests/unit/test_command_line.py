@@ -4,6 +4,7 @@ from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from slimrl.cli import app
@@ -11,6 +12,8 @@ from slimrl.observability.metrics import MetricsWriter
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.runtime.cluster.ending import what_is_left
 from slimrl.runtime.state import CheckpointFolder, RunState
+
+SPLIT = str(Path(__file__).parents[2] / "recipes/qwen3/qwen3_8b_gspo_disaggregated.yaml")
 
 
 def test_the_version_is_that_of_the_package():
@@ -51,6 +54,31 @@ def test_a_report_says_where_it_is(tmp_path: Path):
     result = CliRunner().invoke(app, ["report", str(run.path), "--out", str(out)])
     assert (result.exit_code, result.output) == (0, f"curve: {out}\n")
     assert out.is_file()
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "work"),
+    [
+        (("report", "RUN"), "--out", "slimrl.observability.report.write_curve"),
+        (("simulate", SPLIT), "--json", "slimrl.simulator.command.Simulator.rows_by_mode"),
+        (("eval", "compare", "RUN", "RUN"), "--json", "slimrl.evaluation.comparison.compare"),
+        (("rollout", SPLIT), "--out", "slimrl.runtime.commands.prepare"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command, option, work
+):
+    def begun(*_: object, **__: object) -> None:
+        pytest.fail("the work has begun")
+
+    monkeypatch.setattr(work, begun)
+    run = open_run_folder(tmp_path, "demo", "seed: 1\n")
+    run.metrics.touch()
+    out = run.metrics / "deep" / "file"
+    arguments = [str(run.path) if word == "RUN" else word for word in command]
+    result = CliRunner().invoke(app, [*arguments, option, str(out)])
+    assert (result.exit_code, result.output) == (2, f"{option} {out}: its folder cannot be made: Not a directory.\n")
 
 
 def test_an_interrupted_run_says_whether_and_how_it_goes_on(tmp_path: Path):

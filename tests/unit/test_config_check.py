@@ -712,6 +712,25 @@ def test_evaluations_in_training_need_a_set_and_may_be_left_out(folder):
     assert problems_of(["eval.every_steps=5"], command="sft") == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("data.eval.a=a.jsonl eval.every_steps=2 eval.at_start=false", None),
+        ("data.eval.a=a.jsonl eval.at_start=true", None),
+        ("data.eval.a=a.jsonl eval.at_start=false", "eval.every_steps is 0 and eval.at_start false"),
+        ("eval.at_start=true", "data.eval names no evaluation set. Use 0."),
+    ],
+)
+def test_engines_for_evaluations_need_one_that_runs_beside_the_training(folder, settings, message):
+    beside = [
+        "rollout.mode=async", "rollout.num_engines=2", "deterministic=false", "algorithm.correction.level=token",
+        "resync.transport=collective", "eval.engines=1",
+    ]  # fmt: skip
+    found = [problem.message for problem in problems_of([*beside, *settings.split()]) if problem.key == "eval.engines"]
+    assert len(found) == (message is not None), found
+    assert all(message in one for one in found)
+
+
 def test_a_clip_range_made_for_token_ratios_is_a_warning(folder):
     (problem,) = problems_of(["algorithm.clip_high=0.2"])
     assert problem.warning
@@ -749,6 +768,11 @@ def test_every_algorithm_by_its_name_has_no_problems(folder, name):
         ("old_policy=rollout correction.level=token", "old_policy", "Use trainer, or no correction."),
         ("old_policy=rollout correction.veto=1e-4", "old_policy", "Use trainer, or no correction."),
         ("correction.level=token correction.mode=mask correction.low=3", "correction.low", "is not below"),
+        (
+            "correction.level=token correction.low=3",
+            "correction.low",
+            "only algorithm.correction.mode clip and mask read it, and the mode is truncate. Use 0, or another mode.",
+        ),
         ("correction.veto=1", "correction.veto", "use one such as 1e-4."),
     ],
 )
@@ -762,7 +786,8 @@ def test_what_excludes_each_other_may_be_off(folder):
     for fine in (
         "kl_estimator=k1", "kl_place=reward", "old_policy=rollout", "correction.low=3",
         "name=gspo_token kl_coef=0.1 kl_place=reward kl_estimator=k1", "name=grpo dual_clip=3",
-        "correction.level=token correction.low=3", "loss=tasks.mine:loss clip_low=0.2 clip_high=0.2",
+        "correction.level=token correction.mode=clip correction.low=0.5",
+        "loss=tasks.mine:loss clip_low=0.2 clip_high=0.2",
     ):  # fmt: skip
         assert problems_of([f"algorithm.{one}" for one in fine.split()]) == [], fine
 

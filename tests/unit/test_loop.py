@@ -19,12 +19,14 @@ from slimrl.evaluation.item import Item
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
+from slimrl.profiling.tables import PHASES
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime import dynamic_sampling, train_run
 from slimrl.runtime.cluster.errors import RunError, StepDropped
 from slimrl.runtime.dynamic_sampling import StepRollout
+from slimrl.runtime.evaluation_beside import Evaluated
 from slimrl.runtime.loop import train
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
@@ -525,3 +527,43 @@ def test_an_evaluation_in_which_the_last_engine_ends_goes_on_with_the_same_weigh
     evaluated = stages.calls.index("eval_000001 on heldout")
     assert stages.calls[evaluated + 1 : evaluated + 4] == ["version 2 has 0 updates more", "resync 2", "line 1"]
     assert [line["resync/version"] for line in lines(folder)] == [0, 1]
+
+
+def test_the_wait_for_an_evaluation_beside_the_training_is_a_part_of_the_step_and_not_of_its_resync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class EvaluatesSlowly:
+        """What was begun has only ended when it is waited for."""
+
+        step = None
+
+        def __init__(self, *_: object) -> None:
+            self.running: list[int] = []
+
+        def begin(self, step, weight_version, label):
+            self.running.append(step)
+            return True
+
+        def take(self):
+            return None
+
+        def wait(self, check):
+            if self.running:
+                time.sleep(0.2)
+                return Evaluated(step=self.running.pop(), sets={}, seconds=0.3)
+            return None
+
+    monkeypatch.setattr(train_run, "EvaluationBeside", EvaluatesSlowly)
+    monkeypatch.setattr(Stages, "evaluation", lambda self, step, metrics: None, raising=False)
+    stages, recipe = Stages(), recipe_of(4, every_steps=2, at_start=True)
+    recipe.rollout.mode, recipe.eval.engines = RolloutMode.async_, 1
+    folder = play(recipe, stages, tmp_path, service=Beside(stages, asked_at=9))
+    steps = {line["step"]: line for line in read_metrics(folder.metrics)}
+    for step in range(1, 5):
+        line = steps[step]
+        waited = step in (2, 4)
+        assert (line["time/eval_wait_s"] >= 0.2) == waited, step
+        assert line["time/resync_s"] < 0.2
+        assert sum(line.get(f"time/{phase}_s", 0.0) for phase in PHASES) == pytest.approx(line["time/step_s"])
+    without = read_metrics(play(recipe_of(1), Stages(), tmp_path / "without").metrics)
+    assert not any("time/eval_wait_s" in line for line in without)

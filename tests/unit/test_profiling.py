@@ -229,3 +229,15 @@ def test_the_table_of_phases_leaves_out_the_first_step():
     assert table.title == "2 steps"
     assert [column._cells[-1] for column in table.columns] == ["step", "1.000", "1.000", "100.0%"]
     assert phases_table(steps[:1]) is None
+
+
+def test_the_table_has_the_wait_for_an_evaluation_where_a_run_has_it():
+    seconds = {"rollout": 1.0, "logprobs": 1.0, "train": 1.0, "resync": 0.5, "other": 0.5}
+    plain = [{"step": n, "time/step_s": 4.0, **{f"time/{name}_s": s for name, s in seconds.items()}} for n in (1, 2)]
+    waiting = [{**line, "time/step_s": 10.0, "time/eval_wait_s": 6.0} for line in plain]
+    parts = {}
+    for steps in (plain, waiting):
+        names, *_, shares = (column._cells for column in phases_table(steps).columns)
+        parts[len(names)] = dict(zip(names, shares, strict=True))
+    assert parts[6].keys() == {*seconds, "step"}
+    assert (parts[7]["eval_wait"], parts[7]["resync"]) == ("60.0%", "5.0%")

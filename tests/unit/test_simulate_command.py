@@ -24,6 +24,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 CALCULATOR = str(RECIPES / "tiny_moe/gspo_calculator.yaml")
 COLOCATED = str(RECIPES / "qwen3/qwen3_8b_gspo.yaml")
 SPLIT = str(RECIPES / "qwen3/qwen3_8b_gspo_disaggregated.yaml")
+SMALL = ("rollout.prompts_per_step=1", "rollout.samples_per_prompt=2", "trainer.updates_per_rollout=1")
 
 
 def invoke(*arguments: object):
@@ -54,6 +55,10 @@ def test_every_option_is_of_the_hardware_or_of_the_question(monkeypatch):
     ("arguments", "message"),
     [
         ((CALCULATOR, "--steps", 0), "--steps 0: must be at least 1"),
+        ((CALCULATOR, "--seed", -1), "--seed -1: must be at least 0"),
+        ((SPLIT, "--turns", 0), "--turns 0: must be a number, lognormal:MEDIAN:SIGMA or pareto:LEAST:ALPHA; a number"),
+        ((SPLIT, "--turn-tokens", "lognormal:0.5:1"), "lognormal:0.5:1: must be a number, lognormal:MEDIAN:SIGMA or"),
+        ((SPLIT, "--turn-tokens", "pareto:0:1"), "a number, MEDIAN or LEAST is at least 1"),
         ((CALCULATOR, "--decode-efficiency", 0), "--decode-efficiency 0.0: must be above 0"),
         ((CALCULATOR, "--scale-batch"), "--scale-batch goes with --gpus"),
         ((CALCULATOR, "--gpus", "8", "--suggest", 8), "--gpus and --suggest exclude each other"),
@@ -68,7 +73,9 @@ def test_every_option_is_of_the_hardware_or_of_the_question(monkeypatch):
         ((SPLIT, "--turn-tokens", "gamma:1:2"), "--turn-tokens gamma:1:2: must be a number"),
         ((SPLIT, "--prompt-tokens", 99_999), "--prompt-tokens 99999: must be at least 0 and below"),
         ((SPLIT, "rollout.nmu_engines=3"), "rollout.nmu_engines: no such key"),
-        ((COLOCATED,), "the engines share the trainer's GPUs"),
+        ((COLOCATED,), "rollout.colocated lets the engines share the trainer's GPUs, and only sync works so"),
+        ((SPLIT, "resync.transport=ipc"), "resync.transport ipc puts the engines on the trainer's GPUs"),
+        ((SPLIT, "resync.transport=ipc"), "To compare modes, give resync.transport=collective; the row"),
         ((str(RECIPES / "tiny_moe/sft.yaml"),), "a recipe for slimrl sft, which has no rollout to simulate"),
     ],
 )
@@ -80,8 +87,7 @@ def test_what_cannot_be_simulated_is_refused_with_one_message(arguments, message
 
 def test_a_recorded_run_is_compared_in_all_modes(tmp_path):
     run = recorded_run(tmp_path / "run", GROUPS)
-    settings = ("rollout.prompts_per_step=1", "rollout.samples_per_prompt=2", "trainer.updates_per_rollout=1")
-    result = invoke(CALCULATOR, *settings, "--trace", run, "--steps", 4, "--json", tmp_path / "out.json")
+    result = invoke(CALCULATOR, *SMALL, "--trace", run, "--steps", 4, "--json", tmp_path / "out.json")
     assert result.exit_code == 0, result.output
     assert "2 groups of" in result.output
     assert "1 dropped groups are left out" in result.output.replace("\n", " ")
@@ -95,9 +101,52 @@ def test_a_recorded_run_is_compared_in_all_modes(tmp_path):
     assert sync["staleness"]["histogram"] == {"0": 4}
     assert sync["trajectory_s"] == {"p50": pytest.approx(3), "p99": pytest.approx(10), "max": pytest.approx(10)}
     assert all(row["steps_per_hour"] >= sync["steps_per_hour"] for row in rows)
-    table = [line.split() for line in result.output.splitlines() if line.strip().startswith("2 + 0")]
-    assert [line[3] for line in table] == ["sync", "one_step_off", "async", "async", "async", "async"]
-    assert table[0][4] == f"{3600 / 17.5:.1f}"
+    assert [row["of_the_run"] for row in rows] == [True, *[False] * 5]
+    table = [line.split() for line in result.output.splitlines() if line.strip().startswith("2 for both")]
+    assert [line[3] for line in table] == ["sync,", "one_step_off", "async", "async", "async", "async"]
+    assert table[0][4:7] == ["the", "run's", f"{3600 / 17.5:.1f}"]
+    assert "oversample" not in result.output
+
+
+BESIDE = (*SMALL, "deterministic=false", "rollout.mode=async", "algorithm.correction.level=token")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "others"), [(0, [0, 1, 1, 2, 4, 8]), (2, [0, 1, 1, 4, 8]), (3, [0, 1, 1, 2, 4, 8])]
+)
+def test_the_row_of_a_recorded_run_is_marked_and_added_where_it_is_missing(tmp_path, staleness, others):
+    run = recorded_run(tmp_path / "run", GROUPS)
+    options = ("--trace", run, "--steps", 4, "--json", tmp_path / "out.json")
+    result = invoke(CALCULATOR, *BESIDE, f"rollout.max_staleness={staleness}", *options)
+    assert result.exit_code == 0, result.output
+    assert f"async {staleness}, the run's" in result.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["max_staleness"] for row in rows] == sorted(row["max_staleness"] for row in rows)
+    assert [(row["mode"], row["max_staleness"]) for row in rows if row["of_the_run"]] == [("async", staleness)]
+    assert [row["max_staleness"] for row in rows if not row["of_the_run"]] == others
+
+
+def test_of_a_run_with_partial_rollouts_no_row_is_its_own_and_its_times_are_said_to_have_pauses(tmp_path):
+    run = recorded_run(tmp_path / "run", GROUPS)
+    partial = (*SMALL, "deterministic=false", "rollout.oversample=2", "resync.pause=abort")
+    result = invoke(CALCULATOR, *partial, "--trace", run, "--steps", 4)
+    assert result.exit_code == 0, result.output
+    assert "after a step have its training and resync in them, and no row is the run's" in result.output
+    assert ", the run's" not in result.output
+
+
+def test_a_recorded_run_with_engines_of_their_own_has_their_gpus_in_the_table(tmp_path):
+    run = recorded_run(tmp_path / "run", GROUPS)
+    result = invoke(CALCULATOR, *SMALL, "resync.transport=collective", "--trace", run, "--steps", 4)
+    assert "2 + 2  sync, the run's" in result.output
+
+
+def test_partial_rollouts_are_noted_as_not_modelled():
+    options = (SPLIT, "--turn-tokens", 100, "--tool", 0, "--steps", 1)
+    assert "oversample" not in invoke(*options).output
+    result = invoke(*options, "rollout.oversample=2", "resync.pause=abort")
+    assert result.exit_code == 0, result.output
+    assert "note: rollout.oversample 2 (partial rollouts) is not modelled: in `sync` a step waits" in result.output
 
 
 def recipe(**parallel) -> Recipe:
@@ -144,6 +193,17 @@ def test_a_search_of_refused_splits_says_why():
 
     with pytest.raises(RecipeError, match="refused"):
         best_splits([(1, 1), (2, 2)], measure, lambda rate: (True, rate))
+
+
+def test_a_split_that_does_not_fit_is_marked_in_the_table(tmp_path):
+    options = ("--gpu-memory-gib", 45, "--turn-tokens", 500, "--steps", 1, "--json", tmp_path / "out.json")
+    result = invoke(SPLIT, "--suggest", 16, *options)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    fits = {f"{row['trainer_ranks']} + {16 - row['trainer_ranks']}": not row["problems"] for row in rows}
+    assert set(fits.values()) == {True, False}
+    table = [line for line in result.output.splitlines() if " + " in line and "note" not in line]
+    assert {line[: line.index(" sync")].strip(): "sync, does not fit" not in line for line in table} == fits
 
 
 def test_a_split_that_does_not_fit_is_worse_than_a_slow_one():

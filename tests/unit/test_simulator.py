@@ -230,7 +230,8 @@ def test_distributions_are_those_that_they_say():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "-1", "nan", "inf", "lognormal:3", "lognormal:3:x", "pareto:1:0", "gamma:1:2", "lognormal:1:2:3"]
+    "text",
+    ["", "x", "-1", "nan", "inf", "lognormal:3", "lognormal:3:x", "pareto:1:0", "gamma:1:2", "lognormal:1:2:3", ":1:2"],
 )
 def test_what_is_no_distribution_is_refused(text):
     with pytest.raises(ValueError, match=r"--tool .*: must be a number, lognormal:MEDIAN:SIGMA or pareto"):
@@ -301,6 +302,17 @@ def test_a_recorded_run_is_replayed_with_its_times(tmp_path):
     assert outcome.seconds == pytest.approx(5 * (10 + 5.5) + 4 * 2), (
         "from the second step on, a group of 2 s is replaced"
     )
+
+
+def test_the_wait_for_an_evaluation_is_neither_training_nor_resync(tmp_path):
+    run = recorded_run(tmp_path / "run", GROUPS)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[2:]:
+        line["time/step_s"] += 30.0
+        line["time/eval_wait_s"] = 30.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cluster, _, _ = read_trace(run, recipe())
+    assert (cluster.train_s, cluster.resync_s) == (pytest.approx(4.0), pytest.approx(1.5))
 
 
 def test_a_trajectory_lasts_from_its_slot_on_where_that_was_recorded(tmp_path):

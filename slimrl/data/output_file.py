@@ -1,0 +1,20 @@
+"""The file that a command writes at its end, which is checked before its work."""
+
+import os
+from pathlib import Path
+
+
+def refuse_unwritable(option: str, file: Path) -> None:
+    """Make the folder of the file. Raises ValueError if the file could not be written there.
+
+    Args:
+        option: that gives the file, for the error.
+    """
+    if file.is_dir():
+        raise ValueError(f"{option} {file}: is a folder; give a file.")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {file}: its folder cannot be made: {error.strerror}.") from error
+    if not os.access(file.parent, os.W_OK):
+        raise ValueError(f"{option} {file}: its folder cannot be written.")
