@@ -53,12 +53,12 @@ def set_remote(
 def _whole_batch(batch: MicroBatch) -> LossBatch:
     """A micro-batch before it is sliced, without what is elsewhere."""
     return LossBatch(
-        mask_T=torch.from_numpy(batch.mask),
-        trajectory_ids_T=torch.from_numpy(batch.trajectory_ids),
-        rollout_logprobs_T=torch.from_numpy(batch.rollout_logprobs),
-        added_T={name: torch.from_numpy(values) for name, values in batch.added.items()},
-        num_sampled_N=torch.from_numpy(batch.num_sampled),
-        advantages_N=torch.from_numpy(batch.advantages),
+        mask_T=torch.tensor(batch.mask),
+        trajectory_ids_T=torch.tensor(batch.trajectory_ids),
+        rollout_logprobs_T=torch.tensor(batch.rollout_logprobs),
+        added_T={name: torch.tensor(values) for name, values in batch.added.items()},
+        num_sampled_N=torch.tensor(batch.num_sampled),
+        advantages_N=torch.tensor(batch.advantages),
         remote_N={},
         sum_over_ranks=None,
     )

@@ -47,6 +47,9 @@ Command = Literal[
     "train", "train --trajectories", "sft", "eval", "rollout", "export", "resync estimate", "resync bench"
 ]
 
+SERVING = ("train", "eval", "rollout", "resync bench")
+"""Commands that start engines."""
+
 DEFAULT = "default"
 
 NOT_NEEDED: dict[str, tuple[str, ...]] = {

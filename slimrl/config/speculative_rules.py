@@ -46,6 +46,20 @@ def speculative_violations(recipe: Recipe) -> Iterator[Violation]:
         yield key, f"ngram: SGLang has none with rollout.engine_attention_dp {groups}. Use another mode, or 1."
 
 
+def own_layer_violations(recipe: Recipe, num_layers: int) -> Iterator[Violation]:
+    """With `mtp`, a model that has not the one layer that SGLang drafts with.
+
+    Args:
+        num_layers: the model's layers for multi-token prediction.
+    """
+    if recipe.rollout.speculative.mode is not DraftMode.mtp or num_layers == 1:
+        return
+    found = f"{recipe.model.path} has no layers for multi-token prediction."
+    if num_layers:
+        found = f"SGLang drafts with one layer for multi-token prediction, and config.json has {num_layers}."
+    yield "rollout.speculative.mode", f"mtp: {found} Use another mode."
+
+
 def sends_drafts(recipe: Recipe) -> bool:
     """Whether a resync sends the engines' draft models the layers that they hold."""
     return recipe.rollout.speculative.mode is DraftMode.mtp and recipe.trainer.mtp.train

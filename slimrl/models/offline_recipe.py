@@ -13,11 +13,13 @@ from typing import Any
 from slimrl.config.check import check_recipe, file_violations
 from slimrl.config.critic_rules import with_critic
 from slimrl.config.functions import absent_modules, function_violations
-from slimrl.config.load import Command, LoadedRecipe, is_needed, read_recipe, trains
+from slimrl.config.load import SERVING, Command, LoadedRecipe, is_needed, read_recipe, trains
 from slimrl.config.problems import Problem, RecipeError, Violation
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import ResyncConfig
+from slimrl.config.speculative_rules import own_layer_violations
+from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import config_for_planning, nearest_published
 from slimrl.models.megatron_config import MegatronModelConfig
@@ -93,6 +95,7 @@ def read_offline(
     if hf_config is not None:
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         problems += [loaded.problem(*violation) for violation in _bucket_violations(loaded, hf_config)]
+        problems += [loaded.problem(*violation) for violation in _draft_violations(loaded, hf_config)]
     if importlib.util.find_spec("transformer_engine") is None:
         lacks = "This machine lacks it and would refuse the run."
         problems += [
@@ -162,6 +165,17 @@ def _bucket_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Itera
             f"{given} bytes are too few: one row of model.embed_tokens.weight needs {row}, and other tensors may be "
             f"wider. The default is {default}.",
         )
+
+
+def _draft_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """As far as config.json tells; a start also looks whether the checkpoint has the layer's tensors."""
+    if loaded.command not in SERVING:
+        return
+    try:
+        num_layers = num_draft_layers(hf_config)
+    except ValueError:  # of no family, which `model_violations` says
+        return
+    yield from own_layer_violations(loaded.recipe, num_layers)
 
 
 def transformer_engine_violations(loaded: LoadedRecipe) -> list[Violation]:

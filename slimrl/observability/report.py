@@ -24,6 +24,11 @@ PANELS = (
 LOSSES = ("sft/loss", "policy/loss")
 """Without rewards, the first of these that was recorded is drawn."""
 
+MARKED = 30
+"""Curves of at most so many points have markers, without which one point would not be seen."""
+TRAINING = {"linewidth": 1.2, "markersize": 3, "zorder": 3}
+"""How the training's reward is drawn: above the evaluations', which may cover it, and thinner"""
+
 Series = tuple[list[int], list[float]]
 
 
@@ -49,24 +54,29 @@ def _curves(runs: Sequence[list[dict[str, Any]]]) -> list[str]:
     return names or [name for name in LOSSES if name in recorded][:1]
 
 
-def _draw(axes: "Axes", runs: Sequence[Series], colour: str, label: str, marker: str | None) -> None:
-    """Draw the runs with thin lines and their mean with a bold one."""
+def _draw(axes: "Axes", runs: Sequence[Series], colour: str, label: str, **style: Any) -> None:
+    """Draw the runs with thin lines and their mean with a bold one, or as `style` says."""
     runs = [run for run in runs if run[0]]
     if not runs:
         return
     if len(runs) > 1:
         for run in runs:
             axes.plot(*run, color=colour, linewidth=0.8, alpha=0.4)
-    axes.plot(*mean_series(runs), color=colour, linewidth=2.0, marker=marker, markersize=5, label=label)
+    mean = mean_series(runs)
+    marker = "o" if len(mean[0]) <= MARKED else None
+    style = {"linewidth": 2.0, "markersize": 5, **style}
+    axes.plot(*mean, color=colour, marker=marker, label=label, **style)
 
 
 def _draw_main(axes: "Axes", runs: Sequence[list[dict[str, Any]]], names: Sequence[str], title: str) -> None:
     colours = iter(EVAL_COLOURS * len(names))
     for name in names:
-        is_eval = name.startswith("eval/")
-        label = "reward/mean (training)" if name == "reward/mean" else name
-        colour, marker = (next(colours), "o") if is_eval else (REWARD_COLOUR, None)
-        _draw(axes, [series(steps, name) for steps in runs], colour, label, marker)
+        values = [series(steps, name) for steps in runs]
+        if name.startswith("eval/"):
+            _draw(axes, values, next(colours), name)
+        else:
+            label = "reward/mean (training)" if name == "reward/mean" else name
+            _draw(axes, values, REWARD_COLOUR, label, **TRAINING)
     is_loss = names[0] in LOSSES
     axes.set(xlabel="step", ylabel="loss" if is_loss else "reward", title=title)
     low, high = axes.get_ylim()
@@ -76,7 +86,7 @@ def _draw_main(axes: "Axes", runs: Sequence[list[dict[str, Any]]], names: Sequen
 
 
 def _draw_panel(axes: "Axes", runs: list[list[dict[str, Any]]], name: str, title: str, scale: str) -> None:
-    _draw(axes, [series(steps, name) for steps in runs], PANEL_COLOUR, title, None)
+    _draw(axes, [series(steps, name) for steps in runs], PANEL_COLOUR, title, markersize=3)
     axes.set_title(title, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.set_yscale(scale)
@@ -122,8 +132,12 @@ def write_curve(metrics_files: Sequence[Path], out: Path, title: str = "") -> No
         _draw_panel(axes[panel[0]], runs, *panel)
     if panels:
         axes[panels[-1][0]].set_xlabel("step", fontsize=9)
+    numbers = [line["step"] for steps in runs for line in steps]
+    room = max(0.5, 0.04 * (max(numbers) - min(numbers)))
     for one in axes.values():
-        one.xaxis.set_major_locator(MaxNLocator(integer=True))
+        # The same steps for all, so a panel of few values too has the ticks of steps.
+        one.set_xlim(min(numbers) - room, max(numbers) + room)
+        one.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         one.grid(color="#e5e7eb", linewidth=0.6)
         one.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, dpi=150, facecolor="white")

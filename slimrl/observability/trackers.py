@@ -24,6 +24,8 @@ def _start_wandb(run: RunFolder, tracking: TrackingConfig, config: Mapping[str, 
     os.environ["WANDB_ERROR_REPORTING"] = "false"
     for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
         os.environ.setdefault(f"WANDB_{name}_DIR", str(run.wandb / name.lower()))
+    # Else it advertises Weave where a client such as openai is imported, and connects to it where weave is.
+    os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
     import wandb
 
     # A resumed run keeps the id.

@@ -22,7 +22,7 @@ def phases_table(steps: Sequence[dict[str, Any]]) -> Table | None:
     if not counted:
         return None
     total = sum(line["time/step_s"] for line in counted)
-    table = _table(f"{len(counted)} steps", "phase", "seconds, median", "mean", "of the step")
+    table = _table(f"{len(counted)} steps, without the first", "phase", "seconds, median", "mean", "of the step")
     for phase in (*PHASES, "step"):
         if not any(f"time/{phase}_s" in line for line in counted):
             continue

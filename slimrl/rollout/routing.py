@@ -131,7 +131,7 @@ class RoutedEngines(Engine):
                 part = replace(request, timeout_s=deadline - loop.time())
                 result = await self._answer(url, part, choice)
             except EngineUnreachable as error:
-                self._avoid(url)
+                is_news = self._avoid(url)
                 if isinstance(error, EngineAbsent) and not choice.has_others:
                     # It is no fault of the request, and the run replaces its engines.
                     delay_s = RETRY_DELAYS_S[-1]
@@ -142,7 +142,9 @@ class RoutedEngines(Engine):
                 else:
                     delay_s = 0.0 if choice.has_others else RETRY_DELAYS_S[failures]
                     failures += 1
-                log.warning("%s: sent again in %g s", error, delay_s)
+                # An engine that ends fails many requests at once.
+                level = logging.WARNING if is_news else logging.DEBUG
+                log.log(level, "%s: sent again in %g s, and so are its others", error, delay_s)
                 await asyncio.sleep(delay_s)
                 continue
             if result is None:
@@ -242,7 +244,11 @@ class RoutedEngines(Engine):
                 f"session {request.session_id}: no engine was there within {request.timeout_s:g} s"
             ) from error
 
-    def _avoid(self, url: str) -> None:
+    def _avoid(self, url: str) -> bool:
+        """Avoid an engine from now on; whether it was not avoided before."""
+        if url in self._choice.avoided:
+            return False
         for choice in (self._choice, self._of_evaluations):
             choice.avoid(url)
             asyncio.get_running_loop().call_later(AVOID_S, choice.forgive, url)
+        return True

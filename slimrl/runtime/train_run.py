@@ -117,6 +117,8 @@ class TrainRun(Run):
         else:
             batch, lags_s = self._service.take(self._check_wait), self.stage.take_lags()
             scoring = self.stage.take_scoring()
+            if dropped := batch.metrics["async/dropped_groups"]:
+                self.progress.say(f"step {step.number}: groups that became too old and were dropped: {dropped:g}")
             if batch.metrics["async/current_token_fraction"] == 0 and self._score_check.is_due(step.number):
                 metrics = self._score_check.measure(step.number, batch.kept, self._check_serving)
                 step.record(metrics)

@@ -69,10 +69,11 @@ def shard_context(batch: MicroBatch, context_group: Any, *, mtp_layers: int = 0)
     target = device.compute_device()
 
     def per_token(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values)[index_T].to(target)
+        # Arrays that came by Ray are not writable, as a tensor that shares their memory would be.
+        return torch.from_numpy(np.take(values, index_T.numpy(), axis=0)).to(target)
 
     def per_trajectory(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(target)
+        return torch.tensor(values, device=target)
 
     mtp: MtpTargets | None = None
     if mtp_layers:
@@ -120,7 +121,7 @@ def _sum(group: Any, tensor: Tensor) -> Tensor:
 
 
 def _packed_seq_params(cu_seqlens: np.ndarray, target: torch.device) -> PackedSeqParams:
-    bounds = torch.from_numpy(cu_seqlens).to(target)
+    bounds = torch.tensor(cu_seqlens, device=target)
     longest = int(np.diff(cu_seqlens).max())
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest

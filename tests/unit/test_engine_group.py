@@ -41,6 +41,8 @@ class Actors:
         """Actor, method and arguments of such calls"""
         self.calls: list[str] = []
         self.timeouts: dict[str, float] = {}
+        self.said: list[str] = []
+        """Lines on the terminal"""
 
     def kill(self, *names: str) -> None:
         self.calls.append("kill")
@@ -114,7 +116,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
             devices=lambda slots: (),
             resource="CPU",
         )
-        group = EngineGroup(recipe, RunFolder(tmp_path), places, role)
+        group = EngineGroup(recipe, RunFolder(tmp_path), SimpleNamespace(say=made.said.append), places, role)
         group.wait_ready()
         made.calls.clear()
         return group, made
@@ -164,9 +166,12 @@ def test_an_engine_that_ends_is_restarted_while_the_others_serve_and_joins_with_
     assert (group.is_restarting, group.num_replaced, receivers(group)) == (True, 1, ["engine 0", "engine 2"])
     group.check()
     group.have_weights(["engine 0", "engine 2"])
+    ended = "warning: engine 1 was ended by SIGKILL (log: engine 1.log); it is restarted while the run goes on"
+    assert actors.said == [ended]
     actors.silent = set()
     group.watch()
     assert not group.is_restarting
+    assert actors.said == [ended, "engine 1 has started and gets the weights of the next resync"]
     assert client.serving == ["http://engine 0", "http://engine 2"]
     assert [address.pids for address in group.receivers] == [(1, 2), (1, 3), (1, 2)]
     group.have_weights(receivers(group))
@@ -206,6 +211,7 @@ def test_an_engine_leaves_with_its_node_and_the_run_goes_on_while_one_is_left(st
     watch(group)
     assert (client.serving, receivers(group), group.num_replaced) == (["http://engine 1"], ["engine 1"], 0)
     assert actors.names == ["engine 1"]
+    assert actors.said == ["warning: the run goes on without engine 0: engine 0: its node was lost"]
     group.check()
     actors.ended["engine 1"] = NodeLost("engine 1: its node was lost")
     with pytest.raises(StageError, match="its node was lost"):
@@ -266,6 +272,8 @@ def test_engines_join_where_the_cluster_has_room_up_to_the_most_and_take_the_pla
     assert actors.calls == ["make engine 2, start 0"]
     assert receivers(group) == ["engine 0", "engine 1"]
     watch(group)
+    joins = ["engine 2 joins the run and starts", "engine 2 has started and gets the weights of the next resync"]
+    assert actors.said == joins
     group.have_weights(receivers(group))
     assert client.serving == [f"http://engine {number}" for number in range(3)]
     assert (len(asked), group.num_replaced) == (1, 0)
@@ -382,6 +390,8 @@ def test_engines_on_the_trainers_devices_wait_for_the_resync_that_replaces_them(
     actors.kill("engine 1")
     watch(group)
     assert (client.serving, group.is_restarting) == (["http://engine 0", "http://engine 2"], False)
+    ended = "engine 1 was ended by SIGKILL (log: engine 1.log); the others continue, and the next resync replaces it"
+    assert actors.said == [f"warning: {ended}"]
     # What hangs would hold the memory that the trainer needs.
     assert actors.calls[-1] == "stop engine 1"
     # In the resync it fails, and then it is replaced.
@@ -432,6 +442,7 @@ def test_a_teacher_that_ends_is_restarted_while_the_rollout_goes_on(start: Start
     group.watch()
     assert not group.is_restarting
     assert (group.addresses[0].pids, group.num_replaced) == ((1, 3), 1)
+    assert actors.said[1:] == ["teacher 0 has started"]
     watch(group)
     actors.kill("teacher 0")
     with pytest.raises(StageError, match=r"SIGKILL.*; teacher.max_replacements = 1 allows no more"):

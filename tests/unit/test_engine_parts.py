@@ -75,7 +75,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[EngineGrou
         devices=lambda slots: tuple(slot.node for slot in slots),
         resource="CPU",
     )
-    group = EngineGroup(recipe, RunFolder(tmp_path), places)
+    group = EngineGroup(recipe, RunFolder(tmp_path), SimpleNamespace(say=lambda text: None), places)
     group.wait_ready()
     return group, made, asked
 

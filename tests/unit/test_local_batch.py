@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slimrl.algorithms.remote import _whole_batch
 from slimrl.data.packing import MicroBatch
 from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
 
@@ -58,6 +59,27 @@ def test_a_rank_has_its_tokens_of_every_field_and_all_trajectories(ranks, rank):
     assert packed.qkv_format == "thd"
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 8, 24]
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 16
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_arrays_of_a_batch_that_may_not_be_written_share_no_memory_with_its_tensors(ranks):
+    """As those that Ray hands out are; torch warns of each, if it is told to warn more than once."""
+    batch, warned = micro_batch(), torch.is_warn_always_enabled()
+    arrays = [value for value in vars(batch).values() if isinstance(value, np.ndarray)]
+    for values in (*arrays, *batch.added.values(), *batch.remote.values()):
+        values.flags.writeable = False
+    torch.set_warn_always(True)
+    try:
+        found = shard_context(batch, group(ranks, 0), mtp_layers=1)
+        whole = _whole_batch(batch)
+    finally:
+        torch.set_warn_always(warned)
+    for values in (found.advantages_N, found.tokens_T, whole.num_sampled_N):
+        values.add_(1)
+    assert batch.advantages.tolist() == [0.5, -0.5]
+    assert batch.tokens.tolist() == [token + 100 for token in range(TOKENS)]
+    assert batch.num_sampled.tolist() == [4, 2]
 
 
 def test_a_sequence_that_ranks_cannot_share_is_refused():

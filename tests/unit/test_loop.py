@@ -5,6 +5,7 @@ The stages are fakes that write down their calls; steps, metrics, checkpoints an
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -467,8 +468,13 @@ def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tm
 class Beside:
     """A rollout beside the training, of which a group ends at each look; the run is preempted in one of the waits."""
 
-    def __init__(self, stages: Stages, asked_at: int = 2) -> None:
+    def __init__(self, stages: Stages, asked_at: int = 2, dropped: Sequence[int] = ()) -> None:
+        """
+        Args:
+            dropped: groups that became too old before each of the first steps.
+        """
         self.stages, self.num_taken, self.num_ended, self.asked_at = stages, 0, 0, asked_at
+        self.dropped = dict(enumerate(dropped, 1))
 
     def start(self, step, weight_version, saved):
         pass
@@ -493,7 +499,7 @@ class Beside:
         self.num_ended += 1
         self.stages.asked = self.num_taken == self.asked_at
         check()
-        figures = {"async/current_token_fraction": 1.0}
+        figures = {"async/current_token_fraction": 1.0, "async/dropped_groups": self.dropped.get(self.num_taken, 0)}
         return StepRollout(sampled=["a trajectory"], kept=["a trajectory"], metrics=figures)  # type: ignore[list-item]
 
     def save(self, folder: Path):
@@ -514,6 +520,16 @@ def test_what_ended_since_the_step_s_checkpoint_is_saved_when_a_wait_for_groups_
     assert saved_state(folder).cursor == {"taken": 1}, "as the service says"
     assert stages.said == ["step 2 dropped: the run ends while it waits for groups"]
     assert stages.calls[-2:] == ["checkpoint", "checkpoint"]
+
+
+def test_the_terminal_says_how_many_groups_a_step_has_lost_by_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(train_run, "StepSampler")  # steps that sample their own groups
+    stages, recipe = Stages(), recipe_of(3)
+    recipe.rollout.mode = RolloutMode.async_
+    folder = play(recipe, stages, tmp_path, service=Beside(stages, asked_at=9, dropped=[0, 4]))
+    said = [text for text in stages.said if "dropped" in text]
+    assert said == ["step 2: groups that became too old and were dropped: 4"]
+    assert [line["async/dropped_groups"] for line in lines(folder)[1:]] == [0, 4, 0]
 
 
 def test_an_evaluation_in_which_the_last_engine_ends_goes_on_with_the_same_weights_on_the_one_that_replaces_it(

@@ -389,6 +389,45 @@ def test_small_panels_begin_at_zero_or_at_a_power_of_ten(tmp_path, monkeypatch):
     assert (clip.get_xlabel(), mismatch.get_xlabel()) == ("", "step")
 
 
+def test_the_curve_of_a_short_run_shows_every_value_and_whole_steps(tmp_path, monkeypatch):
+    figure = drawn_by(monkeypatch)
+    with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
+        for step in range(1, 5):
+            alone = {"mismatch/logprob_abs_mean": 2e-7} if step == 2 else {}
+            writer.log(step, {"reward/mean": 0.1 * step, "eval/a/reward_mean": 0.1 * step, **alone})
+    write_curve([tmp_path / "m.jsonl"], tmp_path / "curve.png")
+    main, mismatch = figure().axes
+    training, evaluation = main.get_lines()
+    assert training.get_zorder() > evaluation.get_zorder(), "it would be hidden where they are the same"
+    assert training.get_linewidth() < evaluation.get_linewidth()
+    (value,) = mismatch.get_lines()
+    assert list(value.get_xdata()) == [2]
+    assert {line.get_marker() for line in (training, evaluation, value)} == {"o"}, "a point alone has no line"
+    assert mismatch.get_xlim() == main.get_xlim()
+    low, high = main.get_xlim()
+    assert [tick for tick in mismatch.get_xticks() if low <= tick <= high] == [1, 2, 3, 4]
+
+
+def test_the_curve_of_a_run_of_one_step_has_one_tick(tmp_path, monkeypatch):
+    figure = drawn_by(monkeypatch)
+    with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
+        writer.log(7, {"reward/mean": 0.5})
+    write_curve([tmp_path / "m.jsonl"], tmp_path / "curve.png")
+    (main,) = figure().axes
+    low, high = main.get_xlim()
+    assert [tick for tick in main.get_xticks() if low <= tick <= high] == [7]
+
+
+def test_the_curve_of_a_long_run_has_no_markers_that_would_run_together(tmp_path, monkeypatch):
+    figure = drawn_by(monkeypatch)
+    with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
+        for step in range(100):
+            writer.log(step, {"reward/mean": 0.5, **({"eval/a/reward_mean": 0.5} if step % 10 == 0 else {})})
+    write_curve([tmp_path / "m.jsonl"], tmp_path / "curve.png")
+    training, evaluation = figure().axes[0].get_lines()
+    assert (training.get_marker(), evaluation.get_marker()) == ("None", "o")
+
+
 def test_a_reward_beyond_one_keeps_its_range(tmp_path, monkeypatch):
     figure = drawn_by(monkeypatch)
     with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:

@@ -1,6 +1,7 @@
 """What can be known of a recipe on a machine where its model and its data are not."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.speculative import DraftMode
 from slimrl.config.schema.trainer import MtpConfig, ParallelConfig, TrainerConfig
 from slimrl.models import offline_recipe
 from slimrl.models.family import family_of
@@ -130,6 +132,31 @@ def test_layers_for_multi_token_prediction_are_trained_where_the_model_has_them(
     assert len(found) == 1
     assert found[0].endswith("true, but the model has no layers for multi-token prediction. Use false.")
     read_offline("recipes/glm4_moe/glm_4_5_air_gspo.yaml", ["trainer.mtp.train=true"], "train")
+
+
+SERVED_APART = "recipes/qwen3_moe/qwen3_30b_a3b_gspo_async.yaml"
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "rollout"])
+def test_a_model_without_layers_for_multi_token_prediction_cannot_draft_with_them(command, tmp_path):
+    lacks = "has no layers for multi-token prediction. Use another mode."
+    toy = tmp_path / "toy"
+    toy.mkdir()
+    (toy / "config.json").write_text(json.dumps(toy_config("qwen3_moe", ToySize()) | {"vocab_size": 128}))
+    for override, model in (("seed=1", "models/Qwen3-30B-A3B"), (f"model.path={toy}", toy)):
+        with pytest.raises(RecipeError) as caught:
+            read_offline(SERVED_APART, [override, "rollout.speculative.mode=mtp"], command)
+        assert f"command line: rollout.speculative.mode: mtp: {model} {lacks}" in str(caught.value).splitlines()
+
+
+def test_a_model_with_one_layer_for_multi_token_prediction_drafts_with_it():
+    overrides = ["model.path=models/GLM-4.5-Air", "rollout.speculative.mode=mtp", "trainer.mtp.train=true"]
+    read_offline(SERVED_APART, overrides, "train")
+
+
+def test_a_command_without_engines_needs_no_drafts():
+    estimated = read_offline(SERVED_APART, ["rollout.speculative.mode=mtp"], "resync estimate")
+    assert estimated.recipe.rollout.speculative.mode is DraftMode.mtp
 
 
 def test_layers_for_multi_token_prediction_with_a_tied_output_layer_need_one_pipeline_stage(tmp_path):

@@ -226,7 +226,7 @@ def test_the_table_of_phases_leaves_out_the_first_step():
     names = ("rollout", "logprobs", "train", "resync", "other", "step")
     steps = [{"step": n, **{f"time/{name}_s": 10.0 if n == 1 else 1.0 for name in names}} for n in (1, 2, 3)]
     table = phases_table(steps)
-    assert table.title == "2 steps"
+    assert table.title == "2 steps, without the first"
     assert [column._cells[-1] for column in table.columns] == ["step", "1.000", "1.000", "100.0%"]
     assert phases_table(steps[:1]) is None
 

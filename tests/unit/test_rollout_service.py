@@ -159,6 +159,15 @@ def test_the_engines_are_at_most_so_many_updates_ahead_and_the_last_step_leaves_
     assert max(run.stage.begun.values()) == 1
 
 
+def test_a_batch_is_of_the_time_since_the_one_before_and_not_of_the_wait_for_it(tmp_path):
+    run = Running(tmp_path, Stage(), recipe_of())
+    start = time.monotonic()
+    run.take()
+    time.sleep(0.2)  # training
+    batch = run.service.take(lambda: None)
+    assert 0.2 + batch.metrics["async/wait_s"] <= batch.seconds <= time.monotonic() - start
+
+
 def test_a_group_that_would_be_too_old_is_dropped_while_it_runs_and_counted(tmp_path):
     slow = Stage(lambda trajectory_id: 30.0 if trajectory_id.startswith("group_00000001") else 0.001)
     run = Running(tmp_path, slow, recipe_of(max_staleness=1))

@@ -17,6 +17,7 @@ from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.ports import free_ports
 
 CONNECT = partial(SglangEngine, retries=False)
+LOGGED = ("slimrl.rollout.routing", "WARNING")
 
 
 @pytest.fixture
@@ -105,6 +106,23 @@ async def test_what_breaks_off_is_sent_to_another_engine_at_once_and_this_one_is
     for session in ("t", "u", "s"):
         assert (await engines.generate(ask(session))).tokens == [there.token]
     assert len(here.rids) == 2
+
+
+async def test_an_engine_that_ends_is_logged_once_however_many_requests_it_had(
+    engines, servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(routing, "AVOID_S", 0.5)
+    here, there = await first_of(engines, servers)
+    here.action = "cut off"
+    for times in (1, 2):
+        async with asyncio.timeout(10):
+            results = await asyncio.gather(*(engines.generate(ask(f"{times} {number}")) for number in range(4)))
+        assert [(result.tokens, result.num_retries) for result in results] == [([there.token], 1)] * 4
+        assert len(here.rids) == 1 + 4 * times
+        warnings = [one.getMessage() for one in caplog.records if (one.name, one.levelname) == LOGGED]
+        assert len(warnings) == times, warnings
+        assert warnings[-1].startswith(here.url)
+        await asyncio.sleep(0.7)
 
 
 @pytest.mark.parametrize("by", ["time", "use"])

@@ -31,7 +31,7 @@ class Noted:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noted: list[str] = []
     monkeypatch.setattr(
-        processes, "EngineGroup", lambda *given: Noted("teachers" if given[3:] == ("teacher",) else "engines", noted)
+        processes, "EngineGroup", lambda *given: Noted("teachers" if given[4:] == ("teacher",) else "engines", noted)
     )
     monkeypatch.setattr(
         processes,

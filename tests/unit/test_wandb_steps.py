@@ -103,6 +103,31 @@ def test_a_run_that_goes_on_online_is_taken_up_there(tmp_path: Path, server: Ser
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
 
 
+@pytest.mark.parametrize(("given", "told"), [(None, False), ("false", True)])
+def test_wandb_advertises_nothing_unless_the_user_asks_for_weave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str | None, told: bool
+):
+    import wandb
+    from wandb.errors import term
+    from wandb.integration.weave.weave import init_weave_if_imported
+
+    monkeypatch.setenv("WANDB_DISABLE_WEAVE", given or "")
+    if given is None:
+        monkeypatch.delenv("WANDB_DISABLE_WEAVE")
+    monkeypatch.setattr(term, "_printed_messages", set())
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace())
+    server = Server()
+
+    def init(**settings: Any) -> SimpleNamespace:
+        init_weave_if_imported(None, settings["project"])  # as wandb.init ends
+        return server.init(**settings)
+
+    monkeypatch.setattr(wandb, "init", init)
+    Trackers(open_run_folder(tmp_path, "demo", ""), TrackingConfig(wandb=WandbMode.offline), {}).close()
+    assert len(server.asked) == 1
+    assert ("weave" in capsys.readouterr().err.lower()) is told
+
+
 def test_without_wandb_the_file_is_all(tmp_path: Path, server: Server):
     run = open_run_folder(tmp_path, "demo", "")
     with Trackers(run, TrackingConfig(wandb=WandbMode.disabled), {}) as trackers:

@@ -7,11 +7,11 @@ from typing import Any
 from slimrl import device
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.config.critic_rules import with_critic
-from slimrl.config.load import LoadedRecipe, trains
+from slimrl.config.load import SERVING, LoadedRecipe, trains
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.speculative import DraftMode
-from slimrl.config.speculative_rules import sends_drafts
+from slimrl.config.speculative_rules import own_layer_violations, sends_drafts
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.draft import num_draft_layers
 from slimrl.models.families import qwen3_next
@@ -20,9 +20,6 @@ from slimrl.models.hf_config import read_hf_config
 from slimrl.models.offline_recipe import model_violations, transformer_engine_violations
 from slimrl.resync.buckets import too_small
 from slimrl.runtime.checks.engine_format import engine_transform
-
-SERVING = ("train", "eval", "rollout", "resync bench")
-"""Commands that start engines."""
 
 STATE_CACHE: dict[str, tuple[Any, ...]] = {
     "mamba_radix_cache_strategy": ("no_buffer", "auto"),
@@ -87,13 +84,7 @@ def _speculation_problems(loaded: LoadedRecipe, *, mtp_layers: int, devices: boo
     if mode is not DraftMode.off and devices and device.device_type() != "cuda":
         without = f"{mode.value}: without a GPU SGLang takes the likeliest tokens instead of sampling. Use off."
         problems.append(loaded.problem(key, without))
-    if mode is DraftMode.mtp and not mtp_layers:
-        lacks = f"mtp: {loaded.recipe.model.path} has no layers for multi-token prediction. Use another mode."
-        problems.append(loaded.problem(key, lacks))
-    elif mode is DraftMode.mtp and mtp_layers > 1:
-        many = f"SGLang drafts with one layer for multi-token prediction, and config.json has {mtp_layers}."
-        problems.append(loaded.problem(key, f"mtp: {many} Use another mode."))
-    return problems
+    return problems + [loaded.problem(*violation) for violation in own_layer_violations(loaded.recipe, mtp_layers)]
 
 
 def _emulates(recipe: Recipe) -> Iterator[Violation]:

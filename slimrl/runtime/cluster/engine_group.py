@@ -9,6 +9,8 @@ What becomes of an engine that ends or no longer answers, while others are left:
    engine whose node was lost is gone, and others join on nodes that have room.
 3. It is among the `receivers` of the next resync, and serves afterwards.
 
+The terminal has a line when an engine is taken out, leaves, joins or has started again.
+
 Where engines share devices with the trainer, a resync replaces it instead (`replace`): it starts when these are free.
 """
 
@@ -24,6 +26,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import Engine
+from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.lockstep import LockstepEngine
@@ -48,12 +51,14 @@ log = logging.getLogger(__name__)
 class EngineGroup:
     """All engines of a role. The constructor starts their processes; `wait_ready` waits until they answer."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, places: Reservation, role: str = ENGINE) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, progress: Progress, places: Reservation, role: str = ENGINE
+    ) -> None:
         """
         Args:
             role: ENGINE; or TEACHER, and the recipe is that of its engines (`teacher_recipe`).
         """
-        self._recipe, self._folder, self._role = recipe, folder, role
+        self._recipe, self._folder, self._progress, self._role = recipe, folder, progress, role
         self._actors = ActorGroup({}, {}, {})
         self._sites = EngineSites(recipe, folder, places, role, self._actors)
         self._starts = self._actors.begin("start", self._sites.start_arguments(self._sites.parts))
@@ -153,6 +158,7 @@ class EngineGroup:
         if again:
             log.warning("restarted while the others go on: %s", "; ".join(again.values()))
         for name, cause in again.items():
+            self._progress.say(f"warning: {cause}; it is restarted while the run goes on")
             self._down[name] = cause
             self._forget_questions(name)
             self._begin_restart(name)
@@ -170,12 +176,15 @@ class EngineGroup:
         """Add an engine if there may be more and the cluster has room for it."""
         if (name := self._sites.grow()) is None:
             return
+        self._progress.say(f"{name} joins the run and starts")
         self._down[name] = "it starts"
         self._begin_restart(name)
 
     def _remove(self, name: str) -> None:
         """Do without an engine from now on, whose node was lost."""
-        log.warning("the run goes on without %s: %s", name, self._lost.pop(name))
+        text = f"the run goes on without {name}: {self._lost.pop(name)}"
+        log.warning("%s", text)
+        self._progress.say(f"warning: {text}")
         self._forget_questions(name)
         self._sites.remove(name)
         self.addresses = [address for address in self.addresses if address.name != name]
@@ -356,6 +365,8 @@ class EngineGroup:
         elif len(answers) == len(refs):
             del self._restarts[name]
             self._rejoin(name, answers)
+            gets = " and gets the weights of the next resync" if self._role == ENGINE else ""
+            self._progress.say(f"{name} has started{gets}")
 
     def _read(self, refs: Mapping[str, Any], method: str) -> dict[str, Any]:
         """See `answers_so_far`."""
@@ -383,7 +394,10 @@ class EngineGroup:
             raise cause
         if rollout.colocated:
             self._count_replaced(ended)
-            log.warning("the other engines continue, and the next resync replaces: %s", "; ".join(ended.values()))
+            for of_one in ended.values():
+                text = f"{of_one}; the others continue, and the next resync replaces it"
+                log.warning("%s", text)
+                self._progress.say(f"warning: {text}")
             # One that hangs holds memory.
             self._actors.call("stop", dict.fromkeys(self._sites.parts_of(ended), ()), timeout_s=STOP_TIMEOUT_S)
             self._down |= ended

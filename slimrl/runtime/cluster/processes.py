@@ -66,10 +66,10 @@ def start_processes(
     # Engines end after the trainer: they remove its leftovers in shared memory.
     engine_ends = ends.enter_context(ExitStack())
     if places.placement.teachers:
-        teachers = EngineGroup(teacher_recipe(recipe), folder, places, TEACHER)
+        teachers = EngineGroup(teacher_recipe(recipe), folder, progress, places, TEACHER)
         engine_ends.callback(teachers.stop)
     if places.placement.engines and not in_turn:
-        engines = _start_engines(recipe, folder, places, engine_ends)
+        engines = _start_engines(recipe, folder, progress, places, engine_ends)
     if total_updates is not None:
         of_policy = total_updates
         if places.placement.critics:
@@ -86,14 +86,16 @@ def start_processes(
         if places.placement.engines and in_turn:
             trainers.release_memory(list(MemoryPart))
             log.info("the trainer has released its memory; starting the engines")
-            engines = _start_engines(recipe, folder, places, engine_ends)
+            engines = _start_engines(recipe, folder, progress, places, engine_ends)
     for group in (engines, teachers):
         if group is not None:
             group.wait_ready()
     return Processes(engines=engines, trainers=trainers, teachers=teachers, critics=critics)
 
 
-def _start_engines(recipe: Recipe, folder: RunFolder, places: Reservation, ends: ExitStack) -> EngineGroup:
-    engines = EngineGroup(recipe, folder, places)
+def _start_engines(
+    recipe: Recipe, folder: RunFolder, progress: Progress, places: Reservation, ends: ExitStack
+) -> EngineGroup:
+    engines = EngineGroup(recipe, folder, progress, places)
     ends.callback(engines.stop)
     return engines
