@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from slimrl.algorithms.mismatch import LogProbReport, report_logprobs
-from slimrl.data.packing import MicroBatch
+from slimrl.data.packing import REFERENCE_LOGPROBS, MicroBatch
 from slimrl.data.training import Layout, LogProbs, UpdateResult
 from slimrl.resync.report import ResyncReport
 
@@ -62,8 +62,8 @@ class Ranks:
     def put_batches(self, rank: int, updates: list[list[MicroBatch]]) -> None:
         self._held[rank] = updates
 
-    def add_logprobs(self, rank: int, update: int, *_: Any) -> list[LogProbReport] | None:
-        if not layout_of(rank, self._num_ranks).is_output_rank:
+    def add_logprobs(self, rank: int, update: int, name: str, *_: Any) -> list[LogProbReport] | None:
+        if not layout_of(rank, self._num_ranks).is_output_rank or name == REFERENCE_LOGPROBS:
             return None
         batches = self._held[rank][update]
         return [report_logprobs(batch, answer_of(batch)) for batch in batches]
@@ -71,7 +71,7 @@ class Ranks:
     def accumulate(
         self, rank: int, update: int, loss: Any, denominator: float, temperature: float, logprobs: bool
     ) -> list[LogProbReport] | None:
-        return self.add_logprobs(rank, update) if logprobs else None
+        return self.add_logprobs(rank, update, "") if logprobs else None
 
     def step(self, rank: int) -> UpdateResult:
         names = ("loss", "tokens", "clipped", "weight", "kl_old", "kl", "importance", "importance_squared")

@@ -207,6 +207,11 @@ def pack_for(
     )
 
 
+def micro_batches(updates: Sequence[PackedBatch]) -> list[MicroBatch]:
+    """Of all updates, in the order in which the ranks report on each."""
+    return [m for batch in updates for part in batch for m in part]
+
+
 def num_trajectories(batch: PackedBatch) -> int:
     return len({index for part in batch for m in part for index in m.trajectories.tolist()})
 
