@@ -54,7 +54,7 @@ def _whole_batch(batch: MicroBatch) -> LossBatch:
     """A micro-batch before it is sliced, without what is elsewhere."""
     return LossBatch(
         mask_T=torch.from_numpy(batch.mask),
-        trajectory_ids_T=torch.from_numpy(batch.trajectory_ids),
+        trajectory_ids_T=torch.from_numpy(batch.trajectory_ids).long(),
         rollout_logprobs_T=torch.from_numpy(batch.rollout_logprobs),
         added_T={name: torch.from_numpy(values) for name, values in batch.added.items()},
         num_sampled_N=torch.from_numpy(batch.num_sampled),

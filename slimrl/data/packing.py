@@ -52,21 +52,21 @@ class MicroBatch:
     """
 
     tokens: np.ndarray
-    """int64 [T], sequences one after another, each padded to the alignment"""
+    """int32 [T], sequences one after another, each padded to the alignment"""
     targets: np.ndarray
-    """int64 [T], the token that follows; 0 where there is none"""
+    """int32 [T], the token that follows; 0 where there is none"""
     mask: np.ndarray
     """bool [T], true where the target was sampled by the policy"""
     padding: np.ndarray
     """bool [T], true on padding"""
     position_ids: np.ndarray
-    """int64 [T], from 0 in every sequence"""
+    """int32 [T], from 0 in every sequence"""
     cu_seqlens: np.ndarray
     """int32 [S + 1], boundaries of the padded sequences"""
     sequences: np.ndarray
     """int64, the place of each sequence among all segments of the batch that was packed"""
     trajectory_ids: np.ndarray
-    """int64 [T], 0..n-1 among this micro-batch's trajectories; 0 on padding, where mask is false"""
+    """int32 [T], 0..n-1 among this micro-batch's trajectories; 0 on padding, where mask is false"""
     rollout_logprobs: np.ndarray
     """float32 [T], of the targets; 0 where mask is false"""
     weight_versions: np.ndarray
@@ -317,14 +317,14 @@ def _micro_batch(
     bounds = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
     total = int(bounds[-1])
     batch = MicroBatch(
-        tokens=np.zeros(total, np.int64),
-        targets=np.zeros(total, np.int64),
+        tokens=np.zeros(total, np.int32),
+        targets=np.zeros(total, np.int32),
         mask=np.zeros(total, np.bool_),
         padding=np.ones(total, np.bool_),
-        position_ids=np.concatenate([np.arange(n, dtype=np.int64) for n in padded]),
+        position_ids=np.concatenate([np.arange(n, dtype=np.int32) for n in padded]),
         cu_seqlens=bounds,
         sequences=numbers,
-        trajectory_ids=np.zeros(total, np.int64),
+        trajectory_ids=np.zeros(total, np.int32),
         rollout_logprobs=np.zeros(total, np.float32),
         weight_versions=np.full(total, -1, np.int32),
         trajectories=trajectories,

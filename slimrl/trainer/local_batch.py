@@ -69,7 +69,9 @@ def shard_context(batch: MicroBatch, context_group: Any, *, mtp_layers: int = 0)
     target = device.compute_device()
 
     def per_token(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values)[index_T].to(target)
+        found = torch.from_numpy(values)[index_T].to(target)
+        # Embeddings and losses index by tokens and trajectories.
+        return found.long() if found.dtype is torch.int32 else found
 
     def per_trajectory(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(target)
