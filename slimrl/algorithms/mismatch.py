@@ -1,6 +1,7 @@
 """How far the trainer's log-probs of the sampled tokens are from the engine's, and how much routing explains.
 
-A rank reports on each micro-batch, with S sampled tokens; the driver computes the metrics from all reports.
+A rank reports on each micro-batch, with S sampled tokens; the driver computes the metrics from all reports and from the
+micro-batches, which have what the engine said.
 """
 
 from collections.abc import Sequence
@@ -22,10 +23,6 @@ class LogProbReport:
 
     logprobs_S: np.ndarray
     """float32, the trainer's"""
-    rollout_logprobs_S: np.ndarray
-    """float32, the engine's"""
-    weight_versions_S: np.ndarray
-    """int32, of the weights that the engine had"""
     entropy_sum: float
     """Sum of the policy's entropy at the sampled tokens"""
     routing: RoutingComparison | None
@@ -41,25 +38,26 @@ def report_logprobs(batch: MicroBatch, found: LogProbs) -> LogProbReport:
         )
     return LogProbReport(
         logprobs_S=found.logprobs[batch.mask],
-        rollout_logprobs_S=batch.rollout_logprobs[batch.mask],
-        weight_versions_S=batch.weight_versions[batch.mask],
         entropy_sum=float(np.sum(found.entropy, where=batch.mask, dtype=np.float64)),
         routing=routing,
     )
 
 
-def mismatch_metrics(reports: Sequence[LogProbReport], version: int | None = None) -> dict[str, float]:
+def mismatch_metrics(
+    reports: Sequence[LogProbReport], batches: Sequence[MicroBatch], version: int | None = None
+) -> dict[str, float]:
     """Metrics of a step, from the micro-batches of all its updates.
 
     `mismatch/kl_k3` estimates KL(engine, trainer), since the tokens are the engine's.
 
     Args:
+        batches: those of the reports, in their order.
         version: of the trainer's weights. Log-probs of tokens that others sampled differ for that reason; they are
             metrics of their own. None: all tokens are taken for the trainer's.
     """
-    rollout = np.concatenate([report.rollout_logprobs_S for report in reports])
+    rollout = np.concatenate([batch.rollout_logprobs[batch.mask] for batch in batches])
     trainer = np.concatenate([report.logprobs_S for report in reports])
-    versions = np.concatenate([report.weight_versions_S for report in reports])
+    versions = np.concatenate([batch.weight_versions[batch.mask] for batch in batches])
     difference = np.abs(trainer.astype(np.float64) - rollout)
     own = np.full(len(versions), True) if version is None else versions == version
     metrics = {}

@@ -54,7 +54,7 @@ def _whole_batch(batch: MicroBatch) -> LossBatch:
     """A micro-batch before it is sliced, without what is elsewhere."""
     return LossBatch(
         mask_T=torch.tensor(batch.mask),
-        trajectory_ids_T=torch.tensor(batch.trajectory_ids),
+        trajectory_ids_T=torch.tensor(batch.trajectory_ids, dtype=torch.int64),
         rollout_logprobs_T=torch.tensor(batch.rollout_logprobs),
         added_T={name: torch.tensor(values) for name, values in batch.added.items()},
         num_sampled_N=torch.tensor(batch.num_sampled),

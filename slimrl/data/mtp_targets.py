@@ -15,7 +15,7 @@ def mtp_targets(batch: MicroBatch, layers: int) -> tuple[np.ndarray, np.ndarray,
     """(tokens [D, T], targets [D, T], mask [D, T]) of the layers 1 to D.
 
     Returns:
-        int64, the token k places on, which layer k reads; int64, the one after it; bool, whether the policy sampled
+        int32, the token k places on, which layer k reads; int32, the one after it; bool, whether the policy sampled
         that. 0 and False beyond the end of the sequence.
     """
     numbers = range(1, layers + 1)

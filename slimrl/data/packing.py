@@ -52,21 +52,21 @@ class MicroBatch:
     """
 
     tokens: np.ndarray
-    """int64 [T], sequences one after another, each padded to the alignment"""
+    """int32 [T], sequences one after another, each padded to the alignment"""
     targets: np.ndarray
-    """int64 [T], the token that follows; 0 where there is none"""
+    """int32 [T], the token that follows; 0 where there is none"""
     mask: np.ndarray
     """bool [T], true where the target was sampled by the policy"""
     padding: np.ndarray
     """bool [T], true on padding"""
     position_ids: np.ndarray
-    """int64 [T], from 0 in every sequence"""
+    """int32 [T], from 0 in every sequence"""
     cu_seqlens: np.ndarray
     """int32 [S + 1], boundaries of the padded sequences"""
     sequences: np.ndarray
     """int64, the place of each sequence among all segments of the batch that was packed"""
     trajectory_ids: np.ndarray
-    """int64 [T], 0..n-1 among this micro-batch's trajectories; 0 on padding, where mask is false"""
+    """int32 [T], 0..n-1 among this micro-batch's trajectories; 0 on padding, where mask is false"""
     rollout_logprobs: np.ndarray
     """float32 [T], of the targets; 0 where mask is false"""
     weight_versions: np.ndarray
@@ -99,16 +99,13 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> int:
     Raises:
         ValueError: one length is above the budget.
     """
-    free: list[int] = []
+    bins = _OpenBins()
     for length in sorted(lengths, reverse=True):
         if length > budget:
             raise ValueError(f"a sequence of {length} tokens does not fit into a micro-batch of {budget}")
-        slot = next((b for b, room in enumerate(free) if room >= length), None)
-        if slot is None:
-            free.append(budget - length)
-        else:
-            free[slot] -= length
-    return len(free)
+        room, _, index = bins.take(length) or (budget, 0.0, bins.num_made)
+        bins.put(room - length, 0.0, index)
+    return bins.num_made
 
 
 def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -210,6 +207,11 @@ def pack_for(
     )
 
 
+def micro_batches(updates: Sequence[PackedBatch]) -> list[MicroBatch]:
+    """Of all updates, in the order in which the ranks report on each."""
+    return [m for batch in updates for part in batch for m in part]
+
+
 def num_trajectories(batch: PackedBatch) -> int:
     return len({index for part in batch for m in part for index in m.trajectories.tolist()})
 
@@ -231,26 +233,75 @@ def is_split(batch: PackedBatch) -> bool:
 
 
 def _spread(lengths: list[int], costs: list[float], budget: int, multiple: int) -> list[list[int]]:
-    """Bins of even cost within the budget; their number is a multiple of `multiple`."""
-    count = round_up(max(first_fit_decreasing(lengths, budget), 1), multiple)
-    while (bins := _spread_over(count, lengths, costs, budget)) is None:
-        count += multiple
+    """Bins of even cost within the budget; their number is a multiple of `multiple`.
+
+    The more bins there are, the sooner all sequences fit: a number that is enough is sought in doubling steps, and the
+    least one between it and the last that was not by halving.
+    """
+    too_few = round_up(max(first_fit_decreasing(lengths, budget), 1), multiple)
+    bins, step = _spread_over(too_few, lengths, costs, budget), 1
+    if bins is not None:
+        return bins
+    while (bins := _spread_over(too_few + step * multiple, lengths, costs, budget)) is None:
+        too_few += step * multiple
+        step *= 2
+    while step > 1:
+        step //= 2
+        fewer = _spread_over(too_few + step * multiple, lengths, costs, budget)
+        if fewer is None:
+            too_few += step * multiple
+        else:
+            bins = fewer
     return bins
 
 
 def _spread_over(count: int, lengths: list[int], costs: list[float], budget: int) -> list[list[int]] | None:
-    """Deal the sequences to `count` bins, the most expensive first; None if one does not fit."""
+    """Deal the sequences to `count` bins, the most expensive first, which is the longest; None if one does not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    tokens, loads = [0] * count, [0.0] * count
+    rooms = _OpenBins()
+    for index in range(count):
+        rooms.put(budget, 0.0, index)
     for i in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
-        with_room = [b for b in range(count) if tokens[b] + lengths[i] <= budget]
-        if not with_room:
+        if (cheapest := rooms.take(lengths[i])) is None:
             return None
-        best = min(with_room, key=lambda b: (loads[b], b))
-        bins[best].append(i)
-        tokens[best] += lengths[i]
-        loads[best] += costs[i]
+        room, load, index = cheapest
+        bins[index].append(i)
+        rooms.put(room - lengths[i], load + costs[i], index)
     return bins
+
+
+class _OpenBins:
+    """Gives the cheapest bin that has room, of equal ones the first, for lengths that never grow.
+
+    A bin without room is set aside until a length fits. It is set aside at most once for each sequence that it gets, so
+    all of them together take the time of sorting.
+    """
+
+    def __init__(self) -> None:
+        self._cheapest: list[tuple[float, int, int]] = []
+        """Heap of (load, index, room); some may have too little room"""
+        self._aside: list[tuple[int, float, int]] = []
+        """Heap of (-room, load, index), of bins that had too little room for a length"""
+
+    @property
+    def num_made(self) -> int:
+        """Bins that are not taken."""
+        return len(self._cheapest) + len(self._aside)
+
+    def put(self, room: int, load: float, index: int) -> None:
+        heapq.heappush(self._cheapest, (load, index, room))
+
+    def take(self, length: int) -> tuple[int, float, int] | None:
+        """(room, load, index) of the bin, which is not among them until it is put back; None if none has room."""
+        while self._aside and -self._aside[0][0] >= length:
+            room, load, index = heapq.heappop(self._aside)
+            self.put(-room, load, index)
+        while self._cheapest:
+            load, index, room = heapq.heappop(self._cheapest)
+            if room >= length:
+                return room, load, index
+            heapq.heappush(self._aside, (-room, load, index))
+        return None
 
 
 def _micro_batch(
@@ -266,14 +317,14 @@ def _micro_batch(
     bounds = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
     total = int(bounds[-1])
     batch = MicroBatch(
-        tokens=np.zeros(total, np.int64),
-        targets=np.zeros(total, np.int64),
+        tokens=np.zeros(total, np.int32),
+        targets=np.zeros(total, np.int32),
         mask=np.zeros(total, np.bool_),
         padding=np.ones(total, np.bool_),
-        position_ids=np.concatenate([np.arange(n, dtype=np.int64) for n in padded]),
+        position_ids=np.concatenate([np.arange(n, dtype=np.int32) for n in padded]),
         cu_seqlens=bounds,
         sequences=numbers,
-        trajectory_ids=np.zeros(total, np.int64),
+        trajectory_ids=np.zeros(total, np.int32),
         rollout_logprobs=np.zeros(total, np.float32),
         weight_versions=np.full(total, -1, np.int32),
         trajectories=trajectories,

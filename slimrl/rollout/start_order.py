@@ -9,6 +9,7 @@ alike within a group (Seer, arXiv:2511.14617), so that a group's first ones tell
 The trajectories are all there from the beginning, so each begins after at most all others.
 """
 
+import heapq
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -21,10 +22,6 @@ class _Group:
     """Seconds at which each began"""
     longest_s: float = 0.0
     """Of those that have ended"""
-    is_probed: bool = False
-
-    def shown_s(self, now: float) -> float:
-        return max(self.longest_s, now - min(self.running.values(), default=now))
 
 
 class StartOrder:
@@ -34,10 +31,21 @@ class StartOrder:
             group_of: the group of each trajectory by its id, in order.
             long_first: False lets all begin in order.
         """
-        self._group_of, self._long_first = dict(group_of), long_first
-        self._groups: dict[Hashable, _Group] = {}
-        for trajectory_id, group in group_of.items():
-            self._groups.setdefault(group if long_first else None, _Group()).waiting.append(trajectory_id)
+        groups: dict[Hashable, _Group] = {}
+        self._group_of: dict[str, int] = {}
+        for trajectory_id, name in group_of.items():
+            group = groups.setdefault(name if long_first else None, _Group())
+            group.waiting.append(trajectory_id)
+        self._groups = list(groups.values())
+        for number, group in enumerate(self._groups):
+            self._group_of |= dict.fromkeys(group.waiting, number)
+        self._unprobed = deque(range(len(self._groups)))
+        # Heaps, so that a begin does not look at every group. An entry is dropped when it is first and says nothing any
+        # more; one of a group that has a longer trajectory since then comes after that one's.
+        self._ended: list[tuple[float, int]] = []
+        """(-seconds of the group's longest, group)"""
+        self._running: list[tuple[float, int, str]] = []
+        """(when it began, group, trajectory)"""
 
     def begin(self, now: float) -> str:
         """The trajectory that begins now.
@@ -45,16 +53,30 @@ class StartOrder:
         Args:
             now: seconds of any clock that all calls share.
         """
-        waiting = [group for group in self._groups.values() if group.waiting]
-        group = next((group for group in waiting if not group.is_probed), None)
-        # Of equal ones the first.
-        group = group or max(waiting, key=lambda group: group.shown_s(now))
-        group.is_probed = True
+        number = self._unprobed.popleft() if self._unprobed else self._longest(now)
+        group = self._groups[number]
         trajectory_id = group.waiting.popleft()
         group.running[trajectory_id] = now
+        heapq.heappush(self._running, (now, number, trajectory_id))
         return trajectory_id
 
     def end(self, trajectory_id: str, now: float) -> None:
         """A trajectory has ended, in whatever way."""
-        group = self._groups[self._group_of[trajectory_id] if self._long_first else None]
+        number = self._group_of[trajectory_id]
+        group = self._groups[number]
         group.longest_s = max(group.longest_s, now - group.running.pop(trajectory_id))
+        heapq.heappush(self._ended, (-group.longest_s, number))
+
+    def _longest(self, now: float) -> int:
+        """Of the groups with trajectories that wait, that with the longest so far; of equal ones the first."""
+        while self._ended and not self._groups[self._ended[0][1]].waiting:
+            heapq.heappop(self._ended)
+        while self._running and not self._tells(*self._running[0][1:]):
+            heapq.heappop(self._running)
+        running = [(began - now, number) for began, number, _ in self._running[:1]]
+        return min(self._ended[:1] + running)[1]
+
+    def _tells(self, number: int, trajectory_id: str) -> bool:
+        """Whether a trajectory still runs, and others of its group wait."""
+        group = self._groups[number]
+        return bool(group.waiting) and trajectory_id in group.running

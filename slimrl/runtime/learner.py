@@ -14,6 +14,7 @@ from slimrl.data.packing import (
     REFERENCE_LOGPROBS,
     PackedBatch,
     is_split,
+    micro_batches,
     num_sampled,
     num_trajectories,
 )
@@ -80,7 +81,8 @@ class Learner:
                 self._trainers.add_logprobs(number, REFERENCE_LOGPROBS, self._temperature)
         if updates and replay_gap_is_due(self._recipe.algorithm, step.number):
             own = [self._trainers.report_own_routing(number, self._temperature) for number in range(len(updates))]
-            step.record(replay_gap_metrics([report for of_update in own for report in of_update]))
+            reports = [report for of_update in own for report in of_update]
+            step.record(replay_gap_metrics(reports, micro_batches(updates)))
         if updates and self._critic is not None:
             self._critic.add_advantages(self._trainers)
         if updates and has_token_advantages(self._recipe.algorithm):
@@ -116,12 +118,12 @@ class Learner:
             )
             if number == 0:
                 self._reports.setdefault(0, found)
-                self._measure(step, enforce_limit)
+                self._measure(step, updates, enforce_limit)
             result = self._trainers.step()
             count_skipped(self._state, result, self._recipe.trainer.max_skipped_updates)
             results.append(result)
         if updates and warms_up:
-            self._measure_unchanged(step, enforce_limit)
+            self._measure_unchanged(step, updates, enforce_limit)
         if updates:
             self._trainers.put_batches([])
         if self._critic is not None:
@@ -131,7 +133,7 @@ class Learner:
             self._state.adapt_entropy_coef(algorithm, step.metrics["policy/entropy"])
         step.record({"train/skipped_steps": self._state.skipped_steps})
 
-    def _measure(self, step: Step, enforce_limit: bool) -> None:
+    def _measure(self, step: Step, updates: Sequence[PackedBatch], enforce_limit: bool) -> None:
         """How far the engines' log-probs are from the trainer's, of all updates for which they are known.
 
         Raises:
@@ -139,7 +141,8 @@ class Learner:
         """
         reports = [self._reports[number] for number in sorted(self._reports)]
         version = self._state.weight_version if self._recipe.rollout.outlives_steps else None
-        metrics = mismatch_metrics([report for of_update in reports for report in of_update], version)
+        measured = micro_batches([updates[number] for number in sorted(self._reports)])
+        metrics = mismatch_metrics([report for of_update in reports for report in of_update], measured, version)
         step.record({**metrics, "policy/entropy": entropy_mean(reports)})
         if enforce_limit:
             self.limit_mismatch(step, metrics)
@@ -153,11 +156,11 @@ class Learner:
                 f"algorithm.max_logprob_mismatch is {limit:.2e}"
             )
 
-    def _measure_unchanged(self, step: Step, enforce_limit: bool) -> None:
+    def _measure_unchanged(self, step: Step, updates: Sequence[PackedBatch], enforce_limit: bool) -> None:
         """`_measure` in a step without an update of the policy."""
         if 0 not in self._reports:
             self._reports[0] = self._trainers.add_logprobs(0, OLD_LOGPROBS, self._temperature)
-        self._measure(step, enforce_limit)
+        self._measure(step, updates, enforce_limit)
 
     def _denominator(self, batch: PackedBatch) -> float:
         return denominator(

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from slimrl.algorithms.mismatch import LogProbReport, mismatch_metrics
+from slimrl.algorithms.mismatch import mismatch_metrics
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError, ScoreRequest
-from slimrl.data.packing import OLD_LOGPROBS, pack_for
+from slimrl.data.packing import OLD_LOGPROBS, micro_batches, pack_for
 from slimrl.data.trajectory import Segment, Trajectory
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
@@ -48,7 +48,7 @@ class ScoreCheck:
             return {}
         self._last = step
         scored = self._stage.run_watched(self._scored(found[:NUM_SCORED]), check)
-        return mismatch_metrics(self._reports(scored))
+        return self._metrics(scored)
 
     async def _scored(self, segments: Sequence[Segment]) -> list[Segment]:
         """The segments with the engines' present log-probs, the engines in turn."""
@@ -72,7 +72,7 @@ class ScoreCheck:
         experts = None if segment.routed_experts is None else np.full_like(segment.routed_experts, -1)
         return replace(segment, rollout_logprobs=np.where(segment.loss_mask, logprobs, 0), routed_experts=experts)
 
-    def _reports(self, segments: Sequence[Segment]) -> list[LogProbReport]:
+    def _metrics(self, segments: Sequence[Segment]) -> dict[str, float]:
         batch = pack_for(
             self._recipe.trainer,
             self._trainers.layout,
@@ -83,4 +83,4 @@ class ScoreCheck:
         # Engines score at temperature 1.
         reports = self._trainers.add_logprobs(0, OLD_LOGPROBS, 1.0)
         self._trainers.put_batches([])
-        return reports
+        return mismatch_metrics(reports, micro_batches([batch]))

@@ -63,7 +63,8 @@ class HeldBatches:
             routing: also compare the experts of each token with the engine's.
 
         Returns:
-            A report on each micro-batch, on the output rank of the data-parallel rank; None on others.
+            A report on each micro-batch, on the output rank of the data-parallel rank; None on others, and of the
+            reference, which nobody compares with the engine.
         """
         batches = self.updates[update]
         records = self.replay_mode is RoutingReplay.train and name == OLD_LOGPROBS
@@ -77,7 +78,7 @@ class HeldBatches:
             return None
         for batch, result in zip(batches, found, strict=True):
             batch.added[name] = result.logprobs
-        return self._reports(batches, found)
+        return None if name == REFERENCE_LOGPROBS else self._reports(batches, found)
 
     def report_own_routing(self, update: int, temperature: float) -> list[LogProbReport] | None:
         """What `add_logprobs` would report if nothing were replayed; adds nothing."""

@@ -70,7 +70,9 @@ def shard_context(batch: MicroBatch, context_group: Any, *, mtp_layers: int = 0)
 
     def per_token(values: np.ndarray) -> Tensor:
         # Arrays that came by Ray are not writable, as a tensor that shares their memory would be.
-        return torch.from_numpy(np.take(values, index_T.numpy(), axis=0)).to(target)
+        found = torch.from_numpy(np.take(values, index_T.numpy(), axis=0)).to(target)
+        # Embeddings and losses index by tokens and trajectories.
+        return found.long() if found.dtype is torch.int32 else found
 
     def per_trajectory(values: np.ndarray) -> Tensor:
         return torch.tensor(values, device=target)

@@ -220,16 +220,17 @@ def noisy_routers(rank, num_ranks, port, path, trajectories):
             return ask(scores, topk, num_groups, group_topk, choose_with_noise)
 
         layer.get_replay_topk = noisy
-    worker.put_batches([packed(worker, [trajectory.segments for trajectory in trajectories])])
+    batches = packed(worker, [trajectory.segments for trajectory in trajectories])
+    worker.put_batches([batches])
     reports = worker.add_logprobs(0, "old", 1.0, True), worker.report_own_routing(0, 1.0)
     destroy_parallel()
-    return reports
+    return *reports, batches
 
 
 def test_with_the_engines_experts_a_trainer_with_noisy_routers_computes_the_engines_logprobs(exported, answers):
     parts = run_ranks(noisy_routers, 2, exported[0], sampled_trajectories(answers))
-    replayed, own = ([report for part in parts for report in part[which]] for which in (0, 1))
-    metrics, gap = mismatch_metrics(replayed), replay_gap_metrics(own)
+    replayed, own, batches = ([one for part in parts for one in part[which]] for which in range(3))
+    metrics, gap = mismatch_metrics(replayed, batches), replay_gap_metrics(own, batches)
     assert metrics["mismatch/routing_flips"] == metrics["routing/differs_fraction"] == 0
     assert metrics["mismatch/logprob_abs_max"] < 2e-5
     assert gap["routing/unreplayed_differs_fraction"] > 0.2

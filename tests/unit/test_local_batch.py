@@ -18,16 +18,17 @@ PLACES = {
     # Of sequences of 8 and 16 tokens: the first and the last quarter, and both in the middle.
     2: [[0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23], [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]],
 }
+WIDENED = ("tokens", "targets", "position_ids", "trajectory_ids")
 
 
 def micro_batch() -> MicroBatch:
     """Two sequences, every field with numbers of its own."""
-    tokens = np.arange(TOKENS)
+    tokens = np.arange(TOKENS, dtype=np.int32)
     return MicroBatch(
         tokens=tokens + 100, targets=tokens + 101, mask=tokens % 3 == 0, padding=tokens >= 20, position_ids=tokens % 8,
         cu_seqlens=np.array([0, 8, 24], np.int32), trajectory_ids=tokens // 12,
         rollout_logprobs=-tokens.astype(np.float32), trajectories=np.array([5, 3]), num_sampled=np.array([4, 2]),
-        weight_versions=tokens.astype(np.int32),
+        weight_versions=tokens,
         advantages=np.array([0.5, -0.5], np.float32), remote={"policy": np.array([0.25, 0.75], np.float32)},
         sequences=np.array([0, 2]),
         added={"old_logprobs": -2 * tokens.astype(np.float32)},
@@ -49,6 +50,7 @@ def test_a_rank_has_its_tokens_of_every_field_and_all_trajectories(ranks, rank):
     assert found.added_T["old_logprobs"].tolist() == [-2.0 * token for token in place]
     for name in per_token:
         assert getattr(found, name).tolist() == getattr(batch, name.removesuffix("_T"))[place].tolist(), name
+    assert {getattr(found, f"{name}_T").dtype for name in WIDENED} == {torch.int64}
     assert {name: values_N.tolist() for name, values_N in found.remote_N.items()} == {"policy": [0.25, 0.75]}
     for name in ("num_sampled", "advantages"):
         assert getattr(found, f"{name}_N").tolist() == getattr(batch, name).tolist()

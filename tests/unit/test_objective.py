@@ -191,9 +191,10 @@ def whole_batch(case: Case, settings: AlgorithmConfig, here: np.ndarray) -> Micr
     added = {"old_logprobs": case.old, "reference_logprobs": case.reference}
     count = int(here.sum())
     return MicroBatch(
-        tokens=np.zeros(count, np.int64), targets=np.zeros(count, np.int64), mask=case.mask[here],
-        padding=np.zeros(count, np.bool_), position_ids=np.zeros(count, np.int64),
-        cu_seqlens=np.array([0, count], np.int32), sequences=np.zeros(1, np.int64), trajectory_ids=case.ids[here],
+        tokens=np.zeros(count, np.int32), targets=np.zeros(count, np.int32), mask=case.mask[here],
+        padding=np.zeros(count, np.bool_), position_ids=np.zeros(count, np.int32),
+        cu_seqlens=np.array([0, count], np.int32), sequences=np.zeros(1, np.int64),
+        trajectory_ids=case.ids[here].astype(np.int32),
         rollout_logprobs=case.engine[here], trajectories=np.arange(len(LENGTHS)), num_sampled=case.counts,
         weight_versions=np.zeros(count, np.int32),
         advantages=case.advantages, added={name: values[here] for name, values in added.items()},

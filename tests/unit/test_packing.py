@@ -182,8 +182,8 @@ def test_without_sequences_every_rank_has_one_piece_of_padding():
 def test_arrays_of_a_micro_batch_have_the_dtypes_that_they_say():
     (m,) = pack(batch(0, 2), np.zeros(2), budget_tokens=128, alignment=1, data_parallel=1)[0]
     dtypes = {
-        "tokens": np.int64, "targets": np.int64, "mask": np.bool_, "padding": np.bool_, "position_ids": np.int64,
-        "cu_seqlens": np.int32, "trajectory_ids": np.int64, "rollout_logprobs": np.float32, "trajectories": np.int64,
+        "tokens": np.int32, "targets": np.int32, "mask": np.bool_, "padding": np.bool_, "position_ids": np.int32,
+        "cu_seqlens": np.int32, "trajectory_ids": np.int32, "rollout_logprobs": np.float32, "trajectories": np.int64,
         "num_sampled": np.int64, "advantages": np.float32, "sequences": np.int64,
     }  # fmt: skip
     assert {name: getattr(m, name).dtype for name in dtypes} == dtypes

@@ -1,6 +1,7 @@
 """When the gap without replay is measured, and what a step's metrics say of its updates' routing."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,13 +25,11 @@ def test_the_gap_is_measured_at_the_first_step_and_every_so_many_after_it():
     assert due(0) == due(4, RoutingReplay.train) == due(4, RoutingReplay.off) == []
 
 
-def report(engine: float, trainer: float, routing=None) -> LogProbReport:
-    logprobs = {
-        "logprobs_S": np.float32([trainer] * 2),
-        "rollout_logprobs_S": np.float32([engine] * 2),
-        "weight_versions_S": np.int32([0] * 2),
-    }
-    return LogProbReport(**logprobs, entropy_sum=0.0, routing=routing)
+def gap(engine: float, trainer: float, routing=None) -> dict[str, float]:
+    """The metrics of two sampled tokens."""
+    report = LogProbReport(logprobs_S=np.float32([trainer] * 2), entropy_sum=0.0, routing=routing)
+    said = {"rollout_logprobs": np.float32([engine] * 2), "weight_versions": np.int32([0] * 2)}
+    return replay_gap_metrics([report], [SimpleNamespace(**said, mask=np.full(2, True))])
 
 
 def test_the_gap_is_the_mismatch_and_the_share_of_token_layers_that_differ():
@@ -38,11 +37,11 @@ def test_the_gap_is_the_mismatch_and_the_share_of_token_layers_that_differ():
     # The second layer is dense, the last token was not reported, and one token differs in two of its three layers.
     trainer[:, 1], engine[4], trainer[2, 2:] = -1, -1, 3
     routing = compare_routing(engine, trainer, np.ones((5, 4), np.float32), np.array([0, 5]), np.arange(5) < 2)
-    assert replay_gap_metrics([report(-1.0, -1.5, routing)]) == {
+    assert gap(-1.0, -1.5, routing) == {
         "routing/unreplayed_logprob_abs_mean": pytest.approx(0.5),
         "routing/unreplayed_differs_fraction": pytest.approx(2 / (4 * 3)),
     }
-    assert replay_gap_metrics([report(-1.0, -1.5)]) == {"routing/unreplayed_logprob_abs_mean": pytest.approx(0.5)}
+    assert gap(-1.0, -1.5) == {"routing/unreplayed_logprob_abs_mean": pytest.approx(0.5)}
 
 
 def result(**figures: float) -> UpdateResult:

@@ -10,6 +10,7 @@ from slimrl.algorithms.mismatch import LogProbReport, mismatch_metrics, report_l
 from slimrl.algorithms.routing import compare_routing, routing_metrics
 from slimrl.algorithms.selection import select
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.packing import micro_batches
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.runtime.learner import make_updates
 
@@ -163,7 +164,8 @@ def test_planted_flips_explain_the_whole_mismatch_of_a_step():
     (update,) = make_updates(chosen, recipe, layout)
     # One in the prompt of the second trajectory, one at the eighth token of the fourth.
     flips = {1: [(1, 0)], 3: [(7, 1)]}
-    metrics = mismatch_metrics([report_logprobs(m, trainer_answer(m, flips)) for part in update for m in part])
+    batches = micro_batches([update])
+    metrics = mismatch_metrics([report_logprobs(m, trainer_answer(m, flips)) for m in batches], batches)
     assert metrics["mismatch/routing_flips"] == 2
     # Positions 2 to 10 predict the nine sampled tokens: all of them are reached in one, those of 7 to 10 in the other.
     assert metrics["mismatch/flip_reached_fraction"] == pytest.approx(13 / 45)
@@ -176,10 +178,15 @@ def test_tokens_of_older_weights_do_not_count_as_unflipped_ones_that_differ():
     experts = routing(6)
     report = LogProbReport(
         logprobs_S=np.array([-1, -1, -1, -1, -1, -1], np.float32),
-        rollout_logprobs_S=np.array([-3, -3, -3, -1.25, -1.25, -1.25], np.float32),
-        weight_versions_S=np.array([4, 4, 4, 5, 5, 5], np.int32),
         entropy_sum=0.0, routing=compare(flipped(experts, [(5, 1)]), experts, [0, 6]),
     )  # fmt: skip
-    assert mismatch_metrics([report], 5)["mismatch/logprob_abs_mean_unflipped"] == 0.25
-    assert mismatch_metrics([report])["mismatch/logprob_abs_mean_unflipped"] == pytest.approx((3 * 2 + 2 * 0.25) / 5)
-    assert "mismatch/logprob_abs_mean_unflipped" not in mismatch_metrics([report], 6)
+    batches = [
+        SimpleNamespace(
+            rollout_logprobs=np.array([-3, -3, -3, -1.25, -1.25, -1.25], np.float32),
+            weight_versions=np.array([4, 4, 4, 5, 5, 5], np.int32), mask=np.full(6, True),
+        )
+    ]  # fmt: skip
+    assert mismatch_metrics([report], batches, 5)["mismatch/logprob_abs_mean_unflipped"] == 0.25
+    everywhere = mismatch_metrics([report], batches)
+    assert everywhere["mismatch/logprob_abs_mean_unflipped"] == pytest.approx((3 * 2 + 2 * 0.25) / 5)
+    assert "mismatch/logprob_abs_mean_unflipped" not in mismatch_metrics([report], batches, 6)

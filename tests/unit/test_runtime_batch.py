@@ -181,7 +181,7 @@ def test_mismatch_is_measured_on_sampled_tokens_alone():
     batch = [trajectory("a", i, float(i)) for i in range(2)]
     (update,) = make_updates(select(batch, recipe()), recipe(), LAYOUT)
     reports = [report_logprobs(batch, found(batch, STEP)) for batch in batches_of(update)]
-    metrics = mismatch_metrics(reports)
+    metrics = mismatch_metrics(reports, batches_of(update))
     # 12 tokens, the first three of the prompt: targets at input positions 2..10.
     expected = np.array([STEP * (1 + p) for p in range(2, 11)])
     assert metrics["mismatch/logprob_abs_mean"] == pytest.approx(expected.mean(), rel=1e-3)
@@ -226,7 +226,7 @@ def test_micro_batches_of_padding_alone_change_no_figure():
             reports.append(report_logprobs(m, answer))
         moved(update, 2e-3)
         log_ratios = sorted(float(x) for m in batches_of(update) for x in m.remote["policy"])
-        figures.append((mismatch_metrics(reports), entropy_mean([reports]), log_ratios))
+        figures.append((mismatch_metrics(reports, batches_of(update)), entropy_mean([reports]), log_ratios))
         assert sum(m.padding.all() for m in batches_of(update)) == (0 if ranks == 1 else 4)
     assert figures[1][0] == pytest.approx(figures[0][0])
     assert figures[0][0]["mismatch/routing_flips"] > 0

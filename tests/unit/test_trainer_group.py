@@ -165,13 +165,18 @@ def test_what_runs_beside_the_ranks_is_looked_at_while_they_work_but_not_too_oft
     assert len(seen) == 2
 
 
-def test_pieces_of_an_update_go_from_the_ranks_of_one_group_to_all_ranks_of_another(group):
+def test_pieces_of_an_update_go_from_the_ranks_of_one_group_to_all_ranks_of_another(group, monkeypatch):
     group._actors.answers["give"] = lambda rank, update, names: [f"{names} of {update} on {rank}"] if rank % 2 else []
     pieces = group.pieces(1, ("old_logprobs", "values"))
     assert pieces == [f"['old_logprobs', 'values'] of 1 on {rank}" for rank in (1, 3)]
+    put: list = []
+    monkeypatch.setattr(ray, "put", lambda value: put.append(value) or value)
     group.place(2, pieces)
     given, timeout_s = group._actors.last("take")
     assert (list(given.values()), timeout_s) == ([(2, pieces)] * 4, 22.0)
+    # One object for all ranks, whose number of references grows with the ranks.
+    assert len({id(given_pieces) for _, given_pieces in given.values()}) == 1
+    assert given["trainer 0"][1] in put
     group._recipe.critic.gae_lambda = 0.9
     group.add_values(1)
     group.estimate(1, group._recipe.algorithm)

@@ -109,7 +109,7 @@ class TrainerGroup:
             routing: compare the experts of each token too.
 
         Returns:
-            A report for each micro-batch, in the order of `put_batches`.
+            A report for each micro-batch, in the order of `put_batches`; none of the reference.
         """
         return self._reports(self._pass("log-probs", "add_logprobs", update, name, temperature, routing))
 
@@ -132,7 +132,8 @@ class TrainerGroup:
 
     def place(self, update: int, pieces: Sequence[Any]) -> None:
         """Add the arrays of another group's `pieces` to an update's batch; see HeldBatches.place."""
-        self._call("take", update, list(pieces))
+        # As an object of its own, so that the references are not serialized for each rank.
+        self._call("take", update, ray.put(list(pieces)))
 
     def add_values(self, update: int) -> None:
         """See HeldBatches.add_values."""
