@@ -142,7 +142,8 @@ def attach(meter: Meter) -> None:
         meter.count("received", sum(len(data) for data, *_ in objects if data is not None))
         return deserialize(self, objects, *rest)
 
-    SerializationContext.serialize, SerializationContext.deserialize_objects = counted, read
+    SerializationContext.serialize = counted  # type: ignore[method-assign]
+    SerializationContext.deserialize_objects = read  # type: ignore[method-assign, assignment]
 
 
 class NamedEngine:

@@ -111,7 +111,8 @@ class RankActors:
     """In place of TrainerActor: gives each new rank one of a few actors."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._actors = [ray.remote(num_cpus=0)(Ranks).remote(num_ranks) for _ in range(min(NUM_ACTORS, num_ranks))]
+        number = min(NUM_ACTORS, num_ranks)
+        self._actors: list[Any] = [ray.remote(num_cpus=0)(Ranks).remote(num_ranks) for _ in range(number)]
         self._numbers = count()
 
     def options(self, **_: Any) -> Any:
