@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
+from slimrl.observability.progress import Progress
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.rollout_stage import RolloutStage, all_of, planned_trajectories, refuse_failures
@@ -38,9 +39,15 @@ class EvaluationBeside:
     """At most one evaluation at a time."""
 
     def __init__(
-        self, recipe: Recipe, sets: Mapping[str, Sequence[Prompt]], stage: RolloutStage, engines: EngineGroup
+        self,
+        recipe: Recipe,
+        sets: Mapping[str, Sequence[Prompt]],
+        stage: RolloutStage,
+        engines: EngineGroup,
+        progress: Progress,
     ) -> None:
         self._recipe, self._sets, self._stage, self._engines = recipe, sets, stage, engines
+        self._progress = progress
         self._running: Future[Evaluated] | None = None
         self._step = 0
 
@@ -77,7 +84,9 @@ class EvaluationBeside:
         self._engines.take_back()
         # What failed may have failed by that.
         if is_lost and not (running.done() and running.exception() is None):
-            log.warning("the evaluation of step %d has lost its engines and is given up", self._step)
+            text = f"the evaluation of step {self._step} has lost its engines and is given up"
+            log.warning("%s", text)
+            self._progress.say(f"warning: {text}")
             running.cancel()
             return None
         return running.result()

@@ -72,7 +72,7 @@ class TrainRun(Run):
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
         self._sources = {prompt.prompt_id: name for name, prompts in self.task.train.items() for prompt in prompts}
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
-        self._beside = EvaluationBeside(self.recipe, self.task.eval_sets, self.stage, self.engines)
+        self._beside = EvaluationBeside(self.recipe, self.task.eval_sets, self.stage, self.engines, self.progress)
         if self.recipe.rollout.mode is not RolloutMode.sync:
             for group in (self.trainers, self.critics):
                 if group is not None:

@@ -9,6 +9,7 @@ import pytest
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.loop_thread import LoopThread
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.observability.progress import Progress
 from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.evaluation_beside import EvaluationBeside
 
@@ -76,7 +77,8 @@ def parts() -> Iterator[Parts]:
 def beside(parts: Parts) -> EvaluationBeside:
     recipe = Recipe()
     recipe.eval.engines, recipe.rollout.max_concurrency_per_engine = 1, 2
-    return EvaluationBeside(recipe, {"heldout": PROMPTS, "hard": PROMPTS[:1]}, parts, parts)  # type: ignore[arg-type]
+    sets = {"heldout": PROMPTS, "hard": PROMPTS[:1]}
+    return EvaluationBeside(recipe, sets, parts, parts, Progress(9))  # type: ignore[arg-type]
 
 
 def nothing() -> None:
@@ -104,14 +106,14 @@ def test_without_an_engine_to_spare_it_does_not_begin(parts: Parts, beside: Eval
     assert (beside.step, parts.names) == (None, [])
 
 
-def test_one_that_loses_its_engines_is_given_up(parts: Parts, beside: EvaluationBeside, caplog):
+def test_one_that_loses_its_engines_is_given_up(parts: Parts, beside: EvaluationBeside, capsys):
     beside.begin(7, VERSION, "eval_000007")
 
     def lose() -> None:
         parts.evaluation_is_lost = True
 
     assert beside.wait(lose) is None
-    assert "the evaluation of step 7 has lost its engines and is given up" in caplog.text
+    assert "the evaluation of step 7 has lost its engines and is given up" in capsys.readouterr().out
     assert (beside.step, parts.num_back) == (None, 1)
     # By the loss of its engines.
     beside.begin(8, VERSION, "eval_000008")
