@@ -61,13 +61,13 @@ def compare(
     json_file: JsonFile = None,
 ) -> None:
     """Compare two evaluations prompt by prompt: the difference B - A with its interval."""
-    from slimrl.data.output_file import refuse_unwritable
+    from slimrl.data.output_file import check_output_file
     from slimrl.evaluation.comparison import compare
     from slimrl.evaluation.folder import EvalFolder
     from slimrl.evaluation.tables import print_comparison
 
     if json_file is not None:
-        refuse_unwritable("--json", json_file)
+        check_output_file("--json", json_file)
     comparisons = compare(EvalFolder(a), EvalFolder(b))
     print_comparison(comparisons)
     if json_file is not None:

@@ -114,7 +114,7 @@ def report(
     title: Annotated[str, typer.Option(help="Title of the figure.")] = "",
 ) -> None:
     """Draw the learning curve of one run, or of several seeds, and print where the time of its steps goes."""
-    from slimrl.data.output_file import refuse_unwritable
+    from slimrl.data.output_file import check_output_file
     from slimrl.observability.metrics import read_metrics
     from slimrl.observability.report import write_curve
     from slimrl.observability.run_folder import RunFolder
@@ -126,7 +126,7 @@ def report(
     missing = [str(run) for run in runs if not RunFolder(run).metrics.is_file()]
     if missing:
         raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
-    refuse_unwritable("--out", out)
+    check_output_file("--out", out)
     write_curve([RunFolder(run).metrics for run in runs], out, title)
     console = plain_console()
     for run in map(RunFolder, runs):

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 
-def refuse_unwritable(option: str, file: Path) -> None:
-    """Make the folder of the file. Raises ValueError if the file could not be written there.
+def check_output_file(option: str, file: Path) -> None:
+    """Make the folder of the file; ValueError if the file could not be written there.
 
     Args:
         option: that gives the file, for the error.

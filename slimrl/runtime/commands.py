@@ -14,7 +14,7 @@ from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.mixture import DataOrder, Mixture
-from slimrl.data.output_file import refuse_unwritable
+from slimrl.data.output_file import check_output_file
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
 from slimrl.observability.progress import Progress
@@ -230,7 +230,7 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str
     """`slimrl rollout`: one step's trajectories into a file; no trainer runs."""
     if out.exists():
         raise ValueError(f"{out} exists; remove it or give another --out.")
-    refuse_unwritable("--out", out)
+    check_output_file("--out", out)
     with Progress(1) as progress:
         loaded, task = prepare(path, overrides, "rollout", progress, partial(load_task, train=True, evaluate=False))
         recipe = loaded.recipe

@@ -11,7 +11,7 @@ from slimrl.checkpoints.digests import file_digests
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.atomic import write_whole
-from slimrl.data.output_file import refuse_unwritable
+from slimrl.data.output_file import check_output_file
 from slimrl.evaluation.folder import EvalFolder
 from slimrl.evaluation.item import item_keys
 from slimrl.evaluation.items import Items
@@ -46,7 +46,7 @@ def evaluate(
         read = partial(load_task, train=False, evaluate=True)
         loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
         if json_file is not None:
-            refuse_unwritable("--json", json_file)
+            check_output_file("--json", json_file)
         for note in task.notes:
             progress.say(note)
         settings = loaded.recipe.eval

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.output_file import refuse_unwritable
+from slimrl.data.output_file import check_output_file
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.observability.terminal import plain_console
 from slimrl.planner.hardware import Hardware
@@ -222,7 +222,7 @@ def run(
     """
     simulator = Simulator(path, overrides, hardware, question)
     if json_file is not None:
-        refuse_unwritable("--json", json_file)
+        check_output_file("--json", json_file)
     rollout = simulator.recipe.rollout
     if question.suggest is not None:
         rows = simulator.rows_by_split()
