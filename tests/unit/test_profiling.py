@@ -140,6 +140,8 @@ def test_the_trace_has_every_span_in_its_process_and_track(recorded):
     assert outer["tid"] == inner["tid"]
     assert outer["ts"] <= inner["ts"]
     assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
+    # Chrome's unit is the microsecond.
+    assert outer["dur"] == pytest.approx(read_spans(folder)[0].seconds * 1e6)
 
 
 def test_torch_events_are_moved_to_the_clock_of_the_spans(recorded):
