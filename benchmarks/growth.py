@@ -187,8 +187,8 @@ def recipe_of(trajectories: int, ranks: int, steps: int) -> Recipe:
     return recipe
 
 
-def run_steps(trajectories: int, ranks: int, steps: int, meter: Meter, where: Path) -> int:
-    """Run so many steps under a meter; returns the bytes of a step's trajectories, pickled."""
+def run_steps(trajectories: int, ranks: int, steps: int, meter: Meter, where: Path) -> dict[str, int]:
+    """Run so many steps under a meter; returns the totals of a step's trajectories."""
     recipe = recipe_of(trajectories, ranks, steps)
     recipe.run.dir = str(where)
     prompts = [
@@ -226,21 +226,20 @@ def run_steps(trajectories: int, ranks: int, steps: int, meter: Meter, where: Pa
         run.meter = meter
         train(run)
     actors.kill()
-    return episodes.bytes
+    return episodes.totals
 
 
 def measure(trajectories: int, ranks: int, repeats: int, meter: Meter) -> dict[str, Any]:
     """The figures of a size, medians over the steps after the first."""
     meter.steps = []
     with tempfile.TemporaryDirectory() as where:
-        trajectory_bytes = run_steps(trajectories, ranks, repeats + 1, meter, Path(where))
+        totals = run_steps(trajectories, ranks, repeats + 1, meter, Path(where))
     figures: dict[str, Any] = {
         kind: {name: float(np.median([step[kind].get(name, 0.0) for step in meter.steps[1:]])) for name in names}
         for kind, names in (("cpu_s", (*PARTS, OTHER)), ("wall_s", ("step",)), ("bytes", ("sent", "received")))
     }
     figures["cpu_s"]["step"] = sum(figures["cpu_s"].values())
-    figures["bytes"]["trajectories"] = trajectory_bytes
-    return figures
+    return figures | totals
 
 
 def print_table(rows: dict[str, dict[str, Any]]) -> None:
@@ -248,7 +247,8 @@ def print_table(rows: dict[str, dict[str, Any]]) -> None:
     for name in (*PARTS, OTHER, "step"):
         table.add_row(f"{name}, CPU s", *(f"{row['cpu_s'][name]:.3f}" for row in rows.values()))
     table.add_row("step, wall s", *(f"{row['wall_s']['step']:.3f}" for row in rows.values()))
-    for name in ("trajectories", "sent", "received"):
+    table.add_row("trajectories, MB", *(f"{row['trajectory_bytes'] / 1e6:.2f}" for row in rows.values()))
+    for name in ("sent", "received"):
         table.add_row(f"{name}, MB", *(f"{row['bytes'][name] / 1e6:.2f}" for row in rows.values()))
     Console(width=40 + 16 * len(rows)).print(table)
 

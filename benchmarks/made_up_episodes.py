@@ -20,9 +20,14 @@ class MadeUpEpisodes:
 
     def __init__(self, trajectories: int) -> None:
         rng = np.random.default_rng(0)
-        self._made = [pickle.dumps(trajectory_of(number, rng)) for number in range(trajectories)]
-        self.bytes = sum(map(len, self._made))
-        """Of all of them, pickled"""
+        made = [trajectory_of(number, rng) for number in range(trajectories)]
+        self._made = [pickle.dumps(trajectory) for trajectory in made]
+        self.totals = {
+            "tokens": sum(len(segment) for trajectory in made for segment in trajectory.segments),
+            "sampled_tokens": sum(int(s.loss_mask.sum()) for trajectory in made for s in trajectory.segments),
+            "trajectory_bytes": sum(map(len, self._made)),
+        }
+        """Of all trajectories; the bytes are of the pickled ones"""
 
     async def start(self) -> None:
         return

@@ -147,6 +147,22 @@ def test_episodes_are_timed_beside_bare_coroutines(tmp_path: Path):
     assert ours["cpu_ms_per_turn"] > bare["cpu_ms_per_turn"]
 
 
+def test_each_token_passes_through_the_driver_once(tmp_path: Path):
+    sizes = ("--trajectories", "64", "256", "--ranks", "16", "--repeats", "1")
+    figures = figures_of("growth", tmp_path / "growth.json", *sizes)["sizes"]
+    assert figures.keys() == {"64 x 16", "256 x 16"}
+    few, many = figures.values()
+    for size in (few, many):
+        assert_positive(size["cpu_s"]["packing"], size["cpu_s"]["rollout"], size["wall_s"]["step"])
+        assert size["cpu_s"]["step"] == pytest.approx(sum(size["cpu_s"].values()) - size["cpu_s"]["step"])
+    sent, received = (many["bytes"][way] - few["bytes"][way] for way in ("sent", "received"))
+    # Of each token its id, the next one, position, trajectory, version and the engine's log-prob, four bytes each, and
+    # two masks, to four data-parallel ranks of four; back come the trainer's log-probs of the sampled ones. Groups
+    # without a signal are left out, and padding is added.
+    assert sent / (many["tokens"] - few["tokens"]) == pytest.approx(26, rel=0.04)
+    assert received / (many["sampled_tokens"] - few["sampled_tokens"]) == pytest.approx(4, rel=0.04)
+
+
 def test_the_rollout_service_is_measured_with_all_slots_taken(tmp_path: Path):
     sizes = ("--episodes", "40", "80", "--updates", "3", "--turns", "2", "--latency", "0.05")
     figures = figures_of("rollout_service", tmp_path / "rollout_service.json", *sizes)

@@ -132,7 +132,7 @@ class ActorGroup:
         """
         if not refs:
             return {}
-        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
+        done = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)[0])
         results: dict[str, Any] = {}
         for name, ref in refs.items():
             if ref in done:
