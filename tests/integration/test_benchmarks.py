@@ -137,6 +137,7 @@ def test_isolated_runs_are_timed_against_plain_processes(tmp_path: Path):
         assert way["median_ms"] <= way["p99_ms"]
 
 
+@pytest.mark.full
 def test_episodes_are_timed_beside_bare_coroutines(tmp_path: Path):
     sizes = ("--episodes", "20", "--turns", "3", "--repeats", "1", "--latency", "0.01")
     figures = figures_of("episodes", tmp_path / "episodes.json", *sizes)
@@ -163,6 +164,7 @@ def test_each_token_passes_through_the_driver_once(tmp_path: Path):
     assert received / (many["sampled_tokens"] - few["sampled_tokens"]) == pytest.approx(4, rel=0.04)
 
 
+@pytest.mark.full
 def test_the_rollout_service_is_measured_with_all_slots_taken(tmp_path: Path):
     sizes = ("--episodes", "40", "80", "--updates", "3", "--turns", "2", "--latency", "0.05")
     figures = figures_of("rollout_service", tmp_path / "rollout_service.json", *sizes)

@@ -235,6 +235,7 @@ def test_lost_episodes_count_for_the_fraction_that_may_fail(stage, recipe, folde
         play(stage, "is killed", "plays", step=8)
 
 
+@pytest.mark.full
 def test_a_worker_that_is_blocked_for_good_is_ended(model, tmp_path, monkeypatch):
     monkeypatch.setattr("slimrl.runtime.workers.pool.GRACE_S", 0.5)
     recipe = recipe_of(model, tmp_path, 2, trajectory_timeout_s=2.0)
@@ -282,6 +283,7 @@ with stage_of(recipe_of(model, folder, 2), folder / "logs") as stage:
 """
 
 
+@pytest.mark.full
 def test_workers_end_with_a_driver_that_is_killed(model, tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()

@@ -67,6 +67,7 @@ def test_two_ranks_make_the_updates_of_one(weights, reference):
     assert_equal_to_one_rank(weights, reference, 2, TWO_RANKS)
 
 
+@pytest.mark.full
 def test_four_ranks_in_mixed_layouts_make_the_updates_of_one(weights, reference):
     assert_equal_to_one_rank(weights, reference, 4, FOUR_RANKS)
 

@@ -343,6 +343,7 @@ def test_nothing_survives_an_owner_that_was_killed(model, tmp_path):
         time.sleep(0.1)
 
 
+@pytest.mark.full
 def test_an_engine_that_cannot_start_names_the_cause_and_leaves_nothing(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     engine = EngineServer(3, ROLLOUT, tmp_path, tmp_path / "engine.log", precision=Precision.fp32)
