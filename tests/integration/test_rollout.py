@@ -254,7 +254,7 @@ async def test_requests_past_their_deadline_are_aborted_at_the_engine(engines, f
     def running() -> int:
         return sum(each.running_requests() for each in controls)
 
-    asked = (engines.generate(ask(f"late-{i}", prompt(i, 10), 490, timeout_s=5.0)) for i in range(8))
+    asked = (engines.generate(ask(f"late-{i}", prompt(i, 10), 490, timeout_s=15.0)) for i in range(8))
     late = asyncio.gather(*asked, return_exceptions=True)
     while running() < 8:
         await asyncio.sleep(0.02)
@@ -262,7 +262,7 @@ async def test_requests_past_their_deadline_are_aborted_at_the_engine(engines, f
     for each in controls:
         each.pause(PauseMode.in_place)
     for error in await late:
-        assert re.search(r"session late-\d: no answer within 5 s", str(error))
+        assert re.search(r"session late-\d: no answer within 15 s", str(error))
     # The aborts were sent; whoever was not aborted has hundreds of tokens to go, one with each of these.
     await engines.aclose()
     for each in controls:
