@@ -149,6 +149,11 @@ def test_an_evaluation_beside_the_training_has_the_weights_of_its_step_and_its_e
         "eval.engines=1",
         "eval.every_steps=2",
         "eval.at_start=true",
+        # Longer than a step, so that a resync comes while an engine evaluates.
+        "eval.samples_per_prompt=4",
+        "rollout.eval_sampling.temperature=1.0",
+        "rollout.eval_sampling.max_new_tokens=200",
+        "rollout.eval_sampling.ignore_end_of_turn=true",
     )
     succeed("train", GSPO, *asked, timeout_s=RUN_S)
     check(workspace, "beside", 1)

@@ -148,4 +148,4 @@ def test_a_recipe_is_checked_without_torch_in_half_the_time_that_its_import_take
         "assert not heavy, heavy\n"
     )
     # One pair in an even moment is enough: on a machine at work either may be slowed down alone.
-    assert any(cpu_seconds(check) < cpu_seconds("import torch\n") / 2 for _ in range(3))
+    assert any(cpu_seconds(check) < cpu_seconds("import torch\n") / 2 for _ in range(8))
