@@ -31,8 +31,8 @@ START_ATTEMPTS = 3
 RAY_GIVES_UP_S = 30.0
 """How long Ray itself, which has no option for it, waits for its node."""
 
-RAYLET_ENDS_S = 5.0
-"""Ray itself kills a raylet that has not ended after a second."""
+RAYLET_ENDS_S = 30.0
+"""From the begin of the shutdown, which tells the raylet to end; Ray kills it a second later."""
 
 _TEMP_PREFIX = "slimrl-ray-"
 _COMPILED_PREFIX = "slimrl-compiled-"
@@ -133,7 +133,9 @@ def _shut_down() -> None:
     raylets = [process for process in started if process.name() == "raylet"]
 
     def kill_others() -> None:
-        psutil.wait_procs(raylets, timeout=RAYLET_ENDS_S)
+        _, alive = psutil.wait_procs(raylets, timeout=RAYLET_ENDS_S)
+        if alive:  # Ray goes on in its own order.
+            return
         for process in set(started).difference(raylets):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
