@@ -51,7 +51,7 @@ def set_remote(
 
 
 def _whole_batch(batch: MicroBatch) -> LossBatch:
-    """A micro-batch before it is sliced, without what is elsewhere."""
+    """A micro-batch before it is sliced, without what is elsewhere; copied, since its arrays may not be written."""
     return LossBatch(
         mask_T=torch.tensor(batch.mask),
         trajectory_ids_T=torch.tensor(batch.trajectory_ids, dtype=torch.int64),

@@ -2,8 +2,8 @@
 
 1. First-fit-decreasing says how many micro-batches the token budget needs.
 2. That number is rounded up to a multiple that all ranks and the schedule accept. The sequences are spread evenly: the
-   most expensive first, each to the cheapest micro-batch that has room. If one does not fit, there is one more
-   micro-batch for each rank; if there are fewer sequences than micro-batches, the others are padding.
+   most expensive first, each to the cheapest micro-batch that has room. If one does not fit, that number grows by such
+   multiples until all do; if there are fewer sequences than micro-batches, the others are padding.
 3. Balanced largest differencing (Karmarkar-Karp with equal counts; Yakir 1996, doi:10.1287/moor.21.1.85) deals the
    micro-batches to the ranks.
 Costs are estimated FLOPs: attention grows with the square of a sequence, the rest with its length.
@@ -99,13 +99,14 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> int:
     Raises:
         ValueError: one length is above the budget.
     """
+    # Without loads the cheapest bin is the first.
     bins = _OpenBins()
     for length in sorted(lengths, reverse=True):
         if length > budget:
             raise ValueError(f"a sequence of {length} tokens does not fit into a micro-batch of {budget}")
-        room, _, index = bins.take(length) or (budget, 0.0, bins.num_made)
+        room, _, index = bins.take(length) or (budget, 0.0, len(bins))
         bins.put(room - length, 0.0, index)
-    return bins.num_made
+    return len(bins)
 
 
 def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -235,8 +236,8 @@ def is_split(batch: PackedBatch) -> bool:
 def _spread(lengths: list[int], costs: list[float], budget: int, multiple: int) -> list[list[int]]:
     """Bins of even cost within the budget; their number is a multiple of `multiple`.
 
-    The more bins there are, the sooner all sequences fit: a number that is enough is sought in doubling steps, and the
-    least one between it and the last that was not by halving.
+    A number that is enough is sought in doubling steps, and a smaller one above the last that was not by halving: the
+    least, where more bins never fit worse.
     """
     too_few = round_up(max(first_fit_decreasing(lengths, budget), 1), multiple)
     bins, step = _spread_over(too_few, lengths, costs, budget), 1
@@ -283,9 +284,8 @@ class _OpenBins:
         self._aside: list[tuple[int, float, int]] = []
         """Heap of (-room, load, index), of bins that had too little room for a length"""
 
-    @property
-    def num_made(self) -> int:
-        """Bins that are not taken."""
+    def __len__(self) -> int:
+        """Bins, without those that are taken."""
         return len(self._cheapest) + len(self._aside)
 
     def put(self, room: int, load: float, index: int) -> None:

@@ -18,6 +18,7 @@ from slimrl.config.problems import Problem, RecipeError, Violation
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import ResyncConfig
+from slimrl.config.schema.speculative import DraftMode
 from slimrl.config.speculative_rules import own_layer_violations
 from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of
@@ -169,7 +170,7 @@ def _bucket_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Itera
 
 def _draft_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     """As far as config.json tells; a start also looks whether the checkpoint has the layer's tensors."""
-    if loaded.command not in SERVING:
+    if loaded.command not in SERVING or loaded.recipe.rollout.speculative.mode is not DraftMode.mtp:
         return
     try:
         num_layers = num_draft_layers(hf_config)

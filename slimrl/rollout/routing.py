@@ -144,7 +144,7 @@ class RoutedEngines(Engine):
                     failures += 1
                 # An engine that ends fails many requests at once.
                 level = logging.WARNING if is_news else logging.DEBUG
-                log.log(level, "%s: sent again in %g s, and so are its others", error, delay_s)
+                log.log(level, "%s: sent again in %g s (once for all requests that fail there)", error, delay_s)
                 await asyncio.sleep(delay_s)
                 continue
             if result is None:

@@ -69,7 +69,7 @@ def shard_context(batch: MicroBatch, context_group: Any, *, mtp_layers: int = 0)
     target = device.compute_device()
 
     def per_token(values: np.ndarray) -> Tensor:
-        # Arrays that came by Ray are not writable, as a tensor that shares their memory would be.
+        # A copy: arrays that came by Ray may not be written, and a tensor that shared their memory could be.
         found = torch.from_numpy(np.take(values, index_T.numpy(), axis=0)).to(target)
         # Embeddings and losses index by tokens and trajectories.
         return found.long() if found.dtype is torch.int32 else found

@@ -171,7 +171,7 @@ def test_an_engine_that_ends_is_restarted_while_the_others_serve_and_joins_with_
     actors.silent = set()
     group.watch()
     assert not group.is_restarting
-    assert actors.said == [ended, "engine 1 has started and gets the weights of the next resync"]
+    assert actors.said == [ended, "engine 1 has started and serves once it has the weights"]
     assert client.serving == ["http://engine 0", "http://engine 2"]
     assert [address.pids for address in group.receivers] == [(1, 2), (1, 3), (1, 2)]
     group.have_weights(receivers(group))
@@ -272,7 +272,7 @@ def test_engines_join_where_the_cluster_has_room_up_to_the_most_and_take_the_pla
     assert actors.calls == ["make engine 2, start 0"]
     assert receivers(group) == ["engine 0", "engine 1"]
     watch(group)
-    joins = ["engine 2 joins the run and starts", "engine 2 has started and gets the weights of the next resync"]
+    joins = ["engine 2 joins the run and starts", "engine 2 has started and serves once it has the weights"]
     assert actors.said == joins
     group.have_weights(receivers(group))
     assert client.serving == [f"http://engine {number}" for number in range(3)]
@@ -298,6 +298,8 @@ def test_with_fewer_engines_than_it_needs_a_run_ends(start: Start):
     actors.ended["engine 2"] = NodeLost("engine 2: its node was lost")
     with pytest.raises(StageError, match="its node was lost; 1 of at least 2 engines are left"):
         watch(group)
+    # It does not go on without the second one, and does not say so.
+    assert actors.said == ["warning: the run goes on without engine 0: engine 0: its node was lost"]
 
 
 def test_where_a_resync_reaches_no_engine_all_are_restarted_if_all_have_ended(start: Start, monkeypatch):

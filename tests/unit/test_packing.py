@@ -9,7 +9,7 @@ import pytest
 from slimrl.config.alignment import sequence_alignment, tile_tokens
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.trainer import TrainerConfig
-from slimrl.data.packing import TEACHER_LOGPROBS, balanced_partition, first_fit_decreasing, is_split, pack
+from slimrl.data.packing import TEACHER_LOGPROBS, _spread, balanced_partition, first_fit_decreasing, is_split, pack
 from slimrl.data.training import Layout
 from slimrl.data.trajectory import Segment
 
@@ -141,6 +141,50 @@ def test_where_evenly_spread_sequences_find_no_room_there_is_a_micro_batch_more(
         assert len(micro_batches) == count
         assert max(m.num_tokens for m in micro_batches) <= 6
         assert sum(m.num_tokens for m in micro_batches) == 12
+
+
+def spread_by_lists(lengths: list[int], costs: list[float], budget: int, count: int) -> list[list[int]] | None:
+    """Each sequence, the most expensive first, to the cheapest of all bins that have room, found by looking at each."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+        with_room = [b for b in bins if sum(lengths[j] for j in b) + lengths[i] <= budget]
+        if not with_room:
+            return None
+        min(with_room, key=lambda b: sum(costs[j] for j in b)).append(i)
+    return bins
+
+
+@pytest.mark.parametrize("multiple", [1, 3])
+def test_sequences_are_spread_as_by_looking_at_every_bin_over_the_fewest_that_hold_them(multiple: int):
+    more = set()
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        budget = 60
+        shortest, longest = budget // rng.choice([3, 5, 8]), budget * rng.choice([2, 3]) // rng.choice([4, 5])
+        lengths = rng.integers(shortest, longest, int(rng.integers(1, 150)), endpoint=True).tolist()
+        costs = [float(length + length**2) for length in lengths]
+        fewest = -(-max(first_fit_decreasing(lengths, budget), 1) // multiple)
+        steps = next(n for n in range(len(lengths)) if spread_by_lists(lengths, costs, budget, (fewest + n) * multiple))
+        expected = spread_by_lists(lengths, costs, budget, (fewest + steps) * multiple)
+        assert _spread(lengths, costs, budget, multiple) == expected
+        more.add(steps)
+    # Found at once, by the first steps, and by doubling and halving.
+    assert more >= {0, 1, 2}
+    assert multiple > 1 or max(more) > 4
+
+
+def test_first_fit_decreasing_counts_as_by_looking_at_every_bin():
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, 60, int(rng.integers(1, 120)), endpoint=True).tolist()
+        rooms: list[int] = []
+        for length in sorted(lengths, reverse=True):
+            first = next((b for b, room in enumerate(rooms) if room >= length), None)
+            if first is None:
+                rooms.append(60 - length)
+            else:
+                rooms[first] -= length
+        assert first_fit_decreasing(lengths, 60) == len(rooms)
 
 
 def test_segments_of_one_trajectory_count_together():

@@ -225,8 +225,9 @@ def test_ray_that_gives_up_on_its_own_start_is_started_again_without_what_it_lef
     assert {entry[1:] for entry in tries if entry[0] == "ended"} == {(folder, folder / "tmp", 0.0)}
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["raylet ends", "raylet stays"])
 def test_what_ray_started_beside_the_raylet_is_killed_when_that_has_ended_and_not_before(
-    ray_start, monkeypatch, tmp_path: Path
+    ray_start, monkeypatch, tmp_path: Path, ends: bool
 ):
     programs = tmp_path / "ray"
     programs.mkdir()
@@ -245,16 +246,23 @@ def test_what_ray_started_beside_the_raylet_is_killed_when_that_has_ended_and_no
     def shutdown() -> None:
         time.sleep(0.5)
         assert [process.poll() for process in running.values()] == [None] * 4
+        if not ends:
+            return
         running["raylet"].terminate()
         ray_start.journal.append([running[name].wait(10) for name in ("raylet", "gcs_server", "monitor")])
 
     monkeypatch.setattr(ray_cluster.ray, "shutdown", shutdown)
     monkeypatch.setattr(ray_cluster.ray, "__file__", str(programs / "__init__.py"))
+    if not ends:
+        monkeypatch.setattr(ray_cluster, "RAYLET_ENDS_S", 0.7)
     try:
         with ray_cluster.ray_cluster(None, num_slots=1):
             pass
-        assert ray_start.journal[-2][1:] == [-signal.SIGKILL] * 2
-        assert running["another"].poll() is None
+        if ends:
+            assert ray_start.journal[-2][1:] == [-signal.SIGKILL] * 2
+            assert running["another"].poll() is None
+        else:
+            assert [process.poll() for process in running.values()] == [None] * 4
     finally:
         for process in running.values():
             process.kill()

@@ -147,14 +147,14 @@ class EngineGroup:
         for name in ended:
             self._read({part: self._asked[part] for part in self._sites.parts[name] if part in self._asked}, "ending")
         gone = [name for name in ended if isinstance(self._lost.get(name), NodeLost)]
-        for name in gone:
-            self._remove(name)
-        if gone and len(self._sites.parts) < (fewest := max(1, self._recipe.rollout.min_engines)):
-            raise StageError(
-                f"{'; '.join(ended.values())}; {len(self._sites.parts)} of at least {fewest} engines are left"
-            )
+        left = len(self._sites.parts) - len(gone)
+        if gone and left < (fewest := max(1, self._recipe.rollout.min_engines)):
+            raise StageError(f"{'; '.join(ended.values())}; {left} of at least {fewest} engines are left")
         again = {name: cause for name, cause in ended.items() if name not in gone}
         self._count_replaced(again)
+        # Now that the run does go on.
+        for name in gone:
+            self._remove(name)
         if again:
             log.warning("restarted while the others go on: %s", "; ".join(again.values()))
         for name, cause in again.items():
@@ -365,7 +365,7 @@ class EngineGroup:
         elif len(answers) == len(refs):
             del self._restarts[name]
             self._rejoin(name, answers)
-            gets = " and gets the weights of the next resync" if self._role == ENGINE else ""
+            gets = " and serves once it has the weights" if self._role == ENGINE else ""
             self._progress.say(f"{name} has started{gets}")
 
     def _read(self, refs: Mapping[str, Any], method: str) -> dict[str, Any]:

@@ -129,8 +129,11 @@ def _shut_down() -> None:
     which they use up and are then killed. They have nothing to save, so they are killed as soon as the raylet is gone.
     """
     folder = Path(ray.__file__).parent
-    started = [process for process in psutil.Process().children() if _runs_from(process, folder)]
-    raylets = [process for process in started if process.name() == "raylet"]
+    commands = {process: _command(process) for process in psutil.Process().children()}
+    started = [
+        process for process, words in commands.items() if any(Path(word).is_relative_to(folder) for word in words)
+    ]
+    raylets = [process for process in started if Path(commands[process][0]).name == "raylet"]
 
     def kill_others() -> None:
         _, alive = psutil.wait_procs(raylets, timeout=RAYLET_ENDS_S)
@@ -146,12 +149,12 @@ def _shut_down() -> None:
     beside.join()
 
 
-def _runs_from(process: psutil.Process, folder: Path) -> bool:
-    """Whether its program, or the script of its interpreter, lies in `folder`."""
+def _command(process: psutil.Process) -> list[str]:
+    """Its command line; empty if it has ended."""
     try:
-        return any(Path(argument).is_relative_to(folder) for argument in process.cmdline())
-    except psutil.Error:  # It has ended.
-        return False
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def _remove_stale_temp_dirs() -> None:
