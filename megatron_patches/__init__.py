@@ -7,7 +7,7 @@ process groups, and are left out if there is a GPU. File names in the docstrings
 
 from collections.abc import Callable
 
-from megatron_patches import checkpointing, collectives, cuda_calls, layers, literals, offloaded_optimizer, rng
+from megatron_patches import checkpointing, collectives, cuda_calls, layers, literals, offloaded_optimizer, rng, rope
 from megatron_patches.first_import import import_megatron
 from slimrl import device
 
@@ -22,6 +22,7 @@ ANY_DEVICE: tuple[Patch, ...] = (
     layers.complete_local_norms,
     layers.offer_delta_nets,
     layers.compute_delta_rule_in_torch,
+    rope.rotate_packed_sequences_at_once,
     checkpointing.keep_results_in_process,
     offloaded_optimizer.start_offloaded_state_at_zero,
     offloaded_optimizer.keep_classes_out_of_offloaded_state,

@@ -1,6 +1,7 @@
 """Core attention of the local spec in plain torch: packed sequences, context parallelism, unequal head sizes.
 
-1. A micro-batch is split into its sequences; each attends to itself, so that cost grows with the sum of squares.
+1. A micro-batch is split into its sequences; each attends to itself, so that cost grows with the sum of squares. Short
+   ones of about one length are padded and share a call, which takes less time than as many calls.
 2. Under context parallelism keys and values are gathered from all ranks and put back into sequence order; this rank's
    queries stay in their zigzag chunks and attend to all earlier positions of their sequence.
 
@@ -9,6 +10,7 @@ T tokens on this rank, H query heads, G key-value heads, D channels of a key, E 
 
 import itertools
 import math
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -18,6 +20,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_patches.zigzag import zigzag_indices
+
+_LENGTH_STEP = 32
+"""Tokens; sequences are padded to a multiple of it."""
+_LONGEST_PADDED = 512
+"""Tokens; beyond, a call of its own costs a sequence less than padding."""
 
 
 class CoreAttention(MegatronModule):
@@ -78,13 +85,13 @@ class CoreAttention(MegatronModule):
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> Tensor:
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
+        if ranks == 1:
+            return self._padded(query, key, value, bounds)
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
-        masks: list[Tensor | None] = [None] * len(lengths)
-        if ranks > 1:
-            order = torch.cat([zigzag_indices(bounds, ranks, r) for r in range(ranks)]).argsort().to(query.device)
-            gathered = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value))
-            key, value = (x.index_select(0, order) for x in gathered)
-            masks = [_causal_mask(length, ranks, rank, query.device) for length in lengths]
+        order = torch.cat([zigzag_indices(bounds, ranks, r) for r in range(ranks)]).argsort().to(query.device)
+        gathered = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value))
+        key, value = (x.index_select(0, order) for x in gathered)
+        masks = [_causal_mask(length, ranks, rank, query.device) for length in lengths]
         # split() has one backward; each slice would allocate the whole gradient.
         queries = query.split([length // ranks for length in lengths])
         outputs = []
@@ -92,6 +99,18 @@ class CoreAttention(MegatronModule):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             outputs.append(self._attend(q, k, v, mask).squeeze(0).transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> Tensor:
+        groups_BL, rows_T = padded_groups(bounds)
+        outputs = []
+        for tokens_BL in groups_BL:
+            tokens = tokens_BL.flatten().to(query.device)
+            q, k, v = (
+                x.index_select(0, tokens).unflatten(0, tokens_BL.shape).transpose(1, 2) for x in (query, key, value)
+            )
+            # Padding comes after a sequence's tokens, where the causal order hides it.
+            outputs.append(self._attend(q, k, v, None).transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, rows_T.to(query.device)).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -104,6 +123,29 @@ class CoreAttention(MegatronModule):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+
+
+def padded_groups(bounds: list[int]) -> tuple[list[Tensor], Tensor]:
+    """Sequences of a micro-batch by padded length: the next multiple of 32, or their own length if they are long.
+
+    Args:
+        bounds: S + 1 boundaries of the sequences, T tokens in all.
+
+    Returns:
+        int64 [B, L] for each padded length L, the tokens of its B sequences, any token where there is padding; and
+        int64 [T], the row of each token where the flattened groups follow one another.
+    """
+    start_S, lengths = torch.tensor(bounds[:-1]), [end - start for start, end in itertools.pairwise(bounds)]
+    members = defaultdict(list)
+    for index, length in enumerate(lengths):
+        padded = -(-length // _LENGTH_STEP) * _LENGTH_STEP if length <= _LONGEST_PADDED else length
+        members[padded].append(index)
+    groups_BL, row_S, row = [], torch.empty_like(start_S), 0
+    for length, indices in members.items():
+        groups_BL.append((start_S[indices, None] + torch.arange(length)).clamp_(max=bounds[-1] - 1))
+        row_S[indices] = row + length * torch.arange(len(indices))
+        row += length * len(indices)
+    return groups_BL, torch.arange(bounds[-1]) + (row_S - start_S).repeat_interleave(torch.tensor(lengths))
 
 
 def _causal_mask(length: int, ranks: int, rank: int, device: torch.device) -> Tensor:

@@ -250,12 +250,14 @@ class MicroBatchRunner:
 
         def finish(output: Any, non_loss_data: bool = False) -> Any:
             if batch.mtp is None:
-                return collect(*logprobs_of(output[0], batch.targets_T), batch)
+                return collect(*logprobs_of(output.squeeze(0), batch.targets_T), batch)
             assert self.mtp is not None
             logits_1TV, of_layers = output
-            outcome = collect(*logprobs_of(logits_1TV[0], batch.targets_T), batch)
+            outcome = collect(*logprobs_of(logits_1TV.squeeze(0), batch.targets_T), batch)
             pairs = zip(of_layers, batch.mtp.targets_DT, strict=True)
-            return self.mtp.add(outcome, [logprobs_of(ahead_1TV[0], ahead_T)[0] for ahead_1TV, ahead_T in pairs], batch)
+            return self.mtp.add(
+                outcome, [logprobs_of(ahead_1TV.squeeze(0), ahead_T)[0] for ahead_1TV, ahead_T in pairs], batch
+            )
 
         return output, finish
 

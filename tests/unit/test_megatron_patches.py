@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import itertools
 import math
 import queue
@@ -208,6 +209,60 @@ def test_sequences_end_where_their_padding_does():
     found = core_attention(one_rank(), k_channels=8)(*inputs, None, packed_seq_params=packed)
     expected = naive_attention(*(x.double() for x in inputs), padded, 1 / math.sqrt(8))
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_padded_sequences_attend_as_each_alone_does():
+    """Lengths that share a call, that do not, that are too long to be padded, and none at all; gradients too."""
+    lengths = [3, 40, 32, 1, 0, 33, 64, 513, 30, 600]
+    bounds = [0, *itertools.accumulate(lengths)]
+    inputs = [x.requires_grad_() for x in heads((bounds[-1], 4, 8), (bounds[-1], 2, 8), (bounds[-1], 2, 5))]
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor(bounds), cu_seqlens_q_padded=None)
+    found = core_attention(one_rank(), k_channels=8)(*inputs, None, packed_seq_params=packed)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = naive_attention(*exact, bounds, 1 / math.sqrt(8))
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    (weights,) = heads(found.shape)
+    gradients = torch.autograd.grad((found * weights).sum(), inputs)
+    for gradient, right in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(gradient.double(), right, atol=1e-5, rtol=1e-4)
+
+
+def test_sequences_of_about_one_length_share_a_call():
+    from megatron_patches.core_attention import padded_groups
+
+    bounds = [0, 5, 45, 76, 676, 1276, 1300]  # lengths 5, 40, 31, 600, 600, 24
+    groups_BL, rows_T = padded_groups(bounds)
+    assert [tuple(tokens_BL.shape) for tokens_BL in groups_BL] == [(3, 32), (1, 64), (2, 600)]
+    assert torch.equal(torch.cat([tokens_BL.flatten() for tokens_BL in groups_BL])[rows_T], torch.arange(1300))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"mla_rotary_interleaved": True, "mscale": 1.3}, {"rotary_interleaved": True}])
+def test_packed_sequences_are_rotated_together_to_the_bits_of_each_alone(ranks, options):
+    megatron_patches.apply()
+    from megatron.core.models.common.embeddings import rope_utils
+
+    at_once = rope_utils._apply_rotary_pos_emb_thd
+    one_by_one = inspect.unwrap(at_once)
+    assert one_by_one is not at_once
+    bounds = torch.tensor([0, 12, 36, 40, 64], dtype=torch.int32)
+    whole, freqs = heads((64, 3, 16), (24, 1, 1, 8))
+    for rank in range(ranks):
+        group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        tokens = whole[: 64 // ranks].requires_grad_()
+        results = [rotate(tokens, bounds, freqs, cp_group=group, **options) for rotate in (at_once, one_by_one)]
+        assert torch.equal(*results)
+        assert torch.equal(*(torch.autograd.grad(result.square().sum(), tokens)[0] for result in results))
+
+
+def test_frequencies_of_a_whole_micro_batch_stay_those_of_their_tokens():
+    """As many frequencies as tokens: Megatron takes them as they are, also in the second sequence."""
+    megatron_patches.apply()
+    from megatron.core.models.common.embeddings import rope_utils
+
+    tokens, freqs = heads((10, 2, 8), (10, 1, 1, 8))
+    found = rope_utils._apply_rotary_pos_emb_thd(tokens, torch.tensor([0, 4, 10]), freqs, cp_group=one_rank())
+    assert torch.equal(found, rope_utils._apply_rotary_pos_emb_bshd(tokens[:, None], freqs)[:, 0])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
