@@ -55,6 +55,8 @@ LEAN = {
     "disable_tqdm": True,
 }
 """Nothing that costs time beside the step"""
+LAYOUT = ("trainer.parallel.expert=1", "trainer.max_tokens_per_rank=8192")
+"""TRL's for slimrl: each of two processes has the whole model, and takes its trajectories in as few parts as it can"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class Race:
 
     Args:
         prompts: a prompt file with as many lines as a step takes.
-        slimrl: settings over those of benchmarks/step.py.
+        slimrl: settings over those of benchmarks/step.py and `LAYOUT`.
         trl: `config` (GRPOConfig), `model` (from_pretrained), and `compile` (CompileConfig) if generation compiles.
         tools: whether TRL gets the calculator.
         tokens, turns: that a step samples in the mean.
@@ -105,7 +107,7 @@ class Race:
         with TemporaryDirectory() as name:
             folder = Path(name)
             first = overrides(self.model.absolute(), self.prompts.absolute(), folder, repeats + WARMUP - 1)
-            steps = run_slimrl(folder / "step", [*first, *self.slimrl, *changes])[-repeats:]
+            steps = run_slimrl(folder / "step", [*first, *LAYOUT, *self.slimrl, *changes])[-repeats:]
         return self._checked(
             [
                 {**step, "tokens": step["rollout/tokens"], "turns": PROMPTS * SAMPLES * step["rollout/turns_mean"]}

@@ -4,7 +4,7 @@ SGLang keeps keys and values in pages scattered over one pool. On a CPU gatherin
 than attention itself. Between two decode steps a request's context grows by one token and nothing else changes,
 so a dense copy is kept, one row per running request, and each step writes one column of it:
 1. `begin_step` plans the rows (row_table.py): which stay, move, or have to be filled from the pool;
-2. `attend`, once per layer, brings that layer's copy up to date and answers all requests by two batched products.
+2. `attend`, once per layer, brings that layer's copy up to date and answers all requests by one call.
 
 Names: R rows, G key-value heads, M query heads of one of them, D head size, L tokens.
 A row's tail beyond its length is zero, so that no stale NaN can reach another request through a masked product.
@@ -26,8 +26,7 @@ _ROW_STEP = 16
 
 @dataclass(eq=False)
 class _LayerCopy:
-    keys_RGDL: Tensor
-    """Tokens last: the layout in which the product with the queries runs fastest."""
+    keys_RGLD: Tensor
     values_RGLD: Tensor
 
 
@@ -36,6 +35,8 @@ class _Step:
     """What the layers of one decode step share."""
 
     rows: Tensor
+    all_rows: Tensor
+    """0, 1, 2, ..."""
     order: Tensor
     """Inverse of `rows`: the batch position that each row answers."""
     last_R: Tensor
@@ -85,13 +86,15 @@ class DecodeCache:
         plan = self._table.plan(requests.tolist(), lengths.tolist())
         rows = torch.tensor(plan.rows)
         order = torch.empty_like(rows)
-        order[rows] = torch.arange(len(rows))
+        all_rows = torch.arange(len(rows))
+        order[rows] = all_rows
         last = (lengths.long() - 1)[order]
         fresh = torch.tensor(plan.fresh, dtype=torch.long)
         fresh_lengths = lengths[fresh]
         fresh_longest = int(fresh_lengths.max()) if len(fresh) else 0
         self._step = _Step(
             rows=rows,
+            all_rows=all_rows,
             order=order,
             last_R=last,
             newest_slots_R=req_to_token[requests[order].long(), last].long(),
@@ -134,21 +137,10 @@ class DecodeCache:
         step, count = self._step, len(self._step.rows)
         copy = self._updated(keys_pool, values_pool)
         heads = keys_pool.shape[1]
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
         query_RGMD = query[step.order].view(count, heads, -1, query.shape[-1])
-        keys = copy.keys_RGDL[:count, ..., : step.length]
-        values = copy.values_RGLD[:count, :, : step.length]
-        mask = self._mask(window)
-        if query.dtype == torch.float32:
-            # bmm wants one batch dimension; rows and heads are adjacent in memory.
-            scores = torch.bmm((query_RGMD * scale).flatten(0, 1), keys.flatten(0, 1)).unflatten(0, (count, heads))
-            weights = torch.softmax(scores.add_(mask[:, None]), dim=-1)
-            out_RGMD = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).unflatten(0, (count, heads))
-        else:
-            # Scores rounded to bfloat16 would lose what the fused kernel keeps in float32.
-            out_RGMD = scaled_dot_product_attention(
-                query_RGMD, keys.transpose(2, 3), values, attn_mask=mask[:, None].to(query.dtype), scale=scale
-            )
+        keys, values = (cached[:count, :, : step.length] for cached in (copy.keys_RGLD, copy.values_RGLD))
+        mask = self._mask(window)[:, None].to(query.dtype)
+        out_RGMD = scaled_dot_product_attention(query_RGMD, keys, values, attn_mask=mask, scale=scale)
         return out_RGMD.flatten(1, 2)[step.rows]
 
     def _mask(self, window: int | None) -> Tensor:
@@ -165,24 +157,17 @@ class DecodeCache:
     def _updated(self, keys_pool: Tensor, values_pool: Tensor) -> _LayerCopy:
         """Bring the layer's copy up to date: moved rows, filled rows, the newest token of each."""
         assert self._step is not None
-        step, count = self._step, len(self._step.rows)
+        step = self._step
         copy = self._sized(keys_pool, values_pool)
-        keys, values = copy.keys_RGDL, copy.values_RGLD
-        if step.moves is not None:
-            source, target = step.moves
-            keys[target], values[target] = keys[source], values[source]
-        if len(step.fresh_rows):
-            hidden_FLGD = ~step.fresh_mask_FL[:, :, None, None]
-            length = step.fresh_slots_FL.shape[1]
-            keys_FLGD = keys_pool[step.fresh_slots_FL].masked_fill_(hidden_FLGD, 0.0)
-            values_FLGD = values_pool[step.fresh_slots_FL].masked_fill_(hidden_FLGD, 0.0)
-            keys[step.fresh_rows] = 0.0
-            values[step.fresh_rows] = 0.0
-            keys[step.fresh_rows, :, :, :length] = keys_FLGD.permute(0, 2, 3, 1)
-            values[step.fresh_rows, :, :length] = values_FLGD.permute(0, 2, 1, 3)
-        row = torch.arange(count)
-        keys[row, :, :, step.last_R] = keys_pool[step.newest_slots_R]
-        values[row, :, step.last_R] = values_pool[step.newest_slots_R]
+        for cached, pool in ((copy.keys_RGLD, keys_pool), (copy.values_RGLD, values_pool)):
+            if step.moves is not None:
+                source, target = step.moves
+                cached[target] = cached[source]
+            if len(step.fresh_rows):
+                fresh_FLGD = pool[step.fresh_slots_FL].masked_fill_(~step.fresh_mask_FL[:, :, None, None], 0.0)
+                cached[step.fresh_rows] = 0.0
+                cached[step.fresh_rows, :, : fresh_FLGD.shape[1]] = fresh_FLGD.transpose(1, 2)
+            cached[step.all_rows, :, step.last_R] = pool[step.newest_slots_R]
         return copy
 
     def _sized(self, keys_pool: Tensor, values_pool: Tensor) -> _LayerCopy:
@@ -193,12 +178,12 @@ class DecodeCache:
         rows, length = self._capacity
         _, heads, key_size = keys_pool.shape
         new = _LayerCopy(
-            keys_RGDL=keys_pool.new_zeros(rows, heads, key_size, length),
+            keys_RGLD=keys_pool.new_zeros(rows, heads, length, key_size),
             values_RGLD=values_pool.new_zeros(rows, heads, length, values_pool.shape[-1]),
         )
         if old is not None:
             old_rows, old_length = old.values_RGLD.shape[::2]
-            new.keys_RGDL[:old_rows, ..., :old_length] = old.keys_RGDL
+            new.keys_RGLD[:old_rows, :, :old_length] = old.keys_RGLD
             new.values_RGLD[:old_rows, :, :old_length] = old.values_RGLD
         self._layers[keys_pool.data_ptr()] = new
         return new
