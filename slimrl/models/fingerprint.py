@@ -8,6 +8,7 @@ The order of a sum does not matter, so each rank hashes its shard and the hashes
 unit changes the hash; of all other faults, fewer than one in 10^12 goes unseen. It detects faults, not forgeries.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -69,15 +70,13 @@ def _rows_hash(bits_RU: Tensor, first_row: int, first_unit: int) -> Tensor:
     height = max(1, min(num_rows, chunk // num_units))
     width = min(num_units, chunk)
     buffer = torch.empty(height * width, dtype=torch.int64, device=device)
-    places = torch.arange(first_unit, first_unit + num_units, dtype=torch.int64, device=device)
-    rows = torch.arange(_ROWS_AT + first_row, _ROWS_AT + first_row + num_rows, dtype=torch.int64, device=device)
-    keys_U, keys_R = _keys(torch.cat([places, rows])).split([num_units, num_rows])
+    keys_U, keys_R, of_ones = _keys(first_unit, num_units, first_row, num_rows, device)
     for start, stop in _ranges(num_units, width):
         for top, bottom in _ranges(num_rows, height):
             values_RU = buffer[: (bottom - top) * (stop - start)].view(bottom - top, stop - start)
             values_RU.copy_(bits_RU[top:bottom, start:stop])
             total += (_dot_rows(values_RU, keys_U[start:stop]) * keys_R[top:bottom]).sum()
-    return total + keys_U.sum() * keys_R.sum()
+    return total + of_ones
 
 
 def _dot_rows(values_RU: Tensor, keys_U: Tensor) -> Tensor:
@@ -89,9 +88,17 @@ def _ranges(size: int, step: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, size)) for start in range(0, size, step))
 
 
-def _keys(places: Tensor) -> Tensor:
-    """The outputs of splitmix64 at these places, int64, made odd; overwrites the places."""
-    return splitmix64(places.add_(1).mul_(SPLITMIX_STEP)).bitwise_or_(1)
+@functools.lru_cache(maxsize=16)
+def _keys(
+    first_unit: int, num_units: int, first_row: int, num_rows: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """C of these units, R of these rows, and the sum of all products of the two. Experts share them."""
+    units = torch.arange(first_unit, first_unit + num_units, dtype=torch.int64, device=device)
+    rows = torch.arange(_ROWS_AT + first_row, _ROWS_AT + first_row + num_rows, dtype=torch.int64, device=device)
+    places = torch.cat([units, rows])
+    # The outputs of splitmix64 at these places, made odd.
+    keys_U, keys_R = splitmix64(places.add_(1).mul_(SPLITMIX_STEP)).bitwise_or_(1).split([num_units, num_rows])
+    return keys_U, keys_R, keys_U.sum() * keys_R.sum()
 
 
 def splitmix64(states: Tensor) -> Tensor:

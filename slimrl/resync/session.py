@@ -15,6 +15,7 @@ on the trainer's side, or with no engine left, all engines stay paused.
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -230,8 +231,11 @@ class ResyncSession:
         names = expected.names
         if not names:
             return 0, ()
-        hashes, lost = expected.fingerprints(self._source, self._ranks)
-        loaded = calls.each_or_out("fingerprints", partial(_loaded_prints, expected))
+        with ThreadPoolExecutor(1) as pool:
+            # The engines hash their weights while the ranks hash theirs.
+            asked = pool.submit(calls.each_or_out, "fingerprints", partial(_loaded_prints, expected))
+            hashes, lost = expected.fingerprints(self._source, self._ranks)
+            loaded = asked.result()
         mismatching = [f"gathering: {name}" for name in lost] if self._ranks.rank == 0 else []
         mismatching += [
             f"{engine}: {name}"

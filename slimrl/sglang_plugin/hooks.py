@@ -5,8 +5,9 @@ fingerprints of the loaded weights (weight_fingerprints.py), the load of its sch
 that a pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of
 gated delta nets in the engine's precision (norm_dtype.py), and no files of SGLang left in /dev/shm: they are unlinked
 early, or named so that slimrl removes them.
-Without a GPU in addition: batched attention and experts, latent attention, gates, seeded sampling without a compiler,
-no pinning of host memory, no padding of heads, and sums that NCCL would scatter. No file of SGLang is changed.
+Without a GPU in addition: batched attention and experts, latent attention, norms and rotary embeddings in fewer
+operations, gates, seeded sampling without a compiler, no pinning of host memory, no padding of heads, and sums that
+NCCL would scatter. No file of SGLang is changed.
 SGLang imports this module in every engine process. A hook that does not fit is only logged there; `require_applied`
 turns it into a failure to start.
 """
@@ -31,6 +32,8 @@ _LOAD_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
 _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
+_NORM = "sglang.srt.layers.layernorm.RMSNorm"
+_ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
@@ -108,6 +111,7 @@ def hooks() -> list[Hook]:
         gates,
         head_padding,
         latent_attention,
+        native_layers,
         seeded_sampling,
     )
 
@@ -122,6 +126,8 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
+        (f"{_NORM}.forward_native", "around", native_layers.around_rms_norm),
+        (f"{_ROTARY}.forward_native", "around", native_layers.around_rotary),
         (f"{_GATED_NORM}.rms_norm_gated", "replace", gates.rms_norm_gated),
         (f"{_SHARED_EXPERT}.fused_gate_sigmoid_mul_add", "replace", gates.fused_gate_sigmoid_mul_add),
         (f"{_SAMPLER}.multinomial_with_seed", "replace", seeded_sampling.multinomial_with_seed),

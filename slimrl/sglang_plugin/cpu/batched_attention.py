@@ -69,7 +69,8 @@ def around_decode(
     if cache.ready and k_cache.dtype == query.dtype:
         attended = cache.attend(query, k_cache, v_cache, scaling, sliding_window_size)
         output[: len(attended)] = attended
-        output[len(attended) :] = 0
+        if len(output) > len(attended):
+            output[len(attended) :] = 0
         return output
     prefix_lens = (seq_lens - 1).tolist()
     return paged_attention(
