@@ -4,7 +4,8 @@
 PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
+# Compiled when imported: most files of these packages never are, and compiling all takes two minutes.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts --no-compile
 # Up to date if .venv holds the packages of requirements/.
 STAMP := $(VENV)/.installed
 IS_3_12 := import sys; sys.exit(sys.version_info[:2] != (3, 12))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
+from groups import leave_groups
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -26,7 +26,7 @@ def start(rank: int, world_size: int, port: int) -> None:
 
 
 def chunks_of(path: Path, parallel: ParallelConfig, *, mtp: bool = False):
-    mpu.destroy_model_parallel()
+    leave_groups()
     init_model_parallel(parallel, timeout_s=TIMEOUT_S, seed=0)
     hf_config = read_hf_config(path)
     trainer = TrainerConfig(

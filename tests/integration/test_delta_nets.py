@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from cli_runs import RECIPES, make_workspace, succeed
-from megatron.core import parallel_state as mpu
+from groups import leave_groups
 from ranks import run_ranks
 from small_models import VOCAB, small_model
 from trainer_cases import packed_batches, token_cross_entropy, trainer_config
@@ -55,7 +55,7 @@ def gradients(rank, num_ranks, port, path, cases):
     family, results = family_of(hf_config), []
     for case in cases:
         trainer = trainer_config(num_ranks, **{"optimizer": WHOLE_GRADIENTS, **case})
-        mpu.destroy_model_parallel()
+        leave_groups()
         layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=0)
         chunks = build_model(trainer, family.megatron_config(hf_config))
         load_hf_weights(chunks, path, family, hf_config)

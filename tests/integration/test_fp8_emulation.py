@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from megatron.core.parallel_state import destroy_model_parallel
+from groups import leave_groups
 from ranks import run_ranks
 from small_models import small_model
 from trainer_cases import Run, model_config, packed_batches, trainer_config
@@ -66,7 +66,7 @@ def update_and_logprobs(rank, num_ranks, port, weights, cases):
     for number, settings in enumerate(cases):
         trainer = trainer_config(num_ranks, **settings)
         if number:
-            destroy_model_parallel()
+            leave_groups()
         layout = start(trainer, rank, num_ranks, port, first=number == 0)
         run = Run(trainer, layout, weights, model())
         batches = packed_batches(0, layout, trainer.max_tokens_per_rank)

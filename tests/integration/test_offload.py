@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megatron.core import parallel_state as mpu
+from groups import leave_groups
 from ranks import run_ranks
 from trainer_cases import (
     Run,
@@ -34,7 +34,7 @@ def updates(rank, num_ranks, port):
         if number == 0:
             layout = start(trainer, rank, num_ranks, port)
         else:
-            mpu.destroy_model_parallel()
+            leave_groups()
             layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
         run = Run(trainer, layout, None)
         offload = Offload(run.chunks, run.optimizer) if number % 2 else None

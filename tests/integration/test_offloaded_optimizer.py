@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron.core import parallel_state as mpu
+from groups import leave_groups
 from ranks import run_ranks
 from trainer_cases import Run, start, trainer_config
 
@@ -38,7 +38,7 @@ class Ranks:
         if self.layout is None:
             self.layout = start(trainer, self.rank, self.num_ranks, self.port)
         else:
-            mpu.destroy_model_parallel()
+            leave_groups()
             self.layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
         return Run(trainer, self.layout, None)
 

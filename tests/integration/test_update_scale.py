@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from groups import take_apart
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -70,7 +71,9 @@ def start_trainer(checkpoint):
 
     def close_all() -> None:
         while workers:
-            workers.pop().close()
+            worker = workers.pop()
+            worker.close()
+            take_apart(worker.chunks)
 
     yield start
     close_all()

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from groups import leave_groups, take_apart
 from megatron.core import dist_checkpointing
-from megatron.core import parallel_state as mpu
 
 from slimrl.algorithms.objective import LossSums, cross_entropy, loss_function
 from slimrl.config.schema.algorithm import AlgorithmConfig
@@ -216,9 +216,11 @@ def in_layouts(
         if number == 0:
             layout = start(trainer, rank, num_ranks, port)
         else:
-            mpu.destroy_model_parallel()
+            leave_groups()
             layout = init_model_parallel(trainer.parallel, timeout_s=60, seed=7)
-        yield Run(trainer, layout, weights, critic=critic)
+        run = Run(trainer, layout, weights, critic=critic)
+        yield run
+        take_apart(run.chunks)
     destroy_parallel()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
+from groups import leave_groups
 from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 
@@ -59,7 +59,7 @@ def join(rank: int, world_size: int, port: int) -> None:
 
 
 def change_layout(parallel: ParallelConfig) -> Layout:
-    mpu.destroy_model_parallel()
+    leave_groups()
     return init_model_parallel(parallel, timeout_s=TIMEOUT_S, seed=0)
 
 
