@@ -56,7 +56,7 @@ LEAN = {
 }
 """Nothing that costs time beside the step"""
 LAYOUT = ("trainer.parallel.expert=1", "trainer.max_tokens_per_rank=8192")
-"""TRL's for slimrl: each of two processes has the whole model, and takes its trajectories in as few parts as it can"""
+"""TRL's for slimrl: each of two processes has the whole model, and takes up to 8,192 tokens at once"""
 
 
 @dataclass(frozen=True, kw_only=True)

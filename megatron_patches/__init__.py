@@ -1,8 +1,9 @@
 """Every change that slimrl makes to megatron-core: one function per patch, each saying why.
 
-Call `apply()` before building a Megatron module. Some patches fix faults everywhere. Some stand in for Transformer
-Engine, wherever the layers are Megatron's own, on a GPU too. The others let megatron-core run on CPU tensors and gloo
-process groups, and are left out if there is a GPU. File names in the docstrings are relative to megatron/core.
+Call `apply()` before building a Megatron module. Some patches fix faults or slow places everywhere. Some stand in for
+Transformer Engine, wherever the layers are Megatron's own, on a GPU too. The others let megatron-core run on CPU
+tensors and gloo process groups, and are left out if there is a GPU. File names in the docstrings are relative to
+megatron/core.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ ANY_DEVICE: tuple[Patch, ...] = (
     offloaded_optimizer.start_offloaded_state_at_zero,
     offloaded_optimizer.keep_classes_out_of_offloaded_state,
 )
-"""Fix faults that occur with a GPU too."""
+"""Fix faults, and places that are slow, with a GPU too."""
 
 WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
     literals.keep_steps_of_torch_adam,

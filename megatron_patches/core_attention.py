@@ -1,7 +1,8 @@
 """Core attention of the local spec in plain torch: packed sequences, context parallelism, unequal head sizes.
 
-1. A micro-batch is split into its sequences; each attends to itself, so that cost grows with the sum of squares. Short
-   ones of about one length are padded and share a call, which takes less time than as many calls.
+1. A micro-batch is split into its sequences; each attends to itself, so that cost grows with the sum of squares.
+   Without context parallelism, short ones of about one length are padded and share a call, which takes less time than
+   as many calls.
 2. Under context parallelism keys and values are gathered from all ranks and put back into sequence order; this rank's
    queries stay in their zigzag chunks and attend to all earlier positions of their sequence.
 
@@ -102,12 +103,13 @@ class CoreAttention(MegatronModule):
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> Tensor:
         groups_BL, rows_T = padded_groups(bounds)
+        tokens = torch.cat([tokens_BL.flatten() for tokens_BL in groups_BL]).to(query.device)
+        sizes = [tokens_BL.numel() for tokens_BL in groups_BL]
+        # One backward for all groups; selecting each one's tokens would allocate the whole gradient for each.
+        selected = (x.index_select(0, tokens).split(sizes) for x in (query, key, value))
         outputs = []
-        for tokens_BL in groups_BL:
-            tokens = tokens_BL.flatten().to(query.device)
-            q, k, v = (
-                x.index_select(0, tokens).unflatten(0, tokens_BL.shape).transpose(1, 2) for x in (query, key, value)
-            )
+        for tokens_BL, *parts in zip(groups_BL, *selected, strict=True):
+            q, k, v = (x.unflatten(0, tokens_BL.shape).transpose(1, 2) for x in parts)
             # Padding comes after a sequence's tokens, where the causal order hides it.
             outputs.append(self._attend(q, k, v, None).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, rows_T.to(query.device)).flatten(1)

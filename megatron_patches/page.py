@@ -25,7 +25,7 @@ changed version cannot run unpatched. Tests that compare numbers guard the patch
 
 def patches_page() -> str:
     """The page in Markdown."""
-    parts = [_INTRODUCTION, "## Faults on any device\n", *map(_entry, ANY_DEVICE)]
+    parts = [_INTRODUCTION, "## Faults and slow places on any device\n", *map(_entry, ANY_DEVICE)]
     parts += ["## With Transformer Engine\n", *map(_entry, WITH_TRANSFORMER_ENGINE)]
     parts += ["## Without Transformer Engine\n", *map(_entry, WITHOUT_TRANSFORMER_ENGINE)]
     return "\n".join([*parts, "## Without CUDA\n", *map(_entry, CPU_ONLY)])

@@ -92,7 +92,11 @@ def _ranges(size: int, step: int) -> Iterator[tuple[int, int]]:
 def _keys(
     first_unit: int, num_units: int, first_row: int, num_rows: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """C of these units, R of these rows, and the sum of all products of the two. Experts share them."""
+    """C of these units, R of these rows, and the sum of all products of the two.
+
+    Kept, since making them takes as long as hashing and experts share them: 8 bytes for each unit and row of 16 shapes.
+    They are never written to.
+    """
     units = torch.arange(first_unit, first_unit + num_units, dtype=torch.int64, device=device)
     rows = torch.arange(_ROWS_AT + first_row, _ROWS_AT + first_row + num_rows, dtype=torch.int64, device=device)
     places = torch.cat([units, rows])

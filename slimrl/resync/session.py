@@ -231,11 +231,15 @@ class ResyncSession:
         names = expected.names
         if not names:
             return 0, ()
-        with ThreadPoolExecutor(1) as pool:
+        pool = ThreadPoolExecutor(1)
+        try:
             # The engines hash their weights while the ranks hash theirs.
             asked = pool.submit(calls.each_or_out, "fingerprints", partial(_loaded_prints, expected))
             hashes, lost = expected.fingerprints(self._source, self._ranks)
             loaded = asked.result()
+        finally:
+            # A rank that died is reported at once, also while an engine hangs until its deadline.
+            pool.shutdown(wait=False)
         mismatching = [f"gathering: {name}" for name in lost] if self._ranks.rank == 0 else []
         mismatching += [
             f"{engine}: {name}"

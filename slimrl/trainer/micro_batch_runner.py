@@ -249,6 +249,7 @@ class MicroBatchRunner:
         logprobs_of = functools.partial(self._of_tokens, temperature=temperature)
 
         def finish(output: Any, non_loss_data: bool = False) -> Any:
+            # squeeze, since the backward of [0] allocates a second gradient of all logits.
             if batch.mtp is None:
                 return collect(*logprobs_of(output.squeeze(0), batch.targets_T), batch)
             assert self.mtp is not None

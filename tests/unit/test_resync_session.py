@@ -18,9 +18,9 @@ from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.models.fingerprint import fingerprint
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.engine_calls import EnginesFailed, fan_out
-from slimrl.resync.expected_fingerprints import verified_names
-from slimrl.resync.ranks import Ranks
-from slimrl.resync.report import Clock
+from slimrl.resync.expected_fingerprints import ExpectedFingerprints, verified_names
+from slimrl.resync.ranks import RankError, Ranks
+from slimrl.resync.report import Clock, ResyncError
 from slimrl.resync.sending import SendClock, SendThread
 from slimrl.resync.transform import Quantize
 from slimrl.resync.transports import collective
@@ -212,6 +212,42 @@ def test_a_version_that_arrived_wrong_can_be_sent_again():
     assert [resync.run(1).mismatching for _ in range(2)] == [("engine 0: w2",), ()]
     resync.close()
     assert engine.calls.count("resume") == 1
+
+
+def test_ranks_and_engines_hash_at_the_same_time(monkeypatch: pytest.MonkeyPatch):
+    both = threading.Barrier(2, timeout=10)
+
+    class Meeting(Engine):
+        def fingerprints(self, names):
+            both.wait()
+            return super().fingerprints(names)
+
+    of_ranks = ExpectedFingerprints.fingerprints
+    monkeypatch.setattr(ExpectedFingerprints, "fingerprints", lambda *given: (both.wait(), of_ranks(*given))[1])
+    resync = session(Source(weights()), [Meeting("engine 0")], config())
+    assert resync.run(1).mismatching == ()
+    resync.close()
+
+
+def test_a_rank_that_died_is_reported_while_an_engine_still_hashes(monkeypatch: pytest.MonkeyPatch):
+    asked, reported = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        def fingerprints(self, names):
+            asked.set()
+            assert reported.wait(10)
+            return super().fingerprints(names)
+
+    def died(*_):
+        assert asked.wait(10)
+        raise RankError("rank 1 died")
+
+    monkeypatch.setattr(ExpectedFingerprints, "fingerprints", died)
+    resync = session(Source(weights()), [Slow("engine 0")], config())
+    with pytest.raises(ResyncError, match="rank 1 died"):
+        resync.run(1)
+    reported.set()
+    resync.close()
 
 
 def test_other_engines_get_the_next_version_and_those_that_went_do_not():

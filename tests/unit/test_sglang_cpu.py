@@ -124,9 +124,10 @@ def test_attention_has_the_models_scale_however_little_is_held_at_once(monkeypat
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("window", [None, 3])
-def test_decode_has_the_models_scale_and_takes_either_precision(dtype, atol, window):
+@pytest.mark.parametrize("value_size", [SIZE, SIZE - 3])
+def test_decode_has_the_models_scale_and_takes_either_precision(dtype, atol, window, value_size):
     pool, cache = Pool(), DecodeCache(max_tokens=16 * 64)
-    pool.keys, pool.values = pool.keys.to(dtype), pool.values.to(dtype)
+    pool.keys, pool.values = pool.keys.to(dtype), pool.values[..., :value_size].to(dtype)
     lengths = [9, 4, 7]
     for request, length in enumerate(lengths):
         slots = [pool.free.pop() for _ in range(length)]
@@ -135,6 +136,7 @@ def test_decode_has_the_models_scale_and_takes_either_precision(dtype, atol, win
     cache.begin_step(pool.table, batch, torch.tensor(lengths)[batch])
     query = torch.randn(3, HEADS, SIZE).to(dtype)
     output = cache.attend(query, pool.keys, pool.values, 0.9, window)
+    assert output.shape == (3, HEADS, value_size)
     for row, request in enumerate(batch.tolist()):
         expected = attention_reference(query[row], *pool.context(request, lengths[request]), window, 0.9)
         torch.testing.assert_close(output[row].double(), expected, atol=atol, rtol=0)

@@ -6,6 +6,9 @@ so a dense copy is kept, one row per running request, and each step writes one c
 1. `begin_step` plans the rows (row_table.py): which stay, move, or have to be filled from the pool;
 2. `attend`, once per layer, brings that layer's copy up to date and answers all requests by one call.
 
+Values narrower than keys (multi-latent attention) are padded with zeros, since attention is one fused kernel for equal
+sizes alone, and several times slower otherwise.
+
 Names: R rows, G key-value heads, M query heads of one of them, D head size, L tokens.
 A row's tail beyond its length is zero, so that no stale NaN can reach another request through a masked product.
 """
@@ -28,6 +31,7 @@ _ROW_STEP = 16
 class _LayerCopy:
     keys_RGLD: Tensor
     values_RGLD: Tensor
+    """Zero beyond a value's size."""
 
 
 @dataclass(eq=False)
@@ -126,7 +130,7 @@ class DecodeCache:
         Args:
             query: [R, G * M, D] in the order of the batch.
             keys_pool: [slots, G, D].
-            values_pool: [slots, G, Dv].
+            values_pool: [slots, G, Dv], Dv <= D.
             scale: factor of the scores; None for 1 / sqrt(D).
             window: a query sees this many tokens before its own; None for all.
 
@@ -141,7 +145,7 @@ class DecodeCache:
         keys, values = (cached[:count, :, : step.length] for cached in (copy.keys_RGLD, copy.values_RGLD))
         mask = self._mask(window)[:, None].to(query.dtype)
         out_RGMD = scaled_dot_product_attention(query_RGMD, keys, values, attn_mask=mask, scale=scale)
-        return out_RGMD.flatten(1, 2)[step.rows]
+        return out_RGMD[..., : values_pool.shape[-1]].flatten(1, 2)[step.rows]
 
     def _mask(self, window: int | None) -> Tensor:
         assert self._step is not None
@@ -166,8 +170,8 @@ class DecodeCache:
             if len(step.fresh_rows):
                 fresh_FLGD = pool[step.fresh_slots_FL].masked_fill_(~step.fresh_mask_FL[:, :, None, None], 0.0)
                 cached[step.fresh_rows] = 0.0
-                cached[step.fresh_rows, :, : fresh_FLGD.shape[1]] = fresh_FLGD.transpose(1, 2)
-            cached[step.all_rows, :, step.last_R] = pool[step.newest_slots_R]
+                cached[step.fresh_rows, :, : fresh_FLGD.shape[1], : pool.shape[-1]] = fresh_FLGD.transpose(1, 2)
+            cached[step.all_rows, :, step.last_R, : pool.shape[-1]] = pool[step.newest_slots_R]
         return copy
 
     def _sized(self, keys_pool: Tensor, values_pool: Tensor) -> _LayerCopy:
@@ -179,7 +183,7 @@ class DecodeCache:
         _, heads, key_size = keys_pool.shape
         new = _LayerCopy(
             keys_RGLD=keys_pool.new_zeros(rows, heads, length, key_size),
-            values_RGLD=values_pool.new_zeros(rows, heads, length, values_pool.shape[-1]),
+            values_RGLD=values_pool.new_zeros(rows, heads, length, key_size),
         )
         if old is not None:
             old_rows, old_length = old.values_RGLD.shape[::2]

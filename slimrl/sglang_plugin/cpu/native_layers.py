@@ -49,6 +49,9 @@ def around_rotary(
 
     Args:
         query, key: [T, heads * D] each; pairs of channels are D / 2 apart.
+
+    Returns:
+        As many columns each, of one buffer: not contiguous.
     """
     plain = (
         query.dtype == key.dtype == rotary.cos_sin_cache.dtype == torch.float32
@@ -57,7 +60,6 @@ def around_rotary(
         and query.ndim == 2
         and offsets is None
         and fused_set_kv_buffer_arg is None
-        and not hasattr(rotary, "sin_cos_cache")
     )
     if not plain:
         return original(rotary, positions, query, key, offsets, fused_set_kv_buffer_arg)
