@@ -244,8 +244,10 @@ def test_a_rank_that_died_is_reported_while_an_engine_still_hashes(monkeypatch: 
 
     monkeypatch.setattr(ExpectedFingerprints, "fingerprints", died)
     resync = session(Source(weights()), [Slow("engine 0")], config())
+    start = time.monotonic()
     with pytest.raises(ResyncError, match="rank 1 died"):
         resync.run(1)
+    assert time.monotonic() - start < 5
     reported.set()
     resync.close()
 
