@@ -1,7 +1,7 @@
 """Where a step's time goes, of a profile: the driver's phases, which add up to the step, and what each process did.
 
-A span's own time is what no span inside it on the same track takes. A process with many tracks, such as that of the
-episodes, can have more own time than the step is long.
+A span's own time is what no span inside it on the same track takes. The numbered tracks of things that go on at once,
+such as episodes, are summed, so that they can have more own time than the step is long.
 """
 
 from collections import defaultdict
@@ -23,9 +23,9 @@ class StepProfile:
     phases: dict[str, float]
     """Of the driver, with BETWEEN; their sum is `seconds`"""
     processes: dict[str, dict[str, tuple[float, int]]]
-    """By process and name of the span: own seconds, and how many spans"""
+    """By process, with its thread where it has spans of several, and name of the span: own seconds, how many spans"""
     tracks: dict[str, int]
-    """How many tracks of each process have spans"""
+    """How many tracks each of `processes` sums up: more than one only if they are numbered"""
 
 
 def step_profiles(spans: Sequence[Span]) -> list[StepProfile]:
@@ -39,8 +39,12 @@ def step_profiles(spans: Sequence[Span]) -> list[StepProfile]:
         tracks: dict[str, int] = {}
         for process in dict.fromkeys(span.process for span in inside):
             of_process = [span for span in inside if span.process == process]
-            processes[process] = own_times(of_process)
-            tracks[process] = len({span.track for span in of_process})
+            kinds = dict.fromkeys(_kind(span.track) for span in of_process)
+            for kind in kinds:
+                of_kind = [span for span in of_process if _kind(span.track) == kind]
+                name = f"{process}, {kind}" if len(kinds) > 1 else process
+                processes[name] = own_times(of_kind)
+                tracks[name] = len({span.track for span in of_kind})
         profiles.append(
             StepProfile(
                 number=step.details["number"],
@@ -51,6 +55,12 @@ def step_profiles(spans: Sequence[Span]) -> list[StepProfile]:
             )
         )
     return profiles
+
+
+def _kind(track: str) -> str:
+    """Of numbered tracks (Spans.lane) what they have in common; of others their name."""
+    kind, _, number = track.rpartition(" ")
+    return kind if kind and number.isdigit() else track
 
 
 def _phases(step: Span, spans: Sequence[Span]) -> dict[str, float]:

@@ -42,6 +42,12 @@ class Profiled:
     """Also what torch does in the trainer's ranks"""
 
 
+def check_profiled(profiled: Profiled | None, steps: int) -> None:
+    """Raises ValueError if the run has not all of the steps."""
+    if profiled is not None and (last := max(profiled.steps)) > steps:
+        raise ValueError(f"--profile: there is no step {last}; the run has {steps}.")
+
+
 class TorchProfiled(Protocol):
     """Processes that torch's profiler can record."""
 

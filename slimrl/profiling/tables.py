@@ -6,6 +6,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 
 from slimrl.profiling.breakdown import StepProfile
@@ -37,12 +38,13 @@ def profile_tables(profile: StepProfile) -> Group:
     table = _table(f"step {profile.number}, of its profile", "driver", "seconds", "of the step")
     for name, seconds in (*profile.phases.items(), ("step", profile.seconds)):
         table.add_row(name, f"{seconds:.3f}", f"{seconds / profile.seconds:.1%}")
-    return Group(table, *(_of_process(profile, process) for process in sorted(profile.processes)))
+    of_processes = [_of_process(profile, process) for process in sorted(profile.processes)]
+    return Group(table, *(Padding(each, (1, 0, 0, 0)) for each in of_processes))
 
 
 def _of_process(profile: StepProfile, process: str) -> Table:
     rows, num_tracks = list(profile.processes[process].items()), profile.tracks[process]
-    title = process if num_tracks == 1 else f"{process}, {num_tracks} tracks"
+    title = process if num_tracks == 1 else f"{process}, sums of {num_tracks} tracks"
     table = _table(title, "what", "seconds of its own", "times", "ms each")
     for name, (seconds, count) in rows[:MOST_ROWS]:
         table.add_row(name, f"{seconds:.3f}", str(count), f"{1000 * seconds / count:.2f}")

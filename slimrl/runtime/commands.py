@@ -20,7 +20,7 @@ from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
-from slimrl.profiling.recorder import Profiled, Recorder
+from slimrl.profiling.recorder import Profiled, Recorder, check_profiled
 from slimrl.runtime.checks.checkpoint_check import check_exported
 from slimrl.runtime.checks.start_check import check_checkpoint_model, check_critic, resume_point
 from slimrl.runtime.checks.task import Task, load_task
@@ -113,6 +113,7 @@ def _train(
     """Open the run, continue from its newest checkpoint, and train on `items`: conversations, or a task's prompts,
     by the name of their file."""
     recipe = loaded.recipe
+    check_profiled(profiled, recipe.steps)
     progress.total_steps = recipe.steps
     with open_run(loaded, progress, **how) as folder:
         for note in () if task is None else task.notes:
@@ -192,6 +193,7 @@ def train_on_file(
     with Progress(steps) as progress:
         read = partial(load_task, train=False, evaluate=False)
         loaded, task = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read)
+        check_profiled(profiled, steps)
         recipe = loaded.recipe
         batch = read_trajectories(trajectories)
         usable = [segment for t in batch if t.status is not Status.failed for segment in t.segments]

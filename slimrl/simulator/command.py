@@ -105,7 +105,11 @@ class Simulator:
         """All modes and the recorded run's own."""
         rollout = self.recipe.rollout
         cluster, recorded, notes = read_trace(trace, self.recipe)
-        self.notes += notes
+        self.notes += [
+            *notes,
+            "the times are those of the run, under the load that it had. Other modes than its own load their devices "
+            "otherwise, above all where trainer and engines share them, so their rows are a rough guide",
+        ]
         schedules, own = recorded_schedules(rollout)
         if own is None:
             self.notes.append(

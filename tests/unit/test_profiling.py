@@ -4,16 +4,18 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from slimrl.profiling.breakdown import BETWEEN, own_times, step_profiles
-from slimrl.profiling.recorder import STEP, Profiled, Recorder, parse_steps
+from slimrl.profiling.recorder import STEP, Profiled, Recorder, check_profiled, parse_steps
 from slimrl.profiling.spans import LOOK_S, RECORDING, SPANS, Spans
-from slimrl.profiling.tables import phases_table
+from slimrl.profiling.tables import phases_table, profile_tables
 from slimrl.profiling.trace import Span, read_spans, within, write_trace
 
 MS = 1_000_000
@@ -172,7 +174,40 @@ def test_phases_and_what_is_between_them_add_up_to_the_step():
     assert profile.number == 3
     assert profile.phases == pytest.approx({"rollout": 0.035, "train": 0.040, "late": 0.010, BETWEEN: 0.015})
     assert sum(profile.phases.values()) == pytest.approx(profile.seconds)
-    assert profile.tracks == {"driver": 2}
+    assert profile.tracks == {"driver, main": 1, "driver, episode": 1}
+
+
+def test_threads_are_told_apart_and_numbered_tracks_are_summed():
+    spans = [
+        span(STEP, 0, 100, number=1),
+        span("rollout", 0, 80),
+        span("generate", 10, 60, "episode 0001"),
+        span("generate", 10, 70, "episode 0002"),
+        span("send", 5, 15, "sender", "trainer 0"),
+        span("forward", 0, 30, "calls", "trainer 0"),
+        span("decode", 0, 40, "calls", "engine 0"),
+    ]
+    [profile] = step_profiles(spans)
+    assert profile.processes == {
+        "driver, main": {"rollout": (0.08, 1)},
+        "driver, episode": {"generate": (0.11, 2)},
+        "trainer 0, sender": {"send": (0.01, 1)},
+        "trainer 0, calls": {"forward": (0.03, 1)},
+        "engine 0": {"decode": (0.04, 1)},
+    }
+    assert profile.tracks == {**dict.fromkeys(profile.processes, 1), "driver, episode": 2}
+    console = Console(record=True, width=100)
+    console.print(profile_tables(profile))
+    text = console.export_text()
+    assert re.search(r"trainer 0, calls *\n.*\n.*\nforward +0.030 .*\nnothing +0.070", text)
+    assert re.search(r"driver, episode, sums of 2 tracks *\n.*\n.*\ngenerate +0.110 .*\n *\n", text)
+
+
+def test_a_step_that_the_run_does_not_have_is_refused():
+    check_profiled(None, 2)
+    check_profiled(Profiled(steps=frozenset({1, 2})), 2)
+    with pytest.raises(ValueError, match="there is no step 99; the run has 2"):
+        check_profiled(Profiled(steps=frozenset({2, 99})), 2)
 
 
 def test_own_time_is_without_the_spans_inside():

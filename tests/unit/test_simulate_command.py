@@ -91,6 +91,7 @@ def test_a_recorded_run_is_compared_in_all_modes(tmp_path):
     assert result.exit_code == 0, result.output
     assert "2 groups of" in result.output
     assert "1 dropped groups are left out" in result.output.replace("\n", " ")
+    assert "so their rows are a rough guide" in result.output.replace("\n", " ")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["mode"], row["max_staleness"]) for row in rows] == [
         ("sync", 0), ("one_step_off", 1), ("async", 1), ("async", 2), ("async", 4), ("async", 8)
