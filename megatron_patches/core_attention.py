@@ -115,7 +115,11 @@ class CoreAttention(MegatronModule):
         return torch.cat(outputs).index_select(0, rows_T.to(query.device)).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return F.scaled_dot_product_attention(
+        channels = v.shape[-1]
+        if channels < k.shape[-1]:
+            # PyTorch's fused kernels take equal head sizes alone; the others hold all scores and are slower.
+            v = F.pad(v, (0, k.shape[-1] - channels))
+        attended = F.scaled_dot_product_attention(
             q,
             k,
             v,
@@ -125,6 +129,7 @@ class CoreAttention(MegatronModule):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+        return attended[..., :channels]
 
 
 def padded_groups(bounds: list[int]) -> tuple[list[Tensor], Tensor]:
