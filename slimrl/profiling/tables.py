@@ -39,7 +39,7 @@ def profile_tables(profile: StepProfile) -> Group:
     for name, seconds in (*profile.phases.items(), ("step", profile.seconds)):
         table.add_row(name, f"{seconds:.3f}", f"{seconds / profile.seconds:.1%}")
     of_processes = [_of_process(profile, process) for process in sorted(profile.processes)]
-    return Group(table, *(Padding(each, (1, 0, 0, 0)) for each in of_processes))
+    return Group(table, *(Padding(each, (1, 0, 0, 0), expand=False) for each in of_processes))
 
 
 def _of_process(profile: StepProfile, process: str) -> Table:
