@@ -148,6 +148,7 @@ def test_episodes_are_timed_beside_bare_coroutines(tmp_path: Path):
     assert ours["cpu_ms_per_turn"] > bare["cpu_ms_per_turn"]
 
 
+@pytest.mark.full
 def test_each_token_passes_through_the_driver_once(tmp_path: Path):
     sizes = ("--trajectories", "64", "256", "--ranks", "16", "--repeats", "1")
     figures = figures_of("growth", tmp_path / "growth.json", *sizes)["sizes"]

@@ -102,7 +102,8 @@ def one_fault_after_another(session, engine, rank):
         setattr(engine, name, call)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_engines_of_one_and_two_ranks_get_every_version_and_a_killed_one_does_not_hold_up_the_other(tmp_path, family):
     paths = [tmp_path / name for name in "abc"]
     for seed, path in enumerate(paths):
