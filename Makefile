@@ -4,8 +4,7 @@
 PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# Compiled when imported: most files of these packages never are, and compiling all takes two minutes.
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts --no-compile
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
 # Up to date if .venv holds the packages of requirements/.
 STAMP := $(VENV)/.installed
 IS_3_12 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
