@@ -4,7 +4,7 @@ A span's own time is what no span inside it on the same track takes. The numbere
 such as episodes, are summed, so that they can have more own time than the step is long.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,27 +34,29 @@ def step_profiles(spans: Sequence[Span]) -> list[StepProfile]:
     for step in (span for span in spans if span.name == STEP):
         inside = within([span for span in spans if span is not step], step.begin, step.end)
         own = [span for span in inside if (span.process, span.track) == (step.process, step.track)]
-        phases = _phases(step, own)
-        processes: dict[str, dict[str, tuple[float, int]]] = {}
-        tracks: dict[str, int] = {}
-        for process in dict.fromkeys(span.process for span in inside):
-            of_process = [span for span in inside if span.process == process]
-            kinds = dict.fromkeys(_kind(span.track) for span in of_process)
-            for kind in kinds:
-                of_kind = [span for span in of_process if _kind(span.track) == kind]
-                name = f"{process}, {kind}" if len(kinds) > 1 else process
-                processes[name] = own_times(of_kind)
-                tracks[name] = len({span.track for span in of_kind})
+        tables = _tables(inside)
         profiles.append(
             StepProfile(
                 number=step.details["number"],
                 seconds=step.seconds,
-                phases=phases,
-                processes=processes,
-                tracks=tracks,
+                phases=_phases(step, own),
+                processes={name: own_times(of_table) for name, of_table in tables.items()},
+                tracks={name: len({span.track for span in of_table}) for name, of_table in tables.items()},
             )
         )
     return profiles
+
+
+def _tables(spans: Sequence[Span]) -> dict[str, list[Span]]:
+    """The spans of each process and kind of track, by the name of their table."""
+    groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        groups[span.process, _kind(span.track)].append(span)
+    kinds = Counter(process for process, _ in groups)
+    return {
+        f"{process}, {kind}" if kinds[process] > 1 else process: of_table
+        for (process, kind), of_table in groups.items()
+    }
 
 
 def _kind(track: str) -> str:
