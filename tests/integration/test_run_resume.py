@@ -217,6 +217,7 @@ def sft_overrides(workspace: Workspace, name: str) -> list[str]:
         f"run.name={name}",
         f"model.path={workspace.path / 'model'}",
         f"data.train={workspace.path / 'data' / 'sft.jsonl'}",
+        "trainer.parallel.expert=2",
         "steps=6",
         "trainer.optimizer.warmup_updates=2",
         "checkpoint.every_steps=3",

@@ -18,11 +18,14 @@ class ToyTask:
     help: str
     files: str = "train.jsonl, heldout.jsonl and sft.jsonl"
     num_train: int = 4096
+    num_conversations: int = 12000
 
 
 TASKS = (
     ToyTask(
         name="calculator",
+        # Each is seen once or twice in the cold start of recipes/tiny_moe/sft.yaml.
+        num_conversations=8000,
         help="Write the calculator task: problems to train and evaluate on, and conversations for the cold start.",
     ),
     ToyTask(
@@ -49,7 +52,7 @@ def _command(task: ToyTask) -> Callable[..., None]:
         seed: Seed = 0,
         num_train: Count = task.num_train,
         num_heldout: Count = 512,
-        num_conversations: Count = 12000,
+        num_conversations: Count = task.num_conversations,
     ) -> None:
         with exit_codes():
             write = getattr(import_module(f"slimrl_tools.toy.{task.name}_data"), f"write_{task.name}_data")
