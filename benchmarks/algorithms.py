@@ -117,7 +117,8 @@ class Bench:
         """Models and data, unless they are there."""
         data = self.folder / "data"
         if not data.is_dir():
-            _tools("calculator-data", str(data), "--num-heldout", str(problems))
+            counts = ["--num-heldout", str(problems), "--num-conversations", "12000"]
+            _tools("calculator-data", str(data), *counts)
         self._start("start", sft_updates, hidden=128, layers=3)
         self._start("start_small", sft_updates, hidden=64, layers=2)
         # Keys and values of 128 rows, whole tiles of block FP8.
@@ -137,8 +138,8 @@ class Bench:
                 f"run.name={name}", f"run.dir={self.folder / 'runs'}", "tracking.wandb=disabled",
                 "checkpoint.every_steps=100",
                 f"trainer.optimizer.warmup_updates={min(20, sft_updates - 1)}",
-                # Every machine starts from the same weights.
-                "deterministic=true",
+                # Every machine starts from the same weights, which are those of the results.
+                "trainer.parallel.expert=2", "deterministic=true",
             ]  # fmt: skip
             _slimrl("sft", str(RECIPES / "sft.yaml"), *settings, "--resume-or-start")
             self.export_of(name).rename(start)

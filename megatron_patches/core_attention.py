@@ -117,7 +117,7 @@ class CoreAttention(MegatronModule):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         channels = v.shape[-1]
         if channels < k.shape[-1]:
-            # PyTorch's fused kernels take equal head sizes alone; the others hold all scores and are slower.
+            # PyTorch's fused kernel of a CPU takes equal head sizes alone; the others hold all scores and are slower.
             v = F.pad(v, (0, k.shape[-1] - channels))
         attended = F.scaled_dot_product_attention(
             q,

@@ -1,4 +1,4 @@
-"""The quickstart in small, command by command: a random model, cold start, reinforcement learning, evaluation.
+"""The quickstart's stages in small: a random model, cold start, reinforcement learning, an evaluation of the export.
 
 Its run is continued from its first checkpoint too, to the bit."""
 
