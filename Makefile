@@ -40,6 +40,7 @@ $(STAMP): $(wildcard requirements/*) pyproject.toml
 	@$(PIP) --no-deps --requirement requirements/no-deps.txt
 	@echo "  3/3 slimrl"
 	@$(PIP) --no-deps --editable .
+	@$(BIN)/python -m compileall -q slimrl megatron_patches tools
 	@touch $@
 
 setup-gpu: ## create .venv on a machine with NVIDIA GPUs and CUDA 13 instead (docs/install.md)

@@ -10,6 +10,7 @@ The process groups are bare ones beside torch's default group, which spans only 
 
 import threading
 import time
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -53,7 +54,10 @@ class BroadcastGroup:
                     wait_for_workers=False,
                 )  # fmt: skip
             keys = dist.PrefixStore(spec.name, store)
-            self._group: Any = dist.ProcessGroupGloo(keys, rank, spec.world_size, timeout=self._timeout)
+            self._gloo: list[Any] = [dist.ProcessGroupGloo(keys, rank, spec.world_size, timeout=self._timeout)]
+            # Its threads drop tensors after an operation, for which they need the interpreter: the destructor joins
+            # them, so it runs at the interpreter's end at the latest.
+            weakref.finalize(self, self._gloo.clear)
             if spec.backend == "nccl":
                 self._nccl = NcclGroup(dist.PrefixStore("nccl", keys), rank, spec.world_size, self._timeout)
         except _ERRORS as error:
@@ -95,7 +99,7 @@ class BroadcastGroup:
         """Leave, without waiting for a broadcast that is running."""
         # The destructor waits for the deadline of a failed broadcast, so it runs in a thread of its own. Not a daemon:
         # the interpreter aborts if a thread returns from torch after the interpreter has ended.
-        last_reference, self._group = [self._group], None
+        last_reference, self._gloo = self._gloo, []
         threading.Thread(target=last_reference.clear, name="drop-group").start()
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
@@ -103,7 +107,7 @@ class BroadcastGroup:
 
     def _over_gloo(self, operation: str, tensor: Tensor, deadline: float | None) -> None:
         """Run an operation of the gloo group on one tensor to its end; raises GroupError."""
-        group = self._group
+        group = next(iter(self._gloo), None)
         if group is None:
             raise GroupError("broadcast: this member has left the group")
         options = dist.BroadcastOptions() if operation == "broadcast" else dist.AllreduceOptions()

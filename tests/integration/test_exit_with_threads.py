@@ -15,6 +15,9 @@ from slimrl.ipc.broadcast_group import BroadcastGroup, serve_store
 from slimrl.resync.sending import SendThread
 from slimrl.sglang_plugin.bucket_receiver import EngineReceivers
 
+# Threads of gloo get the interpreter late.
+sys.setswitchinterval(5.0)
+
 class OnlyRank:
     rank, per_node = 0, 1
 

@@ -255,8 +255,8 @@ def test_an_error_that_is_kept_keeps_no_connection_of_a_group_that_was_dropped()
         raise RuntimeError("the peer left")
 
     member = object.__new__(BroadcastGroup)
-    member._timeout, member._group, member._nccl = timedelta(seconds=1), Connection(), None
-    alive = weakref.ref(member._group)
+    member._timeout, member._gloo, member._nccl = timedelta(seconds=1), [Connection()], None
+    alive = weakref.ref(member._gloo[0])
     with pytest.raises(GroupError, match="the peer left") as kept:
         member.broadcast(torch.zeros(1))
     assert alive() is not None
