@@ -139,7 +139,10 @@ class ChatFormat:
         Raises:
             ValueError: the template refuses the messages, or writes no stop token of the model after such a turn.
         """
-        before = self.template.render(messages[:-1], schemas, generate=True)
+        return self._written_after(self.template.render(messages[:-1], schemas, generate=True), messages, schemas)
+
+    def _written_after(self, before: str, messages: Messages, schemas: Schemas) -> str:
+        """`written_turn` behind its rendered prompt."""
         after = self.template.render(messages, schemas, generate=False)
         text = _rest(before, after)
         if text is None:
@@ -180,7 +183,7 @@ class ChatFormat:
             prompt = self.template.render(messages[:number], schemas, generate=True)
             try:
                 self._refuse_stops_in(message)
-                turn = self.written_turn(messages[: number + 1], schemas)
+                turn = self._written_after(prompt, messages[: number + 1], schemas)
             except ValueError as error:
                 raise ValueError(f"messages[{number}]: {error}") from error
             added = _rest(sequences[-1].text, prompt) if sequences else None

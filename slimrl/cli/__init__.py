@@ -1,5 +1,6 @@
 """The `slimrl` command; cli/exit_codes.py has its exit codes."""
 
+import gc
 import logging
 import os
 import sys
@@ -22,6 +23,8 @@ class _App(typer.Typer):
             # A tool or a reward that hangs must not change how the command ends.
             if isinstance(end.code, int):
                 end_process_if_calls_hang(end.code)
+            # The interpreter's last collections would look at all that torch and others have made: a second.
+            gc.freeze()
             raise
 
 

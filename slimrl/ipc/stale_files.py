@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from slimrl.data.processes import lives
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, lock
 
 _BUFFER = re.compile(r"slimrl-[A-Za-z0-9_.]+-\d+-\d+")
@@ -71,6 +72,6 @@ def _is_alive(pid: int) -> bool:
     if pid == 0:
         return True
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return lives(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from slimrl.data.processes import await_end
+
 RUN, PREEMPT, END = "run", "preempt", "end"
 
 POLL_S = 1.0
@@ -101,26 +103,11 @@ def _end(child: subprocess.Popen[bytes], family: set[psutil.Process], timeout_s:
             child.kill()
             child.wait()
     # The survivors are orphans: nobody else will end them.
-    alive = _await_end(family, 2.0)
+    alive = await_end(family, 2.0)
     for end in (psutil.Process.terminate, psutil.Process.kill):
         for process in alive:
             try:
                 end(process)
             except psutil.NoSuchProcess:
                 continue
-        alive = _await_end(alive, timeout_s)
-
-
-def _await_end(processes: set[psutil.Process], timeout_s: float) -> set[psutil.Process]:
-    """The processes still alive after the deadline; a zombie only waits for its parent and counts as dead."""
-    deadline = time.monotonic() + timeout_s
-    while (alive := {process for process in processes if _lives(process)}) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return alive
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        alive = await_end(alive, timeout_s)

@@ -9,6 +9,8 @@ from types import TracebackType
 
 import psutil
 
+from slimrl.data.processes import lives
+
 SHARED_MEMORY_DIR = Path("/dev/shm")
 INTERVAL_S = 0.01
 
@@ -74,6 +76,6 @@ def session_members(leader: int) -> list[int]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) == leader and lives(process):
                 found.append(process.pid)
     return found

@@ -100,12 +100,12 @@ def test_processes_that_a_run_started_are_waited_for_and_killed_if_they_stay(mon
         assert recursive
         return children
 
-    def wait_procs(processes, timeout):
-        waited.append(({process.pid for process in processes}, timeout))
-        return [], [process for process in processes if not process.ends]
+    def await_end(processes, timeout_s):
+        waited.append(({process.pid for process in processes}, timeout_s))
+        return [process for process in processes if not process.ends]
 
     monkeypatch.setattr(ending.psutil, "Process", lambda: SimpleNamespace(children=of_this_one))
-    monkeypatch.setattr(ending.psutil, "wait_procs", wait_procs)
+    monkeypatch.setattr(ending, "await_end", await_end)
     family = ChildProcesses()
     children = [older, ends, stays, gone]
     family.note()

@@ -196,24 +196,6 @@ def test_a_file_system_that_fails_for_a_moment_changes_nothing_and_one_that_fail
     assert controlled.events == ["terminate command"]
 
 
-@pytest.mark.parametrize(
-    ("status", "gone", "lives"),
-    [
-        (psutil.STATUS_SLEEPING, False, True),
-        (psutil.STATUS_ZOMBIE, False, False),
-        (psutil.STATUS_SLEEPING, True, False),
-    ],
-)
-def test_a_zombie_lives_no_more(status, gone, lives):
-    def state() -> str:
-        if gone:
-            raise psutil.NoSuchProcess(1)
-        return status
-
-    assert control._lives(SimpleNamespace(is_running=lambda: True, status=state)) is lives
-    assert not control._lives(SimpleNamespace(is_running=lambda: False, status=state))
-
-
 handlers: dict[int, object] = {}
 """Of signals, as a program of a node has set them."""
 

@@ -299,6 +299,12 @@ class Process:
     def status(self) -> str:
         return psutil.STATUS_ZOMBIE if self.zombie else psutil.STATUS_SLEEPING
 
+    def num_threads(self) -> int:
+        return 1
+
+    def is_running(self) -> bool:
+        return True
+
     def kill(self) -> None:
         self.killed = True
         if not self.stubborn:

@@ -157,8 +157,8 @@ class Member:
         assert recursive
         return [child for child in self.starts if child.alive]
 
-    def status(self):
-        return psutil.STATUS_ZOMBIE if self.zombie else psutil.STATUS_RUNNING
+    def lives(self) -> bool:
+        return self.alive and not self.zombie
 
 
 class Table:
@@ -180,9 +180,9 @@ class Table:
             raise ProcessLookupError
         return found[0].session
 
-    def wait_procs(self, members, timeout):
-        self.waited.append(({m.pid for m in members}, timeout))
-        return [m for m in members if not m.alive], [m for m in members if m.alive]
+    def await_end(self, members, timeout_s):
+        self.waited.append(({m.pid for m in members}, timeout_s))
+        return [m for m in members if m.alive]
 
 
 @pytest.fixture
@@ -191,7 +191,8 @@ def end(child: ServerProcess, monkeypatch):
         table = Table(members)
         monkeypatch.setattr(process.psutil, "Process", table.process)
         monkeypatch.setattr(process.psutil, "process_iter", lambda: list(members))
-        monkeypatch.setattr(process.psutil, "wait_procs", table.wait_procs)
+        monkeypatch.setattr(process, "await_end", table.await_end)
+        monkeypatch.setattr(process, "lives", Member.lives)
         monkeypatch.setattr(process.os, "getsid", table.sid)
         monkeypatch.setattr(child._process, "poll", lambda: None if members[0].alive else 1)
         monkeypatch.setattr(child._process, "wait", lambda timeout: child._process.waited.append(timeout))

@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from slimrl.data.processes import await_end, lives
+
 _POLL_S = 0.1
 _LOG_LINES = 15
 """Log lines that an error shows if none of them looks like the cause."""
@@ -99,13 +101,13 @@ class ServerProcess:
         for member in members:
             with suppress(psutil.NoSuchProcess):
                 member.send_signal(first)
-        _, alive = psutil.wait_procs(members, timeout=timeout_s)
+        alive = await_end(members, timeout_s)
         # The process may have started more on SIGTERM.
         alive = list({*alive, *self._members()})
         for member in alive:
             with suppress(psutil.NoSuchProcess):
                 member.send_signal(signal.SIGKILL)
-        psutil.wait_procs(alive, timeout=timeout_s)
+        await_end(alive, timeout_s)
         try:
             self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -119,7 +121,7 @@ class ServerProcess:
             members = {root, *root.children(recursive=True)} if self._process.poll() is None else set()
         for process in psutil.process_iter():
             try:
-                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
+                if os.getsid(process.pid) == self.pid and lives(process):
                     members.add(process)
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue

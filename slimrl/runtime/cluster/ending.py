@@ -8,6 +8,7 @@ from types import FrameType
 
 import psutil
 
+from slimrl.data.processes import await_end
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster.errors import Interrupted
 from slimrl.runtime.state import CheckpointFolder
@@ -79,12 +80,12 @@ class ChildProcesses:
     def end(self) -> None:
         """Wait for processes that were told to end, and kill those that do not."""
         self.note()
-        _, alive = psutil.wait_procs(self._members, timeout=END_TIMEOUT_S)
+        alive = await_end(self._members, END_TIMEOUT_S)
         for process in alive:
             log.warning("killing %d, which did not end: %s", process.pid, _command(process))
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
+        await_end(alive, END_TIMEOUT_S)
 
 
 def _command(process: psutil.Process) -> str:

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import psutil
 
+from slimrl.data.processes import lives
+
 GRACE_S = 3.0
 """How long processes have to end by themselves once the driver is gone."""
 END_TIMEOUT_S = 10.0
@@ -58,7 +60,7 @@ def members(folder: Path, temporary_files: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             belongs = process.environ().get("TMPDIR") == str(temporary_files) or _writes_below(process, real_folder)
-            if belongs and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+            if belongs and process.pid != os.getpid() and lives(process):
                 found.append(process)
         except psutil.Error:  # It has ended, or belongs to another user.
             continue

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import ray
 
+from slimrl.data.processes import await_end
 from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.guard import end_members, guarded
 
@@ -136,8 +137,7 @@ def _shut_down() -> None:
     raylets = [process for process in started if Path(commands[process][0]).name == "raylet"]
 
     def kill_others() -> None:
-        _, alive = psutil.wait_procs(raylets, timeout=RAYLET_ENDS_S)
-        if alive:  # Ray goes on in its own order.
+        if await_end(raylets, RAYLET_ENDS_S):  # Ray goes on in its own order.
             return
         for process in set(started).difference(raylets):
             with suppress(psutil.NoSuchProcess):

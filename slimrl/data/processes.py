@@ -1,0 +1,31 @@
+"""Whether processes live, and the wait for their end.
+
+A process that has ended stays in the table as a zombie until somebody takes its exit code. An orphan's is taken by the
+first process of the machine or container, which may do it seconds later, or never.
+"""
+
+import time
+from collections.abc import Iterable
+
+import psutil
+
+_POLL_S = 0.01
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it holds anything: memory, files, sockets."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            # Of several threads the first may end before the others.
+            return process.num_threads() > 1
+        return process.is_running()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def await_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until these have ended; returns those that live after the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while (alive := [process for process in processes if lives(process)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return alive
