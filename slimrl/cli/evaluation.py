@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from slimrl.cli.arguments import Overrides, RayAddress, Recipe
+from slimrl.data.imports import imports_uncollected
 
 DEFAULT_COMMAND = "run"
 
@@ -48,7 +49,8 @@ def evaluate(
     ray_address: RayAddress = None,
 ) -> None:
     """Measure a checkpoint on the recipe's evaluation sets. `slimrl eval compare A B` compares two evaluations."""
-    from slimrl.runtime import evaluation
+    with imports_uncollected():
+        from slimrl.runtime import evaluation
 
     evaluation.evaluate(
         recipe, overrides or [], checkpoint=checkpoint, out=out, json_file=json_file, ray_address=ray_address

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from slimrl.cli.arguments import GpusPerNode, NetworkGbPerS, NvlinkGbPerS, Overrides, Recipe, ToJson
+from slimrl.data.imports import imports_uncollected
 from slimrl.resync.estimate.machine import Machine
 
 
@@ -61,6 +62,7 @@ def bench(
     to_json: ToJson = False,
 ) -> None:
     """Measure real resyncs on this machine with the recipe's trainer and engines and a random model."""
-    from slimrl.runtime.resync_tools.resync_bench import bench_resync
+    with imports_uncollected():
+        from slimrl.runtime.resync_tools.resync_bench import bench_resync
 
     bench_resync(recipe, overrides or [], family=family, gigabytes=gigabytes, repeats=repeats, to_json=to_json)

@@ -17,6 +17,7 @@ from slimrl.cli.arguments import (
     Resume,
     ResumeOrStart,
 )
+from slimrl.data.imports import imports_uncollected
 from slimrl.observability.run_folder import Opening
 from slimrl.profiling.recorder import Profiled, parse_steps
 
@@ -41,7 +42,8 @@ def train(
     profiled = _profiled(profile, profile_torch)
     if (trajectories is None) != (steps is None):
         raise ValueError("--trajectories and --steps go together.")
-    from slimrl.runtime import commands
+    with imports_uncollected():
+        from slimrl.runtime import commands
 
     if trajectories is None or steps is None:
         how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
@@ -74,7 +76,8 @@ def sft(
     profile_torch: ProfileTorch = False,
 ) -> None:
     """Train on conversations (supervised)."""
-    from slimrl.runtime import commands
+    with imports_uncollected():
+        from slimrl.runtime import commands
 
     how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
     profiled = _profiled(profile, profile_torch)
@@ -88,7 +91,8 @@ def rollout(
     ray_address: RayAddress = None,
 ) -> None:
     """Sample the trajectories of one step with model.path and write them to a file."""
-    from slimrl.runtime import commands
+    with imports_uncollected():
+        from slimrl.runtime import commands
 
     commands.rollout(recipe, overrides or [], out=out, ray_address=ray_address)
 
@@ -101,7 +105,8 @@ def export(
     ray_address: RayAddress = None,
 ) -> None:
     """Convert a checkpoint of a run to a Hugging Face checkpoint."""
-    from slimrl.runtime import commands
+    with imports_uncollected():
+        from slimrl.runtime import commands
 
     commands.export(recipe, overrides or [], checkpoint=checkpoint, out=out, ray_address=ray_address)
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 
+from slimrl.data.imports import imports_uncollected
 from slimrl.sglang_plugin import cpu
 
 cpu.install()
@@ -55,19 +56,20 @@ def main() -> None:
 
     end_with(int(sys.argv[1]))
     os.register_at_fork(after_in_child=_end_with_parent_thread)
-    _hook_start()
+    with imports_uncollected():
+        _hook_start()
 
-    from sglang.srt.plugins import load_plugins
+        from sglang.srt.plugins import load_plugins
 
-    load_plugins()
+        load_plugins()
 
-    from slimrl.sglang_plugin.hooks import require_applied
+        from slimrl.sglang_plugin.hooks import require_applied
 
-    require_applied()
+        require_applied()
 
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+        from sglang.launch_server import run_server
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
     try:
         run_server(prepare_server_args(sys.argv[2:]))

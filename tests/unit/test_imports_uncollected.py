@@ -3,7 +3,8 @@
 import gc
 
 import pytest
-from slimrl_tools.imports import imports_uncollected
+
+from slimrl.data.imports import imports_uncollected
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from slimrl_tools.command_options import KEEP, DryRun, Dtype, NoCheck, Out, Resu
 from slimrl_tools.convert.options import Options
 from slimrl_tools.convert.output_folder import refuse_existing
 from slimrl_tools.exit_codes import exit_codes
-from slimrl_tools.imports import imports_uncollected
 
+from slimrl.data.imports import imports_uncollected
 from slimrl.observability.logs import quiet_megatron
 
 app = typer.Typer(

@@ -15,6 +15,7 @@ from slimrl.algorithms.passes import needs_reference
 from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import sends_drafts
+from slimrl.data.imports import imports_uncollected
 from slimrl.data.training import Layout
 from slimrl.ipc.allocator import forbid_expandable_segments
 from slimrl.ipc.stale_files import clean_stale_segments
@@ -75,8 +76,9 @@ class TrainerActor:
 
     def start(self, address: str, port: int) -> Layout:
         """Join the other ranks and build the model; weights are random until loaded."""
-        from slimrl.profiling.megatron_passes import time_passes
-        from slimrl.trainer.worker import TrainerWorker
+        with imports_uncollected():
+            from slimrl.profiling.megatron_passes import time_passes
+            from slimrl.trainer.worker import TrainerWorker
 
         fetch_to_this_node(self.recipe.model.path)
         time_passes(SPANS)
