@@ -51,6 +51,7 @@ setup-gpu: ## create .venv on a machine with NVIDIA GPUs and CUDA 13 instead (do
 	    $$(grep '^sglang==' requirements/gpu.txt) setuptools wheel pybind11 ninja
 	@echo "  2/2 Transformer Engine, megatron-core, tests and slimrl"
 	@$(PIP) --constraint requirements/lock.txt --no-build-isolation --editable '.[gpu,dev]'
+	@$(BIN)/python -m compileall -q slimrl megatron_patches tools
 	@touch $(STAMP)
 
 quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve (6 to 10 minutes on 2 cores; moves an earlier one to runs/quickstart.old)

@@ -31,6 +31,7 @@ from faulty_calculator import FAILS, FOLDER, SLOW
 from figures import make_table, write_figures
 from rich.console import Console
 
+from slimrl.data.processes import await_end
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 
@@ -210,9 +211,8 @@ def num_steps(folder: RunFolder) -> int:
 
 def left_of(run: FaultyRun) -> tuple[list[str], list[str]]:
     """Processes and files in /dev/shm of a run that has ended."""
-    _, alive = psutil.wait_procs(run.family, timeout=30)
     processes = []
-    for process in alive:
+    for process in await_end(run.family, 30):
         with suppress(psutil.NoSuchProcess):
             processes.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
     pids = {str(process.pid) for process in run.family}

@@ -17,7 +17,7 @@ def cpu_seconds(code: str) -> float:
 def takes_less(code: str, share: float, of: str) -> bool:
     """Whether `code` takes less than `share` of the CPU time of `of`, by the least of up to eight processes each.
 
-    One even moment of each is enough: on a machine at work either may be slowed down alone.
+    On a machine at work either may be slowed down alone.
     """
     least = least_of = float("inf")
     for _ in range(8):

@@ -23,7 +23,7 @@ class _App(typer.Typer):
             # A tool or a reward that hangs must not change how the command ends.
             if isinstance(end.code, int):
                 end_process_if_calls_hang(end.code)
-            # The interpreter's last collections would look at all that torch and others have made: a second.
+            # The last collections would look at all that is left, for up to a second.
             gc.freeze()
             raise
 

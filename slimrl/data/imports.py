@@ -9,8 +9,8 @@ from contextlib import contextmanager
 def imports_uncollected() -> Iterator[None]:
     """For the imports of a process, which make half a million objects that stay until its end.
 
-    Collections would walk them during the imports, later, and when Python exits: a fifth of the imports' time, and a
-    second at the end. So there are none in the block, and later ones skip these objects.
+    Collections would walk them during the imports, a fifth of their time, later, and when Python exits. So there are
+    none in the block, and later ones skip these objects.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -15,17 +15,15 @@ _POLL_S = 0.01
 def lives(process: psutil.Process) -> bool:
     """Whether it holds anything: memory, files, sockets."""
     try:
-        if process.status() == psutil.STATUS_ZOMBIE:
-            # Of several threads the first may end before the others.
-            return process.num_threads() > 1
-        return process.is_running()
+        # Of several threads the first may end before the others.
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
 
 
 def await_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Wait until these have ended; returns those that live after the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while (alive := [process for process in processes if lives(process)]) and time.monotonic() < deadline:
+    deadline, alive = time.monotonic() + timeout_s, list(processes)
+    while (alive := [process for process in alive if lives(process)]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return alive

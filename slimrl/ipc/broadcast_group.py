@@ -11,6 +11,7 @@ The process groups are bare ones beside torch's default group, which spans only 
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -55,8 +56,8 @@ class BroadcastGroup:
                 )  # fmt: skip
             keys = dist.PrefixStore(spec.name, store)
             self._gloo: list[Any] = [dist.ProcessGroupGloo(keys, rank, spec.world_size, timeout=self._timeout)]
-            # Its threads drop tensors after an operation, for which they need the interpreter: the destructor joins
-            # them, so it runs at the interpreter's end at the latest.
+            # Its threads drop tensors after an operation, for which they need the interpreter. The destructor joins
+            # them, so it has to run before the interpreter ends.
             weakref.finalize(self, self._gloo.clear)
             if spec.backend == "nccl":
                 self._nccl = NcclGroup(dist.PrefixStore("nccl", keys), rank, spec.world_size, self._timeout)
@@ -99,11 +100,11 @@ class BroadcastGroup:
         """Leave, without waiting for a broadcast that is running."""
         # The destructor waits for the deadline of a failed broadcast, so it runs in a thread of its own. Not a daemon:
         # the interpreter aborts if a thread returns from torch after the interpreter has ended.
-        last_reference, self._gloo = self._gloo, []
-        threading.Thread(target=last_reference.clear, name="drop-group").start()
+        gloo, self._gloo = self._gloo, []
+        _start(gloo.clear, "drop-group")
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            threading.Thread(target=nccl.abort, name="abort-group").start()
+            _start(nccl.abort, "abort-group")
 
     def _over_gloo(self, operation: str, tensor: Tensor, deadline: float | None) -> None:
         """Run an operation of the gloo group on one tensor to its end; raises GroupError."""
@@ -137,6 +138,14 @@ def serve_store(address: str, world_size: int, timeout_s: float) -> Any:
         address, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
         multi_tenant=True,
     )  # fmt: skip
+
+
+def _start(call: Callable[[], None], name: str) -> None:
+    """In a thread; while the interpreter waits for its threads before its end, which begins no others, here."""
+    try:
+        threading.Thread(target=call, name=name).start()
+    except RuntimeError:
+        call()
 
 
 def _first_line(error: Exception) -> str:

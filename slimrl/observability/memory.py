@@ -75,7 +75,7 @@ def session_members(leader: int) -> list[int]:
     """Living processes of a session, such as all processes of an engine, by the pid of its leader."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        with suppress(ProcessLookupError):
             if os.getsid(process.pid) == leader and lives(process):
                 found.append(process.pid)
     return found

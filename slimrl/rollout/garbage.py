@@ -14,7 +14,7 @@ THRESHOLDS = (50_000, 20, 10)
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect rarely, and never what exists already, such as modules; as before afterwards."""
+    """Collect rarely, and never what exists already, such as modules, afterwards neither."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -23,4 +23,3 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()

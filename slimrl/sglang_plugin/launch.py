@@ -6,7 +6,8 @@
 3. Load the plugins and make sure that ours is in force. SGLang's own request to freeze the garbage collector is left
    out: without a warm-up it comes before the server listens. EngineServer.wait_ready makes it instead.
 4. Without a GPU, fork SGLang's children instead of spawning them: they start with everything imported, which
-   saves two of three imports of some ten seconds each, and the memory of two of three copies.
+   saves two of three imports of some ten seconds each, and the memory of two of three copies. Spawned ones import
+   again, with garbage collections.
 """
 
 import ctypes

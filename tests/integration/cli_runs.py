@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import psutil
 from slimrl_tools.toy.calculator_data import write_calculator_data
 from slimrl_tools.toy.toy import ToySize, write_toy
 
+from slimrl.data.processes import await_end
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 
@@ -185,14 +187,10 @@ class CliRun:
     def left(self, timeout_s: float = 60.0) -> list[str]:
         """Command lines of processes of the run that still live after the deadline; the run has ended."""
         time.sleep(0.5)
-        _, alive = psutil.wait_procs(self.family, timeout=timeout_s)
         lines = []
-        for process in alive:
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
-            except psutil.NoSuchProcess:
-                continue
+        for process in await_end(self.family, timeout_s):
+            with suppress(psutil.NoSuchProcess):
+                lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
         return lines
 
     def close(self) -> None:

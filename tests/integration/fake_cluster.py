@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+from slimrl.data.processes import await_end
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = (
@@ -126,14 +129,10 @@ class FakeJob:
     def left(self, timeout_s: float = 30.0) -> list[str]:
         """Command lines of processes of the job that outlive it by more than the deadline."""
         self._note()
-        _, alive = psutil.wait_procs(self._family, timeout=timeout_s)
         lines = []
-        for process in alive:
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    lines.append(" ".join(process.cmdline())[:200])
-            except psutil.NoSuchProcess:
-                continue
+        for process in await_end(self._family, timeout_s):
+            with suppress(psutil.NoSuchProcess):
+                lines.append(" ".join(process.cmdline())[:200])
         return lines
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from slimrl.data.processes import await_end
 from slimrl.rollout.servers.ports import free_ports
 
 START_S = 90.0
@@ -139,8 +140,7 @@ class RayNodes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(15)
-        _, alive = psutil.wait_procs(self._family, timeout=5)
-        for member in alive:
+        for member in await_end(self._family, 5):
             try:
                 member.kill()
             except psutil.NoSuchProcess:

@@ -9,14 +9,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 PROCESS = """
 import sys, threading, time
+# Threads of gloo get the interpreter late.
+sys.setswitchinterval(5.0)
 import torch
 from slimrl.data.weights import GroupSpec
 from slimrl.ipc.broadcast_group import BroadcastGroup, serve_store
 from slimrl.resync.sending import SendThread
 from slimrl.sglang_plugin.bucket_receiver import EngineReceivers
-
-# Threads of gloo get the interpreter late.
-sys.setswitchinterval(5.0)
 
 class OnlyRank:
     rank, per_node = 0, 1
@@ -28,28 +27,46 @@ store = serve_store("127.0.0.1", 2, 2.0)
 spec = GroupSpec(
     name="group", address="127.0.0.1", port=store.port, world_size=2, backend="gloo", bucket_bytes=160, timeout_s=2.0
 )
-receivers = EngineReceivers(OnlyRank())
 if sys.argv[1] == "receive":
+    receivers = EngineReceivers(OnlyRank())
     receivers.open_version(spec, 1)
     source = BroadcastGroup(spec, 0, store)
-else:
+    time.sleep(0.5)
+elif sys.argv[1] == "send":
     silent = []
     joining = threading.Thread(target=lambda: silent.append(BroadcastGroup(spec, 1)))
     joining.start()
     source = BroadcastGroup(spec, 0, store)
     joining.join()
     sending = SendThread(lambda: source.broadcast(torch.zeros(1000)))
-time.sleep(0.5)
+    time.sleep(0.5)
+else:
+    members = []
+
+    def receive():
+        members.append(BroadcastGroup(spec, 1))
+        for _ in range(50):
+            members[0].broadcast(torch.zeros(1000))
+
+    joining = threading.Thread(target=receive)
+    joining.start()
+    source = BroadcastGroup(spec, 0, store)
+    for _ in range(50):
+        source.broadcast(torch.zeros(1000))
+    joining.join()
 print(*sorted(thread.name for thread in threading.enumerate()))
 """
 
 
-@pytest.mark.parametrize(("moment", "thread"), [("receive", "receive-buckets"), ("send", "resync-send")])
-def test_it_ends_once_the_broadcast_is_out_of_time(moment: str, thread: str):
+@pytest.mark.parametrize(
+    ("moment", "threads"), [("receive", ["receive-buckets"]), ("send", ["resync-send"]), ("none", [])]
+)
+def test_it_ends_after_the_last_broadcast_or_once_that_is_out_of_time(moment: str, threads: list[str]):
     command = [sys.executable, "-c", PROCESS, moment]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout.split() == ["MainThread", thread]
+    assert done.stdout.split() == ["MainThread", *threads]
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 HANGING_TOOL = """

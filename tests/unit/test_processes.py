@@ -42,7 +42,7 @@ def test_a_process_whose_exit_code_nobody_has_taken_has_ended(start):
     assert await_end([process, other], 0.1) == [other]
 
 
-def test_a_process_that_is_gone_has_ended_and_its_number_says_nothing_of_another(start):
+def test_a_process_that_is_gone_has_ended(start):
     process = start(SLEEPS)
     process.kill()
     process.wait(20)

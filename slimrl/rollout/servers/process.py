@@ -123,7 +123,7 @@ class ServerProcess:
             try:
                 if os.getsid(process.pid) == self.pid and lives(process):
                     members.add(process)
-            except (psutil.NoSuchProcess, ProcessLookupError):
+            except ProcessLookupError:
                 continue
         return list(members)
 
