@@ -19,7 +19,9 @@ QUICKSTART ?= runs/quickstart
 EARLIER = $(QUICKSTART:/=).old
 SEED ?= 0
 OF_THIS_RUN := run.dir=$(QUICKSTART) seed=$(SEED)
-SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN)
+# The recipe's cold start in half as many updates of twice the size, which is as good and faster on two cores.
+SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN) steps=400 sft.batch_conversations=32 trainer.max_tokens_per_rank=4096 \
+    trainer.optimizer.lr=3.5e-3 trainer.optimizer.min_lr=1.75e-4
 RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
@@ -54,7 +56,7 @@ setup-gpu: ## create .venv on a machine with NVIDIA GPUs and CUDA 13 instead (do
 	@$(BIN)/python -m compileall -q slimrl megatron_patches tools
 	@touch $(STAMP)
 
-quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve (6 to 10 minutes on 2 cores; moves an earlier one to runs/quickstart.old)
+quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve (5 to 10 minutes on 2 cores; moves an earlier one to runs/quickstart.old)
 	@if [ -e $(QUICKSTART) ]; then \
 	    rm -rf $(EARLIER) && mv $(QUICKSTART) $(EARLIER) && echo "moved the earlier $(QUICKSTART) to $(EARLIER)"; fi
 	$(BIN)/slimrl-tools toy qwen3_moe $(QUICKSTART)/model --seed $(SEED)
