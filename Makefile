@@ -56,7 +56,7 @@ setup-gpu: ## create .venv on a machine with NVIDIA GPUs and CUDA 13 instead (do
 	@$(BIN)/python -m compileall -q slimrl megatron_patches tools
 	@touch $(STAMP)
 
-quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve (5 to 10 minutes on 2 cores; moves an earlier one to runs/quickstart.old)
+quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weights to the learning curve (4 to 10 minutes on 2 cores; moves an earlier one to runs/quickstart.old)
 	@if [ -e $(QUICKSTART) ]; then \
 	    rm -rf $(EARLIER) && mv $(QUICKSTART) $(EARLIER) && echo "moved the earlier $(QUICKSTART) to $(EARLIER)"; fi
 	$(BIN)/slimrl-tools toy qwen3_moe $(QUICKSTART)/model --seed $(SEED)
