@@ -14,13 +14,13 @@ def cpu_seconds(code: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-def takes_less(code: str, share: float, of: str) -> bool:
-    """Whether `code` takes less than `share` of the CPU time of `of`, by the least of up to eight processes each.
+def takes_less(code: str, share: float, of: str, *, rounds: int) -> bool:
+    """Whether `code` takes less than `share` of the CPU time of `of`, by the least of up to `rounds` processes each.
 
     On a machine at work either may be slowed down alone.
     """
     least = least_of = float("inf")
-    for _ in range(8):
+    for _ in range(rounds):
         least, least_of = min(least, cpu_seconds(code)), min(least_of, cpu_seconds(of))
         if least < least_of * share:
             return True

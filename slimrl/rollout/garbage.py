@@ -14,7 +14,7 @@ THRESHOLDS = (50_000, 20, 10)
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect rarely, and never what exists already, such as modules, afterwards neither."""
+    """Collect rarely, and never what exists already, such as modules, afterwards neither: once for a process's work."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
