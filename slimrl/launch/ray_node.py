@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def ray_command(plan: dict[str, Any], node: str, temp_dir: Path) -> list[str]:
         f"--temp-dir={temp_dir}",
         f"--node-manager-port={ports.port('node_manager')}",
         f"--object-manager-port={ports.port('object_manager')}",
-        f"--ray-client-server-port={ports.port('client_server')}",
+        *client_server_option(ports.port("client_server")),
         f"--dashboard-agent-listen-port={ports.port('agent_listen')}",
         f"--dashboard-agent-grpc-port={ports.port('agent_grpc')}",
         f"--runtime-env-agent-port={ports.port('runtime_env_agent')}",
@@ -114,6 +115,14 @@ def ray_command(plan: dict[str, Any], node: str, temp_dir: Path) -> list[str]:
     if own["rank"] == 0:
         return [*command, "--head", f"--port={ports.port('gcs')}", "--include-dashboard=false"]
     return [*command, f"--address={plan['ray_address']}"]
+
+
+def client_server_option(port: int) -> list[str]:
+    """Where Ray's client server listens, which slimrl does not use but Ray starts, by default on one port for all jobs.
+
+    Without grpc, which not every installation has, Ray has no such server and refuses the option.
+    """
+    return [f"--ray-client-server-port={port}"] if find_spec("grpc") else []
 
 
 def ray_environment(plan: dict[str, Any], node: str, temp_dir: Path) -> dict[str, str]:

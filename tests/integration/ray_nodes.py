@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from slimrl.data.processes import await_end
+from slimrl.launch.ray_node import client_server_option
 from slimrl.rollout.servers.ports import free_ports
 
 START_S = 90.0
@@ -37,7 +38,7 @@ class RayNodes:
         self._family: set[psutil.Process] = set()
         try:
             head = ["--head", "--include-dashboard=false", f"--port={port}"]
-            self._start(slots[0], [*head, f"--ray-client-server-port={client_port}"])
+            self._start(slots[0], [*head, *client_server_option(client_port)])
             self.address = f"{self._own_address()}:{port}"
             for count in slots[1:]:
                 self.join(count)

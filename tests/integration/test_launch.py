@@ -103,7 +103,6 @@ def test_a_part_of_a_job_ends_with_all_its_descendants_when_the_job_says_so(tmp_
         process.kill()
 
 
-@pytest.mark.full
 def test_a_bad_node_is_named_and_a_spare_takes_its_place(start, tmp_path: Path):
     faults = {"node1": other_version(tmp_path, "safetensors", "0.0.1")}
     refused = start(2, RAY, sys.executable, "-c", SAY_NODES, faults=faults)

@@ -317,7 +317,8 @@ def test_ray_that_gives_up_on_its_own_start_is_started_again_and_nothing_else_is
     assert list(tmp_path.glob("slimrl-ray-*")) == []
 
 
-def test_each_of_rays_ports_is_the_one_of_its_name_and_cpus_and_gpus_are_the_plans(plan):
+def test_each_of_rays_ports_is_the_one_of_its_name_and_cpus_and_gpus_are_the_plans(plan, monkeypatch):
+    monkeypatch.setattr(ray_node, "find_spec", lambda name: name == "grpc")
     settings = json.loads(plan.read_text())
     ports = PortBlock(settings["nodes"]["b"]["first_port"])
     command = ray_node.ray_command(settings, "b", Path("/tmp/x"))
@@ -337,6 +338,13 @@ def test_each_of_rays_ports_is_the_one_of_its_name_and_cpus_and_gpus_are_the_pla
     assert "--block" in command
     head = ray_node.ray_command(settings, "a", Path("/tmp/x"))
     assert {"--head", f"--port={ports.first}", "--include-dashboard=false"} <= set(head)
+
+
+def test_the_port_of_rays_client_server_is_given_only_where_ray_can_start_one(monkeypatch):
+    monkeypatch.setattr(ray_node, "find_spec", lambda name: None)
+    assert ray_node.client_server_option(12003) == []
+    monkeypatch.setattr(ray_node, "find_spec", lambda name: name == "grpc")
+    assert ray_node.client_server_option(12003) == ["--ray-client-server-port=12003"]
 
 
 def test_a_head_that_does_not_listen_yet_is_waited_for_and_not_for_ever(monkeypatch):
