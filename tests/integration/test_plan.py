@@ -15,7 +15,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHIPPED = sorted(str(p.relative_to(RECIPES)) for p in RECIPES.glob("*/*.yaml") if p.parent.name != "base")
-QUICK = ["qwen3_moe/qwen3_30b_a3b_gspo.yaml", "tiny_moe/sft.yaml"]
+QUICK = [
+    "qwen3_moe/qwen3_30b_a3b_gspo.yaml",
+    "qwen3_moe/qwen3_30b_a3b_gspo_fp8_training.yaml",
+    "tiny_moe/sft.yaml",
+]
 QWEN = str(RECIPES / QUICK[0])
 LARGER_GPUS = {"kimi_k2": 179, "deepseek_v3_gspo": 140, "glm_4_5_gspo": 140}
 """GiB of a B200 and of an H200, for recipes that say that they are for one."""

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slimrl.config.model_rules import UNEVEN_PIPELINE_FIELDS
+from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
 from slimrl.data.weights import SourceLayout, SourcePiece, TensorSpec
 from slimrl.models.family import family_of
@@ -89,8 +90,8 @@ def layout_fields(megatron: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def planned_stages(trainer: TrainerConfig, model: MegatronModelConfig) -> list[list[int]]:
-    """`layers_of_stages` of a recipe."""
-    uneven = replace(trainer, megatron=layout_fields(trainer.megatron))
+    """`layers_of_stages` of a recipe, on a machine without what the recipe's precision needs too."""
+    uneven = replace(trainer, megatron=layout_fields(trainer.megatron), fp8=Fp8Scaling.off, fp8_emulation=False)
     return layers_of_stages(transformer_config(uneven, model))
 
 
