@@ -1,6 +1,7 @@
 """Runs of the `slimrl` command in a process of their own, on a tiny model, with every process that they start noted."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -220,3 +221,25 @@ def succeed(*arguments: str, timeout_s: float) -> CliRun:
     run = run_cli(*arguments, timeout_s=timeout_s)
     assert run.process.returncode == 0, f"{run.stdout}\n{run.stderr}"
     return run
+
+
+def end_when_joined(run: CliRun, folder: RunFolder, timeout_s: float = 500.0) -> list[dict[str, Any]]:
+    """Wait until both engines get weights again and have served with them, and end the run; the lines of its steps."""
+    log = folder.log_file("driver")
+
+    def have_joined() -> bool:
+        # Of two where one is lost in a resync, of one where that is known before.
+        _, *later = re.split(" 1 of [12] engines", log.read_text())
+        return bool(later) and later[-1].count(" 2 of 2 engines") >= 2
+
+    run.wait_until(have_joined, timeout_s, poll_s=0.5)
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.wait(timeout_s) == 75, run.stderr
+    assert run.left() == []
+    lines = read_metrics(folder.metrics)
+    assert sum(line["resync/replaced_engines"] for line in lines) == 1
+    assert [line["resync/version"] for line in lines] == list(range(len(lines)))
+    assert {line["resync/fingerprint_mismatches"] for line in lines} == {0}
+    # The other engine has taken its sessions over.
+    assert {line["rollout/failed_fraction"] + line["rollout/aborted_fraction"] for line in lines[1:]} == {0}
+    return lines

@@ -1,14 +1,21 @@
 """Runs whose engines share the trainer's devices, and runs that lose an engine in a rollout or a resync."""
 
 import random
-import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cli_runs import RECIPES, CliRun, Workspace, make_workspace, num_logged_steps, steps_without_times, succeed
+from cli_runs import (
+    RECIPES,
+    CliRun,
+    Workspace,
+    end_when_joined,
+    make_workspace,
+    num_logged_steps,
+    steps_without_times,
+    succeed,
+)
 
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
@@ -102,28 +109,6 @@ def test_a_colocated_engine_that_is_gone_at_a_resync_is_replaced_and_all_get_the
     assert len(said) == 1
     assert "engine 1" in said[0]
     assert folder.export.is_dir()
-
-
-def end_when_joined(run: CliRun, folder: RunFolder) -> list[dict[str, Any]]:
-    """Wait until both engines get weights again and have served with them, and end the run; the lines of its steps."""
-    log = folder.log_file("driver")
-
-    def have_joined() -> bool:
-        # Of two where one is lost in a resync, of one where that is known before.
-        _, *later = re.split(" 1 of [12] engines", log.read_text())
-        return bool(later) and later[-1].count(" 2 of 2 engines") >= 2
-
-    run.wait_until(have_joined, 2 * RUN_S, poll_s=0.5)
-    run.process.send_signal(signal.SIGUSR1)
-    assert run.wait(RUN_S) == 75, run.stderr
-    assert run.left() == []
-    lines = read_metrics(folder.metrics)
-    assert sum(line["resync/replaced_engines"] for line in lines) == 1
-    assert [line["resync/version"] for line in lines] == list(range(len(lines)))
-    assert {line["resync/fingerprint_mismatches"] for line in lines} == {0}
-    # The other engine has taken its sessions over.
-    assert {line["rollout/failed_fraction"] + line["rollout/aborted_fraction"] for line in lines[1:]} == {0}
-    return lines
 
 
 def signal_in_rollout(run: CliRun, folder: RunFolder, step: int, number: signal.Signals) -> None:
