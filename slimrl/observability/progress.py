@@ -38,6 +38,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("rollout", "time/rollout_s", "{:.1f}s"),
     ("logprobs", "time/logprobs_s", "{:.1f}s"),
     ("train", "time/train_s", "{:.1f}s"),
+    ("drain", "time/drain_s", "{:.1f}s"),
     ("eval_wait", "time/eval_wait_s", "{:.1f}s"),
     ("resync", "time/resync_s", "{:.1f}s"),
     ("total", "time/step_s", "{:.1f}s"),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from slimrl.profiling.breakdown import StepProfile
 
-PHASES = ("rollout", "logprobs", "train", "eval_wait", "resync", "other")
+PHASES = ("rollout", "logprobs", "train", "drain", "eval_wait", "resync", "other")
 """Metrics `time/<phase>_s` that add up to `time/step_s`; a run lacks those that it never enters."""
 MOST_ROWS = 12
 """Of a process; what is left is one row more."""

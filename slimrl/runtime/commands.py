@@ -1,7 +1,6 @@
 """What each command of the CLI does, with its arguments as plain values."""
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -329,7 +328,6 @@ def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunStat
 def _recorder(folder: RunFolder, profiled: Profiled | None, progress: Progress) -> Iterator[Recorder | None]:
     """Of the run's processes, which start and end within the block; then its trace is written."""
     if profiled is None:
-        shutil.rmtree(folder.profile, ignore_errors=True)
         yield None
         return
     recorder = Recorder(folder.profile, profiled)

@@ -284,10 +284,8 @@ class RolloutService:
             "async/current_token_fraction": float(np.mean(of_tokens <= 0)) if len(of_tokens) else 0.0,
         }
 
-    def before_resync(self, check: Callable[[], None], preemption: Preemption) -> None:
-        """With `one_step_off`, wait until no group runs, or the run is asked to end."""
-        if self._recipe.rollout.mode is not RolloutMode.one_step_off:
-            return
+    def drain(self, check: Callable[[], None], preemption: Preemption) -> None:
+        """Wait until no group runs, or the run is asked to end."""
         while not preemption.asked and not self._stage.run(self._is_drained()):
             check()
 

@@ -142,9 +142,9 @@ class TrainRun(Run):
 
     def before_resync(self, step: Step) -> None:
         """Wait for the rollouts if the mode says so, and for an evaluation beside the training if another is due."""
-        if self._service is not None:
-            with step.timed("resync"), step.timed("drain"):
-                self._service.before_resync(self._check_drain, self.preemption)
+        if self._service is not None and self.recipe.rollout.mode is RolloutMode.one_step_off:
+            with step.timed("drain"):
+                self._service.drain(self._check_drain, self.preemption)
         if self.recipe.eval.engines:
             # No part of the resync: it may take many times as long.
             with step.timed("eval_wait"):

@@ -83,6 +83,6 @@ def _cluster(run: RunFolder, recipe: Recipe) -> Cluster:
         slots=slots,
         decoding=slots,
         step_s=lambda sequences: 1.0,
-        train_s=mean("step") - mean("rollout") - mean("eval_wait") - mean("resync"),
-        resync_s=mean("resync") - mean("drain"),
+        train_s=mean("step") - mean("rollout") - mean("drain") - mean("eval_wait") - mean("resync"),
+        resync_s=mean("resync"),
     )

@@ -485,9 +485,6 @@ class Beside:
     def note_version(self, weight_version, updates):
         self.stages.calls.append(f"version {weight_version} has {updates} updates more")
 
-    def before_resync(self, check, preemption):
-        pass
-
     def advance(self, weight_version):
         pass
 

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from slimrl.observability.run_folder import RunFolder
 from slimrl.profiling.breakdown import BETWEEN, own_times, step_profiles
 from slimrl.profiling.recorder import STEP, Profiled, Recorder, check_profiled, parse_steps
 from slimrl.profiling.spans import LOOK_S, RECORDING, SPANS, Spans
 from slimrl.profiling.tables import phases_table, profile_tables
 from slimrl.profiling.trace import Span, read_spans, within, write_trace
+from slimrl.runtime.commands import _recorder
 
 MS = 1_000_000
 
@@ -33,6 +35,14 @@ def recorded(tmp_path: Path) -> tuple[Spans, Path]:
     spans = Spans()
     spans.open(tmp_path, "trainer 0")
     return spans, tmp_path
+
+
+def test_an_attempt_that_is_not_profiled_keeps_the_profile_of_the_one_before(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.profile.mkdir()
+    with _recorder(folder, None, None) as recorder:  # type: ignore[arg-type]
+        assert recorder is None
+    assert folder.profile.is_dir()
 
 
 def test_a_block_is_recorded_with_its_times_and_details(recorded):
@@ -268,13 +278,13 @@ def test_the_table_of_phases_leaves_out_the_first_step():
     assert phases_table(steps[:1]) is None
 
 
-def test_the_table_has_the_wait_for_an_evaluation_where_a_run_has_it():
+def test_the_table_has_the_waits_before_a_resync_where_a_run_has_them():
     seconds = {"rollout": 1.0, "logprobs": 1.0, "train": 1.0, "resync": 0.5, "other": 0.5}
     plain = [{"step": n, "time/step_s": 4.0, **{f"time/{name}_s": s for name, s in seconds.items()}} for n in (1, 2)]
-    waiting = [{**line, "time/step_s": 10.0, "time/eval_wait_s": 6.0} for line in plain]
+    waiting = [{**line, "time/step_s": 12.0, "time/drain_s": 2.0, "time/eval_wait_s": 6.0} for line in plain]
     parts = {}
     for steps in (plain, waiting):
         names, *_, shares = (column._cells for column in phases_table(steps).columns)
         parts[len(names)] = dict(zip(names, shares, strict=True))
     assert parts[6].keys() == {*seconds, "step"}
-    assert (parts[7]["eval_wait"], parts[7]["resync"]) == ("60.0%", "5.0%")
+    assert [parts[8][name] for name in ("drain", "eval_wait", "resync")] == ["16.7%", "50.0%", "4.2%"]
