@@ -1,7 +1,7 @@
 """`slimrl train`, `sft`, `rollout`, `export` and `report`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,8 +18,8 @@ from slimrl.cli.arguments import (
     ResumeOrStart,
 )
 from slimrl.data.imports import imports_uncollected
-from slimrl.observability.run_folder import Opening
-from slimrl.profiling.recorder import Profiled, parse_steps
+from slimrl.observability.run_folder import Opening, RunFolder, check_run_folder
+from slimrl.profiling.recorder import Profiled, check_profiled, parse_steps
 
 
 def train(
@@ -42,11 +42,13 @@ def train(
     profiled = _profiled(profile, profile_torch)
     if (trajectories is None) != (steps is None):
         raise ValueError("--trajectories and --steps go together.")
+    if trajectories is None or steps is None:
+        how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
+        _refuse_early(recipe, overrides or [], "train", profiled, how)
     with imports_uncollected():
         from slimrl.runtime import commands
 
     if trajectories is None or steps is None:
-        how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
         commands.train(recipe, overrides or [], ray_address=ray_address, profiled=profiled, **how)
         return
     given = {"--resume": resume, "--resume-or-start": resume_or_start, "--job": job, "--checkpoint-log": checkpoint_log}
@@ -76,11 +78,12 @@ def sft(
     profile_torch: ProfileTorch = False,
 ) -> None:
     """Train on conversations (supervised)."""
+    how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
+    profiled = _profiled(profile, profile_torch)
+    _refuse_early(recipe, overrides or [], "sft", profiled, how)
     with imports_uncollected():
         from slimrl.runtime import commands
 
-    how = _opening(resume, resume_or_start, overwrite, job, checkpoint_log)
-    profiled = _profiled(profile, profile_torch)
     commands.sft(recipe, overrides or [], ray_address=ray_address, profiled=profiled, **how)
 
 
@@ -122,7 +125,6 @@ def report(
     from slimrl.data.output_file import check_output_file
     from slimrl.observability.metrics import read_metrics
     from slimrl.observability.report import write_curve
-    from slimrl.observability.run_folder import RunFolder
     from slimrl.observability.terminal import plain_console
     from slimrl.profiling.breakdown import step_profiles
     from slimrl.profiling.tables import phases_table, profile_tables
@@ -140,6 +142,26 @@ def report(
         for profiled in step_profiles(read_spans(run.profile)):
             console.print("", profile_tables(profiled), sep="\n")
     typer.echo(f"curve: {out}")
+
+
+def _refuse_early(
+    path: Path, overrides: list[str], command: Literal["train", "sft"], profiled: Profiled | None, how: Opening
+) -> None:
+    """Refuse what recipe, arguments and the run's folder alone forbid, before the seconds that large imports take."""
+    from slimrl.config.load import read_recipe
+    from slimrl.config.problems import RecipeError
+
+    loaded, problems = read_recipe(path, overrides, command)
+    if loaded is None:
+        raise RecipeError(problems)
+    if problems:
+        return  # They are named together with those of the recipe's files.
+    check_profiled(profiled, loaded.recipe.steps)
+    run = RunFolder(Path(loaded.recipe.run.dir) / loaded.recipe.run.name)
+    resume, overwrite = how["resume"], how["overwrite"]
+    # An attempt of a job, and a run that ended before its first step, depend on more.
+    if resume is not None and how["job"] is None and (resume or not run.ended_early.is_file()):
+        check_run_folder(run, resume=resume, overwrite=overwrite)
 
 
 def _profiled(steps: str | None, torch: bool) -> Profiled | None:

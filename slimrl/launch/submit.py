@@ -101,7 +101,7 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
             "#!/bin/bash",
             *(f"#SBATCH {_quoted(line)}" for line in (*lines, *FLAGS, *job.sbatch)),
             "set -euo pipefail",
-            'cd "${SLIMRL_ROOT:-$SLURM_SUBMIT_DIR}"',
+            'cd "${SLIMRL_ROOT:-${SLURM_SUBMIT_DIR:?submit this script with sbatch}}"',
             f'exec "${{SLIMRL_HOST_PYTHON:-python3}}" -m slimrl.launch.job {shlex.join(arguments)}',
             "",
         ]

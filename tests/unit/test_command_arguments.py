@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from slimrl import cli
+from slimrl.cli import runs
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.config import load
 from slimrl.launch import job_check, submit
@@ -52,12 +53,13 @@ def options_of(settings: dict[str, object]) -> list[str]:
     return options
 
 
+RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
 FLAGS = {"resume": True, "overwrite": True, "job": "7", "checkpoint_log": Path("log"), "ray_address": "h:1"}
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_run_is_told_what_becomes_of_an_earlier_one(told, command):
-    calls = told(commands, command)
+    calls, _ = told(commands, command), told(runs, "_refuse_early")
     assert invoke(command, "r.yaml", "a=1", "b=2", *options_of(FLAGS)).exit_code == 0
     assert invoke(command, "r.yaml").exit_code == 0
     plain = {"resume": False, "overwrite": False, "job": None, "checkpoint_log": None, "ray_address": None}
@@ -67,6 +69,24 @@ def test_a_run_is_told_what_becomes_of_an_earlier_one(told, command):
         refused = invoke(command, "r.yaml", "--resume-or-start", flag)
         assert (refused.exit_code, len(calls)) == (2, 2)
         assert "--resume-or-start goes neither with --resume nor with --overwrite." in refused.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "exists, without a checkpoint. Use --resume-or-start"),
+        (["--profile", "2,9"], "--profile: there is no step 9; the run has 3."),
+        (["--resume", "run.name=other"], "there is no run to resume."),
+    ],
+)
+def test_what_arguments_and_the_runs_folder_forbid_is_refused_before_the_large_imports(told, tmp_path, flags, said):
+    calls = told(commands, "train")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").touch()
+    recipe = RECIPES / "gspo_calculator.yaml"
+    refused = invoke("train", recipe, "model.path=x", "steps=3", f"run.dir={tmp_path}", "run.name=mine", *flags)
+    assert (refused.exit_code, calls) == (2, [])
+    assert said in refused.output
 
 
 def test_training_on_a_file_is_told_which_and_how_often(told):
