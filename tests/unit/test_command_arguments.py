@@ -79,7 +79,7 @@ def test_a_run_is_told_what_becomes_of_an_earlier_one(told, command):
         (["--resume", "run.name=other"], "there is no run to resume."),
     ],
 )
-def test_what_arguments_and_the_runs_folder_forbid_is_refused_before_the_large_imports(told, tmp_path, flags, said):
+def test_what_arguments_and_the_runs_folder_forbid_is_refused_before_the_command_begins(told, tmp_path, flags, said):
     calls = told(commands, "train")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.yaml").touch()

@@ -40,9 +40,11 @@ def recorded(tmp_path: Path) -> tuple[Spans, Path]:
 def test_an_attempt_that_is_not_profiled_keeps_the_profile_of_the_one_before(tmp_path: Path):
     folder = RunFolder(tmp_path)
     folder.profile.mkdir()
+    for name in ("trace.json", RECORDING):
+        (folder.profile / name).touch()
     with _recorder(folder, None, None) as recorder:  # type: ignore[arg-type]
         assert recorder is None
-    assert folder.profile.is_dir()
+        assert [file.name for file in folder.profile.iterdir()] == ["trace.json"], "and nothing is recorded"
 
 
 def test_a_block_is_recorded_with_its_times_and_details(recorded):
