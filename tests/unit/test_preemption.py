@@ -15,6 +15,8 @@ from slimrl.runtime import commands
 from slimrl.runtime.cluster.errors import Preempted, StepDropped
 from slimrl.runtime.preemption import preemption_by_signal, raise_preempted
 
+RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
+
 
 def test_a_signal_is_noted_and_the_step_may_go_on_for_the_grace():
     before = signal.getsignal(signal.SIGUSR1)
@@ -53,7 +55,8 @@ def test_a_preempted_command_has_an_exit_code_of_its_own(monkeypatch: pytest.Mon
         raise Preempted("preempted by SIGUSR1")
 
     monkeypatch.setattr(commands, command, preempted)
-    arguments = [command, "recipe.yaml", "--resume-or-start", "--job", "7", "--ray-address", "10.0.0.1:6379"]
+    recipe = {"train": "gspo_calculator.yaml", "sft": "sft.yaml"}[command]
+    arguments = [command, str(RECIPES / recipe), "--resume-or-start", "--job", "7", "--ray-address", "10.0.0.1:6379"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == PREEMPTED == 75
     said = {
