@@ -44,12 +44,16 @@ def check(
     ] = False,
 ) -> None:
     """List every problem of recipes, without a GPU or their models. Exit codes: 0 accepted, 1 refused."""
+    from slimrl.config.keys import is_known
     from slimrl.runtime.checks.config_check import check_recipes
 
     overrides = [argument for argument in recipes if OVERRIDE.match(argument)]
     paths = [Path(argument) for argument in recipes if not OVERRIDE.match(argument)]
     if not paths:
         raise ValueError("no recipe given.")
+    for path in paths:
+        if is_known(str(path)) and not path.exists():
+            raise ValueError(f"{path} is a setting, which needs a value: {path}=VALUE.")
     console = plain_console()
     if not check_recipes(paths, overrides, command=command, files=files, console=console):
         raise typer.Exit(1)

@@ -185,7 +185,9 @@ def is_needed(key: str, command: str) -> bool:
 def _check_key(entry: Entry, problems: list[Problem]) -> bool:
     """Whether the schema has the key; a section given a plain value is a problem too."""
     if not is_known(entry.key):
-        meant = meant_key(entry.key)
+        section, _, name = entry.key.rpartition(".")
+        chosen = keys_with_choice(section, name)
+        meant = f"{chosen[0]}: {name}" if chosen else meant_key(entry.key)
         problems.append(entry.problem("no such key." + (f" Did you mean {meant}?" if meant else "")))
         return False
     if is_section(entry.key) and entry.value != {}:
@@ -308,11 +310,11 @@ def _type_message(key: str, annotation: Any, value: Any, reason: str) -> str:
         choices = [member.value for member in annotation]
         others = keys_with_choice(key.rpartition(".")[0], value)
         meant = f" Did you mean {others[0]}: {value}?" if others else suggestion(str(value), choices)
-        return f"{value!r} is not one of {', '.join(choices)}." + meant
+        return f"{'null' if value is None else repr(value)} is not one of {', '.join(choices)}." + meant
     if annotation is None:
         return f"{reason.rstrip('.')}."
     name = annotation.__name__ if type(annotation) is type else str(annotation)
-    return f"expected {name}, got {value!r}."
+    return f"expected {name}, got {'null' if value is None else repr(value)}."
 
 
 def _build(cls: type, values: dict[str, Any]) -> Any:

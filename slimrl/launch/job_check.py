@@ -1,11 +1,12 @@
 """Checks of a SLURM job before its submission: the recipe, the number of nodes, the settings, the files.
 
-`--dry-run` needs none of the cluster's files. A submission checks them as the start of the run will, hours later; only
-checks that need a GPU are left to that start.
+`--dry-run` needs none of the cluster's files, and warns of what would stop a submission from this machine. A submission
+checks them as the start of the run will, hours later; only checks that need a GPU are left to that start.
 """
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from slimrl.config.hub import hub_model
@@ -15,6 +16,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.launch.submit import MARGIN_S, SlurmJob, check_sbatch, nodes_needed
 from slimrl.launch.time_limit import check_time_limit
 from slimrl.models.offline_recipe import read_offline
+from slimrl.observability.run_folder import RunFolder, check_run_folder
 
 
 def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: bool) -> tuple[Problem, ...]:
@@ -45,8 +47,7 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
         warnings.append(("checkpoint.grace_s", message))
     if job.container:
         warnings += unmounted_paths(loaded.recipe, job.log_dir, job.container_mounts or "")
-    if files:
-        warnings += _check_files(loaded, job)
+    warnings += _check_files(loaded, job) if files else _missing_here(loaded, job)
     return (*planned.notes, *(loaded.problem(*warning, warning=True) for warning in warnings))
 
 
@@ -85,10 +86,7 @@ def _check_files(loaded: LoadedRecipe, job: SlurmJob) -> list[Violation]:
         raise ValueError(f"SLIMRL_ROOT is {job_root}, where the job would look for the recipe. Submit from there.")
     if not (root / "slimrl" / "launch" / "job.py").is_file():
         raise ValueError(f"{root} has no slimrl, and the job starts there. Submit from the root of the repository.")
-    if not job.container:
-        python = (job.venv or Path(".venv")).absolute() / "bin" / "python"
-        if not os.access(python, os.X_OK):
-            raise ValueError(f"{python}: no such program, but the nodes need it. Give --venv or --container.")
+    _check_python(job)
     # A slow import that --dry-run does not need.
     from slimrl.runtime.checks.fetched_model import with_cached_model
     from slimrl.runtime.checks.start_check import check_later_start, check_run
@@ -106,6 +104,27 @@ def _check_files(loaded: LoadedRecipe, job: SlurmJob) -> list[Violation]:
     if not any(option.startswith("--dependency") for option in job.sbatch):
         check_run(loaded, resume=job.resume, overwrite=job.overwrite)
     return warnings
+
+
+def _check_python(job: SlurmJob) -> None:
+    if job.container:
+        return
+    python = (job.venv or Path(".venv")).absolute() / "bin" / "python"
+    if not os.access(python, os.X_OK):
+        raise ValueError(f"{python}: no such program, but the nodes need it. Give --venv or --container.")
+
+
+def _missing_here(loaded: LoadedRecipe, job: SlurmJob) -> Iterator[Violation]:
+    """Warnings of what would stop a submission from this machine."""
+    run = RunFolder(Path(loaded.recipe.run.dir) / loaded.recipe.run.name)
+    for check in (
+        partial(_check_python, job),
+        partial(check_run_folder, run, resume=job.resume, overwrite=job.overwrite),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            yield "", f"a submission from here would be refused: {error}"
 
 
 def unmounted_paths(recipe: Recipe, log_dir: Path, mounts: str) -> Iterator[Violation]:

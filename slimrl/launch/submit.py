@@ -177,7 +177,11 @@ def submit(script: str, name: str, log_dir: Path) -> tuple[Path, str]:
     file.write_text(script)
     try:
         answer = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, timeout=60, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"There is no sbatch on this machine. Submit the script where SLURM is installed: sbatch {file}"
+        ) from error
+    except subprocess.TimeoutExpired as error:
         raise LaunchError(f"sbatch: {error}. The script is {file}.") from error
     if answer.returncode:
         raise LaunchError(f"sbatch: {answer.stderr.strip()} The script is {file}.")

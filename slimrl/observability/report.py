@@ -105,7 +105,8 @@ def write_curve(metrics_files: Sequence[Path], out: Path, title: str = "") -> No
         out: the PNG file to write.
 
     Raises:
-        ValueError: a file has broken lines or no steps, or no file has a reward or a loss.
+        ValueError: a file has broken lines or no steps, no file has a reward or a loss, or some have rewards and others
+            a loss alone.
     """
     import matplotlib as mpl
 
@@ -117,6 +118,10 @@ def write_curve(metrics_files: Sequence[Path], out: Path, title: str = "") -> No
     for path, steps in zip(metrics_files, runs, strict=True):
         if not steps:
             raise ValueError(f"{path} holds no steps.")
+    drawn = {path: _curves([steps]) for path, steps in zip(metrics_files, runs, strict=True)}
+    losses = [str(path) for path, names in drawn.items() if names and names[0] in LOSSES]
+    if 0 < len(losses) < len(runs):
+        raise ValueError(f"{', '.join(losses)}: a loss, where other runs have rewards. One figure is of one kind of run.")
     curves = _curves(runs)
     if not curves:
         raise ValueError(f"{', '.join(map(str, metrics_files))}: no reward or loss to draw.")

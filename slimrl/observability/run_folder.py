@@ -40,6 +40,8 @@ class RunFolder:
     def __post_init__(self) -> None:
         self.config = self.path / "config.yaml"
         """The resolved recipe; its presence marks a folder as a run folder."""
+        self.resumed_config = self.path / "config.resumed.yaml"
+        """The same of the newest attempt to continue the run."""
         self.provenance = self.path / "provenance.json"
         self.metrics = self.path / "metrics.jsonl"
         self.groups = self.path / "groups.jsonl"
@@ -61,6 +63,10 @@ class RunFolder:
         """Ids of the queued jobs whose attempts have opened this run, one per line."""
         self.ended_early = self.path / "ended_early"
         """Exists if the run ended without metrics or a checkpoint; another run may take its place."""
+
+    def newest_config(self) -> str:
+        """The resolved recipe of the newest attempt."""
+        return (self.resumed_config if self.resumed_config.is_file() else self.config).read_text()
 
     def is_of_job(self, job: str) -> bool:
         return self.jobs.is_file() and job in self.jobs.read_text().split()
@@ -150,7 +156,7 @@ def open_run_folder(
     run = RunFolder(folder / name)
     check_run_folder(run, resume=resume, overwrite=overwrite)
     if resume:
-        (run.path / "config.resumed.yaml").write_text(config_yaml)
+        run.resumed_config.write_text(config_yaml)
         _fill(run, job)
         return run
     fresh = RunFolder(folder / f".{name}.new_{secrets.token_hex(4)}")

@@ -18,7 +18,10 @@ MOST_ROWS = 12
 
 
 def phases_table(steps: Sequence[dict[str, Any]]) -> Table | None:
-    """Of the run's metrics, seconds of the phases of all steps but the first, which warms up; None without others."""
+    """Of the run's metrics, seconds of the phases of all steps but the first, which warms up; None without others.
+
+    Evaluations follow, which are no part of a step.
+    """
     counted = [line for line in steps if "time/step_s" in line and "time/other_s" in line and line["step"] > 1]
     if not counted:
         return None
@@ -30,6 +33,9 @@ def phases_table(steps: Sequence[dict[str, Any]]) -> Table | None:
         values = [line.get(f"time/{phase}_s", 0.0) for line in counted]
         mean = sum(values) / len(values)
         table.add_row(phase, f"{median(values):.3f}", f"{mean:.3f}", f"{sum(values) / total:.1%}")
+    if evaluations := [line["time/eval_s"] for line in counted if "time/eval_s" in line]:
+        mean = sum(evaluations) / len(evaluations)
+        table.add_row(f"evaluation, {len(evaluations)} of them", f"{median(evaluations):.3f}", f"{mean:.3f}", "")
     return table
 
 

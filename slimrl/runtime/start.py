@@ -98,7 +98,7 @@ def open_run(
 ) -> Iterator[RunFolder]:
     """Open and lock the run's folder, record config and provenance there, and log to it from now on.
 
-    If a resumed run's settings differ from those that it started with, they are printed.
+    If a resumed run's settings differ from those of its newest attempt, they are printed.
 
     The options are those of `Opening`. With `resume=None` it waits for another process that uses the folder: the job's
     previous attempt may still be ending.
@@ -123,6 +123,7 @@ def open_run(
         if not resume and earlier.ended_early.is_file():
             progress.say(f"{earlier.path}: starting anew; the run there ended before its first step")
             overwrite = True
+        attempted = yaml.safe_load(earlier.newest_config()) if resume and earlier.config.is_file() else None
         folder = open_run_folder(
             Path(recipe.run.dir),
             recipe.run.name,
@@ -133,8 +134,9 @@ def open_run(
             claim=lambda path: locks.enter_context(folder_lock(path, say=progress.say)),
         )
         folder = RunFolder(folder.path, checkpoint_log)
-        for change in changed_settings(yaml.safe_load(folder.config.read_text()), resolved_dict(loaded)):
-            progress.say(f"setting changed since the run started: {change}")
+        if attempted is not None:
+            for change in changed_settings(attempted, resolved_dict(loaded)):
+                progress.say(f"setting changed since the last attempt: {change}")
         folder.requeue.unlink(missing_ok=True)
         folder.ended_early.unlink(missing_ok=True)
         command = [loaded.environment.hide(argument) for argument in sys.argv]

@@ -239,6 +239,11 @@ def run(
         *simulator.notes,
         *dict.fromkeys(f"{row.split} GPUs do not fit: {why}" for row in rows for why in row.problems),
     ]
+    if question.trace is None:
+        notes.append(
+            f"the times are planned for GPUs of {hardware.peak_tflops:g} TFLOPS and "
+            f"{hardware.links.memory_gb_per_s:g} GB/s, not measured; --trace RUN has those of a run"
+        )
     if question.trace is None and question.turn_tokens is None:
         notes.append("all turns sample the most tokens that the recipe allows; --turn-tokens sets their distribution")
     console = plain_console(stderr=True, piped_columns=PIPED_COLUMNS)

@@ -19,6 +19,9 @@ from slimrl.simulator.workload import GroupWork, RecordedWorkload, Turn
 ENDS = {"taken": "finished", "filtered": "filtered", "failed": "failed"}
 """How a recorded group left -> how it ends in a simulation. Of a dropped one only the quick trajectories are known."""
 
+FEW_STEPS = 10
+"""Of fewer recorded steps the notes speak."""
+
 
 def read_trace(folder: Path, recipe: Recipe) -> tuple[Cluster, RecordedWorkload, list[str]]:
     """The recorded cluster and work, and notes about them.
@@ -42,7 +45,10 @@ def read_trace(folder: Path, recipe: Recipe) -> tuple[Cluster, RecordedWorkload,
             f"{dropped:,} dropped groups are left out: how long they would have run is not known. A run with "
             "rollout.too_old wait drops none"
         )
-    return _cluster(run, recipe), RecordedWorkload(works), notes
+    cluster, num_steps = _cluster(run, recipe)
+    if num_steps < FEW_STEPS:
+        notes.append(f"the times are means of {num_steps} steps, few for a comparison")
+    return cluster, RecordedWorkload(works), notes
 
 
 def _read_groups(path: Path) -> list[dict[str, Any]]:
@@ -64,7 +70,8 @@ def _trajectories(line: dict[str, Any]) -> list[list[Turn]]:
     return [[Turn(max(0.0, end - start), 0.0)] for start, end in zip(started, line["ended"], strict=True)]
 
 
-def _cluster(run: RunFolder, recipe: Recipe) -> Cluster:
+def _cluster(run: RunFolder, recipe: Recipe) -> tuple[Cluster, int]:
+    """With the mean times of the run's steps, and how many these are."""
     steps = [line for line in read_metrics(run.metrics) if "time/step_s" in line and "time/rollout_s" in line]
     # The first one warms up.
     steps = steps[1:] or steps
@@ -76,7 +83,7 @@ def _cluster(run: RunFolder, recipe: Recipe) -> Cluster:
 
     rollout = recipe.rollout
     slots = rollout.num_engines * rollout.max_concurrency_per_engine
-    return Cluster(
+    cluster = Cluster(
         trainer_ranks=recipe.trainer.num_ranks,
         engine_gpus=0 if recipe.shares_devices else rollout.num_engines * rollout.engine_tp,
         num_engines=rollout.num_engines,
@@ -86,3 +93,4 @@ def _cluster(run: RunFolder, recipe: Recipe) -> Cluster:
         train_s=mean("step") - mean("rollout") - mean("drain") - mean("eval_wait") - mean("resync"),
         resync_s=mean("resync"),
     )
+    return cluster, len(steps)

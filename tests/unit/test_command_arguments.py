@@ -191,6 +191,9 @@ def test_recipes_and_settings_of_a_check_are_told_apart(told):
     assert (calls[1][1]["command"], calls[1][1]["files"]) == (None, False)
     none = invoke("config", "check", "a=1")
     assert (none.exit_code, none.output, len(calls)) == (2, "no recipe given.\n", 2)
+    forgotten = invoke("config", "check", "a.yaml", "rollout.mode")
+    said = "rollout.mode is a setting, which needs a value: rollout.mode=VALUE.\n"
+    assert (forgotten.exit_code, forgotten.output, len(calls)) == (2, said, 2)
     for command in ("check", "show"):
         other = invoke("config", command, "a.yaml", "--command", "export")
         assert other.exit_code == 2

@@ -277,7 +277,7 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
         ("zebra=1", "zebra: no such key."),
         ("trainer.num_ranks=two", "trainer.num_ranks: expected int, got 'two'."),
         ("trainer.num_ranks=2.5", "trainer.num_ranks: expected int, got 2.5."),
-        ("trainer.num_ranks=null", "trainer.num_ranks: expected int, got None."),
+        ("trainer.num_ranks=null", "trainer.num_ranks: expected int, got null."),
         ("deterministic=maybe", "deterministic: expected bool, got 'maybe'."),
         ("deterministic=on", "deterministic: expected bool, got 'on'."),
         ("deterministic=y", "deterministic: expected bool, got 'y'."),
@@ -318,6 +318,8 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
          "trainer.megatron.mtp_num_layers: is set by trainer.mtp.train and the config.json of model.path."),
         ("trainer.megatron.lr=1", "trainer.megatron.lr: is set by trainer.optimizer.lr."),
         ("steps", "steps: an override is written key=value."),
+        ("rollout.async=true", "rollout.async: no such key. Did you mean rollout.mode: async?"),
+        ("rollout.mode=null", "rollout.mode: null is not one of sync, one_step_off, async."),
         ("agent.tools=[a", "agent.tools: '[a' is not YAML: expected ',' or ']', but got '<stream end>'."),
     ],
 )  # fmt: skip
@@ -484,3 +486,9 @@ def test_an_inherited_setting_stays_when_the_name_changes(folder):
     """What a file says is never replaced by what a name stands for."""
     loaded = load(MINIMAL.replace("algorithm:\n", "algorithm:\n  clip_high: 0.5\n"), "algorithm.name=grpo")
     assert (loaded.recipe.algorithm.clip_low, loaded.recipe.algorithm.clip_high) == (0.2, 0.5)
+
+
+def test_a_run_folder_is_not_a_recipe_and_holds_one(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(RecipeError, match=f"{tmp_path}: a run folder, whose recipe is {tmp_path}/config.yaml"):
+        load_recipe(tmp_path)

@@ -160,3 +160,20 @@ def test_who_waits_for_a_lock_gives_up_at_its_deadline_and_says_once_for_whom_it
         ):
             raise AssertionError
     assert (now[0], len(said)) == (13.0, 1)
+
+
+def test_a_resumed_run_says_what_changed_since_its_newest_attempt(tmp_path: Path, loaded, monkeypatch):
+    def resumed(steps: int) -> list[str]:
+        said: list[str] = []
+        progress = Progress(0)
+        monkeypatch.setattr(progress, "say", said.append)
+        of_attempt = load_recipe(RECIPE, [f"run.dir={tmp_path}", "run.name=demo", f"steps={steps}"])
+        with start.open_run(of_attempt, progress, resume=True):
+            return said
+
+    with start.open_run(loaded, Progress(0)):
+        pass
+    first = loaded.recipe.steps
+    assert resumed(4) == [f"setting changed since the last attempt: steps: {first} -> 4"]
+    assert resumed(4) == []
+    assert resumed(first) == [f"setting changed since the last attempt: steps: 4 -> {first}"]

@@ -218,3 +218,13 @@ def test_packages_that_only_the_image_has_are_no_reason_to_refuse(submission, tm
     assert any("No module named 'only_in_the_image'" in str(warning) for warning in warnings)
     with pytest.raises(RecipeError, match=r"run\.dir: .* cannot be written"):
         submission("reward.function=mine:score", "run.dir=/proc/nope", venv=None, container="image.sqsh")
+
+
+def test_a_dry_run_says_what_would_stop_a_submission_from_here(tmp_path: Path):
+    job = (str(TINY), "--nodes", "1", "--gpus-per-node", "0", f"run.dir={tmp_path}", "run.name=none", "model.path=x")
+    warned = "recipes/tiny_moe/gspo_calculator.yaml: warning: a submission from here would be refused: "
+    said = launch(*job, "--venv", "/none", "--resume")
+    assert said.exit_code == 0
+    assert f"{warned}/none/bin/python: no such program" in said.stderr
+    assert f"{warned}{tmp_path}/none: there is no run to resume." in said.stderr
+    assert warned not in launch(*job, "--container", "image").stderr

@@ -450,6 +450,16 @@ def test_a_run_with_nothing_to_draw_is_refused(tmp_path):
     assert not (tmp_path / "curve.png").exists()
 
 
+def test_a_loss_and_a_reward_are_not_drawn_together(tmp_path):
+    files = [tmp_path / "sft.jsonl", tmp_path / "train.jsonl"]
+    for file, name in zip(files, ("sft/loss", "reward/mean"), strict=True):
+        with closing(MetricsWriter(file)) as writer:
+            writer.log(1, {name: 0.5})
+    with pytest.raises(ValueError, match="sft.jsonl: a loss, where other runs have rewards"):
+        write_curve(files, tmp_path / "curve.png")
+    assert not (tmp_path / "curve.png").exists()
+
+
 def test_a_curve_without_steps_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no steps"):

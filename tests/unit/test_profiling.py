@@ -278,6 +278,13 @@ def test_the_table_of_phases_leaves_out_the_first_step():
     assert table.title == "2 steps, without the first"
     assert [column._cells[-1] for column in table.columns] == ["step", "1.000", "1.000", "100.0%"]
     assert phases_table(steps[:1]) is None
+    evaluated = [*steps[:-1], {**steps[-1], "time/eval_s": 7.0}]
+    assert [column._cells[-1] for column in phases_table(evaluated).columns] == [
+        "evaluation, 1 of them",
+        "7.000",
+        "7.000",
+        "",
+    ]
 
 
 def test_the_table_has_the_waits_before_a_resync_where_a_run_has_them():
