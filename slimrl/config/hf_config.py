@@ -15,7 +15,8 @@ def read_hf_config(model_path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; a Hugging Face checkpoint folder is needed") from None
+        other = ", and this is one of Megatron's" if (path.parent / ".metadata").is_file() else ""
+        raise ValueError(f"{path}: no such file; a Hugging Face checkpoint folder is needed{other}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     if not isinstance(config, dict):

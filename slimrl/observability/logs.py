@@ -52,5 +52,8 @@ def capture_output(path: Path, level: int = logging.INFO) -> None:
 
 
 def quiet_megatron() -> None:
-    """Hide megatron-core's import warnings about libraries for training on GPUs, in commands that do not train."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")
+    """Hide warnings of megatron-core and torch about libraries and settings for training, in commands that do not train."""
+    for module in ("megatron", "torch.distributed.checkpoint"):
+        warnings.filterwarnings("ignore", module=rf"{module}\.")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
