@@ -95,7 +95,7 @@ format: $(STAMP) ## format the source with ruff
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## benchmarks of decoding, block FP8, log-probs, resyncs, conversions, isolated runs, episodes, the gateway, the choice of engines, the driver and a training step (docs/benchmarks.md)
+bench: $(STAMP) ## benchmarks of decoding, block FP8, log-probs, resyncs, conversions, isolated runs, episodes, the gateway, the choice of engines, the driver, the agent loop and a training step (docs/benchmarks.md)
 	$(BIN)/python benchmarks/decode.py --json runs/bench/decode.json
 	$(BIN)/python benchmarks/quantize.py --json runs/bench/quantize.json
 	$(BIN)/python benchmarks/logprobs.py --json runs/bench/logprobs.json
@@ -107,6 +107,7 @@ bench: $(STAMP) ## benchmarks of decoding, block FP8, log-probs, resyncs, conver
 	$(BIN)/python benchmarks/gateway.py --json runs/bench/gateway.json
 	$(BIN)/python benchmarks/routing.py --json runs/bench/routing.json
 	$(BIN)/python benchmarks/growth.py --json runs/bench/growth.json
+	$(BIN)/python benchmarks/agent_loop.py --json runs/bench/agent_loop.json
 	$(BIN)/python benchmarks/step.py --json runs/bench/step.json
 
 lock: ## write requirements/lock.txt from the packages in .venv

@@ -63,6 +63,26 @@ def overrides(checkpoint: Path, prompts: Path, folder: Path, repeats: int) -> li
     ]
 
 
+def write_work(folder: Path, checkpoint: Path | None, prompts: Path | None) -> tuple[Path, Path]:
+    """The model and a file of the prompts, written into the folder where None is given.
+
+    Raises:
+        ValueError: fewer prompts than a step takes.
+    """
+    if checkpoint is None:
+        checkpoint = folder / "toy"
+        write_toy("qwen3_moe", checkpoint, ToySize(), seed=0)
+    if prompts is None:
+        write_calculator_data(folder / "data", seed=0, num_train=PROMPTS, num_heldout=1, num_conversations=1)
+        prompts = folder / "data" / "train.jsonl"
+    if len(read_prompts(prompts)) < PROMPTS:
+        raise ValueError(f"{prompts}: {PROMPTS} prompts are needed.")
+    chosen = folder / "prompts.jsonl"
+    lines = [line for line in prompts.read_text().splitlines() if line.strip()]
+    chosen.write_text("\n".join(lines[:PROMPTS]) + "\n")
+    return checkpoint.absolute(), chosen
+
+
 def measure(
     checkpoint: Path | None, prompts: Path | None, repeats: int, extra: list[str]
 ) -> tuple[list[dict], list[str]]:
@@ -78,18 +98,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if checkpoint is None:
-            checkpoint = folder / "toy"
-            write_toy("qwen3_moe", checkpoint, ToySize(), seed=0)
-        if prompts is None:
-            write_calculator_data(folder / "data", seed=0, num_train=PROMPTS, num_heldout=1, num_conversations=1)
-            prompts = folder / "data" / "train.jsonl"
-        lines = prompts.read_text().splitlines()
-        if len(read_prompts(prompts)) < PROMPTS:
-            raise ValueError(f"{prompts}: {PROMPTS} prompts are needed.")
-        chosen = folder / "prompts.jsonl"
-        chosen.write_text("\n".join([line for line in lines if line.strip()][:PROMPTS]) + "\n")
-        settings = [*overrides(checkpoint.absolute(), chosen, folder, repeats), *extra]
+        settings = [*overrides(*write_work(folder, checkpoint, prompts), folder, repeats), *extra]
         commands.train(RECIPE, settings, resume=False, overwrite=False, job=None, checkpoint_log=None, ray_address=None)
         steps = [step for step in read_metrics(folder / "step" / "metrics.jsonl") if step["step"] > 1]
     for step in steps:

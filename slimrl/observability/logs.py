@@ -52,7 +52,7 @@ def capture_output(path: Path, level: int = logging.INFO) -> None:
 
 
 def quiet_megatron() -> None:
-    """Hide warnings of megatron-core and torch about libraries and settings for training, in commands that do not train."""
+    """Hide warnings of megatron-core and torch about training, in commands that do not train."""
     for module in ("megatron", "torch.distributed.checkpoint"):
         warnings.filterwarnings("ignore", module=rf"{module}\.")
     for name in ("megatron", "torch.utils.cpp_extension"):

@@ -121,7 +121,9 @@ def write_curve(metrics_files: Sequence[Path], out: Path, title: str = "") -> No
     drawn = {path: _curves([steps]) for path, steps in zip(metrics_files, runs, strict=True)}
     losses = [str(path) for path, names in drawn.items() if names and names[0] in LOSSES]
     if 0 < len(losses) < len(runs):
-        raise ValueError(f"{', '.join(losses)}: a loss, where other runs have rewards. One figure is of one kind of run.")
+        raise ValueError(
+            f"{', '.join(losses)}: a loss, where other runs have rewards. One figure is of one kind of run."
+        )
     curves = _curves(runs)
     if not curves:
         raise ValueError(f"{', '.join(map(str, metrics_files))}: no reward or loss to draw.")

@@ -3,6 +3,9 @@
 It also has an engine score given tokens (`score`): a prefill without new tokens, of which SGLang returns the log-probs.
 Those are of the model's own distribution: SGLang divides by the temperature where it samples, and nowhere before.
 
+Turns that begin at the same moment share a request (turn_batches.py), which SGLang answers turn by turn as a stream of
+events.
+
 aiohttp and not httpx: httpx's connection pool scans all its connections at each request. With 256 open requests that
 took 7 to 10 ms of CPU time a request, aiohttp 0.2 ms.
 
@@ -18,7 +21,7 @@ import asyncio
 import base64
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,9 +40,12 @@ from slimrl.data.engine import (
 )
 from slimrl.data.trajectory import ACCEPTED_DRAFT_TOKENS, DRAFT_TOKENS, STALE_CACHE_TOKENS
 from slimrl.rollout.kept_caches import SessionCache
+from slimrl.rollout.turn_batches import TurnBatches
 
 SPECULATION = {"spec_num_proposed_drafts": DRAFT_TOKENS, "spec_num_correct_drafts": ACCEPTED_DRAFT_TOKENS}
 """What SGLang says of an answer with speculative decoding, and our name for it."""
+_AT_THE_END = 1 << 30
+"""Tokens between two events of a turn, beside the first one and that of its end"""
 _ABORT_TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 """Before each attempt but the first."""
@@ -219,6 +225,7 @@ class SglangEngine(Engine):
         self._group_of: dict[str, int] = {}
         self._caches: dict[str, SessionCache] | None = {} if keeps_caches else None
         self._aborts: set[asyncio.Task[None]] = set()
+        self._batches = TurnBatches(self._alone, self._together, self._abort_later, retries=retries)
 
     def close(self, session_id: str) -> None:
         self._group_of.pop(session_id, None)
@@ -232,7 +239,36 @@ class SglangEngine(Engine):
             EngineError: the engine refused, ended, or did not answer before the deadline. The request is then aborted
                 at the engine, as it is if the caller cancels.
         """
+        self._check_tokens(self._name([request]), request.input_ids)
+        return await self._batches.generate(request, self._group_of.get(request.session_id))
+
+    async def _alone(self, request: GenerateRequest) -> GenerateResult:
         return (await self.generate_batch([request]))[0]
+
+    async def _together(
+        self, requests: Sequence[GenerateRequest], rids: Sequence[str], group: int | None
+    ) -> AsyncIterator[tuple[int, GenerateResult]]:
+        """Index and result of each request when it has ended; raises EngineError."""
+        body = batch_body(requests, rids, routed_experts=self._routed_experts_shape is not None)
+        for sampling in body["sampling_params"]:
+            sampling["stream_interval"] = _AT_THE_END
+        body |= {"stream": True} | ({} if group is None else {"routed_dp_rank": group})
+        name, first = self._name(requests), first_experts(requests)
+        try:
+            async with self._session().post(**self._call(body)) as response:
+                if response.status != 200:
+                    raise _refusal(name, response.status, await response.read())
+                async for event in _events(response.content):
+                    answer = orjson.loads(event)
+                    if "error" in answer:
+                        raise EngineError(f"{name}: {answer['error']}")
+                    if answer["meta_info"]["finish_reason"] is not None:
+                        index = answer["index"]
+                        yield index, self._result(answer, requests[index], first_expert_row=first)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
+        except aiohttp.ClientError as error:
+            raise _failure(name, error) from error
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Several turns in one call, all or nothing; the deadline is the latest of theirs.
@@ -249,18 +285,22 @@ class SglangEngine(Engine):
             answers = orjson.loads(content)
             pairs = list(zip(requests, answers if len(requests) > 1 else [answers], strict=True))
             first = first_experts(requests)
-            results = [
-                parse_answer(
-                    answer, request, self._routed_experts_shape, first_expert_row=first, num_retries=num_retries
-                )
+            return [
+                self._result(answer, request, first_expert_row=first, num_retries=num_retries)
                 for request, answer in pairs
             ]
-            for request, answer in pairs:
-                if (group := answer["meta_info"].get("dp_rank")) is not None:
-                    self._group_of[request.session_id] = group
-            return list(map(self._with_stale_tokens, requests, results))
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
+
+    def _result(
+        self, answer: dict[str, Any], request: GenerateRequest, *, first_expert_row: int, num_retries: int = 0
+    ) -> GenerateResult:
+        result = parse_answer(
+            answer, request, self._routed_experts_shape, first_expert_row=first_expert_row, num_retries=num_retries
+        )
+        if (group := answer["meta_info"].get("dp_rank")) is not None:
+            self._group_of[request.session_id] = group
+        return self._with_stale_tokens(request, result)
 
     def _with_stale_tokens(self, request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         if self._caches is None:
@@ -291,6 +331,7 @@ class SglangEngine(Engine):
 
     async def aclose(self) -> None:
         """Close the connections after all aborts have been sent."""
+        await self._batches.aclose()
         await asyncio.gather(*self._aborts)
         if self._http is not None:
             await self._http.close()
@@ -318,13 +359,9 @@ class SglangEngine(Engine):
         except TimeoutError as error:
             raise EngineError(f"{name}: no answer within {round(timeout_s, 2):g} s") from error
         except aiohttp.ClientError as error:
-            kind = EngineUnreachable if isinstance(error, _BROKEN) else EngineError
-            if isinstance(error, aiohttp.ClientConnectorError):
-                kind = EngineAbsent
-            raise kind(f"{name}: {type(error).__name__} {error}".rstrip()) from error
+            raise _failure(name, error) from error
         if status != 200:
-            kind = EngineUnreachable if status in _RETRIED_STATUSES else EngineError
-            raise kind(f"{name}: {status} {content[:500].decode(errors='replace')}")
+            raise _refusal(name, status, content)
         return content, num_retries
 
     async def _ask(self, name: str, post: Callable[[], Awaitable[tuple[int, bytes]]]) -> tuple[int, bytes, int]:
@@ -355,14 +392,17 @@ class SglangEngine(Engine):
 
     async def _send(self, body: dict[str, Any], rids: Sequence[str]) -> tuple[int, bytes]:
         """Status and content; without an answer the requests `rids` are aborted at the engine."""
-        headers = {"content-type": "application/json"}
-        url, data = f"{self._url}/generate", orjson.dumps(body)
         try:
-            async with self._session().post(url, data=data, headers=headers) as response:
+            async with self._session().post(**self._call(body)) as response:
                 return response.status, await response.read()
         except BaseException:
             self._abort_later(rids)
             raise
+
+    def _call(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a POST to /generate."""
+        headers = {"content-type": "application/json"}
+        return {"url": f"{self._url}/generate", "data": orjson.dumps(body), "headers": headers}
 
     def _abort_later(self, rids: Sequence[str]) -> None:
         task = asyncio.get_running_loop().create_task(self._abort(rids))
@@ -381,3 +421,31 @@ class SglangEngine(Engine):
     def _name(self, requests: Sequence[GenerateRequest]) -> str:
         more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
         return f"{self._url}, session {requests[0].session_id}{more}"
+
+
+def _failure(name: str, error: aiohttp.ClientError) -> EngineError:
+    kind = EngineUnreachable if isinstance(error, _BROKEN) else EngineError
+    if isinstance(error, aiohttp.ClientConnectorError):
+        kind = EngineAbsent
+    return kind(f"{name}: {type(error).__name__} {error}".rstrip())
+
+
+def _refusal(name: str, status: int, content: bytes) -> EngineError:
+    kind = EngineUnreachable if status in _RETRIED_STATUSES else EngineError
+    return kind(f"{name}: {status} {content[:500].decode(errors='replace')}")
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The JSON of each server-sent event `data: JSON`, up to `data: [DONE]`."""
+    parts: list[bytes] = []
+    async for part in content.iter_any():
+        if parts and parts[-1].endswith(b"\n"):  # perhaps half of the separator
+            part = parts.pop() + part
+        *ends, rest = part.split(b"\n\n")
+        for end in ends:
+            event = b"".join([*parts, end]).removeprefix(b"data: ")
+            parts = []
+            if event == b"[DONE]":
+                return
+            yield event
+        parts.append(rest)

@@ -59,6 +59,14 @@ def test_a_step_of_fixed_work_is_timed(tmp_path: Path):
 
 
 @pytest.mark.full
+def test_the_agent_loop_is_timed_beside_bare_batches(tmp_path: Path):
+    figures = figures_of("agent_loop", tmp_path / "loop.json", "--repeats", "1", "rollout.num_engines=1")
+    (seconds,) = figures["rounds"]
+    assert figures["ratio"] == pytest.approx(seconds["bare"] / seconds["agent loop"])
+    assert_positive(*seconds.values(), *figures["tokens_per_s"].values())
+
+
+@pytest.mark.full
 def test_algorithms_are_compared_and_results_are_not_measured_again(tmp_path: Path):
     out, plot = tmp_path / "algorithms.json", tmp_path / "curves.png"
     arguments = [

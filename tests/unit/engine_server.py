@@ -1,6 +1,7 @@
 """Engines as their clients see them: web servers of this process that answer, hang or break off."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -41,22 +42,37 @@ class EngineServer:
             while len(self.bodies) < count:
                 await asyncio.sleep(0.01)
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.bodies.append(body)
-        self.under_way += 1
+        self.bodies += _turns(body) if body.get("stream") else [body]
+        turns = len(body["rid"]) if body.get("stream") else 1
+        self.under_way += turns
         self.most_under_way = max(self.most_under_way, self.under_way)
         action = self.script.pop(0) if self.script else self.action
         await asyncio.sleep(60 if action == "hang" else self.slow)
-        self.under_way -= 1
+        self.under_way -= turns
         if action == "cut off":
             assert request.transport is not None
             request.transport.abort()
         if isinstance(action, int):
             return web.json_response({"error": "not now"}, status=action)
+        if body.get("stream"):
+            return await self._stream(request, body["input_ids"])
         several = isinstance(body["rid"], list)
         answers = [self._answer(tokens) for tokens in (body["input_ids"] if several else [body["input_ids"]])]
         return web.json_response(answers if several else answers[0])
+
+    async def _stream(self, request: web.Request, inputs: list[list[int]]) -> web.StreamResponse:
+        """As SGLang does: an event with each turn's first token, one with its end, the last turn first."""
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for finish in (None, {"type": "stop"}):
+            for index in reversed(range(len(inputs))):
+                answer = self._answer(inputs[index])
+                answer["meta_info"]["finish_reason"] = finish
+                await response.write(f"data: {json.dumps({**answer, 'index': index})}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     def _answer(self, tokens: list[int]) -> dict[str, Any]:
         token = tokens[0] if self.token is None else self.token
@@ -76,6 +92,13 @@ class EngineServer:
     async def abort(self, request: web.Request) -> web.Response:
         self.aborted.append((await request.json())["rid"])
         return web.Response()
+
+
+def _turns(body: dict) -> list[dict]:
+    """The bodies that the turns of a request would have by themselves, in which `together` is how many they are."""
+    listed = {name: body[name] for name in ("rid", "input_ids", "sampling_params")}
+    values = [dict(zip(listed, turn, strict=True)) for turn in zip(*listed.values(), strict=True)]
+    return [{**body, **turn, "together": len(values)} for turn in values]
 
 
 @asynccontextmanager

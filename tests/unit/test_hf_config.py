@@ -9,6 +9,7 @@ from slimrl.models.hf_config import (
     partial_rotary_factor,
     plain_config,
     published_config,
+    read_hf_config,
     required,
     rope_scaling,
     rope_theta,
@@ -76,3 +77,11 @@ def test_positions_are_read_as_either_release_of_transformers_writes_them():
 def test_a_name_that_is_not_published_has_no_config():
     with pytest.raises(ValueError, match=r"no published config 'Qwen9'; known: .*Qwen3-8B"):
         published_config("Qwen9")
+
+
+@pytest.mark.parametrize(("metadata", "said"), [(False, "is needed$"), (True, "and this is one of Megatron's$")])
+def test_a_folder_without_a_config_is_refused_with_what_it_is(tmp_path, metadata, said):
+    if metadata:
+        (tmp_path / ".metadata").touch()
+    with pytest.raises(ValueError, match=f"no such file; a Hugging Face checkpoint folder .*{said}"):
+        read_hf_config(tmp_path)

@@ -91,7 +91,10 @@ def test_what_a_user_gives_reaches_sbatch_and_the_job_as_it_is(tmp_path: Path):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (FileNotFoundError("no sbatch"), "There is no sbatch on this machine. Submit the script where SLURM is installed: sbatch "),
+        (
+            FileNotFoundError("no sbatch"),
+            "There is no sbatch on this machine. Submit the script where SLURM is installed: sbatch ",
+        ),
         (subprocess.TimeoutExpired("sbatch", 60), "timed out after 60 seconds. The script is "),
         ((1, "", "invalid account\n"), "sbatch: invalid account The script is "),
         ((0, "Submitted batch job 5\n", ""), None),

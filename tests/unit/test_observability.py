@@ -455,7 +455,7 @@ def test_a_loss_and_a_reward_are_not_drawn_together(tmp_path):
     for file, name in zip(files, ("sft/loss", "reward/mean"), strict=True):
         with closing(MetricsWriter(file)) as writer:
             writer.log(1, {name: 0.5})
-    with pytest.raises(ValueError, match="sft.jsonl: a loss, where other runs have rewards"):
+    with pytest.raises(ValueError, match=r"sft\.jsonl: a loss, where other runs have rewards"):
         write_curve(files, tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
 
