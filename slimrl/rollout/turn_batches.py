@@ -1,8 +1,8 @@
 """Turns that begin at the same moment go to their engine in one request, which answers each of them when it ends.
 
 The engine's HTTP server, and the client's connections, take as much time for a request of many turns as for one.
-A turn that begins alone has a request of its own. So have those that a request of many has left without an answer, since
-the engine refused one of them: each then succeeds or fails by itself.
+A turn that begins alone has a request of its own. So has each that is left without an answer since the engine refused
+one of its request: it then succeeds or fails by itself.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class TurnBatches:
         try:
             async with asyncio.timeout(request.timeout_s):
                 result = await turn.answer
-        except BaseException as error:
+        except (TimeoutError, asyncio.CancelledError) as error:
             if turn.is_sent:
                 self._abort([turn.rid])
             if isinstance(error, TimeoutError):
