@@ -247,8 +247,11 @@ class SglangEngine(Engine):
 
     async def _together(
         self, requests: Sequence[GenerateRequest], rids: Sequence[str], group: int | None
-    ) -> AsyncIterator[tuple[int, GenerateResult]]:
-        """Index and result of each request when it has ended; raises EngineError."""
+    ) -> AsyncIterator[tuple[int, GenerateResult | None]]:
+        """Index and result of each request when it has ended, None of one that the engine refuses; raises EngineError.
+
+        Of a request by itself SGLang would make the refusal the status of its answer.
+        """
         body = batch_body(requests, rids, routed_experts=self._routed_experts_shape is not None)
         for sampling in body["sampling_params"]:
             sampling["stream_interval"] = _AT_THE_END
@@ -262,9 +265,13 @@ class SglangEngine(Engine):
                     answer = orjson.loads(event)
                     if "error" in answer:
                         raise EngineError(f"{name}: {answer['error']}")
-                    if answer["meta_info"]["finish_reason"] is not None:
-                        index = answer["index"]
-                        yield index, self._result(answer, requests[index], first_expert_row=first)
+                    if (finish := answer["meta_info"]["finish_reason"]) is None:
+                        continue
+                    index, is_refused = answer["index"], (finish.get("status_code") or 0) >= 400
+                    yield (
+                        index,
+                        None if is_refused else self._result(answer, requests[index], first_expert_row=first),
+                    )
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
         except aiohttp.ClientError as error:

@@ -19,7 +19,8 @@ MOST_TURNS = 64
 log = logging.getLogger(__name__)
 
 Alone = Callable[[GenerateRequest], Awaitable[GenerateResult]]
-Together = Callable[[Sequence[GenerateRequest], Sequence[str], int | None], AsyncIterator[tuple[int, GenerateResult]]]
+Ended = tuple[int, GenerateResult | None]
+Together = Callable[[Sequence[GenerateRequest], Sequence[str], int | None], AsyncIterator[Ended]]
 Abort = Callable[[Sequence[str]], None]
 
 
@@ -38,7 +39,7 @@ class TurnBatches:
     Args:
         alone: sends one turn.
         together: sends turns under their ids, to a group of the engine's ranks or to any, and yields the index and
-            the result of each when it has ended; raises EngineError.
+            the result of each when it has ended, None where the engine refused it; raises EngineError.
         abort: ends turns at the engine, by their ids, without waiting for it.
         retries: `alone` retries where the engine cannot be reached; else all turns of a request fail with it.
     """

@@ -27,6 +27,8 @@ class EngineServer:
         self.group: int | None = None
         """Of the engine's ranks, that answers"""
         self.experts: str | None = None
+        self.refused: int | None = None
+        """First token of a turn that is refused"""
         self.bodies: list[dict] = []
         self.aborted: list[str] = []
         self.under_way = self.most_under_way = 0
@@ -54,6 +56,8 @@ class EngineServer:
         if action == "cut off":
             assert request.transport is not None
             request.transport.abort()
+        if not body.get("stream") and body["input_ids"][0] == self.refused and self.refused is not None:
+            action = 400
         if isinstance(action, int):
             return web.json_response({"error": "not now"}, status=action)
         if body.get("stream"):
@@ -70,6 +74,8 @@ class EngineServer:
             for index in reversed(range(len(inputs))):
                 answer = self._answer(inputs[index])
                 answer["meta_info"]["finish_reason"] = finish
+                if finish and inputs[index][0] == self.refused:
+                    answer["meta_info"] = {"finish_reason": {"type": "abort", "status_code": 400, "message": "no"}}
                 await response.write(f"data: {json.dumps({**answer, 'index': index})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response

@@ -112,6 +112,18 @@ async def test_what_the_engine_refuses_together_is_asked_for_one_by_one(server, 
     assert server.bodies[2]["sampling_params"]["sampling_seed"] == 5
 
 
+async def test_a_turn_that_the_engine_refuses_fails_as_it_would_by_itself(server, connect):
+    server.refused = 6
+    engine = connect()
+    first, refused, last = await asyncio.gather(
+        *(engine.generate(ask(token)) for token in (5, 6, 7)), return_exceptions=True
+    )
+    assert (first.tokens, last.tokens) == ([5], [7])
+    assert isinstance(refused, EngineError)
+    assert "400" in str(refused)
+    assert sizes(server) == [3, 3, 3, 1]
+
+
 @pytest.mark.parametrize("action", ["cut off", 503])
 async def test_where_the_connection_breaks_all_turns_fail_or_are_retried(server, connect, monkeypatch, action):
     monkeypatch.setattr(client, "RETRY_DELAYS_S", (0.01,))
