@@ -51,7 +51,7 @@ def test_values_are_text_and_a_number_is_taken_as_it_is_written(recipe_file: Pat
         load_recipe(recipe_file, GIVEN)
     lines = str(caught.value).splitlines()
     assert re.search(r"recipe.yaml:3: rollout.env.A_B: expected str, got True\.", lines[0])
-    assert re.search(r"recipe.yaml:4: rollout.env.C: expected str, got None\.", lines[1])
+    assert re.search(r"recipe.yaml:4: rollout.env.C: expected str, got null\.", lines[1])
     assert re.search(r"recipe.yaml:5: rollout.env.D: expected str, got \[1\]\.", lines[2])
 
 

@@ -433,7 +433,7 @@ def test_a_dry_run_prints_the_script_that_would_be_submitted(task: list[str], tm
         *TINY, *task, "--nodes", "3", "--spares", "1", "--partition", "big", "--time", "4:00:00", "--dry-run"
     )
     assert result.exit_code == 0, result.output
-    script = result.output
+    script = result.stdout
     lines = script.splitlines()
     assert {"#SBATCH --nodes=4", "#SBATCH --partition=big", "#SBATCH --time=4:00:00"} <= set(lines)
     assert {"#SBATCH --signal=B:USR1@300", "#SBATCH --requeue", "#SBATCH --gpus-per-node=8"} <= set(lines)
