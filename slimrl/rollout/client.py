@@ -23,6 +23,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -40,7 +41,7 @@ from slimrl.data.engine import (
 )
 from slimrl.data.trajectory import ACCEPTED_DRAFT_TOKENS, DRAFT_TOKENS, STALE_CACHE_TOKENS
 from slimrl.rollout.kept_caches import SessionCache
-from slimrl.rollout.turn_batches import TurnBatches
+from slimrl.rollout.turn_batches import Ended, Kind, TurnBatches
 
 SPECULATION = {"spec_num_proposed_drafts": DRAFT_TOKENS, "spec_num_correct_drafts": ACCEPTED_DRAFT_TOKENS}
 """What SGLang says of an answer with speculative decoding, and our name for it."""
@@ -240,18 +241,24 @@ class SglangEngine(Engine):
                 at the engine, as it is if the caller cancels.
         """
         self._check_tokens(self._name([request]), request.input_ids)
-        return await self._batches.generate(request, self._group_of.get(request.session_id))
+        # SGLang takes one number for a request, and a first turn would have it report all experts of the others.
+        experts_from = 0 if self._routed_experts_shape is None else request.experts_from
+        return await self._batches.generate(request, (self._group_of.get(request.session_id), experts_from))
 
     async def _alone(self, request: GenerateRequest) -> GenerateResult:
         return (await self.generate_batch([request]))[0]
 
     async def _together(
-        self, requests: Sequence[GenerateRequest], rids: Sequence[str], group: int | None
-    ) -> AsyncIterator[tuple[int, GenerateResult | None]]:
-        """Index and result of each request when it has ended, None of one that the engine refuses; raises EngineError.
+        self, requests: Sequence[GenerateRequest], rids: Sequence[str], kind: Kind
+    ) -> AsyncIterator[Ended]:
+        """Of each request when it has ended its index and what reads its result, None where the engine refuses it.
 
         Of a request by itself SGLang would make the refusal the status of its answer.
+
+        Raises:
+            EngineError: also from what reads a result.
         """
+        group, _ = kind
         body = batch_body(requests, rids, routed_experts=self._routed_experts_shape is not None)
         for sampling in body["sampling_params"]:
             sampling["stream_interval"] = _AT_THE_END
@@ -268,14 +275,19 @@ class SglangEngine(Engine):
                     if (finish := answer["meta_info"]["finish_reason"]) is None:
                         continue
                     index, is_refused = answer["index"], (finish.get("status_code") or 0) >= 400
-                    yield (
-                        index,
-                        None if is_refused else self._result(answer, requests[index], first_expert_row=first),
-                    )
-        except (KeyError, TypeError, ValueError) as error:
+                    yield index, None if is_refused else partial(self._read, name, answer, requests[index], first)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
         except aiohttp.ClientError as error:
             raise _failure(name, error) from error
+
+    def _read(
+        self, name: str, answer: dict[str, Any], request: GenerateRequest, first_expert_row: int
+    ) -> GenerateResult:
+        try:
+            return self._result(answer, request, first_expert_row=first_expert_row)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Several turns in one call, all or nothing; the deadline is the latest of theirs.
@@ -443,8 +455,12 @@ def _refusal(name: str, status: int, content: bytes) -> EngineError:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The JSON of each server-sent event `data: JSON`, up to `data: [DONE]`."""
+    """The JSON of each server-sent event `data: JSON`, up to `data: [DONE]`.
+
+    It reads to the end, without which the connection could not be used again.
+    """
     parts: list[bytes] = []
+    has_ended = False
     async for part in content.iter_any():
         if parts and parts[-1].endswith(b"\n"):  # perhaps half of the separator
             part = parts.pop() + part
@@ -452,7 +468,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         for end in ends:
             event = b"".join([*parts, end]).removeprefix(b"data: ")
             parts = []
-            if event == b"[DONE]":
-                return
-            yield event
+            has_ended = has_ended or event == b"[DONE]"
+            if not has_ended:
+                yield event
         parts.append(rest)

@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from slimrl.data.engine import EngineError, EngineUnreachable, GenerateRequest, GenerateResult
 
@@ -19,8 +20,11 @@ MOST_TURNS = 64
 log = logging.getLogger(__name__)
 
 Alone = Callable[[GenerateRequest], Awaitable[GenerateResult]]
-Ended = tuple[int, GenerateResult | None]
-Together = Callable[[Sequence[GenerateRequest], Sequence[str], int | None], AsyncIterator[Ended]]
+Kind = tuple[int | None, int]
+"""What the turns of a request have in common: the group of the engine's ranks that is to serve them, None for any, and
+the first token whose experts are asked for"""
+Ended = tuple[int, Callable[[], GenerateResult] | None]
+Together = Callable[[Sequence[GenerateRequest], Sequence[str], Kind], AsyncIterator[Ended]]
 Abort = Callable[[Sequence[str]], None]
 
 
@@ -38,22 +42,19 @@ class TurnBatches:
 
     Args:
         alone: sends one turn.
-        together: sends turns under their ids, to a group of the engine's ranks or to any, and yields the index and
-            the result of each when it has ended, None where the engine refused it; raises EngineError.
+        together: sends turns of a kind under their ids, and yields of each when it has ended the index and what
+            reads its result, None where the engine refused it; raises EngineError.
         abort: ends turns at the engine, by their ids, without waiting for it.
         retries: `alone` retries where the engine cannot be reached; else all turns of a request fail with it.
     """
 
     def __init__(self, alone: Alone, together: Together, abort: Abort, *, retries: bool) -> None:
         self._alone, self._together, self._abort, self._retries = alone, together, abort, retries
-        self._waiting: dict[int | None, list[_Turn]] = {}
-        self._streams: set[asyncio.Task[None]] = set()
+        self._waiting: dict[Kind, list[_Turn]] = {}
+        self._streams: dict[asyncio.Task[None], list[_Turn]] = {}
 
-    async def generate(self, request: GenerateRequest, group: int | None) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, kind: Kind) -> GenerateResult:
         """One turn.
-
-        Args:
-            group: of the engine's ranks, to serve it; None for any.
 
         Raises:
             EngineError: what `alone` raises, or there was no answer before the deadline.
@@ -61,12 +62,12 @@ class TurnBatches:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.timeout_s
         turn = _Turn(request)
-        waiting = self._waiting.setdefault(group, [])
+        waiting = self._waiting.setdefault(kind, [])
         waiting.append(turn)
         if len(waiting) == MOST_TURNS:
-            self._send(group)
+            self._send(kind)
         elif len(waiting) == 1:
-            loop.call_soon(self._send, group)
+            loop.call_soon(self._send, kind)
         try:
             async with asyncio.timeout(request.timeout_s):
                 result = await turn.answer
@@ -83,34 +84,41 @@ class TurnBatches:
         return replace(result, num_retries=result.num_retries + turn.is_sent)
 
     async def aclose(self) -> None:
-        for stream in self._streams:
-            stream.cancel()
-        await asyncio.gather(*self._streams, return_exceptions=True)
+        """End what runs; turns that still wait are cancelled."""
+        streams = [*self._streams]
+        for turn in chain(*self._waiting.values(), *self._streams.values()):
+            turn.answer.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
 
-    def _send(self, group: int | None) -> None:
-        turns = [turn for turn in self._waiting.pop(group, []) if not turn.answer.done()]
+    def _send(self, kind: Kind) -> None:
+        turns = [turn for turn in self._waiting.pop(kind, []) if not turn.answer.done()]
         if len(turns) == 1:
             turns[0].answer.set_result(None)
         elif turns:
-            stream = asyncio.get_running_loop().create_task(self._stream(turns, group))
-            self._streams.add(stream)
-            stream.add_done_callback(self._streams.discard)
+            stream = asyncio.get_running_loop().create_task(self._stream(turns, kind))
+            self._streams[stream] = turns
+            stream.add_done_callback(self._streams.pop)
 
             def end_if_unwanted(answer: asyncio.Future[GenerateResult | None]) -> None:
-                if answer.cancelled() and all(turn.answer.done() for turn in turns):
+                # An abort may have come too early to be heard, and only the end of the connection is left.
+                if all(turn.answer.done() for turn in turns) and any(turn.answer.cancelled() for turn in turns):
                     stream.cancel()
 
             for turn in turns:
                 turn.is_sent = True
                 turn.answer.add_done_callback(end_if_unwanted)
 
-    async def _stream(self, turns: Sequence[_Turn], group: int | None) -> None:
+    async def _stream(self, turns: Sequence[_Turn], kind: Kind) -> None:
         failure: EngineUnreachable | None = None
         try:
             requests, rids = [turn.request for turn in turns], [turn.rid for turn in turns]
-            async for index, result in self._together(requests, rids, group):
-                if not (answer := turns[index].answer).done():
-                    answer.set_result(result)
+            async for index, read in self._together(requests, rids, kind):
+                if (answer := turns[index].answer).done():
+                    continue
+                try:
+                    answer.set_result(None if read is None else read())
+                except EngineError as error:
+                    answer.set_exception(error)
         except EngineError as error:
             if isinstance(error, EngineUnreachable) and not self._retries:
                 failure = error

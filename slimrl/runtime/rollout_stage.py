@@ -202,11 +202,12 @@ class RolloutStage:
         """Its result, beside these groups.
 
         Args:
-            check: called every second in this thread, so that an engine which is judged does not hold up the groups; an
-                exception that it raises ends the coroutine.
+            check: called at first and every second in this thread, so that an engine which is judged does not hold up
+                the groups; an exception that it raises ends the coroutine.
         """
         work = self.submit(coroutine)
         try:
+            check()
             while not wait([work], timeout=WATCH_S).done:
                 check()
         finally:
@@ -419,9 +420,10 @@ class RolloutStage:
 
 
 async def _watched[T](work: Coroutine[Any, Any, T], check: Callable[[], None]) -> T:
-    """Its result; `check` is called every second, and an exception that it raises ends the work."""
+    """Its result; `check` is called at first and every second, and an exception that it raises ends the work."""
     task = asyncio.create_task(work)
     try:
+        check()
         while not (await asyncio.wait([task], timeout=WATCH_S))[0]:
             check()
     finally:

@@ -26,7 +26,7 @@ from slimrl.rewards.services import RewardServices
 from slimrl.rollout.slots import Slots
 from slimrl.runtime import rollout_stage
 from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
-from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.runtime.rollout_stage import RolloutStage, _watched
 
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=i) for i in range(5)]
 
@@ -513,3 +513,9 @@ def test_the_sandbox_is_closed_with_the_stage_before_which_it_runs_what_a_reward
         assert [one.reward for one in stage.rollout(PROMPTS[:2], label="step_000001")] == [0.5, 0.5]
         assert "sandbox closed" not in episodes.journal
     assert episodes.journal[-2:] == ["sandbox closed", "connections closed"]
+
+
+async def test_engines_are_looked_at_in_a_rollout_of_any_length():
+    looks = []
+    assert await _watched(asyncio.sleep(0, "done"), lambda: looks.append(1)) == "done"
+    assert looks == [1]

@@ -1,8 +1,11 @@
 """Turns that begin at the same moment share a request to their engine, and each of them ends by itself."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from engine_server import EngineServer, serving
 
@@ -99,8 +102,30 @@ async def test_a_request_that_nobody_waits_for_ends(server, connect):
     await asyncio.sleep(0)
     async with asyncio.timeout(5):
         await asyncio.gather(*engine._batches._streams, return_exceptions=True)
+    assert not engine._batches._streams
     await engine.aclose()
     assert sorted(server.aborted) == sorted(server.rids)
+
+
+async def test_turns_that_run_when_the_client_closes_end(server, connect):
+    server.action = "hang"
+    engine = connect()
+    tasks = [asyncio.create_task(engine.generate(ask(token))) for token in (1, 2)]
+    await server.asked(2)
+    async with asyncio.timeout(5):
+        await engine.aclose()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(task.cancelled() for task in tasks)
+    assert sizes(server) == [2, 2]
+
+
+async def test_turns_that_ask_for_experts_from_different_tokens_do_not_share_a_request(server, connect):
+    server.experts = base64.b64encode(np.zeros((2, 1, 1), np.int32)).decode()
+    engine = connect(routed_experts_shape=(1, 1))
+    requests = [replace(ask(token), experts_from=start) for token, start in ((5, 0), (6, 0), (7, 1), (8, 1), (9, 1))]
+    await asyncio.gather(*(engine.generate(request) for request in requests), return_exceptions=True)
+    assert {(body["input_ids"][0], body["routed_experts_start_len"]) for body in server.bodies} >= {(5, 0), (7, 1)}
+    assert sizes(server)[:5] == [2, 2, 3, 3, 3]
 
 
 async def test_what_the_engine_refuses_together_is_asked_for_one_by_one(server, connect):
