@@ -37,7 +37,7 @@ def read_file(path: Path, chain: tuple[Path, ...], referrer: str, problems: list
         entries = [] if root is None else list(source.entries(root, "", problems))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        if (recipe := path / "config.yaml").is_file():
+        if isinstance(error, IsADirectoryError) and (recipe := path / "config.yaml").is_file():
             reason = f"a run folder, whose recipe is {display_path(recipe)}"
         problems.append(Problem(where=referrer, key=EXTENDS if referrer else "", message=f"{shown}: {reason}."))
         return

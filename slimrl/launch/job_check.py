@@ -117,10 +117,12 @@ def _check_python(job: SlurmJob) -> None:
 def _missing_here(loaded: LoadedRecipe, job: SlurmJob) -> Iterator[Violation]:
     """Warnings of what would stop a submission from this machine."""
     run = RunFolder(Path(loaded.recipe.run.dir) / loaded.recipe.run.name)
-    for check in (
-        partial(_check_python, job),
-        partial(check_run_folder, run, resume=job.resume, overwrite=job.overwrite),
-    ):
+    checks = [partial(_check_python, job)]
+    # As at a submission: the job that this one waits for may change the folder, and a run without a step gives way.
+    waits = any(option.startswith("--dependency") for option in job.sbatch)
+    if not waits and (job.resume or not run.ended_early.is_file()):
+        checks.append(partial(check_run_folder, run, resume=job.resume, overwrite=job.overwrite))
+    for check in checks:
         try:
             check()
         except ValueError as error:

@@ -120,7 +120,7 @@ def write_curve(metrics_files: Sequence[Path], out: Path, title: str = "") -> No
             raise ValueError(f"{path} holds no steps.")
     drawn = {path: _curves([steps]) for path, steps in zip(metrics_files, runs, strict=True)}
     losses = [str(path) for path, names in drawn.items() if names and names[0] in LOSSES]
-    if 0 < len(losses) < len(runs):
+    if 0 < len(losses) < sum(map(bool, drawn.values())):
         raise ValueError(
             f"{', '.join(losses)}: a loss, where other runs have rewards. One figure is of one kind of run."
         )

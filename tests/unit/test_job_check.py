@@ -228,3 +228,8 @@ def test_a_dry_run_says_what_would_stop_a_submission_from_here(tmp_path: Path):
     assert f"{warned}/none/bin/python: no such program" in said.stderr
     assert f"{warned}{tmp_path}/none: there is no run to resume." in said.stderr
     assert warned not in launch(*job, "--container", "image").stderr
+    assert warned not in launch(*job, "--container", "image", "--resume", "--sbatch", "--dependency=afterok:17").stderr
+    (tmp_path / "none").mkdir()
+    assert warned in launch(*job, "--container", "image").stderr
+    (tmp_path / "none" / "ended_early").touch()
+    assert warned not in launch(*job, "--container", "image").stderr
