@@ -1,5 +1,6 @@
 """`slimrl train`, `sft`, `rollout`, `export` and `report`."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +19,7 @@ from slimrl.cli.arguments import (
     ResumeOrStart,
 )
 from slimrl.data.imports import imports_uncollected
-from slimrl.observability.run_folder import Opening, RunFolder, check_run_folder
+from slimrl.observability.run_folder import Opening, RunFolder, check_start
 from slimrl.profiling.recorder import Profiled, check_profiled, parse_steps
 
 
@@ -150,7 +151,10 @@ def _refuse_early(
     """Refuse what recipe, arguments and the run's folder alone forbid, before the seconds that large imports take."""
     from slimrl.config.load import read_recipe
     from slimrl.config.problems import RecipeError
+    from slimrl.observability.folder_lock import folder_lock
 
+    if path.is_fifo():
+        return  # It can be read once.
     loaded, problems = read_recipe(path, overrides, command)
     if loaded is None:
         raise RecipeError(problems)
@@ -159,9 +163,10 @@ def _refuse_early(
     check_profiled(profiled, loaded.recipe.steps)
     run = RunFolder(Path(loaded.recipe.run.dir) / loaded.recipe.run.name)
     resume, overwrite = how["resume"], how["overwrite"]
-    # An attempt of a job, and a run that ended before its first step, depend on more.
-    if resume is not None and how["job"] is None and (resume or not run.ended_early.is_file()):
-        check_run_folder(run, resume=resume, overwrite=overwrite)
+    # What becomes of the run in an attempt of a job depends on more.
+    if resume is not None and how["job"] is None:
+        with folder_lock(run.path) if run.config.is_file() else nullcontext():
+            check_start(run, resume=resume, overwrite=overwrite)
 
 
 def _profiled(steps: str | None, torch: bool) -> Profiled | None:

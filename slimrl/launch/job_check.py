@@ -16,7 +16,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.launch.submit import MARGIN_S, SlurmJob, check_sbatch, nodes_needed
 from slimrl.launch.time_limit import check_time_limit
 from slimrl.models.offline_recipe import read_offline
-from slimrl.observability.run_folder import RunFolder, check_run_folder
+from slimrl.observability.run_folder import RunFolder, check_start
 
 
 def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: bool) -> tuple[Problem, ...]:
@@ -100,10 +100,14 @@ def _check_files(loaded: LoadedRecipe, job: SlurmJob) -> list[Violation]:
             raise ValueError(f"{loaded.path}: the code that it names cannot be imported: {error}") from error
         # This machine need not have the image's packages.
         warnings.append(("", f"the task is not checked, since it needs packages of the image: {error}."))
-    # The job that this one waits for may still change the run's folder.
-    if not any(option.startswith("--dependency") for option in job.sbatch):
+    if not _waits(job):
         check_run(loaded, resume=job.resume, overwrite=job.overwrite)
     return warnings
+
+
+def _waits(job: SlurmJob) -> bool:
+    """Whether it waits for another job, which may still change the run's folder."""
+    return any(option.startswith("--dependency") for option in job.sbatch)
 
 
 def _check_python(job: SlurmJob) -> None:
@@ -118,10 +122,8 @@ def _missing_here(loaded: LoadedRecipe, job: SlurmJob) -> Iterator[Violation]:
     """Warnings of what would stop a submission from this machine."""
     run = RunFolder(Path(loaded.recipe.run.dir) / loaded.recipe.run.name)
     checks = [partial(_check_python, job)]
-    # As at a submission: the job that this one waits for may change the folder, and a run without a step gives way.
-    waits = any(option.startswith("--dependency") for option in job.sbatch)
-    if not waits and (job.resume or not run.ended_early.is_file()):
-        checks.append(partial(check_run_folder, run, resume=job.resume, overwrite=job.overwrite))
+    if not _waits(job):
+        checks.append(partial(check_start, run, resume=job.resume, overwrite=job.overwrite))
     for check in checks:
         try:
             check()

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypedDict
 
+from slimrl.data.atomic import write_whole
 from slimrl.profiling.spans import PROFILE_FOLDER
 
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
@@ -156,7 +157,7 @@ def open_run_folder(
     run = RunFolder(folder / name)
     check_run_folder(run, resume=resume, overwrite=overwrite)
     if resume:
-        run.resumed_config.write_text(config_yaml)
+        write_whole(run.resumed_config, config_yaml)
         _fill(run, job)
         return run
     fresh = RunFolder(folder / f".{name}.new_{secrets.token_hex(4)}")
@@ -216,6 +217,12 @@ def check_run_folder(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
     elif run.path.exists():
         _check_is_run(run)
         raise ValueError(_refusal(run))
+
+
+def check_start(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
+    """As `check_run_folder`, but a run that ended before its first step gives way to any other."""
+    if resume or not run.ended_early.is_file():
+        check_run_folder(run, resume=resume, overwrite=overwrite)
 
 
 def _refusal(run: RunFolder) -> str:

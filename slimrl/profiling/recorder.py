@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from slimrl.profiling.spans import LOOK_S, RECORDING, SPANS
+from slimrl.profiling.spans import LOOK_S, PROFILED, RECORDING, SPANS
 from slimrl.profiling.trace import write_trace
 
 STEP = "whole step"
@@ -65,6 +65,7 @@ class Recorder:
         self._folder, self._profiled = folder.absolute(), profiled
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        (folder / PROFILED).touch()
         SPANS.open(self._folder, "driver")
 
     @contextmanager

@@ -1,7 +1,7 @@
 """What this process does, and when, while steps are recorded (`slimrl train --profile`).
 
-1. A run that is asked for a profile has a folder for it, in which each process writes a file of its own, a line for
-   each span. Without the folder a span costs a comparison.
+1. A run that is asked for a profile has a folder for it with the file PROFILED, in which each process writes a file of
+   its own, a line for each span. Without that file a span costs a comparison.
 2. The driver puts the file RECORDING there while it is in a step to record. Every process looks for it, engines too,
    which the driver does not call.
 3. Times are the system clock's, so that the files of all processes fit together (trace.py).
@@ -20,6 +20,8 @@ from typing import Any, TextIO
 
 PROFILE_FOLDER = "profile"
 """In a run's folder"""
+PROFILED = "profiled"
+"""Name of the file that tells the profile of this attempt of a run from that of an earlier one."""
 RECORDING = "recording"
 """Name of the file that exists while steps are recorded."""
 LOOK_S = 0.02
@@ -51,12 +53,12 @@ class Spans:
         return "SPANS"
 
     def open(self, folder: Path, process: str) -> None:
-        """Record into `folder` if it exists.
+        """Record into `folder` if the run has a profile.
 
         Args:
             process: what this process is in the run, for example `trainer 0`.
         """
-        self._folder, self.process = (folder if folder.is_dir() else None), process
+        self._folder, self.process = (folder if _is_profiled(folder) else None), process
 
     def open_child(self) -> None:
         """`open` as the parent process said by `child_variables`."""
@@ -142,7 +144,11 @@ def _thread() -> str:
 
 def child_variables(folder: Path, process: str) -> dict[str, str]:
     """The environment of a child process that records into `folder`; empty if the run has no profile."""
-    return {VARIABLE: f"{folder.absolute()}:{process}"} if folder.is_dir() else {}
+    return {VARIABLE: f"{folder.absolute()}:{process}"} if _is_profiled(folder) else {}
+
+
+def _is_profiled(folder: Path) -> bool:
+    return (folder / PROFILED).is_file()
 
 
 SPANS = Spans()

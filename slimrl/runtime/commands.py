@@ -20,7 +20,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.profiling.recorder import Profiled, Recorder, check_profiled
-from slimrl.profiling.spans import RECORDING
+from slimrl.profiling.spans import PROFILED, RECORDING
 from slimrl.runtime.checks.checkpoint_check import check_exported
 from slimrl.runtime.checks.start_check import check_checkpoint_model, check_critic, resume_point
 from slimrl.runtime.checks.task import Task, load_task
@@ -329,8 +329,9 @@ def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunStat
 def _recorder(folder: RunFolder, profiled: Profiled | None, progress: Progress) -> Iterator[Recorder | None]:
     """Of the run's processes, which start and end within the block; then its trace is written."""
     if profiled is None:
-        # An earlier attempt that was killed while it recorded has left it, and processes record while it is there.
-        (folder.profile / RECORDING).unlink(missing_ok=True)
+        # Of an earlier attempt, of which the second is left if it was killed while it recorded.
+        for sign in (PROFILED, RECORDING):
+            (folder.profile / sign).unlink(missing_ok=True)
         yield None
         return
     recorder = Recorder(folder.profile, profiled)

@@ -1,6 +1,7 @@
 """What is given on the command line reaches what does the work, and how a command ends."""
 
 import logging
+import os
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from slimrl.cli.exit_codes import exit_codes
 from slimrl.config import load
 from slimrl.launch import job_check, submit
 from slimrl.launch.reports import LaunchError
+from slimrl.observability.folder_lock import folder_lock
 from slimrl.planner import command as planner_command
 from slimrl.planner.hardware import Hardware
 from slimrl.resync.estimate.machine import Machine
@@ -87,6 +89,25 @@ def test_what_arguments_and_the_runs_folder_forbid_is_refused_before_the_command
     refused = invoke("train", recipe, "model.path=x", "steps=3", f"run.dir={tmp_path}", "run.name=mine", *flags)
     assert (refused.exit_code, calls) == (2, [])
     assert said in refused.output
+
+
+def test_a_run_that_lives_is_said_to_be_in_use(told, tmp_path):
+    calls = told(commands, "train")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").touch()
+    with folder_lock(tmp_path / "mine"):
+        refused = invoke(
+            "train", RECIPES / "gspo_calculator.yaml", "model.path=x", f"run.dir={tmp_path}", "run.name=mine"
+        )
+    assert (refused.exit_code, calls) == (2, [])
+    assert "is in use by process" in refused.output
+
+
+def test_a_recipe_from_a_pipe_is_left_to_the_command(told, tmp_path):
+    calls = told(commands, "train")
+    os.mkfifo(tmp_path / "pipe")
+    assert invoke("train", tmp_path / "pipe").exit_code == 0
+    assert len(calls) == 1
 
 
 def test_training_on_a_file_is_told_which_and_how_often(told):

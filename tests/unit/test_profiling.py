@@ -15,7 +15,7 @@ from rich.console import Console
 from slimrl.observability.run_folder import RunFolder
 from slimrl.profiling.breakdown import BETWEEN, own_times, step_profiles
 from slimrl.profiling.recorder import STEP, Profiled, Recorder, check_profiled, parse_steps
-from slimrl.profiling.spans import LOOK_S, RECORDING, SPANS, Spans
+from slimrl.profiling.spans import LOOK_S, PROFILED, RECORDING, SPANS, Spans, child_variables
 from slimrl.profiling.tables import phases_table, profile_tables
 from slimrl.profiling.trace import Span, read_spans, within, write_trace
 from slimrl.runtime.commands import _recorder
@@ -31,7 +31,8 @@ def span(name: str, begin_ms: float, end_ms: float, track: str = "main", process
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> tuple[Spans, Path]:
-    (tmp_path / RECORDING).touch()
+    for sign in (PROFILED, RECORDING):
+        (tmp_path / sign).touch()
     spans = Spans()
     spans.open(tmp_path, "trainer 0")
     return spans, tmp_path
@@ -40,11 +41,15 @@ def recorded(tmp_path: Path) -> tuple[Spans, Path]:
 def test_an_attempt_that_is_not_profiled_keeps_the_profile_of_the_one_before(tmp_path: Path):
     folder = RunFolder(tmp_path)
     folder.profile.mkdir()
-    for name in ("trace.json", RECORDING):
+    for name in ("trace.json", PROFILED, RECORDING):
         (folder.profile / name).touch()
     with _recorder(folder, None, None) as recorder:  # type: ignore[arg-type]
         assert recorder is None
         assert [file.name for file in folder.profile.iterdir()] == ["trace.json"], "and nothing is recorded"
+        assert child_variables(folder.profile, "engine 0") == {}
+        spans = Spans()
+        spans.open(folder.profile, "trainer 0")
+        assert not spans.is_open
 
 
 def test_a_block_is_recorded_with_its_times_and_details(recorded):
@@ -70,13 +75,16 @@ def test_nothing_is_written_without_a_profile_or_beside_its_steps(tmp_path):
     assert not spans.is_open
     with spans("a"):
         pass
+    (tmp_path / PROFILED).touch()
     spans.open(tmp_path, "driver")
+    assert spans.is_open
     with spans("b"):
         pass
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == [PROFILED]
 
 
 def test_recording_begins_and_ends_with_the_file(tmp_path):
+    (tmp_path / PROFILED).touch()
     spans = Spans()
     spans.open(tmp_path, "engine 0")
     for name, is_recorded in (("before", False), ("inside", True), ("after", False)):

@@ -14,7 +14,7 @@ from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.models.architecture import check_architecture, trained_architecture
 from slimrl.models.hf_config import read_hf_config
-from slimrl.observability.run_folder import RunFolder, check_run_folder
+from slimrl.observability.run_folder import RunFolder, check_start
 from slimrl.runtime.checks.checkpoint_check import WholeCheckpoint, newest_checkpoint
 from slimrl.runtime.checks.folder_check import folder_problems
 from slimrl.runtime.checks.model_check import model_problems
@@ -86,9 +86,7 @@ def check_run(loaded: LoadedRecipe, *, resume: bool, overwrite: bool) -> None:
     """
     recipe = loaded.recipe
     run = RunFolder(Path(recipe.run.dir) / recipe.run.name)
-    # A run that ended before its first step gives way to any other.
-    if resume or not run.ended_early.is_file():
-        check_run_folder(run, resume=resume, overwrite=overwrite)
+    check_start(run, resume=resume, overwrite=overwrite)
     if resume:
         found = resume_point(run, recipe, contents=False)
         if found is not None and is_needed("critic", loaded.command):
