@@ -4,7 +4,13 @@
 PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
+# What installs packages: uv, which pip installs first, or pip itself, which takes several times as long. Both know the
+# options below. uv reads no settings of pip: a mirror is named to it by UV_DEFAULT_INDEX.
+INSTALLER ?= uv
+INSTALL_pip := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
+INSTALL_uv := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
+INSTALL = $(INSTALL_$(INSTALLER))
+GET_INSTALLER = $(if $(filter uv,$(INSTALLER)),$(INSTALL_pip) --no-deps $$(grep '^uv==' requirements/dev.txt),true)
 # Up to date if .venv holds the packages of requirements/.
 STAMP := $(VENV)/.installed
 IS_3_12 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
@@ -30,29 +36,34 @@ RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTA
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv with the pinned dependencies: some minutes, 6.7 GB; updates it when requirements/ changes
+setup: $(STAMP) ## create .venv with the pinned dependencies: 1 to 2 minutes, 6.7 GB; updates it when requirements/ changes
 
 $(STAMP): $(wildcard requirements/*) pyproject.toml
 	@$(MAKE_VENV)
-	@echo "Installing the pinned dependencies into $(VENV): 6.7 GB on disk, a few minutes."
+	@$(GET_INSTALLER)
+	@echo "Installing the pinned dependencies into $(VENV) with $(INSTALLER): 6.7 GB on disk."
 	@echo "  1/3 requirements/slimrl.txt, cpu.txt and dev.txt (most of it)"
-	@$(PIP) --constraint requirements/lock.txt --requirement requirements/slimrl.txt \
+	@$(INSTALL) --constraint requirements/lock.txt --requirement requirements/slimrl.txt \
 	    --requirement requirements/cpu.txt --requirement requirements/dev.txt
 	@echo "  2/3 requirements/no-deps.txt"
-	@$(PIP) --no-deps --requirement requirements/no-deps.txt
+	@$(INSTALL) --no-deps --requirement requirements/no-deps.txt
 	@echo "  3/3 slimrl"
-	@$(PIP) --no-deps --editable .
+	@$(INSTALL) --no-deps --editable .
 	@$(BIN)/python -m compileall -q slimrl megatron_patches tools
 	@touch $@
 
+# The lock names every package. Transformer Engine's part for torch is compiled against the torch that step 1 installs,
+# with the headers of CUDA, cuDNN and NCCL that come with it.
 setup-gpu: ## create .venv on a machine with NVIDIA GPUs and CUDA 13 instead (docs/install.md)
 	@$(MAKE_VENV)
-	@echo "Installing the packages of a GPU machine into $(VENV); Transformer Engine may be compiled, which takes long."
+	@$(GET_INSTALLER)
+	@echo "Installing the packages of a GPU machine into $(VENV) with $(INSTALLER)."
 	@echo "  1/2 torch, SGLang and its kernels (most of it)"
-	@$(PIP) --constraint requirements/lock.txt --requirement requirements/slimrl.txt \
-	    $$(grep '^sglang==' requirements/gpu.txt) setuptools wheel pybind11 ninja
-	@echo "  2/2 Transformer Engine, megatron-core, tests and slimrl"
-	@$(PIP) --constraint requirements/lock.txt --no-build-isolation --editable '.[gpu,dev]'
+	@grep -v '^transformer-engine' requirements/lock-gpu.txt > $(VENV)/without_engine.txt
+	@$(INSTALL) --no-deps --requirement $(VENV)/without_engine.txt
+	@echo "  2/2 Transformer Engine, which may be compiled for some minutes, and slimrl"
+	@NVTE_BUILD_USE_NVIDIA_WHEELS=1 $(INSTALL) --no-deps --no-build-isolation \
+	    --requirement requirements/lock-gpu.txt --editable .
 	@$(BIN)/python -m compileall -q slimrl megatron_patches tools
 	@touch $(STAMP)
 
@@ -73,7 +84,7 @@ test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
 	$(BIN)/python -m pytest -m "not gpu" tests/integration tests/unit
 
 test-peers: $(STAMP) ## losses and advantages against TRL's and verl's own functions, fetched first (2 minutes)
-	@$(PIP) --no-deps --upgrade --target $(VENV)/peers --requirement requirements/peers.txt
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/peers --requirement requirements/peers.txt
 	PYTHONPATH=$(VENV)/peers $(BIN)/python -m pytest --numprocesses 0 tests/peers
 
 # No $(STAMP): the CUDA image and a bare machine with torch have packages of their own (docs/gpu_tests.md).
@@ -110,6 +121,12 @@ bench: $(STAMP) ## benchmarks of decoding, block FP8, log-probs, resyncs, conver
 	$(BIN)/python benchmarks/agent_loop.py --json runs/bench/agent_loop.json
 	$(BIN)/python benchmarks/step.py --json runs/bench/step.json
 
-lock: ## write requirements/lock.txt from the packages in .venv
+# Transformer Engine's part for torch says what it needs when it is built; that needs no GPU and compiles nothing.
+lock: ## write requirements/lock.txt from the packages in .venv, and what a GPU machine needs with them to lock-gpu.txt
 	(sed -n '/^#/p' requirements/lock.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//') > requirements/lock.new
 	mv requirements/lock.new requirements/lock.txt
+	PATH="$(BIN):$$PATH" NVTE_PYTORCH_SKIP_CUDA_BUILD=TRUE $(BIN)/uv pip compile --quiet --no-build-isolation \
+	    --python $(BIN)/python --constraint requirements/lock.txt --no-annotate --no-header \
+	    requirements/slimrl.txt requirements/gpu.txt requirements/dev.txt --output-file requirements/lock-gpu.new
+	(sed -n '/^#/p' requirements/lock-gpu.txt; cat requirements/lock-gpu.new) > requirements/lock-gpu.both
+	mv requirements/lock-gpu.both requirements/lock-gpu.txt && rm requirements/lock-gpu.new

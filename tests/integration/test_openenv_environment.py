@@ -2,7 +2,6 @@
 
 import asyncio
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -121,8 +120,6 @@ def test_a_field_that_actions_do_not_have_is_refused_before_the_start(url):
     assert f"an action of {url} has no field lettre; it has letter" in refusal(url=url, action_field="lettre")
 
 
-def test_without_a_server_or_the_package_the_start_is_refused(monkeypatch):
+def test_without_a_server_the_start_is_refused():
     assert "no server of OpenEnv answers: ConnectError" in refusal(url="http://127.0.0.1:9")
     assert "no server of OpenEnv answers: UnsupportedProtocol" in refusal(url="localhost")
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    assert "pip install -c requirements/lock.txt -e '.[openenv]'" in refusal(url="http://127.0.0.1:9")

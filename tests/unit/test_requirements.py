@@ -1,8 +1,11 @@
 """The pins in requirements/ agree with each other and with the images, and a Python 3.12 is found or asked for."""
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,14 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements"
+ELSEWHERE = {
+    "sglang": "gpu.txt",
+    "megatron": "gpu.txt",
+    "mcp": "mcp.txt",
+    "anyio": "mcp.txt",
+    "gymnasium": "gymnasium.txt",
+}
+"""Imported packages that not every installation has, and the file that names them"""
 PLACES = ("/usr/bin", "/usr/local/bin", "/bin")
 
 
@@ -22,7 +33,7 @@ def pins(file: str) -> dict[str, str]:
 
 def test_every_package_that_is_asked_for_is_pinned_to_the_version_of_the_tests():
     lock = pins("requirements/lock.txt")
-    for name in ("slimrl.txt", "cpu.txt", "dev.txt", "no-deps.txt", "mcp.txt", "gymnasium.txt", "openenv.txt"):
+    for name in ("slimrl.txt", "cpu.txt", "dev.txt", "no-deps.txt", "mcp.txt", "gymnasium.txt"):
         lines = [line for line in (REQUIREMENTS / name).read_text().splitlines() if line and not line.startswith("#")]
         wanted = pins(f"requirements/{name}")
         assert len(wanted) == len(lines)
@@ -41,20 +52,74 @@ def test_a_gpu_machine_gets_the_versions_of_the_tests():
     assert {name: gpu[name] for name in ("sglang", "megatron-core")} == {
         name: lock[name] for name in ("sglang", "megatron-core")
     }
-    image = (ROOT / "docker" / "Dockerfile.cuda").read_text()
-    installed = {canonicalize_name(name): version for name, version in re.findall(r"([\w.-]+)==([\w.]+)", image)}
-    wanted = pins("requirements/slimrl.txt") | gpu
-    for name in installed.keys() & wanted.keys():
-        assert installed[name] == wanted[name], name
-    assert {"megatron-core", "transformer-engine", "ray"} <= installed.keys()
+    whole = pins("requirements/lock-gpu.txt")
+    for name in ("slimrl.txt", "gpu.txt", "dev.txt"):
+        wanted = pins(f"requirements/{name}")
+        assert wanted == {package: whole.get(package) for package in wanted}, name
+    assert {name: whole[name] for name in whole.keys() & lock.keys()} == {
+        name: lock[name] for name in whole.keys() & lock.keys()
+    }
+
+
+def test_the_cuda_image_gets_the_versions_of_a_gpu_machine():
+    gpu, whole = pins("requirements/gpu.txt"), pins("requirements/lock-gpu.txt")
+    image = (ROOT / "docker" / "Dockerfile.cuda").read_text().replace("\\\n", " ")
+    installed = dict(re.findall(r" ([\w.-]+)==([\w.]+)", image))
+    assert len(installed) > 5
+    for name, version in installed.items():
+        assert whole.get(canonicalize_name(name), version) == version, name
     assert f"sglang:v{gpu['sglang']}" in image
+    assert f"version('sglang') == '{gpu['sglang']}'" in image
+    (install,) = re.findall(r"pip install (.*--requirement requirements/slimrl.txt)", image)
+    assert "--constraint requirements/lock-gpu.txt" in install
+    assert "--requirement /tmp/gpu.txt" in install
+
+
+def imported(file: Path) -> set[str]:
+    """Top-level names of packages that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names - sys.stdlib_module_names - {"slimrl", "slimrl_tools", "megatron_patches"}
+
+
+def test_every_package_that_slimrl_imports_is_one_of_its_dependencies():
+    files = [file for folder in ("slimrl", "tools", "megatron_patches") for file in (ROOT / folder).rglob("*.py")]
+    names = set().union(*map(imported, files))
+    assert {"torch", "ray", "yaml", "mcp"} <= names
+    distributions = packages_distributions()
+    undeclared = {}
+    for name in names:
+        file = ELSEWHERE.get(name, "slimrl.txt")
+        found = {canonicalize_name(one) for one in distributions.get(name, [name])}
+        if not found & pins(f"requirements/{file}").keys():
+            undeclared[name] = file
+    assert undeclared == {}
+
+
+def commands(*arguments: str) -> str:
+    """What make would run."""
+    command = ["make", "--dry-run", "--always-make", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_packages_are_installed_with_the_pinned_uv_or_with_pip():
+    uv = commands("setup")
+    assert "pip install -qq --disable-pip-version-check --no-warn-conflicts --no-deps $(grep '^uv=='" in uv
+    assert uv.count(".venv/bin/uv pip install") == 3
+    pip = commands("setup", "INSTALLER=pip")
+    assert "uv" not in pip.replace("venv", "")
+    assert pip.count(".venv/bin/python -m pip install") == 3
 
 
 def test_the_package_declares_what_requirements_hold():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = project["tool"]["setuptools"]["dynamic"]
     files = [declared["dependencies"]["file"], *(extra["file"] for extra in declared["optional-dependencies"].values())]
-    assert sorted(declared["optional-dependencies"]) == ["cpu", "dev", "gpu", "gymnasium", "mcp", "openenv"]
+    assert sorted(declared["optional-dependencies"]) == ["cpu", "dev", "gpu", "gymnasium", "mcp"]
     assert all((ROOT / file).is_file() for (file,) in files)
     assert project["project"]["requires-python"] == ">=3.12,<3.13"
 

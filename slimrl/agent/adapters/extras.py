@@ -4,11 +4,10 @@ import importlib
 from types import ModuleType
 
 
-def extra(package: str, *, of: str = "") -> ModuleType:
+def extra(package: str) -> ModuleType:
     """
     Args:
-        package: the one to import.
-        of: the extra of pyproject.toml that has it; empty if it has the package's name.
+        package: the one to import; the extra of pyproject.toml that has it is named like it.
 
     Raises:
         ValueError: it is not installed.
@@ -18,5 +17,5 @@ def extra(package: str, *, of: str = "") -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        install = f"pip install -c requirements/lock.txt -e '.[{of or package}]'"
+        install = f"pip install -c requirements/lock.txt -e '.[{package}]'"
         raise ValueError(f"needs the package {package}. Install it with: {install}") from error

@@ -6,19 +6,16 @@ A connection is a session with an environment of its own. Each message to the se
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
+from aiohttp import ClientSession, ClientWebSocketResponse
 
-from slimrl.agent.adapters.extras import extra
 from slimrl.agent.adapters.first_observation import first_observation, reset_seed, user
 from slimrl.agent.environment import Observation, Turn, answers, error_text
 from slimrl.agent.parsers import MalformedCall, ToolCall
 from slimrl.data.import_path import resolve
 from slimrl.data.trajectory import Prompt
-
-if TYPE_CHECKING:
-    from aiohttp import ClientSession, ClientWebSocketResponse
 
 TOOL = "act"
 """Name of the tool whose arguments are the action"""
@@ -68,10 +65,9 @@ class OpenEnvEnvironment:
         """Ask the server for the schema of its actions.
 
         Raises:
-            ValueError: aiohttp is absent, there is no server, or its action has not the field.
+            ValueError: there is no server, or its action has not the field.
         """
         made = cls(**arguments)
-        extra("aiohttp", of="openenv")
         try:
             answer = httpx.get(f"{made._url}/schema", timeout=CHECK_TIMEOUT_S)
             schema = made._action_schema(answer.raise_for_status().json())
@@ -82,7 +78,7 @@ class OpenEnvEnvironment:
             raise ValueError(f"an action of {made._url} has no field {made._action_field}; it has {', '.join(fields)}")
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
-        self._session = extra("aiohttp", of="openenv").ClientSession()
+        self._session = ClientSession()
         reset = {"seed": reset_seed(prompt, seed), **prompt.metadata.get("reset_options", {})}
         answer = await self._reset(reset)
         self._state = self._render(answer["observation"])
