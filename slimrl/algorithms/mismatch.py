@@ -81,8 +81,8 @@ def k3(logprobs_T: np.ndarray, reference_T: np.ndarray) -> np.ndarray:
 
     Non-negative, and unbiased for KL(pi, pi_ref).
     """
-    x_T = np.clip(logprobs_T.astype(np.float64) - reference_T.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return np.exp(-x_T) - 1 + x_T
+    x_T = logprobs_T.astype(np.float64) - reference_T.astype(np.float64)
+    return np.expm1(-np.maximum(x_T, -MAX_LOG_RATIO)) + x_T
 
 
 def entropy_mean(reports: Sequence[Sequence[LogProbReport]]) -> float:

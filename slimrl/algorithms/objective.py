@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slimrl.algorithms.correction import correction_terms, correction_weights
-from slimrl.algorithms.kl import kl
+from slimrl.algorithms.kl import kl, kl_from_sampler, weighted_kl
 from slimrl.algorithms.losses import SEQUENCE_TERMS, load_loss, log_ratio
 from slimrl.algorithms.policy_tokens import (
     LossBatch,
@@ -26,7 +26,7 @@ from slimrl.algorithms.policy_tokens import (
     whole_sums,
 )
 from slimrl.config.algorithms import TOKEN_LOSSES
-from slimrl.config.schema.algorithm import Aggregation, AlgorithmConfig, KlEstimator, KlPlace
+from slimrl.config.schema.algorithm import Aggregation, AlgorithmConfig, KlPlace
 
 ObjectiveName = Literal["policy", "sft"]
 """What an update optimizes: `policy` the recipe's algorithm, `sft` the likelihood of the tokens in the loss mask."""
@@ -61,7 +61,7 @@ def policy_objective(
 
     Returns:
         `reported` has, besides `loss`: `weight` and `clipped`, whose ratio is the fraction that is clipped; `tokens`,
-        and sums over them of `kl_old` (k3 of the policy against the old one), `importance` and `importance_squared`
+        and sums over them of `kl_old` (of the old policy to the present one), `importance` and `importance_squared`
         (pi / pi_engine), and as configured `kl` (to the reference) and `correction`.
     """
     tokens = policy_tokens(logprobs_T, batch, settings)
@@ -73,10 +73,10 @@ def policy_objective(
         loss_T = loss_T * correction_T
         added["correction"] = correction_T
     if tokens.reference_T is not None:
-        kl_T = kl(tokens.logprobs_T, tokens.reference_T, tokens.log_ratio_T, settings.kl_estimator)
         if settings.kl_place is KlPlace.loss:
+            kl_T = kl(tokens.logprobs_T, tokens.reference_T, tokens.log_ratio_T, settings.kl_estimator)
             loss_T = loss_T + settings.kl_coef * kl_T
-        added["kl"] = kl_T
+        added["kl"] = weighted_kl(tokens.logprobs_T.detach(), tokens.reference_T, tokens.engine_T)
     mask_T, zero_T = tokens.mask_T, torch.zeros_like(loss_T)
     if entropy_coef:
         loss_T = loss_T - entropy_coef * torch.where(mask_T, entropy_T, zero_T)
@@ -88,13 +88,13 @@ def policy_objective(
         importance_T = tokens.drift_T.exp()
         by_token_T = {
             "tokens": torch.ones_like(loss_T),
-            "kl_old": kl(tokens.log_ratio_T, zero_T, zero_T, KlEstimator.k3),
+            "kl_old": kl_from_sampler(tokens.old_T, tokens.logprobs_T),
             "importance": importance_T,
             "importance_squared": importance_T.square(),
             **added,
         }
         reported = {name: values_T.sum() for name, values_T in by_weight.items()}
-        reported |= {name: torch.where(mask_T, values_T, zero_T).sum() for name, values_T in by_token_T.items()}
+        reported |= {name: torch.where(mask_T, values_T, 0.0).sum() for name, values_T in by_token_T.items()}
     return LossSums(loss=loss, reported={"loss": loss.detach(), **reported})
 
 

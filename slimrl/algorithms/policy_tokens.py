@@ -44,6 +44,10 @@ class PolicyTokens:
     """int64, 0..N-1"""
     logprobs_T: Tensor
     """log pi of the policy that is trained, differentiable"""
+    old_T: Tensor
+    """log pi_old"""
+    engine_T: Tensor
+    """log pi_engine, of the policy that sampled"""
     log_ratio_T: Tensor
     """log pi - log pi_old, clamped to 20, differentiable"""
     engine_gap_T: Tensor
@@ -82,6 +86,8 @@ def policy_tokens(logprobs_T: Tensor, batch: LossBatch, settings: AlgorithmConfi
         mask_T=mask_T,
         trajectory_ids_T=batch.trajectory_ids_T,
         logprobs_T=now_T,
+        old_T=old_T,
+        engine_T=engine_T,
         log_ratio_T=(now_T - old_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
         engine_gap_T=(trainer_T - engine_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
         drift_T=(now_T.detach() - engine_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),

@@ -271,8 +271,8 @@ def test_what_is_reported_are_counts_and_sums_over_sampled_tokens():
     assert reported == pytest.approx(
         {
             "loss": found.loss.item(), "weight": (case.counts > 0).sum(), "clipped": clipped.sum(), "tokens": at.sum(),
-            "kl_old": (1 / ratio - 1 + np.log(ratio)).sum(), "importance": importance.sum(),
-            "importance_squared": (importance**2).sum(), "kl": (np.exp(-x) - 1 + x).sum(),
+            "kl_old": (ratio - 1 - np.log(ratio)).sum(), "importance": importance.sum(),
+            "importance_squared": (importance**2).sum(), "kl": (importance * (np.exp(-x) - 1 + x)).sum(),
         }
     )  # fmt: skip
 

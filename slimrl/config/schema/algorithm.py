@@ -118,11 +118,13 @@ class KlEstimator(str, Enum):
     k1 = "k1"
     """x: unbiased, of either sign. Only in the reward: as a loss its gradient is zero on average."""
     k2 = "k2"
-    """x^2 / 2: its gradient is that of the KL."""
+    """x^2 / 2: biased as a value, but on policy its gradient is that of KL(policy, reference)."""
     k3 = "k3"
-    """exp(-x) - 1 + x: never negative."""
+    """exp(-x) - 1 + x: unbiased as a value and never negative; on policy its gradient is that of KL(reference, policy).
+    """
     k3_weighted = "k3_weighted"
-    """k3 times the token's importance ratio, so that its gradient is unbiased off policy too (arXiv:2512.02556)."""
+    """k3 times the token's importance ratio: its gradient is that of KL(policy, reference), off policy too
+    (arXiv:2512.02556)."""
 
 
 class KlPlace(str, Enum):
