@@ -66,7 +66,7 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
         for module, names in (
             (train_run, ("rollout_metrics", "environment_metrics", "loop_lag_metrics", "teacher_metrics")),
             (learner, ("mismatch_metrics", "entropy_mean", "denominator", "update_metrics", "policy_metrics")),
-            (learner, ("num_sampled", "num_trajectories", "is_split")),
+            (learner, ("is_split",)),
         )
         for name in names
     ),

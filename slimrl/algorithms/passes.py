@@ -1,14 +1,33 @@
-"""Which passes over an update's tokens come before its gradients. Each is a forward pass of the whole model.
+"""Which trajectories the passes over an update need, and which passes come before its gradients.
+
+Each is a forward pass of the whole model.
 
 With one update per rollout there are none: the training forward runs under the old policy, so its own log-probs are the
 old ones, and the mismatch with the engines is measured there, before the optimizer steps. docs/algorithms.md lists the
 settings that cost a pass.
 """
 
-from slimrl.algorithms.token_advantages import charges_kl
+from slimrl.algorithms.token_advantages import charges_kl, has_token_advantages
 from slimrl.config.algorithms import TOKEN_LOSSES
-from slimrl.config.schema.algorithm import AlgorithmConfig, OldPolicy, RoutingReplay
+from slimrl.config.schema.algorithm import AlgorithmConfig, LossName, OldPolicy, RoutingReplay
 from slimrl.config.schema.recipe import Recipe
+
+ROUTER_TERMS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+"""Fields of megatron-core through which routers learn from all tokens of an update; each is off at 0."""
+
+
+def skips_silent(recipe: Recipe) -> bool:
+    """Whether the passes leave out trajectories of groups without a signal, whose advantages are all 0.
+
+    They do where these add nothing to the gradients: where the loss is one of slimrl's, a token's advantage is its
+    turn's or trajectory's, and nothing else is learned from every token.
+    """
+    algorithm, trainer = recipe.algorithm, recipe.trainer
+    by_advantage = algorithm.loss in LossName.__members__ and not has_token_advantages(algorithm)
+    of_policy = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or algorithm.entropy_target is not None
+    balancing = trainer.megatron.get("moe_router_load_balancing_type") == "quantile_balancing"
+    of_routers = balancing or any(trainer.megatron.get(name) for name in ROUTER_TERMS)
+    return algorithm.skip_zero_variance and by_advantage and not (of_policy or of_routers or trainer.mtp.train)
 
 
 def needs_old(recipe: Recipe, number: int) -> bool:

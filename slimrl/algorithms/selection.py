@@ -1,10 +1,13 @@
-"""Selects the trajectories of a rollout to train on, with their advantages.
+"""Selects the trajectories that the updates of a rollout consist of, with their advantages.
 
 1. Failed trajectories, groups of one whose advantage compares, and groups that a filter of the task rejects are left
    out.
 2. Every other trajectory gets its advantage within its group, and as configured advantages of its turns.
-3. Then trajectories without sampled tokens are left out, and as configured groups without a signal, trajectories that
-   were not completed, and those that are neither among the best nor the worst of their group.
+3. Then trajectories without sampled tokens are left out, and as configured those that were not completed and those
+   that are neither among the best nor the worst of their group.
+
+Groups without a signal stay: they count in the means of an update, whether its passes need them or not
+(`slimrl/algorithms/passes.py`).
 
 Groups follow the group id, never position or count.
 """
@@ -35,22 +38,31 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The trajectories of a rollout that are trained on."""
+    """The N trajectories of a rollout that its updates consist of."""
 
     trajectories: list[Trajectory]
     advantages: np.ndarray
-    """float32, one per trajectory."""
+    """float32 [N]"""
+    silent: np.ndarray
+    """bool [N], those of groups without a signal: all advantages of the group are 0"""
     zero_variance_fraction: float
-    """Fraction without a signal among the groups that the filters keep: all of their advantages are 0."""
+    """Fraction without a signal among the groups that the filters keep"""
     turn_advantages: list[np.ndarray] | None = None
     """float32 [turns] of each trajectory; None if turns have the advantage of their trajectory."""
 
+    @property
+    def has_signal(self) -> bool:
+        return not self.silent.all()
 
-def deal(trajectories: Sequence[Trajectory], num_updates: int) -> list[list[int]]:
-    """Indices of each update's trajectories: groups are dealt in turn; fewer updates if there are fewer groups."""
-    groups = groups_of([t.group_id for t in trajectories])
+
+def deal(selection: Selection, num_updates: int) -> list[list[int]]:
+    """Indices of each update's trajectories; fewer updates if there are fewer groups.
+
+    Groups are dealt in turn, those with a signal first: each update has its share of both kinds.
+    """
+    groups = groups_of([t.group_id for t in selection.trajectories])
     updates: list[list[int]] = [[] for _ in range(min(num_updates, len(groups)))]
-    for number, members in enumerate(groups.values()):
+    for number, members in enumerate(sorted(groups.values(), key=lambda own: bool(selection.silent[own].all()))):
         updates[number % len(updates)] += members
     return updates
 
@@ -62,7 +74,7 @@ def select(
     *,
     step: int,
 ) -> Selection:
-    """Trajectories to train on with their advantages, in order.
+    """The trajectories that the updates consist of, with their advantages, in order.
 
     Args:
         keeps: the task's filters, called with each group of two or more scored trajectories; of one too, where a
@@ -91,7 +103,6 @@ def select(
         index
         for index, trajectory in enumerate(scored)
         if trajectory.num_sampled_tokens
-        and not (algorithm.skip_zero_variance and trajectory.group_id in silent and _compares(algorithm))
         and not (algorithm.truncated is TruncationMode.mask and trajectory.status is not Status.completed)
     ]
     chosen = best_and_worst(chosen, rewards, scored, algorithm.selection)
@@ -100,6 +111,7 @@ def select(
     return Selection(
         trajectories=[scored[i] for i in chosen],
         advantages=advantages[chosen],
+        silent=np.array([_compares(algorithm) and scored[i].group_id in silent for i in chosen], np.bool_),
         zero_variance_fraction=len(silent) / len(usable) if usable else 0.0,
         turn_advantages=None if by_turn is None else [by_turn[i].astype(np.float32) for i in chosen],
     )

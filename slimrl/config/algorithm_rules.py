@@ -66,12 +66,8 @@ def algorithm_warnings(recipe: Recipe) -> Iterator[Violation]:
 
 def _teacher_violations(recipe: Recipe) -> Iterator[Violation]:
     algorithm = recipe.algorithm
-    if algorithm.advantage == AdvantageName.none:
-        if not algorithm.teacher_coef:
-            message = "none: nothing would be learned without algorithm.teacher_coef."
-            yield "algorithm.advantage", message
-        elif algorithm.skip_zero_variance:
-            yield "algorithm.skip_zero_variance", "true drops every group with algorithm.advantage none. Use false."
+    if algorithm.advantage == AdvantageName.none and not algorithm.teacher_coef:
+        yield "algorithm.advantage", "none: nothing would be learned without algorithm.teacher_coef."
     if algorithm.teacher_coef and algorithm.loss == LossName.gspo.value:
         message = f"{algorithm.teacher_coef}: advantages would differ by token, and gspo is of whole sequences. Use "
         yield "algorithm.teacher_coef", message + "loss: gspo_token."

@@ -88,6 +88,11 @@ def _refill_violations(recipe: Recipe) -> Iterator[Violation]:
             f"{refill.value} replaces groups without a signal, which algorithm.skip_zero_variance false keeps. Use "
             "true, or refill off.",
         )
+    if algorithm.advantage == AdvantageName.none:
+        yield (
+            "algorithm.dynamic_sampling.refill",
+            f"{refill.value} replaces groups without a signal, and algorithm.advantage none gives none. Use off.",
+        )
     if refill is RefillMode.value and recipe.data.weights:
         yield (
             "algorithm.dynamic_sampling.refill",

@@ -25,9 +25,6 @@ def critic_violations(recipe: Recipe) -> Iterator[Violation]:
         yield "algorithm.selection.mode", "best gives every trajectory the advantage 1. Use all with a critic."
     if algorithm.loss == LossName.gspo.value:
         yield "algorithm.loss", "gspo is of whole sequences, and with a critic advantages differ by token. Use ppo."
-    if algorithm.skip_zero_variance:
-        message = "true would drop groups whose rewards are 0, which a critic learns from too. Use false."
-        yield "algorithm.skip_zero_variance", message
     if algorithm.dynamic_sampling.refill is not RefillMode.off:
         message = "replaces groups without a signal, which a critic learns from too. Use off."
         yield "algorithm.dynamic_sampling.refill", f"{algorithm.dynamic_sampling.refill.value} {message}"

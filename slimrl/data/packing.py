@@ -213,15 +213,6 @@ def micro_batches(updates: Sequence[PackedBatch]) -> list[MicroBatch]:
     return [m for batch in updates for part in batch for m in part]
 
 
-def num_trajectories(batch: PackedBatch) -> int:
-    return len({index for part in batch for m in part for index in m.trajectories.tolist()})
-
-
-def num_sampled(batch: PackedBatch) -> int:
-    """Sampled tokens of an update."""
-    return sum(int(m.mask.sum()) for part in batch for m in part)
-
-
 def is_split(batch: PackedBatch) -> bool:
     """Whether some trajectory has sampled tokens in more than one micro-batch."""
     seen: set[int] = set()

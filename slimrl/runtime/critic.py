@@ -13,11 +13,11 @@ from slimrl.algorithms.token_advantages import charges_kl
 from slimrl.algorithms.values import value_metrics, value_objective
 from slimrl.config.critic import critic_recipe
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, PackedBatch, num_sampled
+from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS
 from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Trajectory
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
-from slimrl.runtime.packed_updates import make_updates
+from slimrl.runtime.packed_updates import Update, make_updates
 from slimrl.runtime.state import RunState, count_skipped
 
 
@@ -31,7 +31,7 @@ class Critic:
             ranks: the critic's.
         """
         self._recipe, self._ranks, self._state = recipe, ranks, state
-        self._updates: list[PackedBatch] = []
+        self._updates: list[Update] = []
         self._results: list[UpdateResult] = []
 
     def put(self, selection: Selection) -> None:
@@ -39,7 +39,7 @@ class Critic:
         own = replace(selection, trajectories=[_without_engine(trajectory) for trajectory in selection.trajectories])
         self._updates = make_updates(own, critic_recipe(self._recipe), self._ranks.layout)
         if self._updates:
-            self._ranks.put_batches(self._updates)
+            self._ranks.put_batches([update.batch for update in self._updates])
 
     def add_advantages(self, policy: TrainerGroup) -> None:
         """Estimate advantages and have the policy's ranks add them to their batches."""
@@ -57,7 +57,7 @@ class Critic:
             RunError: too many updates in a row had a gradient that was not finite.
         """
         loss = partial(value_objective, value_clip=self._recipe.critic.value_clip)
-        result = self._ranks.train_update(number, loss, denominator=num_sampled(self._updates[number]), temperature=1.0)
+        result = self._ranks.train_update(number, loss, denominator=self._updates[number].num_tokens, temperature=1.0)
         count_skipped(self._state, result, self._recipe.critic.trainer.max_skipped_updates, critic=True)
         self._results.append(result)
 

@@ -12,11 +12,8 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import (
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
-    PackedBatch,
     is_split,
     micro_batches,
-    num_sampled,
-    num_trajectories,
 )
 from slimrl.data.trajectory import Trajectory
 from slimrl.profiling.spans import SPANS
@@ -25,7 +22,7 @@ from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.critic import Critic
 from slimrl.runtime.group_filters import GroupFilters
-from slimrl.runtime.packed_updates import make_updates
+from slimrl.runtime.packed_updates import Update, make_updates
 from slimrl.runtime.state import RunState, count_skipped
 from slimrl.runtime.step_metrics import Step, policy_metrics, update_metrics
 
@@ -51,8 +48,8 @@ class Learner:
         self._reports: dict[int, list[LogProbReport]] = {}
         """By update, on the log-probs of the policy before the first one"""
 
-    def prepare(self, step: Step, trajectories: Sequence[Trajectory]) -> list[PackedBatch]:
-        """Select trajectories, pack them into updates and put these on the ranks; empty if nothing is selected.
+    def prepare(self, step: Step, trajectories: Sequence[Trajectory]) -> list[Update]:
+        """Select trajectories, pack them into updates and put these on the ranks; empty if nothing would be learned.
 
         Raises:
             RunError: a group filter failed; it is named.
@@ -63,12 +60,12 @@ class Learner:
             updates = make_updates(selection, self._recipe, self._trainers.layout)
         if updates:
             with step.timed("logprobs"):
-                self._trainers.put_batches(updates)
+                self._trainers.put_batches([update.batch for update in updates])
                 if self._critic is not None:
                     self._critic.put(selection)
         return updates
 
-    def compute_inputs(self, step: Step, updates: Sequence[PackedBatch]) -> None:
+    def compute_inputs(self, step: Step, updates: Sequence[Update]) -> None:
         """Have the ranks store what the updates need of the policy before the first of them, and of the reference."""
         self._reports = {}
         for number in range(len(updates)):
@@ -82,14 +79,14 @@ class Learner:
         if updates and replay_gap_is_due(self._recipe.algorithm, step.number):
             own = [self._trainers.report_own_routing(number, self._temperature) for number in range(len(updates))]
             reports = [report for of_update in own for report in of_update]
-            step.record(replay_gap_metrics(reports, micro_batches(updates)))
+            step.record(replay_gap_metrics(reports, micro_batches([update.batch for update in updates])))
         if updates and self._critic is not None:
             self._critic.add_advantages(self._trainers)
         if updates and has_token_advantages(self._recipe.algorithm):
             self._trainers.add_advantages(self._recipe.algorithm)
 
-    def train(self, step: Step, updates: Sequence[PackedBatch], *, enforce_limit: bool = True) -> None:
-        """One optimizer update per batch, of the critic too if there is one; afterwards the ranks drop the batches.
+    def train(self, step: Step, updates: Sequence[Update], *, enforce_limit: bool = True) -> None:
+        """The optimizer updates, of the critic too if there is one; afterwards the ranks drop the batches.
 
         In the first `critic.warmup_steps` steps the critic alone learns.
 
@@ -102,17 +99,17 @@ class Learner:
         """
         algorithm, results = self._recipe.algorithm, []
         warms_up = self._critic is not None and step.number <= self._recipe.critic.warmup_steps
-        for number, batch in enumerate(updates):
+        for number, update in enumerate(updates):
             if self._critic is not None:
                 self._critic.learn(number)
             if warms_up:
                 continue
-            if needs_sums(algorithm, number) and is_split(batch):
+            if needs_sums(algorithm, number) and is_split(update.batch):
                 self._trainers.set_remote(number, algorithm, self._temperature)
             found = self._trainers.accumulate(
                 number,
                 loss_function("policy", algorithm, self._state.entropy_coef(algorithm)),
-                denominator=self._denominator(batch),
+                denominator=self._denominator(update),
                 temperature=self._temperature,
                 logprobs=number == 0 and 0 not in self._reports,
             )
@@ -133,7 +130,7 @@ class Learner:
             self._state.adapt_entropy_coef(algorithm, step.metrics["policy/entropy"])
         step.record({"train/skipped_steps": self._state.skipped_steps})
 
-    def _measure(self, step: Step, updates: Sequence[PackedBatch], enforce_limit: bool) -> None:
+    def _measure(self, step: Step, updates: Sequence[Update], enforce_limit: bool) -> None:
         """How far the engines' log-probs are from the trainer's, of all updates for which they are known.
 
         Raises:
@@ -141,7 +138,7 @@ class Learner:
         """
         reports = [self._reports[number] for number in sorted(self._reports)]
         version = self._state.weight_version if self._recipe.rollout.outlives_steps else None
-        measured = micro_batches([updates[number] for number in sorted(self._reports)])
+        measured = micro_batches([updates[number].batch for number in sorted(self._reports)])
         metrics = mismatch_metrics([report for of_update in reports for report in of_update], measured, version)
         step.record({**metrics, "policy/entropy": entropy_mean(reports)})
         if enforce_limit:
@@ -156,17 +153,17 @@ class Learner:
                 f"algorithm.max_logprob_mismatch is {limit:.2e}"
             )
 
-    def _measure_unchanged(self, step: Step, updates: Sequence[PackedBatch], enforce_limit: bool) -> None:
+    def _measure_unchanged(self, step: Step, updates: Sequence[Update], enforce_limit: bool) -> None:
         """`_measure` in a step without an update of the policy."""
         if 0 not in self._reports:
             self._reports[0] = self._trainers.add_logprobs(0, OLD_LOGPROBS, self._temperature)
         self._measure(step, updates, enforce_limit)
 
-    def _denominator(self, batch: PackedBatch) -> float:
+    def _denominator(self, update: Update) -> float:
         return denominator(
             self._recipe.algorithm.aggregation,
-            num_trajectories=num_trajectories(batch),
-            num_tokens=num_sampled(batch),
+            num_trajectories=update.num_trajectories,
+            num_tokens=update.num_tokens,
             length=self._recipe.rollout.max_trajectory_tokens,
         )
 

@@ -3,9 +3,9 @@
 Each step of reinforcement learning:
 1. rollout: the engines serve the current weights and generate trajectories, which are scored; or those are taken that a
    rollout beside the loop has finished (`rollout.mode`);
-2. prepare: groups without a signal are dropped, the others get advantages and are packed into updates;
+2. prepare: trajectories get advantages and are dealt to updates; those that these need are packed;
 3. log-probs: passes of the trainer for what the updates need, if anything (docs/algorithms.md);
-4. train: the groups are dealt to the optimizer updates, which run one after another; before the first one changes the
+4. train: the optimizer updates run one after another; before the first one changes the
    weights, the difference between the trainer's and the engines' log-probs is measured and limited;
 5. resync: the engines load the new weights as the next version, and the loaded tensors are verified; before it come the
    waits for what the mode does not let run on, and for an evaluation beside the training (`eval.engines`).

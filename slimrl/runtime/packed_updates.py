@@ -1,21 +1,41 @@
-"""The selected trajectories of a rollout as packed batches, one for each optimizer update."""
+"""The selected trajectories of a rollout as its optimizer updates, packed for the ranks."""
 
+from dataclasses import dataclass
+
+from slimrl.algorithms.passes import skips_silent
 from slimrl.algorithms.selection import Selection, deal
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import PackedBatch, pack_for
 from slimrl.data.training import Layout
 
 
-def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[PackedBatch]:
-    """One packed batch for each optimizer update of a rollout."""
-    trajectories, by_turn = selection.trajectories, selection.turn_advantages
-    return [
-        pack_for(
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Update:
+    """One optimizer update."""
+
+    batch: PackedBatch
+    """Of the trajectories that its passes need"""
+    num_trajectories: int
+    """All that it consists of"""
+    num_tokens: int
+    """Sampled tokens of these"""
+
+
+def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[Update]:
+    """The optimizer updates of a rollout, without those whose gradient would be 0."""
+    trajectories, by_turn, updates = selection.trajectories, selection.turn_advantages, []
+    skips = skips_silent(recipe)
+    for chosen in deal(selection, recipe.trainer.updates_per_rollout):
+        needed = [i for i in chosen if not (skips and selection.silent[i])]
+        if not needed:
+            continue
+        batch = pack_for(
             recipe.trainer,
             layout,
-            [trajectories[i].segments for i in chosen],
-            selection.advantages[chosen],
-            None if by_turn is None else [by_turn[i] for i in chosen],
+            [trajectories[i].segments for i in needed],
+            selection.advantages[needed],
+            None if by_turn is None else [by_turn[i] for i in needed],
         )
-        for chosen in deal(trajectories, recipe.trainer.updates_per_rollout)
-    ]
+        num_tokens = sum(int(segment.loss_mask[1:].sum()) for i in chosen for segment in trajectories[i].segments)
+        updates.append(Update(batch=batch, num_trajectories=len(chosen), num_tokens=num_tokens))
+    return updates

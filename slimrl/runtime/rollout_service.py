@@ -203,7 +203,7 @@ class RolloutService:
 
     def _has_signal(self, group: Group) -> bool:
         step = self.admission.version + 1
-        return bool(select(group.trajectories, self._recipe.algorithm, self._keeps, step=step).trajectories)
+        return select(group.trajectories, self._recipe.algorithm, self._keeps, step=step).has_signal
 
     def _updates_of(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
         """int64 [sampled tokens], how many updates had made the weights that sampled each."""

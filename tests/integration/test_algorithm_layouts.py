@@ -20,8 +20,7 @@ from slimrl.data.packing import (
     REFERENCE_LOGPROBS,
     TEACHER_LOGPROBS,
     is_split,
-    num_sampled,
-    num_trajectories,
+    micro_batches,
     pack,
 )
 from slimrl.trainer.held_batches import HeldBatches
@@ -53,7 +52,11 @@ def updates_by_algorithm(rank, num_ranks, port, weights, layouts):
             alignment=run.layout.alignment, data_parallel=run.layout.data,
             micro_batch_multiple=run.layout.micro_batch_multiple,
         )  # fmt: skip
-        counts = {"num_trajectories": num_trajectories(parts), "num_tokens": num_sampled(parts), "length": LENGTH}
+        counts = {
+            "num_trajectories": 4,
+            "num_tokens": sum(int(m.mask.sum()) for m in micro_batches([parts])),
+            "length": LENGTH,
+        }
         batches = parts[run.layout.data_rank]
         held = HeldBatches(run.runner)
         held.put_batches([batches])

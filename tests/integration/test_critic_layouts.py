@@ -16,7 +16,7 @@ from slimrl.algorithms.values import estimate_advantages, value_objective
 from slimrl.config.schema.algorithm import AlgorithmConfig, KlPlace
 from slimrl.config.schema.critic import CriticConfig
 from slimrl.config.schema.trainer import OptimizerConfig
-from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RETURNS, VALUES, num_sampled, pack
+from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RETURNS, VALUES, micro_batches, pack
 from slimrl.data.pieces import pieces_of
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.exchange import over_data
@@ -62,7 +62,7 @@ def critics(rank, num_ranks, port, weights, layouts):
             found = {sequence: values for of_rank in over_data(found) for sequence, values in of_rank.items()}
         updates = []
         for _ in range(2):
-            held.accumulate(0, loss, num_sampled(parts), 1.0)
+            held.accumulate(0, loss, sum(int(m.mask.sum()) for m in micro_batches([parts])), 1.0)
             updates.append(held.step())
         results.append((found, updates))
     return results

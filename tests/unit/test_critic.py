@@ -12,7 +12,7 @@ from slimrl.algorithms.values import value_objective
 from slimrl.config.schema.algorithm import KlEstimator, KlPlace
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.packing import num_sampled
+from slimrl.data.packing import micro_batches
 from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Status
 from slimrl.runtime.cluster.errors import RunError
@@ -177,18 +177,18 @@ def test_the_critic_s_ranks_hold_the_policy_s_sequences_with_their_rewards_packe
     for segment in (segment for trajectory in trajectories for segment in trajectory.segments):
         segment.routed_experts = np.zeros((len(segment.tokens), 2, 1), np.int16)
     policy = run.learner.prepare(Step(STEP), trajectories)
-    assert [len(update) for update in policy] == [1, 1]
+    assert [len(update.batch) for update in policy] == [1, 1]
     assert [len(update) for update in run.critic.packed] == [2, 2]
     for ours, critics in zip(policy, run.critic.packed, strict=True):
-        batches = [batch for part in critics for batch in part]
+        batches, own = micro_batches([critics]), micro_batches([ours.batch])
         assert {len(batch.tokens) for batch in batches} == {16}
-        assert max(len(batch.tokens) for part in ours for batch in part) > 16
-        assert num_sampled(critics) == num_sampled(ours) > 0
+        assert max(len(batch.tokens) for batch in own) > 16
+        assert sum(batch.mask.sum() for batch in batches) == sum(batch.mask.sum() for batch in own) == ours.num_tokens
         rewards = {int(t): float(r) for b in batches for t, r in zip(b.trajectories, b.advantages, strict=True)}
         assert sorted(rewards.values()) == [0.0] * (len(rewards) // 2) + [1.0] * (len(rewards) // 2)
         # The engine's experts are the policy's alone.
         assert all(batch.routed_experts is None for batch in batches)
-        assert all(batch.routed_experts is not None for part in ours for batch in part)
+        assert all(batch.routed_experts is not None for batch in own)
 
 
 def test_the_critic_s_loss_is_a_mean_over_the_sampled_tokens_with_its_own_bound():

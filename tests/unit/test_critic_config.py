@@ -188,8 +188,6 @@ def test_ppo_has_no_problems_and_needs_one_sample_of_a_prompt():
          "best gives every trajectory the advantage 1. Use all with a critic."),
         ("algorithm.loss=gspo", "algorithm.loss",
          "gspo is of whole sequences, and with a critic advantages differ by token. Use ppo."),
-        ("algorithm.skip_zero_variance=true", "algorithm.skip_zero_variance",
-         "true would drop groups whose rewards are 0, which a critic learns from too. Use false."),
         ("critic.warmup_steps=3", "critic.warmup_steps", "3 leave none of the 3 steps to the policy."),
         ("critic.trainer.lora.rank=8", "critic.trainer.lora.rank",
          "a critic trains all of its weights and has no further layers. Leave it out."),

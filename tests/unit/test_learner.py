@@ -11,7 +11,6 @@ from slimrl.algorithms.objective import policy_objective
 from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.config.schema.algorithm import Aggregation, CorrectionLevel, KlEstimator, KlPlace, OldPolicy
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.packing import num_trajectories
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.runtime.cluster.errors import RunError
@@ -156,7 +155,7 @@ def test_a_group_is_trained_on_where_every_filter_keeps_it():
 
     learner = Learner(settings, AnsweringTrainers(), RunState(), [refuses("a"), refuses("b")])
     (update,) = learner.prepare(Step(1), pairs("abc"))
-    assert num_trajectories(update) == 2
+    assert update.num_trajectories == 2
     assert asked == [("a", "a"), ("a", "b"), ("b", "b"), ("a", "c"), ("b", "c")]
 
 
@@ -185,7 +184,7 @@ def test_an_update_is_divided_by_its_trajectories_and_works_at_the_temperature_o
 def test_the_metrics_are_means_over_tokens_and_over_trajectories():
     trainers = AnsweringTrainers(mismatch=0.002)
     step, updates = learn(trainers, recipe(), pairs("ab"))
-    assert num_trajectories(updates[0]) == 4
+    assert updates[0].num_trajectories == 4
     assert step.metrics["policy/entropy"] == pytest.approx(ENTROPY)
     assert step.metrics["mismatch/logprob_abs_mean"] == pytest.approx(0.002, rel=1e-3)
     assert step.metrics["policy/loss"] == 0.5
@@ -274,13 +273,14 @@ def test_trajectories_in_several_micro_batches_cost_a_pass_where_a_sum_over_them
     assert passes(settings) == ["old_logprobs of 1", first, second]
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), [("trajectory", 4), ("token", 36), ("constant", 4 * 320)])
-def test_the_denominator_is_that_of_the_aggregation(aggregation, expected):
+@pytest.mark.parametrize(("aggregation", "expected"), [("trajectory", 6), ("token", 54), ("constant", 6 * 320)])
+def test_the_denominator_is_that_of_the_aggregation_over_all_groups(aggregation, expected):
     settings, trainers = recipe(), AnsweringTrainers()
     settings.algorithm.aggregation = Aggregation(aggregation)
     settings.rollout.max_trajectory_tokens = 320
-    learn(trainers, settings, pairs("ab"))
+    learn(trainers, settings, [*pairs("ab"), trajectory("solved", 1), trajectory("solved", 1)])
     assert trainers.updates[0].denominator == expected
+    assert sum(int(batch.mask.sum()) for batch in trainers.updates[0].batches) == 36
 
 
 def test_the_weight_of_the_entropy_bonus_follows_the_target():

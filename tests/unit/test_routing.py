@@ -164,7 +164,7 @@ def test_planted_flips_explain_the_whole_mismatch_of_a_step():
     (update,) = make_updates(chosen, recipe, layout)
     # One in the prompt of the second trajectory, one at the eighth token of the fourth.
     flips = {1: [(1, 0)], 3: [(7, 1)]}
-    batches = micro_batches([update])
+    batches = micro_batches([update.batch])
     metrics = mismatch_metrics([report_logprobs(m, trainer_answer(m, flips)) for m in batches], batches)
     assert metrics["mismatch/routing_flips"] == 2
     # Positions 2 to 10 predict the nine sampled tokens: all of them are reached in one, those of 7 to 10 in the other.

@@ -14,7 +14,6 @@ from slimrl.algorithms.selection import select as select_with
 from slimrl.algorithms.shaping import apply_truncation_rule
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.packing import num_trajectories
 from slimrl.data.prompts import Sampler
 from slimrl.data.training import LogProbs
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
@@ -78,10 +77,10 @@ def test_a_prompt_that_comes_twice_in_a_step_makes_one_group_of_other_samples():
     # The second pair of prompt a is 1, 1: alone it would teach nothing.
     assert [t.group_id for t in chosen.trajectories] == ["a", "a", "b", "b", "a", "a"]
     assert chosen.advantages.tolist() == [0.25, -0.75, 0.5, -0.5, 0.25, 0.25]
-    assert [num_trajectories(update) for update in make_updates(chosen, settings, LAYOUT)] == [4, 2]
+    assert [update.num_trajectories for update in make_updates(chosen, settings, LAYOUT)] == [4, 2]
 
 
-def test_failed_trajectories_filters_and_equal_groups_are_left_out():
+def test_failed_trajectories_and_what_filters_refuse_are_left_out_and_equal_groups_are_known():
     batch = [
         *(trajectory("mixed", i, float(i == 0)) for i in range(3)),
         trajectory("mixed", 3, math.nan, Status.failed),
@@ -91,10 +90,13 @@ def test_failed_trajectories_filters_and_equal_groups_are_left_out():
         trajectory("alone", 1, math.nan, Status.failed),
     ]
     chosen = select_with(batch, recipe().algorithm, lambda group: group[0].group_id != "refused", step=1)
-    assert [t.trajectory_id for t in chosen.trajectories] == ["mixed/0", "mixed/1", "mixed/2"]
+    assert [t.trajectory_id for t in chosen.trajectories] == [
+        *(f"mixed/{i}" for i in range(3)), *(f"equal/{i}" for i in range(3)),
+    ]  # fmt: skip
+    assert chosen.silent.tolist() == [False] * 3 + [True] * 3
     assert chosen.zero_variance_fraction == 0.5
     std = math.sqrt(1 / 3) + 1e-6
-    assert chosen.advantages == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std])
+    assert chosen.advantages == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std, 0, 0, 0])
 
 
 def test_a_trajectory_without_a_sampled_token_counts_in_the_baseline_alone():
@@ -102,13 +104,6 @@ def test_a_trajectory_without_a_sampled_token_counts_in_the_baseline_alone():
     chosen = select(batch, recipe(advantage="dr_grpo"))
     assert [t.trajectory_id for t in chosen.trajectories] == ["a/0", "a/1"]
     assert chosen.advantages == pytest.approx([2 / 3, -1 / 3])
-
-
-def test_equal_groups_stay_with_zero_advantage_when_the_recipe_keeps_them():
-    batch = [trajectory("equal", i, 1.0) for i in range(3)]
-    chosen = select(batch, recipe(skip_zero_variance=False))
-    assert len(chosen.trajectories) == 3
-    assert chosen.advantages.tolist() == [0, 0, 0]
 
 
 def test_masked_truncated_trajectories_count_in_the_baseline_alone():
@@ -130,10 +125,10 @@ def test_the_zero_rule_takes_the_reward_of_truncated_trajectories():
 def test_groups_are_dealt_whole_to_the_updates():
     batch = [trajectory(g, i, float(i)) for g in "abcde" for i in range(2)]
     updates = make_updates(select(batch, recipe()), recipe(), LAYOUT)
-    assert [num_trajectories(u) for u in updates] == [6, 4]
+    assert [u.num_trajectories for u in updates] == [6, 4]
     sampled = sum(int(m.mask.sum()) for update in updates for m in batches_of(update))
     assert sampled == sum(t.num_sampled_tokens for t in batch)
-    assert all(len(u) == 2 for u in updates)
+    assert all(len(u.batch) == 2 for u in updates)
 
 
 def test_fewer_groups_than_updates_make_fewer_updates():
@@ -149,11 +144,11 @@ def test_a_context_parallel_group_holds_the_tokens_of_all_its_ranks():
     # 64 tokens a rank: 120 in one segment, and two of 59 together, fit the two of them.
     batch = [trajectory("a", 0, 0.0, lengths=(121,)), trajectory("a", 1, 1.0, lengths=(60, 60))]
     (update,) = make_updates(select(batch, settings), settings, layout)
-    assert sorted(len(m.tokens) for m in update[0]) == [120, 120]
+    assert sorted(len(m.tokens) for m in update.batch[0]) == [120, 120]
 
 
 def batches_of(update) -> list:
-    return [batch for part in update for batch in part]
+    return [batch for part in update.batch for batch in part]
 
 
 def found(batch, offset: float) -> LogProbs:
@@ -167,13 +162,13 @@ def moved(update, offset: float) -> None:
     for batch in batches_of(update):
         batch.added["old_logprobs"] = found(batch, 0.0).logprobs
     settings = recipe().algorithm
-    sums = [[remote_sums(batch, found(batch, offset).logprobs, settings) for batch in part] for part in update]
+    sums = [[remote_sums(batch, found(batch, offset).logprobs, settings) for batch in part] for part in update.batch]
     everywhere = [
         (batch.trajectories, of)
-        for part, own in zip(update, sums, strict=True)
+        for part, own in zip(update.batch, sums, strict=True)
         for batch, of in zip(part, own, strict=True)
     ]
-    for part, own in zip(update, sums, strict=True):
+    for part, own in zip(update.batch, sums, strict=True):
         set_remote(part, own, everywhere)
 
 

@@ -236,7 +236,8 @@ class AlgorithmConfig:
     """Change of the weight with `entropy_target`."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     skip_zero_variance: bool = True
-    """Drop groups whose rewards are all equal: their advantages are zero."""
+    """Leave groups whose rewards are all equal out of the passes where they add nothing to the gradient; they count in
+    the means of their update all the same (docs/credit.md)."""
     truncated: TruncationMode = TruncationMode.score
     """Treatment of a trajectory that reached its maximum length or number of turns."""
     max_logprob_mismatch: float = MISSING
