@@ -1,7 +1,7 @@
 """What each algorithm's name stands for: its settings where a recipe says nothing else. Those of GSPO are the schema's.
 
-The values are those of the papers that the schema names with each algorithm. Where a paper leaves a setting open, the
-comment says what was chosen.
+The papers are those that the schema names with each algorithm; docs/algorithms.md says which values are theirs, and why
+others are not.
 """
 
 from typing import Any
