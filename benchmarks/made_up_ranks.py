@@ -74,7 +74,7 @@ class Ranks:
         return self.add_logprobs(rank, update, "") if logprobs else None
 
     def step(self, rank: int) -> UpdateResult:
-        names = ("loss", "tokens", "clipped", "weight", "kl_old", "kl", "importance", "importance_squared")
+        names = ("loss", "tokens", "clipped", "weight", "clamped", "kl_old", "kl", "importance", "importance_squared")
         sums = dict.fromkeys(names, 1.0)
         return UpdateResult(sums=sums, denominator=1.0, grad_norm=1.0, skipped=False, lr=1e-6, num_tokens=1)
 

@@ -22,6 +22,7 @@ from slimrl.algorithms.policy_tokens import (
     LossBatch,
     PolicyTokens,
     by_token,
+    is_clamped,
     policy_tokens,
     whole_sums,
 )
@@ -61,13 +62,15 @@ def policy_objective(
 
     Returns:
         `reported` has, besides `loss`: `weight` and `clipped`, whose ratio is the fraction that is clipped; `tokens`,
-        and sums over them of `kl_old` (of the old policy to the present one), `importance` and `importance_squared`
-        (pi / pi_engine), and as configured `kl` (to the reference) and `correction`.
+        and sums over them of `clamped` (a log-ratio of the loss was), `kl_old` (of the old policy to the present one),
+        `importance` and `importance_squared` (pi / pi_engine), and as configured `kl` (to the reference) and
+        `correction`.
     """
     tokens = policy_tokens(logprobs_T, batch, settings)
     sums_N = whole_sums(sequence_terms(tokens, settings), batch)
     losses = load_loss(settings.loss)(tokens, settings, sums_N.get("policy", torch.zeros_like(tokens.num_sampled_N)))
     loss_T, added = losses.loss_T, {}
+    clamped_T = is_clamped(tokens.logprobs_T, tokens.old_T)
     if settings.correction.is_active:
         correction_T = correction_weights(tokens, settings, sums_N)
         loss_T = loss_T * correction_T
@@ -76,6 +79,7 @@ def policy_objective(
         if settings.kl_place is KlPlace.loss:
             kl_T = kl(tokens.logprobs_T, tokens.reference_T, tokens.log_ratio_T, settings.kl_estimator)
             loss_T = loss_T + settings.kl_coef * kl_T
+            clamped_T = clamped_T | is_clamped(tokens.logprobs_T, tokens.reference_T)
         added["kl"] = weighted_kl(tokens.logprobs_T.detach(), tokens.reference_T, tokens.engine_T)
     mask_T, zero_T = tokens.mask_T, torch.zeros_like(loss_T)
     if entropy_coef:
@@ -88,6 +92,7 @@ def policy_objective(
         importance_T = tokens.drift_T.exp()
         by_token_T = {
             "tokens": torch.ones_like(loss_T),
+            "clamped": clamped_T,
             "kl_old": kl_from_sampler(tokens.old_T, tokens.logprobs_T),
             "importance": importance_T,
             "importance_squared": importance_T.square(),

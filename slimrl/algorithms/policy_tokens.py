@@ -16,7 +16,7 @@ from slimrl.config.schema.algorithm import AlgorithmConfig, OldPolicy
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before exp."""
+"""Log-ratios are clamped to this before exp: exp(20)^2 is within float32. Beyond it they have no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,6 +95,11 @@ def policy_tokens(logprobs_T: Tensor, batch: LossBatch, settings: AlgorithmConfi
         advantages_T=sampled(advantages_T),
         num_sampled_N=batch.num_sampled_N,
     )
+
+
+def is_clamped(logprobs_T: Tensor, other_T: Tensor) -> Tensor:
+    """Whether a token's log-ratio is beyond what it is clamped to, bool [T]."""
+    return (logprobs_T - other_T).abs() > MAX_LOG_RATIO
 
 
 def by_token(values_N: Tensor, trajectory_ids_T: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ METRIC_NAMES = (
     "eval/<set>/pass_at_<k>",
     "policy/loss",
     "policy/clip_fraction",
+    "policy/clamped_fraction",
     "policy/kl",
     "policy/effective_sample_size",
     "policy/reference_kl",

@@ -77,6 +77,7 @@ def policy_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     metrics = {
         "policy/loss": sum(r.sums["loss"] / r.denominator for r in results) / len(results),
         "policy/clip_fraction": sums["clipped"] / sums["weight"],
+        "policy/clamped_fraction": sums["clamped"] / tokens,
         "policy/kl": sums["kl_old"] / tokens,
         "policy/effective_sample_size": sums["importance"] ** 2 / (tokens * sums["importance_squared"]),
     }

@@ -90,7 +90,7 @@ class AnsweringTrainers:
         skipped = self.skips.pop(0) if self.skips else False
         denominator = self.updates[-1].denominator
         sums = {
-            "loss": 0.5 * denominator, "weight": 8.0, "clipped": 2.0, "tokens": 50.0, "kl_old": 5.0,
+            "loss": 0.5 * denominator, "weight": 8.0, "clipped": 2.0, "tokens": 50.0, "kl_old": 5.0, "clamped": 1.0,
             "importance": 60.0, "importance_squared": 90.0, "kl": 10.0,
         }  # fmt: skip
         return UpdateResult(
@@ -189,6 +189,7 @@ def test_the_metrics_are_means_over_tokens_and_over_trajectories():
     assert step.metrics["mismatch/logprob_abs_mean"] == pytest.approx(0.002, rel=1e-3)
     assert step.metrics["policy/loss"] == 0.5
     assert step.metrics["policy/clip_fraction"] == 0.25
+    assert step.metrics["policy/clamped_fraction"] == 0.02
     assert step.metrics["policy/kl"] == 0.1
     assert step.metrics["policy/reference_kl"] == 0.2
     # 60^2 / (50 * 90)

@@ -271,10 +271,45 @@ def test_what_is_reported_are_counts_and_sums_over_sampled_tokens():
     assert reported == pytest.approx(
         {
             "loss": found.loss.item(), "weight": (case.counts > 0).sum(), "clipped": clipped.sum(), "tokens": at.sum(),
+            "clamped": 0,
             "kl_old": (ratio - 1 - np.log(ratio)).sum(), "importance": importance.sum(),
             "importance_squared": (importance**2).sum(), "kl": (importance * (np.exp(-x) - 1 + x)).sum(),
         }
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ppo", "kl k2", "kl k3", "kl k3_weighted", "gpg", "gspo"])
+def test_log_ratios_beyond_20_are_counted_where_they_lose_their_gradient(name):
+    """The first token is 40 nat more likely than it was, at a negative advantage; the second fell by 25. The others of
+    its trajectory did not move, and the reference is the old policy."""
+    settings, moved = replace(CASES[name], entropy_coef=0.0), np.array([40.0, -25.0, 0.0, 19.0, -19.0, np.nan])
+    new = torch.from_numpy(-1.0 + moved).requires_grad_()
+    old = torch.where(torch.isnan(new), torch.nan, -torch.ones(6, dtype=torch.float64))
+    batch = LossBatch(
+        mask_T=~torch.isnan(new), trajectory_ids_T=torch.zeros(6, dtype=torch.int64), rollout_logprobs_T=old,
+        added_T={"old_logprobs": old} | ({"reference_logprobs": old} if settings.kl_coef else {}),
+        num_sampled_N=torch.tensor([5]), advantages_N=torch.tensor([-0.5], dtype=torch.float64),
+        remote_N={}, sum_over_ranks=None,
+    )  # fmt: skip
+    found = policy_objective(new, torch.zeros(6), batch, settings=settings, entropy_coef=0.0)
+    found.loss.backward()
+    assert found.reported["clamped"].item() == 2
+    assert (new.grad[:2] == 0).all() == (name != "gpg")
+    assert new.grad[3] != 0
+    assert found.reported["kl_old"].isfinite()
+
+
+def test_a_reference_20_nat_away_is_counted_where_it_is_in_the_loss():
+    for place, expected in ((KlPlace.loss, 2), (KlPlace.reward, 0)):
+        settings = replace(CASES["kl k3"], kl_place=place)
+        new, reference = torch.full((3,), -1.0), torch.tensor([-21.5, -21.01, -20.9])
+        batch = LossBatch(
+            mask_T=torch.ones(3, dtype=torch.bool), trajectory_ids_T=torch.zeros(3, dtype=torch.int64),
+            rollout_logprobs_T=new, added_T={"old_logprobs": new, "reference_logprobs": reference},
+            num_sampled_N=torch.tensor([3]), advantages_N=torch.ones(1), remote_N={}, sum_over_ranks=None,
+        )  # fmt: skip
+        found = policy_objective(new, torch.zeros(3), batch, settings=settings, entropy_coef=0.0)
+        assert found.reported["clamped"].item() == expected
 
 
 def test_a_masked_nan_of_a_users_loss_is_left_out(monkeypatch):
