@@ -316,6 +316,18 @@ def test_the_second_update_knows_what_lies_elsewhere_and_the_first_has_nothing_t
     assert sorted(seen) == [50, 50, 60, 60]
 
 
+def test_each_update_asks_for_what_lies_elsewhere_where_its_own_trajectories_are_split():
+    """Of the two groups, each an update, one has trajectories of one segment and one has those of two micro-batches."""
+    whole, split = pairs("a"), pairs("b", lengths=(60, 50))
+    settings, found = recipe(updates=2), []
+    settings.algorithm.correction.level = CorrectionLevel.sequence
+    for batch in ([*whole, *split], [*split, *whole]):
+        trainers = AnsweringTrainers(drift_of_update=1e-3)
+        learn(trainers, settings, batch)
+        found.append([what for what in trainers.asked if what.startswith("sums")])
+    assert found == [["sums of 1"], ["sums of 0"]]
+
+
 def test_whole_trajectories_of_the_second_update_need_no_log_probs_anew():
     trainers = AnsweringTrainers(drift_of_update=1e-3)
     learn(trainers, recipe(updates=2), pairs("ab"))

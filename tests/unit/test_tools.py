@@ -142,6 +142,27 @@ async def test_synchronous_and_asynchronous_tools_answer_with_text():
     assert await TOOLS.call("slow_echo", {"text": "hi", "delay_s": 0}, 5) == ToolAnswer(text="hi")
 
 
+async def test_a_call_of_the_model_does_not_change_what_the_recipe_gives_a_tool():
+    """Nor which sandbox or episode a tool gets."""
+
+    def spoken(info: EpisodeInfo, word: str, times: int = 1) -> str:
+        """Say.
+
+        Args:
+            word: What.
+            times: How often.
+        """
+        return word * times + info.prompt.prompt_id
+
+    box = ToolBox([make_tool(scale, {"factor": 3.0}), make_tool(spoken, {"times": 2})])
+    shown = [set(schema["function"]["parameters"]["properties"]) for schema in box.schemas]
+    assert shown == [{"value"}, {"word"}]
+    assert (await box.call("scale", {"value": 2, "factor": 10.0}, 5)).text == "6.0"
+    info = EpisodeInfo(prompt=PROMPT, seed=0, scratch={})
+    answer = await box.call("spoken", {"word": "a", "times": 9, "info": {"prompt": "mine"}}, 5, info)
+    assert answer.text == f"aa{PROMPT.prompt_id}"
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "problem"),
     [

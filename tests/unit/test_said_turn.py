@@ -1,0 +1,32 @@
+"""Where a turn ends by a text of the client."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slimrl.agent.parsers import ParsedTurn
+from slimrl.agent.said_turn import read_turn
+
+CHAT = SimpleNamespace(
+    turn_text=lambda tokens: "".join(map(chr, tokens)), stop_token_ids={0}, answer_ends={0}, takes_parallel_calls=True
+)
+DIALOGUE = SimpleNamespace(
+    chat=CHAT, stop_token_ids={0}, call_ends=set(),
+    parser=SimpleNamespace(parse=lambda text: ParsedTurn(content=text, calls=[])),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "said"),
+    [
+        ("Observation: 3", ["Observation:"], ""),
+        ("so Observation: 3", ["Observation:"], "so "),
+        ("END Observation: 3", ["Observation:", "END"], ""),
+        ("a END Observation: 3", ["Observation:", "END"], "a "),
+        ("nothing of it", ["Observation:", "END"], "nothing of it"),
+    ],
+)
+def test_a_turn_ends_before_the_first_text_that_stops_it_also_where_it_begins_with_it(text, stop, said):
+    found = read_turn([*map(ord, text)], DIALOGUE, in_thinking=False, cut_off=False, num_calls=0, stop=stop)
+    assert found is not None
+    assert found.text == said
