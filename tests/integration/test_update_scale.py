@@ -154,6 +154,24 @@ def test_the_gradient_is_that_of_the_summed_loss_over_the_denominator(checkpoint
             assert result.grad_norm == pytest.approx(gradient_norm(model), rel=1e-5), case
 
 
+@pytest.mark.parametrize("name", ["gspo", "ppo"])
+def test_trajectories_of_no_advantage_change_no_gradient_whether_they_are_passed_or_left_out(start_trainer, name):
+    """Over the same denominator, at a learning rate of 0; two of them, beside those that have one."""
+    worker, found = start_trainer(lr=0.0), []
+    objective = loss_function("policy", AlgorithmConfig(loss=name, clip_low=CLIP_LOW, clip_high=CLIP_HIGH))
+    for copies in (0, 2):
+        segments = [[segment] for segment in [*sequences(), *sequences()[:copies]]]
+        advantages = np.append(ADVANTAGES, np.zeros(copies, np.float32))
+        (batches,) = pack(segments, advantages, budget_tokens=20, alignment=1, data_parallel=1)
+        for batch in batches:
+            batch.added["old_logprobs"] = batch.rollout_logprobs
+        found.append(worker.runner.train_update(batches, objective, denominator=5.0, temperature=0.7))
+    left_out, passed = found
+    assert passed.num_tokens > left_out.num_tokens
+    assert passed.grad_norm == pytest.approx(left_out.grad_norm, rel=1e-5)
+    assert passed.sums["loss"] == pytest.approx(left_out.sums["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("clip_grad", [0.25, 0.0])
 def test_updates_are_those_of_adamw_on_gradients_cut_to_the_clipping_norm(
     checkpoint, start_trainer, tmp_path, clip_grad
