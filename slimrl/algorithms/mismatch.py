@@ -4,6 +4,7 @@ A rank reports on each micro-batch, with S sampled tokens; the driver computes t
 micro-batches, which have what the engine said.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -43,8 +44,21 @@ def report_logprobs(batch: MicroBatch, found: LogProbs) -> LogProbReport:
     )
 
 
+FAR = 20
+"""A token's log-probs are far apart if they differ by more than this times `algorithm.max_logprob_mismatch`. A mean at
+that limit would leave room for one such token in 20."""
+
+ANYWAY = 2
+"""Far tokens that a step may have whatever its size, so that in a small one a single flip of the routing is none too
+many."""
+
+
 def mismatch_metrics(
-    reports: Sequence[LogProbReport], batches: Sequence[MicroBatch], version: int | None = None
+    reports: Sequence[LogProbReport],
+    batches: Sequence[MicroBatch],
+    version: int | None = None,
+    *,
+    limit: float = math.inf,
 ) -> dict[str, float]:
     """Metrics of a step, from the micro-batches of all its updates.
 
@@ -54,6 +68,7 @@ def mismatch_metrics(
         batches: those of the reports, in their order.
         version: of the trainer's weights. Log-probs of tokens that others sampled differ for that reason; they are
             metrics of their own. None: all tokens are taken for the trainer's.
+        limit: `algorithm.max_logprob_mismatch`, which says how far apart log-probs may be.
     """
     rollout = np.concatenate([batch.rollout_logprobs[batch.mask] for batch in batches])
     trainer = np.concatenate([report.logprobs_S for report in reports])
@@ -62,10 +77,12 @@ def mismatch_metrics(
     own = np.full(len(versions), True) if version is None else versions == version
     metrics = {}
     if own.any():
+        far = int((difference[own] > FAR * limit).sum())
         metrics = {
             "mismatch/logprob_abs_mean": float(difference[own].mean()),
             "mismatch/logprob_abs_max": float(difference[own].max()),
             "mismatch/kl_k3": float(k3(rollout[own], trainer[own]).mean()),
+            "mismatch/far_fraction": max(0, far - ANYWAY) / int(own.sum()),
         }
     if not own.all():
         metrics["mismatch/stale_logprob_abs_mean"] = float(difference[~own].mean())

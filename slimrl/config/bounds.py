@@ -72,6 +72,7 @@ BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rollout.sampling.top_k": _TOP_K,
     "rollout.eval_sampling.top_k": _TOP_K,
     "rollout.max_failed_fraction": _FRACTION,
+    "algorithm.max_far_tokens": _FRACTION,
     **dict.fromkeys(
         (key for key, kind in KEY_TYPES.items() if key.startswith("stop.") and kind == float | None),
         (lambda value: value > 0, "must be greater than 0"),

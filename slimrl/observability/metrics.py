@@ -42,6 +42,7 @@ METRIC_NAMES = (
     "mismatch/logprob_abs_mean",
     "mismatch/logprob_abs_max",
     "mismatch/kl_k3",
+    "mismatch/far_fraction",
     "mismatch/routing_flips",
     "mismatch/flip_reached_fraction",
     "mismatch/flip_margin_max",

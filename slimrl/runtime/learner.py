@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from slimrl.algorithms.mismatch import LogProbReport, entropy_mean, mismatch_metrics
+from slimrl.algorithms.mismatch import FAR, LogProbReport, entropy_mean, mismatch_metrics
 from slimrl.algorithms.objective import denominator, loss_function
 from slimrl.algorithms.passes import needs_old, needs_reference, needs_sums
 from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
@@ -139,18 +139,29 @@ class Learner:
         reports = [self._reports[number] for number in sorted(self._reports)]
         version = self._state.weight_version if self._recipe.rollout.outlives_steps else None
         measured = micro_batches([updates[number].batch for number in sorted(self._reports)])
-        metrics = mismatch_metrics([report for of_update in reports for report in of_update], measured, version)
+        limit = self._recipe.algorithm.max_logprob_mismatch
+        metrics = mismatch_metrics(
+            [report for of_update in reports for report in of_update], measured, version, limit=limit
+        )
         step.record({**metrics, "policy/entropy": entropy_mean(reports)})
         if enforce_limit:
             self.limit_mismatch(step, metrics)
 
     def limit_mismatch(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Raises RunError if the log-probs of trainer and engines, of the same weights, differ too much."""
-        limit, found = self._recipe.algorithm.max_logprob_mismatch, metrics.get("mismatch/logprob_abs_mean")
+        algorithm = self._recipe.algorithm
+        limit, found = algorithm.max_logprob_mismatch, metrics.get("mismatch/logprob_abs_mean")
         if found is not None and not found <= limit:
             raise RunError(
                 f"step {step.number}: trainer and engines disagree by {found:.2e} per token on average; "
                 f"algorithm.max_logprob_mismatch is {limit:.2e}"
+            )
+        far = metrics.get("mismatch/far_fraction", 0.0)
+        if far > algorithm.max_far_tokens:
+            raise RunError(
+                f"step {step.number}: trainer and engines disagree by more than {FAR * limit:.2g} nat, {FAR} times "
+                f"algorithm.max_logprob_mismatch, on {far:.2%} of the tokens; algorithm.max_far_tokens is "
+                f"{algorithm.max_far_tokens:.2%}"
             )
 
     def _measure_unchanged(self, step: Step, updates: Sequence[Update], enforce_limit: bool) -> None:

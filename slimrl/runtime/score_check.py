@@ -83,4 +83,5 @@ class ScoreCheck:
         # Engines score at temperature 1.
         reports = self._trainers.add_logprobs(0, OLD_LOGPROBS, 1.0)
         self._trainers.put_batches([])
-        return mismatch_metrics(reports, micro_batches([batch]))
+        limit = self._recipe.algorithm.max_logprob_mismatch
+        return mismatch_metrics(reports, micro_batches([batch]), limit=limit)

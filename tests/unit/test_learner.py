@@ -31,8 +31,12 @@ class AnsweringTrainers:
 
     layout = SimpleNamespace(alignment=4, data=1, micro_batch_multiple=1)
 
-    def __init__(self, *, mismatch: float = 0.0, skips=(), drift_of_update: float = 0.0) -> None:
-        self.mismatch, self.drift = mismatch, drift_of_update
+    def __init__(self, *, mismatch: float = 0.0, far: float = 0.0, skips=(), drift_of_update: float = 0.0) -> None:
+        """
+        Args:
+            far: added to the log-prob of one token in 50.
+        """
+        self.mismatch, self.far, self.drift = mismatch, far, drift_of_update
         self.skips = list(skips)
         self.asked: list[str] = []
         """Passes in their order"""
@@ -45,7 +49,8 @@ class AnsweringTrainers:
 
     def _answer(self, batch) -> LogProbs:
         drift = self.num_steps * self.drift * batch.position_ids
-        logprobs = np.where(batch.mask, batch.rollout_logprobs + self.mismatch + drift, np.nan)
+        far = np.where(batch.position_ids % 50 == 7, self.far, 0.0)
+        logprobs = np.where(batch.mask, batch.rollout_logprobs + self.mismatch + far + drift, np.nan)
         entropy = np.where(batch.mask, ENTROPY, np.nan)
         return LogProbs(logprobs=logprobs.astype(np.float32), entropy=entropy.astype(np.float32))
 
@@ -213,6 +218,21 @@ def test_a_mismatch_below_the_limit_does_not_stop_the_run():
     trainers = AnsweringTrainers(mismatch=-0.009)
     learn(trainers, recipe(), pairs("a"))
     assert len(trainers.updates) == 1
+
+
+def test_single_tokens_that_differ_by_far_more_stop_a_run_whose_mean_is_within_the_limit():
+    groups = pairs("abcd", lengths=(55, 55))
+    fine = AnsweringTrainers(far=0.19)
+    step, _ = learn(fine, recipe(), groups)
+    assert (len(fine.updates), step.metrics["mismatch/far_fraction"]) == (1, 0.0)
+    trainers, settings = AnsweringTrainers(far=0.3), recipe()
+    with pytest.raises(RunError, match=r"by more than 0\.2 nat, 20 times .* on 1\.\d\d% of the tokens; .* is 0\.50%"):
+        learn(trainers, settings, groups)
+    assert trainers.num_steps == 0
+    settings.algorithm.max_far_tokens = 1.0
+    step, _ = learn(trainers, settings, groups)
+    assert step.metrics["mismatch/logprob_abs_mean"] < settings.algorithm.max_logprob_mismatch
+    assert step.metrics["mismatch/far_fraction"] > 0.01
 
 
 def test_the_engines_experts_are_compared_in_a_pass_where_the_recipe_asks_for_them():

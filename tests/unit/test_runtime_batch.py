@@ -186,6 +186,33 @@ def test_mismatch_is_measured_on_sampled_tokens_alone():
     assert entropy_mean([reports[:1], reports[1:]]) == pytest.approx(0.5)
 
 
+def test_tokens_are_counted_that_are_far_from_the_engine_s_for_the_precision():
+    """Of 1,200 sampled tokens in 100, some are off by 2 nat: a mean that bf16's limit lets pass."""
+    batch = [trajectory("a", i, float(i), lengths=(63,) * 10) for i in range(2)]
+    (update,) = make_updates(select(batch, recipe()), recipe(), LAYOUT)
+    batches = batches_of(update)
+    sampled = sum(int(m.mask.sum()) for m in batches)
+
+    def metrics(every: int, limit: float) -> dict[str, float]:
+        answers, count = [], 0
+        for m in batches:
+            answer = found(m, 0.0)
+            for place in np.flatnonzero(m.mask):
+                answer.logprobs[place] = m.rollout_logprobs[place] + (2.0 if count % every == 0 else 1e-3)
+                count += 1
+            answers.append(report_logprobs(m, answer))
+        return mismatch_metrics(answers, batches, limit=limit)
+
+    far = metrics(100, 0.05)
+    assert far["mismatch/logprob_abs_mean"] < 0.05
+    assert far["mismatch/far_fraction"] == (-(-sampled // 100) - 2) / sampled > 0.005
+    # 20 times the limit is 2 nat, which none exceeds.
+    assert metrics(100, 0.1 + 1e-6)["mismatch/far_fraction"] == 0
+    # Two in a step are no sign of a fault.
+    assert metrics(sampled - 1, 0.05)["mismatch/far_fraction"] == 0
+    assert metrics(100, 1e-4)["mismatch/far_fraction"] == far["mismatch/far_fraction"]
+
+
 def test_what_lies_elsewhere_is_the_rest_of_the_trajectory():
     batch = [trajectory("a", i, float(i), lengths=(60, 50, 40)) for i in range(2)]
     (update,) = make_updates(select(batch, recipe()), recipe(), LAYOUT)

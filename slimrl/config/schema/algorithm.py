@@ -242,6 +242,9 @@ class AlgorithmConfig:
     """Treatment of a trajectory that reached its maximum length or number of turns."""
     max_logprob_mismatch: float = MISSING
     """The run stops above this mismatch/logprob_abs_mean; 1e-4 suits fp32, 0.05 bf16."""
+    max_far_tokens: float = 0.005
+    """The run stops above this mismatch/far_fraction, of tokens that differ by more than 20 times
+    `max_logprob_mismatch`; 1 is off."""
     score_every_steps: int = 10
     """With `rollout.mode` other than `sync`, steps between measurements of mismatch/* where none of a step's tokens is
     of the trainer's present weights: engines score some of its trajectories. 0 for none."""
