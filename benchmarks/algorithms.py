@@ -62,6 +62,8 @@ def gspo(*more: str, panel: str, **options: Any) -> Case:
 SEEDS: dict[str, Any] = {"seeds": 3, "panel": "algorithms, three seeds"}
 NOISY = ("trainer.megatron={moe_input_jitter_eps: 0.03}", "algorithm.max_logprob_mismatch=1.0")
 """The trainer's routers see their inputs times a random number near 1, the engines' do not."""
+NOISY_SLIMRL = Path(__file__).parent / "noisy_slimrl.py"
+"""The command that accepts them."""
 R3 = ("rollout.routed_experts=true", "algorithm.routing_replay=rollout", "algorithm.replay_gap_every_steps=0")
 FP8 = ("algorithm.max_logprob_mismatch=1.0",)
 CORRECTED = ("algorithm.correction.level=token", "algorithm.correction.high=2")
@@ -141,7 +143,7 @@ class Bench:
                 # Every machine starts from the same weights, which are those of the results.
                 "trainer.parallel.expert=2", "deterministic=true",
             ]  # fmt: skip
-            _slimrl("sft", str(RECIPES / "sft.yaml"), *settings, "--resume-or-start")
+            _run("-m", "slimrl.cli", "sft", str(RECIPES / "sft.yaml"), *settings, "--resume-or-start")
             self.export_of(name).rename(start)
 
     def export_of(self, run: str) -> Path:
@@ -168,7 +170,8 @@ class Bench:
         # A run that ended just before its result was kept is complete, and refuses to go on.
         if not self.export_of(run).is_dir():
             arguments = [str(RECIPES / case.recipe), *settings, *case.settings, *self.extra]
-            _slimrl("train", *arguments, "--resume-or-start")
+            command = [str(NOISY_SLIMRL)] if set(NOISY) <= set(case.settings) else ["-m", "slimrl.cli"]
+            _run(*command, "train", *arguments, "--resume-or-start")
         metrics = read_metrics(self.folder / "runs" / run / "metrics.jsonl")
         curve = [[step["step"], step[HELDOUT]] for step in metrics if HELDOUT in step]
         kept = ("mismatch/logprob_abs_mean", "policy/clip_fraction", "policy/effective_sample_size")
@@ -264,17 +267,13 @@ def draw(results: dict[str, dict[str, Any]], out: Path, cases: Mapping[str, Case
     plt.close(figure)
 
 
-def _slimrl(*arguments: str) -> None:
-    _run("slimrl.cli", *arguments)
-
-
 def _tools(*arguments: str) -> None:
-    _run("slimrl_tools.cli", *arguments)
+    _run("-m", "slimrl_tools.cli", *arguments)
 
 
-def _run(module: str, *arguments: str) -> None:
-    """Raises CalledProcessError or TimeoutExpired."""
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True, timeout=RUN_TIMEOUT_S)
+def _run(*arguments: str) -> None:
+    """Python with these arguments. Raises CalledProcessError or TimeoutExpired."""
+    subprocess.run([sys.executable, *arguments], check=True, timeout=RUN_TIMEOUT_S)
 
 
 def parser_of(doc: str, cases: Mapping[str, Case], *, seeds: int, steps: int) -> argparse.ArgumentParser:

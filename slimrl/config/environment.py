@@ -102,17 +102,13 @@ def nccl_variables(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, st
     if recipe.resync.transport is not TransportName.collective:
         return {}
     sglang = recipe.rollout.sglang
-    # SGLang lets the environment turn off what only sharding asks for.
-    cumem = "1" if sglang.get("enable_kv_cache_sharding") else "0"
-    cumem, nvls = inherited.get("NCCL_CUMEM_ENABLE", cumem), inherited.get("NCCL_NVLS_ENABLE", "0")
+    cumem, nvls = inherited.get("NCCL_CUMEM_ENABLE", "0"), inherited.get("NCCL_NVLS_ENABLE", "0")
     if sglang.get("enable_symm_mem"):
         cumem = nvls = "1"
     elif sglang.get("enable_nccl_nvls"):
         nvls = "1"
     variables = {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": nvls}
-    if recipe.rollout.engine_tp > 1 and (
-        recipe.deterministic or sglang.get("enable_deterministic_inference") or sglang.get("rl_on_policy_target")
-    ):
+    if recipe.rollout.engine_tp > 1 and (recipe.deterministic or sglang.get("enable_deterministic_inference")):
         channels = recipe.rollout.env.get(SGLANG_CHANNELS, inherited.get(SGLANG_CHANNELS, "8"))
         return variables | dict.fromkeys((SGLANG_CHANNELS, *NCCL_CHANNELS), channels)
     return variables | {name: inherited[name] for name in NCCL_CHANNELS if name in inherited}

@@ -15,11 +15,11 @@ FORMATS = {
 }
 """megatron-core's `fp8`, Transformer Engine's default for each `fp8_recipe`: `hybrid` has gradients in e5m2."""
 
-FP8_WEIGHTS = ("fp8_param", "fp8_param_gather")
-"""Fields that have Transformer Engine hold weights as FP8 tensors of its own."""
-
 DELAYED_FIELDS = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad")
 """Fields that megatron-core passes to delayed scaling alone."""
+
+OTHER_FIELDS = ("first_last_layers_bf16", "tp_only_amax_red")
+"""Fields of FP8 training whose names do not begin with fp8_."""
 
 NOT_EMULATED = {
     "fp8_wgrad": False,
@@ -43,23 +43,13 @@ def megatron_fp8(trainer: TrainerConfig) -> dict[str, str]:
 def fp8_violations(recipe: Recipe) -> Iterator[Violation]:
     """Settings that contradict `trainer.fp8`, or have no effect with its value."""
     trainer, given = recipe.trainer, recipe.trainer.megatron
-    for name in FP8_WEIGHTS:
-        if given.get(name):
-            yield (
-                f"trainer.megatron.{name}",
-                "keeps weights in FP8, which a resync and memory that is released cannot read. Leave it out.",
-            )
-    if given.get("fp8_quantizer_factory"):
-        yield "trainer.megatron.fp8_quantizer_factory", "belongs to no value of trainer.fp8. Leave it out."
     if trainer.fp8 is Fp8Scaling.off:
         if trainer.fp8_emulation:
             yield "trainer.fp8_emulation", "has no effect with trainer.fp8 off. Choose blockwise, as engines have it."
         for name, value in given.items():
-            if name.startswith("fp8_") and name not in (*FP8_WEIGHTS, "fp8_quantizer_factory") and value:
+            if (name.startswith("fp8_") or name in OTHER_FIELDS) and value:
                 yield f"trainer.megatron.{name}", "has no effect with trainer.fp8 off."
         return
-    if given.get("fp4"):
-        yield "trainer.fp8", "excludes FP4 (trainer.megatron.fp4). Leave one out."
     if trainer.fp8 is not Fp8Scaling.delayed:
         for name in DELAYED_FIELDS:
             if name in given:

@@ -14,10 +14,11 @@ from typing import Any
 MEGATRON_SOURCES = {
     "ModelParallelConfig": "core/model_parallel_config.py",
     "TransformerConfig": "core/transformer/transformer_config.py",
+    "MLATransformerConfig": "core/transformer/transformer_config.py",
     "OptimizerConfig": "core/optimizer/optimizer_config.py",
     "DistributedDataParallelConfig": "core/distributed/distributed_data_parallel_config.py",
 }
-"""Classes whose fields `trainer.megatron` takes -> their file in the package."""
+"""Classes whose fields `trainer.megatron` may name -> their file in the package."""
 
 MEGATRON_ENUMERATIONS = "core/transformer/enums.py"
 """File of the enumerations whose members a recipe writes by name."""
@@ -34,7 +35,7 @@ class FieldType:
     """Values that a field accepts from YAML."""
 
     types: frozenset[type]
-    """Plain types; `float` accepts an int too. Empty if no YAML value fits, as for a callable."""
+    """Plain types; `float` accepts an int too."""
     choices: tuple[Any, ...]
     text: str
     """The annotation as the package writes it."""
@@ -174,7 +175,8 @@ def _classes(path: Path) -> Iterator[ast.ClassDef]:
 
 @cache
 def megatron_fields() -> dict[str, FieldType]:
-    """Fields of TransformerConfig (inherited ones too), OptimizerConfig and DistributedDataParallelConfig.
+    """Fields of TransformerConfig (inherited ones too) and MLATransformerConfig, OptimizerConfig and
+    DistributedDataParallelConfig.
 
     Raises:
         ValueError: megatron-core is not installed or lacks one of the classes.

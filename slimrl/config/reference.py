@@ -12,8 +12,11 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING
 
 from slimrl.config.keys import NAME, named_type
+from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.trainer import TrainerConfig
+from slimrl.config.sglang_verdicts import SGLANG_VERDICTS
+from slimrl.config.verdicts import Judgement, Verdict
 
 HEADER = r"""# Settings
 
@@ -35,11 +38,19 @@ Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/conf
 - `\${` writes `${` itself, as in `'Write \${x} once'`; within double quotes write `"\\${x}"`.
 - Scalars follow YAML 1.2: `1e-6` is a number; `off`, `yes` and `1_000` are words, refused for a number or a boolean.
 - Paths are not expanded: `~` and `$HOME` are refused, `${oc.env:HOME}` is replaced.
-- `trainer.megatron`, `critic.trainer.megatron`, `rollout.sglang` and `teacher.sglang` take the fields of the installed
-  versions, checked by name and type.
+- `trainer.megatron`, `critic.trainer.megatron`, `rollout.sglang` and `teacher.sglang` take fields of the installed
+  versions, checked by name and type: those [at the end](#fields-of-megatron-core-and-sglang).
 - `trainer.env`, `critic.trainer.env`, `rollout.env` and `teacher.env` take variables by name. A process of the trainer
   gets them before it uses a GPU, but after its libraries are loaded: those that the loader or a library of threads
   reads then (`LD_PRELOAD`) are refused.
+"""
+
+FIELDS = """
+## Fields of megatron-core and SGLang
+
+What a recipe may set in `trainer.megatron`, `critic.trainer.megatron` and `rollout.sglang`. Every other field is
+refused, and the message says why; `slimrl/config/megatron_verdicts.py` and `sglang_verdicts.py` have the reasons.
+`teacher.sglang` takes those of `rollout.sglang` but for `speculative_*`, and those that lay out weights otherwise.
 """
 
 TABLE_HEAD = "\n| key | type | default | |\n|---|---|---|---|\n"
@@ -55,7 +66,29 @@ def reference_page() -> str:
         listed = "\n".join(f"| `{member.value}` | {said.get(member.name, '')} |" for member in kind)
         title = f"\n### {name}\n\n" + (f"{_own_docstring(kind)}\n\n" if _own_docstring(kind) else "")
         sections.append(f"{title}| value | |\n|---|---|\n{listed}\n")
-    return "".join(sections)
+    return "".join([*sections, *_package_fields()])
+
+
+def _package_fields() -> Iterator[str]:
+    """The fields of other packages that a recipe may set, by what they are for."""
+    yield FIELDS
+    for section, verdicts in (("trainer.megatron", MEGATRON_VERDICTS), ("rollout.sglang", SGLANG_VERDICTS)):
+        rows: dict[str, list[str]] = {}
+        for name, judgement in verdicts.items():
+            if judgement.verdict is Verdict.safe:
+                rows.setdefault(_purpose(judgement), []).append(f"`{name}`")
+        listed = "\n".join(f"| {', '.join(names)} | {purpose} |" for purpose, names in rows.items())
+        yield f"\n### {section}\n\n| fields | |\n|---|---|\n{listed}\n"
+
+
+def _purpose(judgement: Judgement) -> str:
+    values = " or ".join(f"`{value}`" for value in judgement.values)
+    conditions = (
+        values,
+        f"with `{judgement.needs}`" if judgement.needs else "",
+        "with Transformer Engine, on a GPU" if judgement.transformer_engine else "",
+    )
+    return "; ".join(part for part in (judgement.reason, *conditions) if part)
 
 
 def _section(defaults: Any, prefix: str, choices: dict[str, type[Enum]]) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from slimrl.config.passthrough import unused_fields
 from slimrl.config.problems import Violation, fitting_text
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
-from slimrl.config.sglang_layouts import layout_violations
 from slimrl.config.speculative_rules import speculative_violations
 
 MAX_COLOCATED_FRACTION = 0.85
@@ -127,7 +127,7 @@ def transport_warnings(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Fields of `rollout.sglang` that contradict other settings or that a resync does not support."""
+    """Fields of `rollout.sglang` that contradict other settings, or have no effect beside them."""
     rollout, given = recipe.rollout, recipe.rollout.sglang
     fraction, length = given.get("mem_fraction_static"), given.get("context_length")
     if fraction is not None and not 0 < fraction < 1:
@@ -139,7 +139,7 @@ def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
         )
     if recipe.deterministic and given.get("enable_deterministic_inference") is False:
         yield "rollout.sglang.enable_deterministic_inference", "false contradicts deterministic: true. Leave it out."
-    yield from layout_violations(given)
+    yield from unused_fields("rollout.sglang", given)
 
 
 def _elastic_violations(recipe: Recipe) -> Iterator[Violation]:

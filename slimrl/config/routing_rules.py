@@ -6,9 +6,6 @@ from slimrl.config.problems import Violation
 from slimrl.config.schema.algorithm import RoutingReplay
 from slimrl.config.schema.recipe import Recipe
 
-_BALANCING = ("sinkhorn", "quantile_balancing")
-"""Kinds of moe_router_load_balancing_type in which a router does not ask for the top-k of its scores."""
-
 
 def routing_violations(recipe: Recipe, experts: int | None, command: str) -> Iterator[Violation]:
     """Settings under which routers cannot replay.
@@ -28,8 +25,3 @@ def routing_violations(recipe: Recipe, experts: int | None, command: str) -> Ite
         yield key, "rollout needs the experts that engines report. Set rollout.routed_experts: true."
     if given.get("moe_router_fusion"):
         yield "trainer.megatron.moe_router_fusion", f"the fused router ignores {key}: {mode.value}. Leave it out."
-    balancing = given.get("moe_router_load_balancing_type")
-    for kind in balancing if isinstance(balancing, list) else [balancing]:
-        if kind in _BALANCING:
-            name = "trainer.megatron.moe_router_load_balancing_type"
-            yield name, f"{kind} chooses experts itself and ignores {key}: {mode.value}. Use aux_loss or none."

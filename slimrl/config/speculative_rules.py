@@ -7,8 +7,6 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.speculative import DraftMode
 
-THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
-"""Fields of ServerArgs: below 1 SGLang accepts more than the policy would sample."""
 OF_OTHER_FILES = (DraftMode.eagle, DraftMode.eagle3)
 """Modes whose draft model is a checkpoint of its own"""
 
@@ -18,12 +16,11 @@ def speculative_violations(recipe: Recipe) -> Iterator[Violation]:
     rollout = recipe.rollout
     settings, mode = rollout.speculative, rollout.speculative.mode.value
     key = "rollout.speculative.mode"
-    for name in THRESHOLDS:
-        if (value := rollout.sglang.get(name)) is not None and value < 1:
-            yield (
-                f"rollout.sglang.{name}",
-                f"{value}: below 1 engines accept tokens that the policy would not sample. Leave it out.",
-            )
+    for name in rollout.sglang:
+        if name.startswith("speculative_ngram_") and settings.mode is not DraftMode.ngram:
+            yield f"rollout.sglang.{name}", f"has no effect with rollout.speculative.mode {mode}, only with ngram."
+        elif name.startswith("speculative_") and settings.mode is DraftMode.off:
+            yield f"rollout.sglang.{name}", f"has no effect with rollout.speculative.mode {mode}."
     if settings.draft_model and settings.mode not in OF_OTHER_FILES:
         yield "rollout.speculative.draft_model", f"only the modes eagle and eagle3 read it, and the mode is {mode}."
     if settings.mode is DraftMode.off:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from slimrl.config.algorithms import COMPARING
 from slimrl.config.alignment import round_up, sequence_alignment, tile_tokens
 from slimrl.config.package_fields import DTYPES
+from slimrl.config.passthrough import unused_fields
 from slimrl.config.problems import Violation, fitting_text, multiples_text, suggestion
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
@@ -65,20 +66,26 @@ def _expert_text(recipe: Recipe, experts: int) -> str:
 
 
 def megatron_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Fields of `trainer.megatron` that megatron-core refuses or ignores, or that give wrong results."""
-    rules = (_p2p, _recompute, _optimizer, _state_dtypes, _deterministic)
+    """Fields of `trainer.megatron` that contradict other settings, or have no effect beside them."""
+    rules = (_of_layout, _recompute, _optimizer, _state_dtypes, _deterministic)
     for name, message in (violation for rule in rules for violation in rule(recipe)):
         yield f"trainer.megatron.{name}", message
+    yield from unused_fields("trainer.megatron", recipe.trainer.megatron)
 
 
-def _p2p(recipe: Recipe) -> Iterator[Violation]:
-    """Interleaved stages send both ways at once; batched operations would silently mix up the two directions."""
-    given = recipe.trainer.megatron
-    if recipe.trainer.parallel.virtual_pipeline is None:
-        return
-    for name, wrong in (("overlap_p2p_comm", False), ("batch_p2p_comm", True)):
-        if given.get(name) is wrong:
-            yield name, "gives wrong gradients with trainer.parallel.virtual_pipeline. Leave it out; slimrl sets it."
+def _of_layout(recipe: Recipe) -> Iterator[Violation]:
+    """Fields about a kind of parallelism that the layout does not have."""
+    parallel = recipe.trainer.parallel
+    missing = {
+        "deallocate_pipeline_outputs": "pipeline 1" if parallel.pipeline == 1 else "",
+        "defer_embedding_wgrad_compute": "pipeline 1" if parallel.pipeline == 1 else "",
+        "overlap_p2p_comm_warmup_flush": "virtual_pipeline null" if parallel.virtual_pipeline is None else "",
+        "clone_scatter_output_in_embedding": "" if parallel.sequence else "sequence false",
+        "cp_comm_type": "context 1" if parallel.context == 1 else "",
+    }
+    for name, setting in missing.items():
+        if setting and recipe.trainer.megatron.get(name) is not None:
+            yield name, f"has no effect with trainer.parallel.{setting}."
 
 
 def _deterministic(recipe: Recipe) -> Iterator[Violation]:
@@ -116,8 +123,6 @@ def _state_dtypes(recipe: Recipe) -> Iterator[Violation]:
             yield name, f"{dtype!r} is not one of {', '.join(known)}."
         elif dtype != "float32" and given.get("optimizer_cpu_offload"):
             yield name, "an offloaded optimizer (optimizer_cpu_offload) keeps float32. Leave it out."
-        elif dtype != "float32" and not given.get("use_precision_aware_optimizer"):
-            yield name, f"{dtype} needs use_precision_aware_optimizer: true."
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Violation]:

@@ -14,6 +14,7 @@ from slimrl.config.check import check_recipe, file_violations
 from slimrl.config.critic_rules import with_critic
 from slimrl.config.functions import absent_modules, function_violations
 from slimrl.config.load import SERVING, Command, LoadedRecipe, is_needed, read_recipe, trains
+from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.problems import Problem, RecipeError, Violation
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
@@ -24,12 +25,6 @@ from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import config_for_planning, nearest_published
 from slimrl.models.megatron_config import MegatronModelConfig
-
-TRAINING_FIELDS = ("hidden_dropout", "attention_dropout", "moe_router_load_balancing_type")
-"""Fields of `trainer.megatron` that a family sets and a recipe may override; the others define the model."""
-
-TRANSFORMER_ENGINE_FIELDS = ("fp4", "moe_grouped_gemm", "tp_comm_overlap")
-"""Fields of `trainer.megatron` that only Transformer Engine's layers have."""
 
 NEEDS_TRANSFORMER_ENGINE = "needs a GPU and Transformer Engine."
 
@@ -124,21 +119,37 @@ def _teacher_config(loaded: LoadedRecipe, problems: list[Problem]) -> dict[str, 
 
 
 def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    """A model that no family builds or without the layers to train, and fields of `trainer.megatron` that change it."""
+    """A model that no family builds or without the layers to train, and fields of `trainer.megatron` without effect."""
     try:
         architecture = family_of(hf_config).megatron_config(hf_config)
     except ValueError as error:
         yield "model.path", f"{loaded.recipe.model.path}: {error}."
         return
     if trains(loaded.command):
-        yield from with_critic(partial(_fixed_fields, architecture), loaded.recipe, loaded.command)
+        yield from with_critic(partial(_fields_of_experts, architecture), loaded.recipe, loaded.command)
         yield from _mtp_violations(loaded.recipe, architecture)
 
 
-def _fixed_fields(architecture: MegatronModelConfig, recipe: Recipe) -> Iterator[Violation]:
-    for name in recipe.trainer.megatron:
-        if name in architecture.transformer and name not in TRAINING_FIELDS:
-            yield f"trainer.megatron.{name}", "is set by the model, in the config.json of model.path."
+OF_SOME_EXPERTS = {
+    "moe_router_bias_update_rate": "moe_router_enable_expert_bias",
+    "moe_shared_expert_overlap": "moe_shared_expert_intermediate_size",
+}
+"""Fields of `trainer.megatron` -> what a model with experts must have for them to have an effect."""
+MISSING = {
+    "num_moe_experts": "experts",
+    "moe_router_enable_expert_bias": "bias of its experts",
+    "moe_shared_expert_intermediate_size": "shared experts",
+}
+"""Fields that a family sets for some models -> in words."""
+
+
+def _fields_of_experts(architecture: MegatronModelConfig, recipe: Recipe) -> Iterator[Violation]:
+    """Fields that have no effect in this model."""
+    model = architecture.transformer
+    for name, value in recipe.trainer.megatron.items():
+        lacks = "num_moe_experts" if not model.get("num_moe_experts") else OF_SOME_EXPERTS.get(name, "num_moe_experts")
+        if name.startswith("moe_") and value and not model.get(lacks):
+            yield f"trainer.megatron.{name}", f"has no effect: the model has no {MISSING[lacks]}. Leave it out."
 
 
 def _mtp_violations(recipe: Recipe, architecture: MegatronModelConfig) -> Iterator[Violation]:
@@ -186,7 +197,7 @@ def transformer_engine_violations(loaded: LoadedRecipe) -> list[Violation]:
 
 def _needs_engine(recipe: Recipe) -> Iterator[Violation]:
     trainer = recipe.trainer
-    names = [name for name in TRANSFORMER_ENGINE_FIELDS if trainer.megatron.get(name)]
+    names = [name for name, value in trainer.megatron.items() if value and MEGATRON_VERDICTS[name].transformer_engine]
     # Its Adam keeps states in other precisions; the CPU-offloaded optimizer has its own.
     if trainer.megatron.get("use_precision_aware_optimizer") and not trainer.megatron.get("optimizer_cpu_offload"):
         names.append("use_precision_aware_optimizer")

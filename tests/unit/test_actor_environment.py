@@ -71,11 +71,7 @@ def set_by_sglang():
 @pytest.mark.parametrize(
     "inherited", [{}, {"NCCL_CUMEM_ENABLE": "1"}, {"NCCL_NVLS_ENABLE": "1"}, dict.fromkeys(NCCL, "0")]
 )
-@pytest.mark.parametrize(
-    "sglang",
-    [{}, {"enable_symm_mem": True}, {"enable_nccl_nvls": True}, {"enable_kv_cache_sharding": True},
-     {"enable_symm_mem": True, "enable_kv_cache_sharding": True}],
-)  # fmt: skip
+@pytest.mark.parametrize("sglang", [{}, {"enable_symm_mem": True}, {"enable_nccl_nvls": True}])
 def test_the_trainer_has_the_settings_of_nccl_that_sglang_gives_itself(set_by_sglang, inherited, sglang):
     ours = nccl_variables(recipe_of(**sglang), inherited)
     assert ours == set_by_sglang(inherited, **sglang)
@@ -103,9 +99,8 @@ def test_ends_of_a_group_have_as_many_channels_where_sglang_fixes_their_number()
     recipe.deterministic, recipe.rollout.env = False, {}
     assert channels(recipe) is None
     assert channels(recipe, dict.fromkeys(CHANNELS, "16")) == "16"
-    for field, value in (("enable_deterministic_inference", True), ("rl_on_policy_target", "fsdp")):
-        recipe.rollout.sglang = {field: value}
-        assert channels(recipe) == "8"
+    recipe.rollout.sglang = {"enable_deterministic_inference": True}
+    assert channels(recipe) == "8"
     recipe.resync.transport = TransportName.ipc
     assert channels(recipe) is None
 

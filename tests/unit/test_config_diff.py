@@ -5,10 +5,10 @@ import json
 import pytest
 from slimrl_tools.cli import app
 from slimrl_tools.inspect.config_diff import diff_config
-from slimrl_tools.inspect.config_fields import kind_of_field
 from slimrl_tools.toy.toy_configs import TOYS, ToySize, toy_config
 from typer.testing import CliRunner
 
+from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.models.family import FAMILIES
@@ -85,14 +85,14 @@ def test_settings_of_training_speed_and_the_optimizer_pass():
         "recompute_granularity": "full",
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
-        "overlap_param_gather_with_optimizer_step": False,
+        "optimizer_offload_fraction": 1.0,
         "layernorm_epsilon": 1e-6,
     }
     result = diff_config(toy_hf_config("qwen3_moe"), trainer(**settings))
     assert result.agrees
-    assert "the training, not the model" in row_of(result, "moe_aux_loss_coeff").note
-    assert "speed, memory or rounding" in row_of(result, "recompute_method").note
-    assert "optimizer or gradients" in row_of(result, "overlap_param_gather_with_optimizer_step").note
+    assert "changes losses that balance the experts; default 0.0" in row_of(result, "moe_aux_loss_coeff").note
+    assert "changes activations that are computed again" in row_of(result, "recompute_method").note
+    assert "not a model setting: the optimizer on the host" in row_of(result, "optimizer_offload_fraction").note
     assert row_of(result, "layernorm_epsilon").note == ""
 
 
@@ -119,7 +119,7 @@ def test_the_command_prints_a_table_and_its_exit_code_is_the_verdict(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(toy_hf_config("qwen3_moe")))
     for setting, code, says in [
         ("trainer.megatron.moe_z_loss_coeff=0.1", 0, "the trainer builds this model"),
-        ("trainer.megatron.moe_router_topk=4", 1, "CHANGED BY THE RECIPE: moe_router_topk"),
+        ("trainer.megatron.moe_router_topk=4", 2, "is the model's"),
         ("trainer.megatron.no_such=1", 2, "no such"),
     ]:
         result = CliRunner().invoke(app, ["diff-config", str(tmp_path), RECIPE, setting])
@@ -133,4 +133,4 @@ def test_every_fact_of_every_family_is_of_the_model_or_its_training():
     for family in TOYS:
         for row in diff_config(toy_hf_config(family), trainer()).rows:
             of_the_model = ("vocab_size", "tie_embeddings", "max_position", "llama3_rope_factor", "mtp_layers")
-            assert row.field in of_the_model or kind_of_field(row.field) != "execution", row.field
+            assert row.field in of_the_model or row.field in MEGATRON_VERDICTS, row.field

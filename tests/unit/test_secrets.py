@@ -38,7 +38,7 @@ rollout:
   max_trajectory_tokens: 256
   sglang:
     served_model_name: ${oc.env:SLIMRL_TEST_SECRET}
-    lora_paths: ["a=${oc.env:SLIMRL_TEST_SECRET}/a", plain]
+    prompt_tokens_buckets: ["a=${oc.env:SLIMRL_TEST_SECRET}/a", plain]
   env: {HF_TOKEN: "${oc.env:SLIMRL_TEST_SECRET}"}
 agent:
   system_prompt: before ${tracking.wandb_project} after
@@ -53,7 +53,7 @@ tracking:
 
 REFERENCES = {
     "rollout.sglang.served_model_name": "${oc.env:SLIMRL_TEST_SECRET}",
-    "rollout.sglang.lora_paths": ["a=${oc.env:SLIMRL_TEST_SECRET}/a", "plain"],
+    "rollout.sglang.prompt_tokens_buckets": ["a=${oc.env:SLIMRL_TEST_SECRET}/a", "plain"],
     "rollout.env.HF_TOKEN": "${oc.env:SLIMRL_TEST_SECRET}",
     "trainer.env.HF_TOKEN": "${oc.env:SLIMRL_TEST_SECRET}",
     "agent.system_prompt": "before ${tracking.wandb_project} after",
@@ -87,7 +87,7 @@ def texts(folder: Path) -> Iterator[tuple[Path, bytes]]:
 
 def test_the_run_gets_the_values(tmp_path: Path):
     recipe = load().recipe
-    assert recipe.rollout.sglang == {"served_model_name": SECRET, "lora_paths": [f"a={SECRET}/a", "plain"]}
+    assert recipe.rollout.sglang == {"served_model_name": SECRET, "prompt_tokens_buckets": [f"a={SECRET}/a", "plain"]}
     assert recipe.tracking.wandb_project == f"${{not read}} {SECRET}"
     assert recipe.agent.system_prompt == f"before ${{not read}} {SECRET} after"
     assert recipe.data.eval == {"held": SECRET}
@@ -122,10 +122,10 @@ def test_a_rotated_secret_is_no_changed_setting_and_none_is_shown_in_one(monkeyp
     monkeypatch.setenv("SLIMRL_TEST_SECRET", "rotated-value")
     assert list(changed_settings(before, resolved_dict(load()))) == []
     # A run folder in which the value was written down.
-    before["rollout"]["sglang"] = {"served_model_name": SECRET, "lora_paths": [f"{SECRET}/a", "plain"]}
+    before["rollout"]["sglang"] = {"served_model_name": SECRET, "prompt_tokens_buckets": [f"{SECRET}/a", "plain"]}
     changes = list(changed_settings(before, resolved_dict(load("steps=4"))))
     assert changes == [
-        "rollout.sglang.lora_paths: (another value) -> ['a=${oc.env:SLIMRL_TEST_SECRET}/a', 'plain']",
+        "rollout.sglang.prompt_tokens_buckets: (another value) -> ['a=${oc.env:SLIMRL_TEST_SECRET}/a', 'plain']",
         "rollout.sglang.served_model_name: (another value) -> ${oc.env:SLIMRL_TEST_SECRET}",
         "steps: 3 -> 4",
     ]

@@ -27,14 +27,15 @@ def diff_config(
 ) -> None:
     """Compare a config.json with the model that the trainer builds under a recipe. Exit code 1 if they differ.
 
-    One line per field of megatron-core: the config.json keys that decide it, the family's value, and the value after
-    the recipe's trainer.megatron. They differ if the recipe changes what the model computes, or if config.json has a
-    key that nothing reads and that may matter. Changes of training, speed or rounding are shown and pass.
+    One line per field of megatron-core: the config.json keys that decide it, the family's value, and the value that the
+    trainer builds. They differ if the trainer builds another value, or if config.json has a key that nothing reads and
+    that may matter. What the recipe's trainer.megatron changes of training, speed or rounding is shown and passes; a
+    field that changes the model is refused, as at a start.
 
     \b
     Examples:
       slimrl-tools diff-config Qwen3-30B-A3B recipes/tiny_moe/gspo_calculator.yaml
-      slimrl-tools diff-config model recipes/tiny_moe/sft.yaml trainer.megatron.moe_router_topk=4
+      slimrl-tools diff-config model recipes/tiny_moe/sft.yaml trainer.megatron.moe_z_loss_coeff=0.001
     """
     with exit_codes():
         quiet_megatron()
@@ -72,7 +73,7 @@ def _show(result: "ConfigDiff") -> None:
         console.print(f"NOT READ, but may matter: {_listed(result.unread)}")
     wrong = [row.field for row in result.rows if not row.agrees]
     if wrong:
-        console.print(f"CHANGED BY THE RECIPE: {', '.join(wrong)}")
+        console.print(f"BUILT OTHERWISE: {', '.join(wrong)}")
     console.print(f"{result.family}: {'the trainer builds this model' if result.agrees else 'ANOTHER MODEL is built'}")
 
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from slimrl_tools.inspect.config_fields import kind_of_field, matters, variants
+from slimrl_tools.inspect.config_fields import matters, variants
 
+from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.schema.trainer import TrainerConfig
+from slimrl.config.verdicts import Verdict
 from slimrl.models.family import Family, family_of
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.trainer.build import transformer_config
@@ -147,23 +149,28 @@ def _fact_row(name: str, value: Any, keys: dict[str, Any], trainer: TrainerConfi
     note, agrees = "", True
     if result != family:
         origin = f"trainer.megatron.{name}" if name in trainer.megatron else "the trainer"
-        note, agrees = f"{origin} changes {_WHAT[kind_of_field(name)]}", kind_of_field(name) != "model"
+        note, agrees = f"{origin} changes {_what(name)}", not _is_models(name)
     return Row(field=name, keys=keys, family=family, built=result, note=note, agrees=agrees)
 
 
 def _setting_row(name: str, built: dict[str, Any], without: dict[str, Any]) -> Row:
     """A setting of the recipe that config.json does not decide."""
-    kind = kind_of_field(name)
     if name not in built:
-        note, agrees = "not a model setting: optimizer or gradients", True
+        note, agrees = f"not a model setting: {_what(name)}", True
     elif built[name] == without[name]:
         note, agrees = "the default", True
     else:
-        note, agrees = f"changes {_WHAT[kind]}; default {without[name]}", kind != "model"
+        note, agrees = f"changes {_what(name)}; default {without[name]}", not _is_models(name)
     return Row(field=name, keys={}, family=None, built=built.get(name), note=f"trainer.megatron: {note}", agrees=agrees)
 
 
-_WHAT = {"model": "the model", "training": "the training, not the model", "execution": "speed, memory or rounding"}
+def _is_models(name: str) -> bool:
+    """Whether a field, or a fact of a family that megatron-core has no field for, decides what the weights compute."""
+    return name not in MEGATRON_VERDICTS or MEGATRON_VERDICTS[name].verdict is Verdict.model
+
+
+def _what(name: str) -> str:
+    return "the model" if _is_models(name) else MEGATRON_VERDICTS[name].reason
 
 
 def _values(config: TransformerConfig) -> dict[str, Any]:

@@ -1,67 +1,9 @@
-"""Kinds of megatron-core's fields and of config.json's keys, for comparing the two."""
+"""Keys of config.json that decide nothing, and other values of keys, for finding out what they decide."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 from slimrl_tools.inspect.model_facts import STORAGE_KEYS
-
-from slimrl.models.family import FAMILIES, family_of
-from slimrl.models.hf_config import published_config, published_names
-
-MODEL_PREFIXES = ("linear_", "dsa_", "mamba_")
-
-OTHER_MODEL_FIELDS = frozenset(
-    {
-        "activation_func_clamp_value",
-        "apply_residual_connection_post_layernorm",
-        "attention_output_gate",
-        "experimental_attention_variant",
-        "glu_linear_offset",
-        "heterogeneous_block_specs",
-        "layernorm_zero_centered_gamma",
-        "moe_apply_probs_on_input",
-        "moe_expert_capacity_factor",
-        "moe_latent_size",
-        "moe_router_force_load_balancing",
-        "moe_router_topk_limited_devices",
-        "moe_shared_expert_gate",
-        "moe_token_dropping",
-        "mrope_section",
-        "mtp_num_layers",
-        "multi_latent_attention",
-        "no_rope_freq",
-        "qk_l2_norm",
-        "rotary_interleaved",
-        "softmax_scale",
-        "softmax_type",
-        "window_attn_skip_freq",
-        "window_size",
-    }
-)
-"""Fields of TransformerConfig and MLATransformerConfig that change what the model computes, and that no family sets."""
-
-TRAINING_FIELDS = frozenset(
-    {
-        "attention_dropout",
-        "embedding_init_method",
-        "embedding_init_method_std",
-        "hidden_dropout",
-        "init_method",
-        "init_method_std",
-        "moe_aux_loss_coeff",
-        "moe_input_jitter_eps",
-        "moe_router_bias_update_rate",
-        "moe_router_load_balancing_type",
-        "moe_z_loss_coeff",
-        "mtp_loss_scaling_factor",
-        "output_layer_init_method",
-        "qk_clip",
-        "qk_clip_alpha",
-        "qk_clip_threshold",
-    }
-)
-"""Fields that change training, not what the weights compute. All others: speed, memory, rounding, layout."""
 
 IRRELEVANT_KEYS = frozenset(
     {
@@ -106,22 +48,6 @@ REPEATED_KEYS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "qk_head_dim": lambda config: [config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)],
 }
 """Redundant keys: harmless unread if they have one of these values."""
-
-
-def kind_of_field(name: str) -> str:
-    """What a change of this field changes: "model", "training" or "execution"."""
-    if name in TRAINING_FIELDS:
-        return "training"
-    of_the_model = name in OTHER_MODEL_FIELDS or name.startswith(MODEL_PREFIXES) or name in _set_by_families()
-    return "model" if of_the_model else "execution"
-
-
-@cache
-def _set_by_families() -> frozenset[str]:
-    """Fields that a family sets for a published model."""
-    model_types = {model_type for family in FAMILIES for model_type in family.model_types}
-    configs = (config for config in map(published_config, published_names()) if config["model_type"] in model_types)
-    return frozenset(name for config in configs for name in family_of(config).megatron_config(config).transformer)
 
 
 def matters(key: str, hf_config: dict[str, Any]) -> bool:

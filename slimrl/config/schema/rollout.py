@@ -125,8 +125,7 @@ class RolloutConfig:
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the engines' processes; those that slimrl sets are refused."""
     sglang: dict[str, Any] = field(default_factory=dict)
-    """Fields of SGLang's ServerArgs, but for those that slimrl sets and for layouts into which a resync cannot place
-    weights (slimrl/config/sglang_layouts.py: pipelines, EPLB, DeepEP and other all-to-all backends, LoRA and more)."""
+    """Fields of SGLang's ServerArgs, [those that are safe](#fields-of-megatron-core-and-sglang)."""
 
     @property
     def most_engines(self) -> int:

@@ -128,4 +128,5 @@ class TrainerConfig:
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the trainer's processes, such as `NCCL_DEBUG: INFO`; those that slimrl sets are refused."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Any field of megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig."""
+    """Fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig,
+    [those that are safe](#fields-of-megatron-core-and-sglang)."""

@@ -16,7 +16,7 @@ from slimrl import device
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.config.sglang_layouts import plain_kernels
+from slimrl.config.sglang_kernels import plain_kernels
 from slimrl.models.family import has_linear_attention
 from slimrl.models.hf_config import read_hf_config
 from slimrl.profiling.spans import PROFILE_FOLDER, child_variables
@@ -50,8 +50,8 @@ class EnginePart:
     """`address:port` on the first part's node, at which the parts find each other"""
 
 
-FLAGS = {"fp8_gemm_runner_backend": "--fp8-gemm-backend", "fp4_gemm_runner_backend": "--fp4-gemm-backend"}
-"""Fields of ServerArgs whose flags SGLang names otherwise than the field."""
+FLAGS = {"fp8_gemm_runner_backend": "--fp8-gemm-backend"}
+"""Fields of ServerArgs that a recipe may set and whose flags SGLang names otherwise than the field."""
 
 
 def engine_arguments(
