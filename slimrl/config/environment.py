@@ -27,7 +27,46 @@ TRAINER_OWNED = {
 }
 """Variables of trainer processes -> what sets them."""
 
+_TOKENS = "slimrl, to off: engines return log-probs of the distribution that they sample from"
+_WEIGHTS = "slimrl, to off: a resync could not place weights in such an engine"
+_PORTS = "slimrl, to off: no key of the run would protect it"
+
+ENGINE_PINNED = {
+    **dict.fromkeys(
+        (
+            "SGLANG_RETURN_ORIGINAL_LOGPROB",
+            "SGLANG_SANITIZE_NAN_LOGITS",
+            "SGLANG_SIMULATE_UNIFORM_EXPERTS",
+            "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
+        ),
+        ("0", _TOKENS),
+    ),
+    "SGLANG_SIMULATE_ACC_LEN": ("-1", _TOKENS),
+    **dict.fromkeys(
+        (
+            "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED",
+            "SGLANG_SHARED_EXPERT_TP1",
+            "SGLANG_ENABLE_EMBED_REPLICATION",
+            "SGLANG_FORCE_FP8_MARLIN",
+            "SGLANG_CPU_QUANTIZATION",
+            "SGLANG_MOE_PADDING",
+            "SGLANG_FORCE_MXFP8_BLOCK_CONVERT_DENSE",
+        ),
+        ("0", _WEIGHTS),
+    ),
+    "SGLANG_RUST_SERVER": ("0", _PORTS),
+    "SGLANG_EXPOSE_OWN_ENV_VARS": ("0", _PORTS),
+    "SGLANG_PLUGINS": ("", "slimrl, to all: its own is one of them"),
+}
+"""Variables with which an engine would answer otherwise than slimrl takes its answers -> SGLang's default, which each
+engine gets whatever the shell has, and who sets it."""
+
+_CODE = "the shell alone, since it has the engine run code of others"
+
 ENGINE_OWNED = {
+    **{name: owner for name, (_, owner) in ENGINE_PINNED.items()},
+    **dict.fromkeys(("SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_PLATFORM", "SGLANG_HTTP_SERVER_APP_PATH"), _CODE),
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "deterministic",
     "OMP_NUM_THREADS": "rollout.threads_per_engine",
     "CUDA_VISIBLE_DEVICES": _GPUS,
     "TMPDIR": _TEMPORARY,
@@ -37,7 +76,6 @@ ENGINE_OWNED = {
     "SGLANG_CPU_OMP_THREADS_BIND": "rollout.threads_per_engine",
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "slimrl, to off where ranks share the memory of a machine",
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "rollout.colocated",
-    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "slimrl, to off: a resync cannot place weights that are interleaved",
     "SGLANG_MAMBA_CONV_DTYPE": "trainer.precision",
     "MALLOC_MMAP_THRESHOLD_": _MALLOC,
     "MALLOC_TRIM_THRESHOLD_": _MALLOC,

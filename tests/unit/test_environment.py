@@ -1,15 +1,24 @@
 """Variables that a recipe gives to trainer and engine processes: they arrive; what slimrl sets itself is refused."""
 
+import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from slimrl.config.check import check_recipe
-from slimrl.config.environment import ENGINE_OWNED, TRAINER_OWNED, environment_violations, trainer_variables
+from slimrl.config.environment import (
+    ENGINE_OWNED,
+    ENGINE_PINNED,
+    TRAINER_OWNED,
+    environment_violations,
+    trainer_variables,
+)
 from slimrl.config.load import load_recipe
+from slimrl.config.package_fields import package_folder
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
@@ -90,6 +99,32 @@ def test_everything_that_slimrl_sets_is_known_to_the_rule(recipe_file: Path):
         )
     }
     assert problems_of(recipe_file, tensor[2]) == {}
+
+
+def test_what_would_change_an_engine_s_answers_is_sglang_s_default_whatever_the_shell_has(
+    monkeypatch, recipe_file: Path
+):
+    """Read by SGLang's own reader of variables, from a process that began with other values."""
+    environ = package_folder("sglang") / "srt" / "environ.py"
+    spec = importlib.util.spec_from_file_location("sglang_environ", environ)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "sglang_environ", module)
+    spec.loader.exec_module(module)
+    ours = engine_environment(RolloutConfig(), precision=Precision.fp32, cuda=True)
+    for name in ENGINE_PINNED:
+        field = getattr(module.envs, name)
+        monkeypatch.delenv(name, raising=False)
+        default = field.get()
+        monkeypatch.setenv(name, {"SGLANG_SIMULATE_ACC_LEN": "4", "SGLANG_PLUGINS": "other"}.get(name, "1"))
+        assert field.get() != default, name
+        monkeypatch.setenv(name, ours[name])
+        assert field.get() == default, name
+    given = ["rollout.env.SGLANG_RETURN_ORIGINAL_LOGPROB='true'", "rollout.env.SGLANG_HTTP_SERVER_APP_PATH='a:b'"]
+    refused = problems_of(recipe_file, *given)
+    assert refused["rollout.env.SGLANG_RETURN_ORIGINAL_LOGPROB"] == (
+        "is set by slimrl, to off: engines return log-probs of the distribution that they sample from."
+    )
+    assert "the shell alone" in refused["rollout.env.SGLANG_HTTP_SERVER_APP_PATH"]
 
 
 def test_an_engine_s_process_gets_the_recipe_s_variables():

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from slimrl.config.environment import ENGINE_PINNED
 from slimrl.config.package_fields import package_folder
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
@@ -375,7 +376,7 @@ def test_the_ranks_of_an_engine_on_a_cpu_have_cores_of_their_own():
     assert engine_environment(rollout, precision=Precision.fp32, cuda=True) == {
         "OMP_NUM_THREADS": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-        "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "false",
+        **{name: value for name, (value, _) in ENGINE_PINNED.items()},
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "false",
     }

@@ -14,6 +14,7 @@ import httpx
 
 from slimrl import device
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8
+from slimrl.config.environment import ENGINE_PINNED
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_kernels import plain_kernels
@@ -154,7 +155,7 @@ def engine_environment(rollout: RolloutConfig, *, precision: Precision, cuda: bo
         "OMP_NUM_THREADS": str(rollout.threads_per_engine),
         # By default /health generates a token, and so hangs while the engine is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-        "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "false",
+        **{name: value for name, (value, _) in ENGINE_PINNED.items()},
         # The last inputs of a gated delta net's convolution, which SGLang would round to bfloat16 in any model.
         "SGLANG_MAMBA_CONV_DTYPE": precision.dtype,
     }
