@@ -28,6 +28,9 @@ from slimrl.models.megatron_config import MegatronModelConfig
 
 NEEDS_TRANSFORMER_ENGINE = "needs a GPU and Transformer Engine."
 
+RECOMPUTED_WITHOUT_OUTPUT = ("layernorm", "mla_up_proj", "moe_act")
+"""Modules of `recompute_modules` whose output is dropped too, with parts of Transformer Engine."""
+
 EMULATION_HINT = "trainer.fp8_emulation: true computes the numbers of FP8 without them."
 
 
@@ -198,6 +201,9 @@ def transformer_engine_violations(loaded: LoadedRecipe) -> list[Violation]:
 def _needs_engine(recipe: Recipe) -> Iterator[Violation]:
     trainer = recipe.trainer
     names = [name for name, value in trainer.megatron.items() if value and MEGATRON_VERDICTS[name].transformer_engine]
+    for module in trainer.megatron.get("recompute_modules") or ():
+        if module in RECOMPUTED_WITHOUT_OUTPUT:
+            yield "trainer.megatron.recompute_modules", f"{module} {NEEDS_TRANSFORMER_ENGINE}"
     # Its Adam keeps states in other precisions; the CPU-offloaded optimizer has its own.
     if trainer.megatron.get("use_precision_aware_optimizer") and not trainer.megatron.get("optimizer_cpu_offload"):
         names.append("use_precision_aware_optimizer")

@@ -114,6 +114,11 @@ def test_what_needs_transformer_engine_is_refused_without_it(cli: Cli, field: st
     refused(cli("sft", f"trainer.megatron.{field}"), f"trainer.megatron.{field.split('=')[0]}: needs a GPU")
 
 
+def test_modules_that_only_transformer_engine_recomputes_are_refused_without_it(cli: Cli):
+    selective = ["trainer.megatron.recompute_granularity=selective", "trainer.megatron.recompute_modules=[layernorm]"]
+    refused(cli("sft", *selective), "trainer.megatron.recompute_modules: layernorm needs a GPU and Transformer Engine.")
+
+
 def test_fp8_without_transformer_engine_is_refused_and_emulation_named(cli: Cli):
     refused(
         cli("sft", "trainer.fp8=tensorwise", "trainer.precision=bf16"),
