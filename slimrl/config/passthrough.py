@@ -63,10 +63,11 @@ def _unsupported(value: Any, judgement: Judgement) -> str | None:
 
 
 def unused_fields(section: str, given: Mapping[str, Any]) -> Iterator[Violation]:
-    """Fields that have no effect without another one of the section."""
+    """Fields that have no effect without another one of the section. One that is false was turned off, with those that
+    belong to it."""
     for name in given:
         judgement = VERDICTS[section].get(name)
-        if judgement is not None and judgement.needs and given.get(judgement.needs) in (None, False, "none"):
+        if judgement is not None and judgement.needs and given.get(judgement.needs) in (None, "none"):
             yield f"{section}.{name}", f"has no effect without {section}.{judgement.needs}."
 
 

@@ -123,6 +123,8 @@ def _state_dtypes(recipe: Recipe) -> Iterator[Violation]:
             yield name, f"{dtype!r} is not one of {', '.join(known)}."
         elif dtype != "float32" and given.get("optimizer_cpu_offload"):
             yield name, "an offloaded optimizer (optimizer_cpu_offload) keeps float32. Leave it out."
+        elif dtype != "float32" and given.get("use_precision_aware_optimizer") is False:
+            yield name, f"{dtype} needs use_precision_aware_optimizer: true."
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Violation]:

@@ -295,6 +295,8 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "moe_act, shared_experts. Did you mean moe_act?"),
         ("trainer.megatron.exp_avg_dtype=bfloat16", "trainer.megatron.exp_avg_dtype",
          "has no effect without trainer.megatron.use_precision_aware_optimizer."),
+        ("trainer.megatron.exp_avg_dtype=bfloat16 trainer.megatron.use_precision_aware_optimizer=false",
+         "trainer.megatron.exp_avg_dtype", "bfloat16 needs use_precision_aware_optimizer: true."),
         ("trainer.megatron.main_params_dtype=uint8", "trainer.megatron.main_params_dtype",
          "'uint8' is not one of float32, float16."),
         (f"{ON_HOST} trainer.megatron.exp_avg_sq_dtype=float16", "trainer.megatron.exp_avg_sq_dtype",
@@ -627,6 +629,11 @@ def test_a_trajectory_is_no_longer_than_the_positions_of_the_model(folder):
     assert problems_of(["rollout.sglang.context_length=512"], model=model) == []
     (problem,) = problems_of([], model=model, command="sft")
     assert (problem.key, problem.message) == ("sft.max_tokens", "512 is longer than the model's 256 positions.")
+
+
+def test_what_a_recipe_inherits_for_the_optimizer_on_the_host_may_stay_where_that_is_turned_off(folder):
+    on_host = [*ON_HOST.split(), "trainer.precision=bf16"]
+    assert problems_of(on_host) == problems_of([*on_host, "trainer.megatron.optimizer_cpu_offload=false"]) == []
 
 
 def test_states_of_the_precision_aware_optimizer_have_their_dtypes_by_name(folder):
