@@ -30,7 +30,7 @@ SAFE = table(
         "max_running_requests chunked_prefill_size max_prefill_tokens prefill_max_requests prefill_decode_interval "
         "prefill_decode_interval_min_bs schedule_policy schedule_conservativeness retraction_policy "
         "disable_chunked_prefix_cache disable_overlap_schedule num_continuous_decode_steps scheduler_recv_interval "
-        "enable_mixed_chunk min_free_slots_delay load_balance_method enable_prefill_delayer",
+        "min_free_slots_delay load_balance_method enable_prefill_delayer",
     ),
     judged(
         _SAFE,
@@ -191,7 +191,8 @@ OF_SLIMRL = table(
         "enable_page_major_kv_layout enable_unified_memory mamba_max_states_per_path enable_linear_replayssm "
         "linear_replayssm_cache_len enable_linear_replayssm_spec enable_int8_mamba_checkpoint int8_mamba_ckpt_size "
         "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds speculative_adaptive "
-        "speculative_adaptive_config speculative_boundary_reduction speculative_ngram_external_corpus_path "
+        "speculative_adaptive_config speculative_boundary_reduction speculative_use_rejection_sampling "
+        "speculative_use_block_verification speculative_ngram_external_corpus_path "
         "speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens "
         "flashinfer_mxfp4_moe_precision prefill_kv_cache_dequant_dtype enable_lean_attention "
         "speculative_draft_kv_cache_dtype decrypted_config_file decrypted_draft_config_file",
@@ -241,10 +242,8 @@ OF_SAMPLING = table(
     ),
     judged(
         _SAMPLING,
-        "accepts tokens by other rules than those that slimrl's engines were measured with, of which some are not the "
-        "policy's. Leave it out.",
-        "speculative_accept_threshold_single speculative_accept_threshold_acc speculative_use_rejection_sampling "
-        "speculative_use_block_verification",
+        "below 1 engines accept tokens that the policy would not sample. Leave it out.",
+        "speculative_accept_threshold_single speculative_accept_threshold_acc",
     ),
     judged(
         _SAMPLING,
@@ -322,6 +321,7 @@ WITHOUT_EFFECT = table(
                 "enable_tokenizer_batch_encode "
                 "tokenizer_metrics_custom_labels_header tokenizer_metrics_allowed_custom_labels"
             ),
+            "SGLang mixes no batches whose requests ask for log-probs": "enable_mixed_chunk",
             "slimrl's requests have no grammar": (
                 "grammar_backend disable_outlines_disk_cache constrained_json_whitespace_pattern "
                 "constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt"
