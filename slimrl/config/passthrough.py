@@ -10,7 +10,8 @@ from typing import Any
 from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.package_fields import FieldType, megatron_fields, sglang_fields
 from slimrl.config.problems import Violation, suggestion
-from slimrl.config.sglang_verdicts import SGLANG_VERDICTS, TEACHER_VERDICTS
+from slimrl.config.sglang_verdicts import SGLANG_VERDICTS
+from slimrl.config.teacher_verdicts import TEACHER_VERDICTS
 from slimrl.config.verdicts import Judgement, Verdict
 
 MEGATRON = ("trainer.megatron", "critic.trainer.megatron")
