@@ -240,6 +240,7 @@ OF_SLIMRL = table(
         "stores weights in a form that slimrl's weight maps do not know. Leave it out.",
         "moe_single_grouped_weight moe_single_grouped_bias moe_mlp_glu_interleave_size "
         "moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp "
+        "mla_down_proj_fusion "
         "use_transformer_engine_op_fuser hetereogenous_dist_checkpoint use_te_activation_func use_kitchen "
         "use_kitchen_attention kitchen_attention_backend quant_recipe",
     ),
@@ -371,9 +372,9 @@ WITHOUT_EFFECT = table(
             "the models have no sparse attention": (
                 "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_kernel_backend"
             ),
-            "multi-latent attention trains with its layers apart": "cache_mla_latents mla_down_proj_fusion",
             "engines generate, and not megatron-core": (
-                "flash_decode inference_rng_tracker inference_sampling_seed nccl_all_reduce_for_prefill "
+                "cache_mla_latents flash_decode inference_rng_tracker inference_sampling_seed "
+                "nccl_all_reduce_for_prefill "
                 "use_inference_optimized_layers inference_fuse_tp_communication inference_disable_triton_nvls_kernels "
                 "inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels "
                 "inference_moe_token_dispatcher_type inference_cuda_graph_scope mlp_chunks_for_prefill "

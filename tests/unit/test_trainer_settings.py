@@ -15,19 +15,17 @@ from megatron.core import parallel_state as mpu
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
 from slimrl import device
 from slimrl.config.alignment import tile_tokens
-from slimrl.config.passthrough import DELTA_NETS, LATENT_ATTENTION
 from slimrl.config.schema.precision import Fp8Scaling, Precision
 from slimrl.config.schema.trainer import LoraConfig, LrSchedule, OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.config.trainer_rules import RECOMPUTABLE, STATE_DTYPES
 from slimrl.models.architecture import FACTS_FILE, architecture_of, check_architecture
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import published_config, published_names
 from slimrl.models.megatron_config import LLAMA3_ROPE
 from slimrl.models.offline_recipe import read_offline
 from slimrl.trainer import build
@@ -110,20 +108,6 @@ def test_modules_to_recompute_are_those_that_megatron_names():
     allowed = re.findall(r"'(\w+)'", str(caught.value).partition("Allowed")[2])
     # Of gated delta nets alone, and the plan has no estimate of it.
     assert sorted({*allowed} - {"gdn_norm_out"}) == sorted(RECOMPUTABLE)
-
-
-def test_no_field_of_latent_attention_is_missed():
-    latent, plain = (
-        {field.name for field in dataclasses.fields(kind)} for kind in (MLATransformerConfig, TransformerConfig)
-    )
-    assert set(LATENT_ATTENTION) == (latent - plain) | {"multi_latent_attention"}
-
-
-def test_no_field_that_qwen3_next_alone_sets_is_left_to_recipes_of_other_models():
-    configs = {name: published_config(name) for name in published_names()}
-    fields = {name: set(family_of(config).megatron_config(config).transformer) for name, config in configs.items()}
-    own = fields.pop("Qwen3-Next-80B-A3B")
-    assert own - set().union(*fields.values()) == set(DELTA_NETS)
 
 
 def test_fp8_without_a_gpu_is_refused_unless_it_is_emulated():

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slimrl.config import passthrough
 from slimrl.config.load import load_recipe
@@ -91,6 +91,13 @@ def test_what_the_families_set_is_the_model_s():
     assert len(set_by_families) > 40
     verdicts = {name: MEGATRON_VERDICTS[name].verdict for name in set_by_families - OF_TRAINING}
     assert set(verdicts.values()) == {Verdict.model}, verdicts
+
+
+def test_no_field_of_latent_attention_alone_is_a_recipe_s():
+    latent, plain = ({field.name for field in dataclasses.fields(c)} for c in (MLATransformerConfig, TransformerConfig))
+    verdicts = {MEGATRON_VERDICTS[name].verdict for name in latent - plain}
+    assert len(latent - plain) > 10
+    assert Verdict.safe not in verdicts
 
 
 ANOTHER_MODEL = {
