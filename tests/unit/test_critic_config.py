@@ -23,7 +23,7 @@ trainer:
   max_tokens_per_rank: 512
   optimizer: {lr: 1e-6}
   parallel: {tensor: 2, sequence: true}
-  megatron: {moe_router_dtype: fp64, recompute_modules: [moe_act, mlp]}
+  megatron: {moe_router_dtype: fp64, recompute_granularity: selective, recompute_modules: [moe_act, mlp]}
   env: {NCCL_DEBUG: INFO, HF_TOKEN: "${oc.env:SLIMRL_TEST_SECRET}"}
 algorithm: {name: ppo, max_logprob_mismatch: 1e-4}
 rollout:
@@ -82,7 +82,7 @@ def test_the_critic_s_ranks_have_the_trainer_s_settings_where_it_has_none_of_its
         trainer,
         num_ranks=2,
         optimizer=replace(trainer.optimizer, lr=1e-5),
-        megatron={"moe_router_dtype": "fp32", "recompute_modules": ["moe_act", "mlp"], "attention_dropout": 0.5},
+        megatron={**trainer.megatron, "moe_router_dtype": "fp32", "attention_dropout": 0.5},
         env={"NCCL_DEBUG": "WARN", "HF_TOKEN": SECRET, "ONLY_HERE": "1"},
     )
     # The trainer has none of them.
