@@ -63,6 +63,7 @@ SAFE = table(
         "the embedding's gradient at the end of a pipeline",
         "wgrad_deferral_limit",
         needs="defer_embedding_wgrad_compute",
+        transformer_engine=True,
     ),
     judged(
         _SAFE,
