@@ -3,27 +3,43 @@
 The trainer's ranks write into their node's buffer through it, and the engines' processes load from it.
 A file is named `slimrl-<name>-<pid>-<number>`. Its maker locks it while it is in use. The kernel releases the locks of
 a process that ends, in whatever namespace, so a later run can tell which files a killed run left behind.
+
+Whoever opens a buffer has its `segment` from a message. It is read as plain values, and names a file of this user in
+/dev/shm and no other, so a message from a stranger runs no code and maps nothing of another kind.
 """
 
 import base64
 import errno
 import fcntl
+import json
 import mmap
 import os
-import pickle
 import re
 import secrets
+import stat
 import warnings
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 SHARED_MEMORY_DIR = Path("/dev/shm")
 
+FILE_NAME = re.compile(r"slimrl-[A-Za-z0-9_.]{1,64}-\d+-\d+")
+
 CUDA_PREFIX = "cuda-ipc:"
-"""Before the base64 of the pickled arguments of UntypedStorage._new_shared_cuda."""
+"""Before a JSON object of the arguments of UntypedStorage._new_shared_cuda that follow its device."""
+_HANDLE: dict[str, type] = {
+    "handle": bytes,
+    "size_bytes": int,
+    "offset_bytes": int,
+    "ref_counter_handle": bytes,
+    "ref_counter_offset": int,
+    "event_handle": bytes,
+    "event_sync_required": bool,
+}
+"""Those arguments in their order, bytes as base64."""
 
 
 class SharedBuffer(Protocol):
@@ -76,9 +92,9 @@ class CudaBuffer:
         except torch.OutOfMemoryError as error:
             raise OSError(errno.ENOMEM, str(error), str(device)) from error
         # As torch.multiprocessing.reductions does it, whose functions SGLang replaces by others.
-        *handle, _ = self.tensor.untyped_storage()._share_cuda_()
+        _, *handle, _ = self.tensor.untyped_storage()._share_cuda_()
         # No event to wait for: it cannot be opened where its GPU is not visible. `segment` makes it unnecessary.
-        self._segment = CUDA_PREFIX + base64.b64encode(pickle.dumps((*handle, False))).decode()
+        self._segment = CUDA_PREFIX + _encode_handle((*handle, False))
 
     def segment(self) -> str:
         # A reader's stream does not wait for what is queued here.
@@ -108,13 +124,16 @@ def open_shared(segment: str, *, writable: bool = False) -> Tensor:
 
     Raises:
         OSError: there is no such file.
+        ValueError: the segment names no buffer of this user, or a GPU's memory where there is no GPU.
     """
     if segment.startswith(CUDA_PREFIX):
+        if not torch.cuda.is_available():
+            raise ValueError("a segment of a GPU's memory, and this process has no GPU")
         # The number of the GPU is the maker's, which may see others, or others first. Memory opens on any of the node.
-        _, *handle = pickle.loads(base64.b64decode(segment.removeprefix(CUDA_PREFIX)))
+        handle = _decode_handle(segment.removeprefix(CUDA_PREFIX))
         storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    with (SHARED_MEMORY_DIR / segment).open("r+b" if writable else "rb") as file:
+    with os.fdopen(_open_own(segment, writable=writable), "r+b" if writable else "rb") as file:
         # Fills page tables now: page faults for every 4 KiB of a first read cost more than the copy.
         mapping = mmap.mmap(
             file.fileno(),
@@ -125,6 +144,40 @@ def open_shared(segment: str, *, writable: bool = False) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _open_own(name: str, *, writable: bool) -> int:
+    """A descriptor of this user's file of that name in /dev/shm; raises OSError or ValueError."""
+    if FILE_NAME.fullmatch(name) is None:
+        raise ValueError(f"not the name of a shared buffer: {name[:100]!r}")
+    descriptor = os.open(SHARED_MEMORY_DIR / name, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise ValueError(f"not a shared buffer of this user: {name}")
+    return descriptor
+
+
+def _encode_handle(handle: tuple[Any, ...]) -> str:
+    plain = {
+        name: base64.b64encode(value).decode() if kind is bytes else value
+        for (name, kind), value in zip(_HANDLE.items(), handle, strict=True)
+    }
+    return json.dumps(plain)
+
+
+def _decode_handle(text: str) -> list[Any]:
+    """The inverse of `_encode_handle`; raises ValueError for anything else."""
+    plain = json.loads(text)
+    if not isinstance(plain, dict) or plain.keys() != _HANDLE.keys():
+        raise ValueError("not a handle of a GPU's memory")
+    handle = []
+    for name, kind in _HANDLE.items():
+        value = plain[name]
+        if type(value) is not (str if kind is bytes else kind) or (kind is int and value < 0):
+            raise ValueError(f"not a handle of a GPU's memory: {name}")
+        handle.append(base64.b64decode(value, validate=True) if kind is bytes else value)
+    return handle
 
 
 def _create(stem: str) -> tuple[Path, int]:

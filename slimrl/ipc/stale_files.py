@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 
 from slimrl.data.processes import lives
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, lock
+from slimrl.ipc.shared_buffer import FILE_NAME, SHARED_MEMORY_DIR, lock
 
-_BUFFER = re.compile(r"slimrl-[A-Za-z0-9_.]+-\d+-\d+")
 _SESSION = re.compile(r"slimrl-\w+@(\d+)-(\d+)-0")
 
 
@@ -24,7 +23,7 @@ def clean_stale_segments() -> list[str]:
     """Remove this user's files of processes that no longer live, and return their names; called when a run starts."""
     removed = []
     for path in sorted(SHARED_MEMORY_DIR.glob("slimrl-*")):
-        if _is_ours(path) and (_remove_unlocked(path) if _BUFFER.fullmatch(path.name) else _remove_if_left(path)):
+        if _is_ours(path) and (_remove_unlocked(path) if FILE_NAME.fullmatch(path.name) else _remove_if_left(path)):
             removed.append(path.name)
     return removed
 

@@ -1,6 +1,7 @@
 """Device memory that processes share by a CUDA IPC handle, with stand-ins for what makes and opens the handle."""
 
 import base64
+import json
 import logging
 import os
 import pickle
@@ -42,6 +43,7 @@ def opened(monkeypatch):
         calls.append(locals())
         return torch.UntypedStorage(size_bytes)
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_storage))
     return calls
@@ -76,7 +78,62 @@ def test_a_reader_opens_no_event_because_the_writer_waits_before_it_hands_over(m
     assert synchronised == [1]
     open_shared(segment)
     assert opened[0]["event_sync_required"] is False
-    assert pickle.loads(base64.b64decode(segment.removeprefix(CUDA_PREFIX)))[-1] is False
+
+
+class Touches:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True], ids=["cpu", "gpu"])
+def test_a_pickle_in_place_of_a_handle_runs_no_code(monkeypatch, opened, tmp_path, has_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    made = tmp_path / "made"
+    content = pickle.dumps((0, Touches(made)))
+    pickle.loads(content)
+    made.unlink()  # It does run where it is unpickled.
+    with pytest.raises(ValueError, match="Expecting value" if has_gpu else "has no GPU"):
+        open_shared(CUDA_PREFIX + base64.b64encode(content).decode())
+    assert not made.exists()
+    assert opened == []
+
+
+def test_without_a_gpu_no_handle_is_opened(monkeypatch, opened, synchronised):
+    segment = CudaBuffer(24, torch.device("cpu")).segment()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="has no GPU"):
+        open_shared(segment)
+    assert opened == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size_bytes": -1},
+        {"size_bytes": "24"},
+        {"size_bytes": True},
+        {"offset_bytes": 0.5},
+        {"handle": 7},
+        {"handle": "n/o=="},
+        {"ref_counter_handle": None},
+        {"event_sync_required": 1},
+        {"more": 1},
+    ],
+    ids=repr,
+)
+def test_a_handle_of_other_types_is_refused(monkeypatch, opened, synchronised, change):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    segment = CudaBuffer(24, torch.device("cpu")).segment()
+    plain = json.loads(segment.removeprefix(CUDA_PREFIX))
+    with pytest.raises(ValueError, match=r"not a handle|padding"):
+        open_shared(CUDA_PREFIX + json.dumps(plain | change))
+    assert opened == []
 
 
 def test_a_process_of_sglang_makes_and_opens_handles_as_others_do(monkeypatch, opened, synchronised):

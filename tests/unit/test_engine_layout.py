@@ -11,6 +11,7 @@ import torch
 from engine_ranks import OnlyRank
 
 from slimrl.data.weights import TensorPart, TensorSpec, num_rows
+from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer
 from slimrl.models.engine_layout import EngineShape, engine_slices
 from slimrl.models.fingerprint import fingerprint
 from slimrl.sglang_plugin import bucket_loader
@@ -429,46 +430,68 @@ def bucket_of(tensors):
 MIXED = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.bfloat16), "c": torch.randn(1)}
 
 
-def test_a_bucket_in_shared_memory_is_loaded_as_it_was_written(tmp_path, monkeypatch):
+@pytest.fixture
+def shared():
+    """A function that puts bytes into shared memory and returns its segment."""
+    buffers = []
+
+    def put(content):
+        buffers.append(FileBuffer(len(content), "bucket"))
+        buffers[-1].tensor.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return buffers[-1].segment()
+
+    yield put
+    for buffer in buffers:
+        buffer.close()
+
+
+def test_a_bucket_in_shared_memory_is_loaded_as_it_was_written(shared):
     bucket, content = bucket_of(MIXED)
-    segment = tmp_path / "segment"
-    segment.write_bytes(content)
+    segment = shared(content)
     updater = FakeUpdater()
-    value = pickle.loads(base64.b64decode(bucket_payload(str(segment), bucket)))
+    value = pickle.loads(base64.b64decode(bucket_payload(segment, bucket)))
     assert update(updater.model, value, OnlyRank()) == (True, "Success")
     assert updater.model.loaded.keys() == MIXED.keys()
     assert all(torch.equal(updater.model.loaded[name], MIXED[name]) for name in MIXED)
-    assert segment.read_bytes() == content
+    assert (SHARED_MEMORY_DIR / segment).read_bytes() == content
     around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
-    assert list(updater.model.slimrl_mapped_segments) == [str(segment)]
+    assert list(updater.model.slimrl_mapped_segments) == [segment]
     around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
     assert updater.model.slimrl_mapped_segments == {}
 
 
-def test_after_rows_of_a_tensor_the_model_derives_anew_what_it_computes_with(tmp_path, monkeypatch):
+def test_after_rows_of_a_tensor_the_model_derives_anew_what_it_computes_with(shared, monkeypatch):
     """SGLang does so itself only in the loading of whole tensors."""
     loaded = []
     monkeypatch.setattr(bucket_loader, "load_rows", lambda model, parts: loaded.extend(parts))
     whole, content = bucket_of({"a": torch.randn(6, 5)})
     (part,) = whole
     rows = [replace(part, start=2, stop=4, nbytes=40)]
-    segment = tmp_path / "segment"
-    segment.write_bytes(content)
+    segment = shared(content)
     updater = FakeUpdater()
     for bucket in (rows, whole):
-        value = pickle.loads(base64.b64decode(bucket_payload(str(segment), bucket)))
+        value = pickle.loads(base64.b64decode(bucket_payload(segment, bucket)))
         assert update(updater.model, value, OnlyRank()) == (True, "Success")
         around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
     assert [(part.spec.name, part.start, rows.shape) for part, rows in loaded] == [("a", 2, (2, 5))]
     assert updater.post_loads == [True, False]
 
 
-def test_a_segment_that_is_gone_is_told_and_the_engine_lives(tmp_path):
+def test_a_segment_that_is_gone_is_told_and_the_engine_lives():
     bucket, _ = bucket_of(MIXED)
-    value = pickle.loads(base64.b64decode(bucket_payload(str(tmp_path / "gone"), bucket)))
+    value = pickle.loads(base64.b64decode(bucket_payload("slimrl-gone-1-1", bucket)))
     success, message = update(FakeModel(), value, OnlyRank())
     assert not success
     assert message.startswith("rank 0: FileNotFoundError")
+
+
+def test_a_segment_that_is_no_buffer_is_told_and_the_engine_lives():
+    bucket, _ = bucket_of(MIXED)
+    for segment in ("../../etc/hostname", "cuda-ipc:gAR9lC4="):
+        value = pickle.loads(base64.b64decode(bucket_payload(segment, bucket)))
+        success, message = update(FakeModel(), value, OnlyRank())
+        assert not success
+        assert message.startswith("rank 0: ValueError")
 
 
 def test_payloads_of_others_go_to_the_original():

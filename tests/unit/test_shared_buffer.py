@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimrl.ipc import shared_buffer, stale_files
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer
+from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer, open_shared
 from slimrl.ipc.stale_files import clean_stale_segments
 
 LOCK_AND_DIE = """
@@ -113,3 +113,56 @@ def test_a_session_s_file_is_removed_when_its_leader_is_known_to_be_gone(monkeyp
         assert path.exists() is kept
     finally:
         path.unlink(missing_ok=True)
+
+
+def test_what_one_process_writes_another_reads_by_the_segment():
+    buffer = FileBuffer(16, "own")
+    try:
+        buffer.tensor.fill_(7)
+        assert open_shared(buffer.segment()).tolist() == [7] * 16
+    finally:
+        buffer.close()
+
+
+@pytest.fixture
+def name():
+    """A buffer's name, whose file a test makes."""
+    name = f"slimrl-named-1-{secrets.randbits(63)}"
+    yield name
+    (SHARED_MEMORY_DIR / name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    "segment",
+    ["../../etc/hostname", "/etc/hostname", "slimrl-a-1-1/../../../etc/hostname", "slimrl-x-1", "torch_1_2_3", "", "."],
+)
+def test_a_segment_of_another_name_opens_nothing(segment):
+    with pytest.raises(ValueError, match="not the name of a shared buffer"):
+        open_shared(segment)
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_link_is_not_followed(tmp_path, name, writable):
+    target = tmp_path / "target"
+    target.write_bytes(b"secret")
+    (SHARED_MEMORY_DIR / name).symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_shared(name, writable=writable)
+
+
+def test_a_file_of_another_user_is_not_mapped(monkeypatch, name):
+    (SHARED_MEMORY_DIR / name).write_bytes(b"theirs")
+    assert open_shared(name).tolist() == list(b"theirs")
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ValueError, match="not a shared buffer of this user"):
+        open_shared(name)
+
+
+def test_what_is_no_file_is_not_mapped(name):
+    (SHARED_MEMORY_DIR / name).mkdir()
+    try:
+        with pytest.raises(ValueError, match="not a shared buffer of this user"):
+            open_shared(name)
+    finally:
+        (SHARED_MEMORY_DIR / name).rmdir()
