@@ -22,6 +22,7 @@ from rich.console import Console
 from step import NEW_TOKENS, PROMPTS, RECIPE, SAMPLES, overrides, write_work
 
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.data.engine_key import EngineKey
 from slimrl.data.trajectory import Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.runtime.checks.task import load_task
@@ -55,12 +56,14 @@ def measure(repeats: int, extra: Sequence[str]) -> list[dict[str, float]]:
                     trajectories = stage.rollout(prompts, label=f"step_{number:06d}")
                     loop_s = time.perf_counter() - begin
                     engines.flush_caches()
-                    bare_s = asyncio.run(_bare(urls, trajectories, recipe.rollout))
+                    bare_s = asyncio.run(_bare(urls, engines.key, trajectories, recipe.rollout))
                     rounds.append({"agent loop": loop_s, "bare": bare_s})
     return rounds[1:]
 
 
-async def _bare(urls: Sequence[str], trajectories: Sequence[Trajectory], rollout: RolloutConfig) -> float:
+async def _bare(
+    urls: Sequence[str], key: EngineKey, trajectories: Sequence[Trajectory], rollout: RolloutConfig
+) -> float:
     """Seconds until every engine has answered its part, in one request each."""
     sampling = rollout.sampling
     parameters = {"max_new_tokens": NEW_TOKENS, "temperature": sampling.temperature, "ignore_eos": True}
@@ -73,7 +76,7 @@ async def _bare(urls: Sequence[str], trajectories: Sequence[Trajectory], rollout
         {"input_ids": inputs[share * n : share * (n + 1)], "sampling_params": parameters, "return_logprob": True}
         for n in range(len(urls))
     ]
-    async with httpx.AsyncClient(timeout=rollout.request_timeout_s, trust_env=False) as client:
+    async with httpx.AsyncClient(headers=key.headers, timeout=rollout.request_timeout_s, trust_env=False) as client:
         begin = time.perf_counter()
         answers = await asyncio.gather(
             *(client.post(f"{url}/generate", json=body) for url, body in zip(urls, bodies, strict=True))

@@ -47,9 +47,10 @@ class Engine:
     def __init__(self, name: str, model: Path, folder: Path, max_concurrency: int) -> None:
         from slimrl.config.schema.precision import Precision
         from slimrl.config.schema.rollout import RolloutConfig
+        from slimrl.data.engine_key import new_key
         from slimrl.rollout.servers.ports import free_port
         from slimrl.rollout.servers.process import ServerProcess
-        from slimrl.rollout.servers.server import engine_arguments, engine_environment
+        from slimrl.rollout.servers.server import engine_arguments, engine_environment, start_engine
 
         rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency_per_engine=max_concurrency)
         port = free_port()
@@ -57,14 +58,15 @@ class Engine:
         arguments = engine_arguments(
             rollout, model, host="127.0.0.1", port=port, precision=Precision.fp32, cuda=False, seed=0
         )
-        main = ["-m", "slimrl.sglang_plugin.launch"] if name == "slimrl" else [__file__, SERVE_SHIPPED]
-        env = engine_environment(rollout, precision=Precision.fp32, cuda=False)
-        if name == "shipped":
-            # The list of plugins to load; no plugin has this name.
-            env["SGLANG_PLUGINS"] = "none"
-        self.process = ServerProcess(
-            name, [sys.executable, *main, str(os.getpid()), *arguments], env, folder / f"{name}.log"
-        )
+        env, log = engine_environment(rollout, precision=Precision.fp32, cuda=False), folder / f"{name}.log"
+        self._key = new_key()
+        if name == "slimrl":
+            self.process = start_engine(name, self._key, arguments, env, log)
+            return
+        # The list of plugins to load; no plugin has this name.
+        env["SGLANG_PLUGINS"] = "none"
+        main = [sys.executable, __file__, SERVE_SHIPPED, str(os.getpid())]
+        self.process = ServerProcess(name, [*main, *arguments], env, log)
 
     def wait_ready(self) -> None:
         import psutil
@@ -78,8 +80,9 @@ class Engine:
 
         sampling = {"max_new_tokens": new_tokens, "temperature": temperature, "ignore_eos": True}
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
-        httpx.post(f"{self.url}/flush_cache", timeout=60, trust_env=False).raise_for_status()
-        return httpx.post(f"{self.url}/generate", json=body, timeout=300, trust_env=False).raise_for_status().json()
+        with httpx.Client(base_url=self.url, headers=self._key.headers, timeout=300, trust_env=False) as http:
+            http.post("/flush_cache").raise_for_status()
+            return http.post("/generate", json=body).raise_for_status().json()
 
     def measure(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
         """(wall-clock seconds, CPU seconds of the scheduler)"""

@@ -38,10 +38,13 @@ from slimrl.config.schema.agent import AgentConfig, GatewayConfig
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
+from slimrl.data.engine_key import new_key
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.servers.server import EngineServer
 
+KEY = new_key()
+"""Of the engine"""
 NEW_TOKENS = 8
 GREEDY = SamplingConfig(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_end_of_turn=True)
 ENGINE_S = 1.0
@@ -95,12 +98,12 @@ def question(number: int) -> list[dict[str, str]]:
 async def latencies(model: Path, num_requests: int, folder: Path) -> dict[str, dict[str, float]]:
     """Way -> median and 99th percentile of its latency, and of what it takes longer than SGLang's chat completions."""
     rollout = RolloutConfig(num_engines=1, max_trajectory_tokens=1024, max_concurrency_per_engine=8)
-    server = EngineServer(0, rollout, model, folder / "engine.log", precision=Precision.fp32, cuda=False, seed=0)
+    server = EngineServer(0, rollout, model, folder / "engine.log", key=KEY, precision=Precision.fp32)
     seconds: dict[str, list[float]] = {"sglang chat": [], "sglang tokens": [], "gateway": []}
     chat = chat_of(model)
     try:
         server.wait_ready()
-        engine = SglangEngine(server.url)
+        engine = SglangEngine(server.url, key=KEY)
         agent = _comparer(server.url, chat, num_requests, seconds)
         runner = runner_of(engine, chat, agent)
         await runner.start()
@@ -143,13 +146,13 @@ def _comparer(url: str, chat: ChatFormat, num_requests: int, seconds: dict[str, 
             async def sglang_chat(number: int) -> str:
                 body = {"model": "m", "messages": question(number), "max_tokens": NEW_TOKENS, "temperature": 0,
                         "ignore_eos": True, "skip_special_tokens": False}  # fmt: skip
-                return (await post(f"{url}/v1/chat/completions", body))["choices"][0]["message"]["content"]
+                return (await post(f"{url}/v1/chat/completions", body, KEY.value))["choices"][0]["message"]["content"]
 
             async def sglang_tokens(number: int) -> str:
                 sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
                 tokens = chat.prompt(question(number), None).tokens
                 body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True}
-                answer = await post(f"{url}/generate", body)
+                answer = await post(f"{url}/generate", body, KEY.value)
                 return chat.turn_text([pair[1] for pair in answer["meta_info"]["output_token_logprobs"]])
 
             async def gateway(number: int) -> str:

@@ -25,6 +25,7 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
+from slimrl.data.engine_key import new_key
 from slimrl.observability.memory import MemoryWatch, session_members
 from slimrl.resync.estimate.machine import GB
 from slimrl.resync.report import ResyncReport
@@ -38,6 +39,7 @@ from slimrl.toys.sized_toy import sized_config, write_sized_toy
 TIMEOUT_S = 120.0
 DELTA_TIMEOUT_S = 600.0
 ENGINE = "engine 0"
+KEY = new_key()
 FLOORS = {"ipc": 0.3, "ipc over disk": 2.0}
 """Smallest ratio that each should reach"""
 TRAINER = TrainerConfig(
@@ -67,7 +69,7 @@ class Bench:
         )
         watched = {"trainer": self.ranks.pids, "engine": session_members(self.server.process.pid)}
         with MemoryWatch(watched["trainer"]) as trainer, MemoryWatch(watched["engine"]) as engine:
-            self.ranks.call("connect", config, {ENGINE: self.server.url}, self._folder)
+            self.ranks.call("connect", config, {ENGINE: self.server.url}, KEY, self._folder)
             first, *reports = [self._resync() for _ in range(repeats + 1)]
         return {
             "bytes": first.bytes,
@@ -86,12 +88,12 @@ class Bench:
     def over_disk(self, repeats: int) -> dict[str, float]:
         """Seconds of an export and of the engine's reload."""
         export, engines = partial(self.ranks.call, "export"), {ENGINE: self.server.url}
-        seconds = [over_disk(export, engines, self._folder / f"export-{i}", TIMEOUT_S) for i in range(repeats)]
+        seconds = [over_disk(export, engines, KEY, self._folder / f"export-{i}", TIMEOUT_S) for i in range(repeats)]
         exports, reloads = zip(*seconds, strict=True)
         return {"export_seconds": statistics.median(exports), "reload_seconds": statistics.median(reloads)}
 
     def one_by_one(self, repeats: int) -> float:
-        return statistics.median(self.ranks.call("send_one_by_one", self.server.url)[0] for _ in range(repeats))
+        return statistics.median(self.ranks.call("send_one_by_one", self.server.url, KEY)[0] for _ in range(repeats))
 
     def bare_broadcast(self, nbytes: int, repeats: int) -> float:
         return statistics.median(self.ranks.call("broadcast", nbytes, self._bucket_bytes, repeats + 1)[0][1:])
@@ -111,7 +113,7 @@ def started(gigabytes: float, bucket_bytes: int) -> Iterator[Bench]:
         folder = Path(name)
         model = folder / "model"
         write_sized_toy(sized_config("qwen3_moe", round(gigabytes * GB), "bfloat16", TRAINER.parallel), model, 0)
-        server = EngineServer(0, ROLLOUT, model, folder / "engine.log", precision=TRAINER.precision)
+        server = EngineServer(0, ROLLOUT, model, folder / "engine.log", key=KEY, precision=TRAINER.precision)
         try:
             with TrainerRanks(TRAINER, model) as ranks:
                 server.wait_ready()

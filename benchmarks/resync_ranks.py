@@ -13,6 +13,7 @@ import httpx
 
 from slimrl.config.schema.resync import ResyncConfig
 from slimrl.config.schema.trainer import TrainerConfig
+from slimrl.data.engine_key import EngineKey
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.rollout.servers.ports import free_port
@@ -97,13 +98,13 @@ class Trainer:
     def ready(self) -> int:
         return os.getpid()
 
-    def connect(self, config: ResyncConfig, engines: dict[str, str], run_dir: Path) -> None:
+    def connect(self, config: ResyncConfig, engines: dict[str, str], key: EngineKey, run_dir: Path) -> None:
         """Connect to these engines, name -> URL, in place of earlier ones."""
         from slimrl.resync.session import ResyncSession
 
         if self.session is not None:
             self.session.close()
-        controls = [SglangControl(name, url, timeout_s=config.timeout_s) for name, url in engines.items()]
+        controls = [SglangControl(name, url, key=key, timeout_s=config.timeout_s) for name, url in engines.items()]
         run_id = f"bench-{config.transport.value}"
         self.session = ResyncSession(
             self.worker.weight_source(), controls, config, rank=self.rank, run_id=run_id,
@@ -116,13 +117,13 @@ class Trainer:
     def export(self, folder: Path) -> None:
         self.worker.export_hf(folder)
 
-    def send_one_by_one(self, url: str) -> float:
+    def send_one_by_one(self, url: str, key: EngineKey) -> float:
         """Seconds to send tensor by tensor from rank 0 through SGLang's own route."""
         import torch
 
         torch.multiprocessing.set_sharing_strategy("file_system")
         source = self.worker.weight_source()
-        with httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False) as http:
+        with httpx.Client(base_url=url, headers=key.headers, timeout=DEADLINE_S, trust_env=False) as http:
 
             def post(route: str, **body: Any) -> None:
                 if self.rank == 0:

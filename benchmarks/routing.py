@@ -30,12 +30,15 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
+from slimrl.data.engine_key import new_key
 from slimrl.data.seeds import derive_seed
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.servers.process import ServerError
 from slimrl.rollout.servers.server import EngineServer
 
+KEY = new_key()
+"""Of the engines"""
 PROMPT_TOKENS = (64, 256)
 TURN_TOKENS, GROUP_SPREAD, TURN_SPREAD, MOST_TOKENS = 12, 0.7, 0.7, 160
 """Median of a turn's new tokens, standard deviations of their logarithm between groups and between turns, and most."""
@@ -67,7 +70,7 @@ class EndingEngine(SglangEngine):
     """Ends turns where the sessions say, of which the ways know nothing: they see requests for MOST_TOKENS."""
 
     def __init__(self, url: str, lengths: dict[str, int], **settings: Any) -> None:
-        super().__init__(url, **settings)
+        super().__init__(url, key=KEY, **settings)
         self._lengths = lengths
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -154,7 +157,10 @@ def counters(url: str) -> dict[str, float]:
 def one_round(urls: Sequence[str], connect: Connect, sessions: list[Session], at_once: int) -> dict[str, float]:
     """All sessions in one way, from empty caches."""
     for url in urls:
-        httpx.post(f"{url}/flush_cache", params={"timeout": 30}, timeout=60, trust_env=False).raise_for_status()
+        answer = httpx.post(
+            f"{url}/flush_cache", params={"timeout": 30}, headers=KEY.headers, timeout=60, trust_env=False
+        )
+        answer.raise_for_status()
     before = [counters(url) for url in urls]
     timed = asyncio.run(play_all(connect, sessions, at_once))
     after = [counters(url) for url in urls]
@@ -178,7 +184,7 @@ def running_engines(count: int, at_once: int, folder: Path) -> Iterator[list[str
         max_trajectory_tokens=1536, max_concurrency_per_engine=at_once, sglang={"enable_metrics": True}
     )
     engines = [
-        EngineServer(index, rollout, folder / "toy", folder / f"{index}.log", precision=Precision.fp32)
+        EngineServer(index, rollout, folder / "toy", folder / f"{index}.log", key=KEY, precision=Precision.fp32)
         for index in range(count)
     ]
     try:

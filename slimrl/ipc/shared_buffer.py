@@ -173,7 +173,7 @@ def _decode_handle(text: str) -> list[Any]:
         raise ValueError("not a handle of a GPU's memory")
     handle = []
     for name, kind in _HANDLE.items():
-        value = plain[name]
+        value: Any = plain[name]
         if type(value) is not (str if kind is bytes else kind) or (kind is int and value < 0):
             raise ValueError(f"not a handle of a GPU's memory: {name}")
         handle.append(base64.b64decode(value, validate=True) if kind is bytes else value)

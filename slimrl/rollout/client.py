@@ -39,6 +39,7 @@ from slimrl.data.engine import (
     GenerateResult,
     ScoreRequest,
 )
+from slimrl.data.engine_key import EngineKey
 from slimrl.data.trajectory import ACCEPTED_DRAFT_TOKENS, DRAFT_TOKENS, STALE_CACHE_TOKENS
 from slimrl.rollout.kept_caches import SessionCache
 from slimrl.rollout.turn_batches import Ended, Kind, TurnBatches
@@ -205,6 +206,7 @@ class SglangEngine(Engine):
         self,
         url: str,
         *,
+        key: EngineKey | None = None,
         vocab_size: int | None = None,
         routed_experts_shape: tuple[int, int] | None = None,
         retries: bool = True,
@@ -213,12 +215,14 @@ class SglangEngine(Engine):
         """Connects at the first request.
 
         Args:
+            key: of the engine's run; None for a server of others that asks for none.
             vocab_size: refuse input tokens from this id on, which would crash the engine.
             routed_experts_shape: (MoE layers, experts per token) if the engine reports routing.
             retries: False raises EngineUnreachable at once, for a caller that asks another engine.
             keeps_caches: resyncs may keep what older weights have computed.
         """
         self._url = url
+        self._headers = {} if key is None else key.headers
         self._vocab_size = vocab_size
         self._routed_experts_shape = routed_experts_shape
         self._retries = retries
@@ -359,7 +363,9 @@ class SglangEngine(Engine):
         if self._http is None:
             # The caller limits concurrency and gives each request its deadline.
             self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=self._headers,
             )
         return self._http
 

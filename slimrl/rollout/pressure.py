@@ -14,6 +14,7 @@ from weakref import WeakSet
 import aiohttp
 
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.data.engine_key import EngineKey
 from slimrl.rollout.concurrency import AdaptiveConcurrency
 from slimrl.rollout.slots import Slots
 from slimrl.sglang_plugin import scheduler
@@ -28,14 +29,15 @@ class CachePressure:
 
     Args:
         urls: of the engines that there are now.
+        key: of these engines; None where there are none.
     """
 
-    def __init__(self, rollout: RolloutConfig, urls: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, rollout: RolloutConfig, urls: Callable[[], Sequence[str]], key: EngineKey | None = None) -> None:
         self._most = rollout.max_concurrency_per_engine * rollout.most_engines
         self._adaptive = (
             AdaptiveConcurrency(most=self._most, least=rollout.num_engines) if rollout.adaptive_concurrency else None
         )
-        self._urls = urls
+        self._urls, self._headers = urls, {} if key is None else key.headers
         self._slots = WeakSet[Slots]()
         self._counts: dict[str, int] = {}
         """Retractions of each engine since it started, as it last said"""
@@ -61,7 +63,7 @@ class CachePressure:
     async def watch(self) -> None:
         """Ask and adapt until it is cancelled."""
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
+        async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as http:
             while True:
                 await asyncio.sleep(POLL_S)
                 urls = list(self._urls())
@@ -102,5 +104,5 @@ async def _states(http: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]
             response.raise_for_status()
             return (await response.json())["internal_states"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-        log.debug("%s does not say how full its cache is: %r", url, error)
+        log.debug("%s does not say how full its cache is: %s %s", url, type(error).__name__, error)
         return []

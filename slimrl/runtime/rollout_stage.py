@@ -24,6 +24,7 @@ from slimrl.agent.tools import ToolsUnavailable
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, Scorer, ScoreRequest
+from slimrl.data.engine_key import EngineKey
 from slimrl.data.loop_thread import LoopThread
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Status, Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
@@ -68,6 +69,7 @@ class RolloutStage:
         loop: asyncio.Runner | LoopThread | None = None,
         scorer: Scorer | None = None,
         engine_urls: Callable[[], Sequence[str]] = lambda: (),
+        engine_key: EngineKey | None = None,
     ) -> None:
         """
         Args:
@@ -81,6 +83,7 @@ class RolloutStage:
             loop: of the episodes; None for one that runs only while a rollout does.
             scorer: the engines, as what scores; None if nothing asks for scores.
             engine_urls: of the engines that there are now, to watch their caches.
+            engine_key: of these engines.
         """
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
@@ -96,7 +99,7 @@ class RolloutStage:
         self.lags_s: list[float] = []
         """Of the event loops of this process and the workers in the same rollouts; see LoopLag"""
         self._lag = LoopLag()
-        self.pressure = CachePressure(recipe.rollout, engine_urls)
+        self.pressure = CachePressure(recipe.rollout, engine_urls, engine_key)
         self._services = RewardServices(task.rewards.parts, timeout_s=recipe.reward.startup_timeout_s)
         self._service_tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.Runner() if loop is None else loop

@@ -272,6 +272,7 @@ def rollout_stage(
         loop=LoopThread("slimrl-rollout") if recipe.rollout.outlives_steps else None,
         scorer=client if isinstance(client, RoutedEngines) else None,
         engine_urls=lambda: [address.url for address in engines.receivers],
+        engine_key=engines.key,
     )
 
 
@@ -279,10 +280,11 @@ def _teacher(recipe: Recipe, teachers: EngineGroup | None, vocab_size: int) -> T
     """The teacher on the run's own engines or on servers of others; None without either."""
     settings = recipe.teacher
     urls = settings.urls if teachers is None else [address.url for address in teachers.addresses]
+    key = None if teachers is None else teachers.key
     if not urls:
         return None
     return Teacher(
-        [SglangEngine(url.rstrip("/"), vocab_size=vocab_size) for url in urls],
+        [SglangEngine(url.rstrip("/"), key=key, vocab_size=vocab_size) for url in urls],
         # The last bits of a score depend on what else is in the batch.
         slots_per_engine=1 if recipe.deterministic else settings.max_concurrency_per_engine,
         timeout_s=settings.request_timeout_s,

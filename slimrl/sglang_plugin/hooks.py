@@ -3,8 +3,8 @@
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
 fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token
 that a pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of
-gated delta nets in the engine's precision (norm_dtype.py), and no files of SGLang left in /dev/shm: they are unlinked
-early, or named so that slimrl removes them.
+gated delta nets in the engine's precision (norm_dtype.py), the check of the run's key (key_check.py), and no files of
+SGLang left in /dev/shm: they are unlinked early, or named so that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, norms and rotary embeddings in fewer
 operations, gates, seeded sampling without a compiler, no pinning of host memory, no padding of heads, and sums that
 NCCL would scatter. No file of SGLang is changed.
@@ -29,6 +29,7 @@ _CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelControll
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
 _LOAD_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
+_KEY_CHECK = "sglang.srt.utils.auth.add_api_key_middleware"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
 _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
@@ -75,6 +76,7 @@ def hooks() -> list[Hook]:
     from slimrl.sglang_plugin import (
         bucket_loader,
         dequantized_loading,
+        key_check,
         norm_dtype,
         scheduler,
         spans,
@@ -97,6 +99,7 @@ def hooks() -> list[Hook]:
         (f"{_CONTROLLER}.event_loop", "replace", scheduler.event_loop),
         (f"{_CONTROL}.flush_cache", "replace", scheduler.flush_cache),
         (_LOAD_FILE, "replace", _load_file),
+        (_KEY_CHECK, "replace", key_check.add_key_check),
         (_QUEUE_READY, "after", after_wait_until_ready),
         *spans.span_hooks(),
     ]

@@ -1,4 +1,6 @@
-"""The main module of an engine process: `python -m slimrl.sglang_plugin.launch PARENT_PID <arguments of sglang>`.
+"""The main module of an engine process.
+
+`python -m slimrl.sglang_plugin.launch PARENT_PID KEY_FD <arguments of sglang>`
 
 1. Put the CPU stand-ins in place, before anything imports sglang. Processes that SGLang spawns import this
    module again before they unpickle their entry point, so theirs are in place too.
@@ -8,6 +10,7 @@
 4. Without a GPU, fork SGLang's children instead of spawning them: they start with everything imported, which
    saves two of three imports of some ten seconds each, and the memory of two of three copies. Spawned ones import
    again, with garbage collections.
+5. Serve with the key that comes through the descriptor KEY_FD (data/engine_key.py, key_check.py).
 """
 
 import ctypes
@@ -15,6 +18,7 @@ import os
 import signal
 import sys
 
+from slimrl.data.engine_key import EngineKey
 from slimrl.data.imports import imports_uncollected
 from slimrl.sglang_plugin import cpu
 
@@ -56,6 +60,7 @@ def main() -> None:
     from slimrl.sglang_plugin.lifeline import end_with
 
     end_with(int(sys.argv[1]))
+    key = EngineKey.receive(int(sys.argv[2])).value
     os.register_at_fork(after_in_child=_end_with_parent_thread)
     with imports_uncollected():
         _hook_start()
@@ -73,7 +78,7 @@ def main() -> None:
         from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args(sys.argv[2:]))
+        run_server(prepare_server_args([*sys.argv[3:], f"--api-key={key}", f"--admin-api-key={key}"]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -6,6 +6,10 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
+from slimrl.data.engine_key import EngineKey
+
+KEY = EngineKey("the key of the tests' engines")
+
 PROMPT = [5, 300, 77, 41, 12, 260, 99, 8, 130, 211]
 
 
@@ -22,7 +26,8 @@ def engine_logprobs(url: str, timeout_s: float = 60.0, *, group: int = 0) -> tor
         "logprob_start_len": 0,
         "routed_dp_rank": group,
     }
-    answer = httpx.post(f"{url}/generate", json=body, timeout=timeout_s, trust_env=False).raise_for_status().json()
+    answer = httpx.post(f"{url}/generate", json=body, headers=KEY.headers, timeout=timeout_s, trust_env=False)
+    answer = answer.raise_for_status().json()
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
 
 

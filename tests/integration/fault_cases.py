@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from engine_probes import answers, serves
+from engine_probes import KEY, answers, serves
 from weight_sender import WeightSender
 
 from slimrl.config.schema.precision import Precision
@@ -158,7 +158,7 @@ def replace(control: FaultyControl, model: Path, log: Path) -> tuple[FaultyContr
         assert time.monotonic() < deadline
         time.sleep(0.05)
     port = int(control.engine.url.rsplit(":", 1)[1])
-    server = EngineServer(1, ROLLOUT, model, log, precision=Precision.fp32, port=port)
+    server = EngineServer(1, ROLLOUT, model, log, precision=Precision.fp32, port=port, key=KEY)
     server.wait_ready()
     fresh = FaultyControl(EngineAt(control.name, server.url, server.process.pid))
     fresh.pause()

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import TracebackType
 
+from engine_probes import KEY
+
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.rollout.servers.server import EngineServer
@@ -31,7 +33,7 @@ class Fleet:
         for index in range(rollout.num_engines):
             log = logs / f"engine_{index}.log"
             self.engines.append(
-                EngineServer(index, rollout, model, log, precision=precision, cuda=cuda, seed=seed + index)
+                EngineServer(index, rollout, model, log, precision=precision, cuda=cuda, seed=seed + index, key=KEY)
             )
 
     @property

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from checkpoint_source import CheckpointSource
-from engine_probes import engine_logprobs, transformers_logprobs
+from engine_probes import KEY, engine_logprobs, transformers_logprobs
 from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 
@@ -49,7 +49,7 @@ async def talk(engine: SglangEngine, session: int):
 
 
 async def talk_all(url: str):
-    engine = SglangEngine(url, routed_experts_shape=(SIZE.layers, SIZE.experts_per_token))
+    engine = SglangEngine(url, routed_experts_shape=(SIZE.layers, SIZE.experts_per_token), key=KEY)
     try:
         return await asyncio.gather(*(talk(engine, session) for session in range(SESSIONS)))
     finally:
@@ -58,7 +58,7 @@ async def talk_all(url: str):
 
 async def pause_amid(engine_url: str, control: SglangControl) -> tuple[int, int]:
     """Requests under way before memory is released, and after; the requests are aborted."""
-    engine = SglangEngine(engine_url)
+    engine = SglangEngine(engine_url, key=KEY)
     requests = [asyncio.create_task(engine.generate(asked(session, 0, [5, 6, 7], 1000))) for session in range(4)]
     async with asyncio.timeout(TIMEOUT_S):
         while (before := await asyncio.to_thread(control.running_requests)) < len(requests):
@@ -88,7 +88,7 @@ def test_groups_compute_what_one_rank_does_keep_their_sessions_and_get_new_weigh
                 np.testing.assert_array_equal(np.sort(other.routed_experts), np.sort(one.routed_experts))
                 assert other.cached_tokens == one.cached_tokens
                 assert (other.cached_tokens > 0) == (turn > 0)
-        control = SglangControl("engine 0", fleet.url, timeout_s=TIMEOUT_S, num_ranks=2)
+        control = SglangControl("engine 0", fleet.url, timeout_s=TIMEOUT_S, num_ranks=2, key=KEY)
         source = CheckpointSource(second)
         config = ResyncConfig(bucket_bytes=BUCKET_BYTES, verify=VerifyMode.full, timeout_s=TIMEOUT_S)
         session = ResyncSession(source, [control], config, rank=0, run_id="groups")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_probes import KEY
 from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 from small_models import CONFIGS, small_model
@@ -69,7 +70,7 @@ def fleet(model, tmp_path_factory):
 
 @pytest.fixture
 async def engine(fleet):
-    client = SglangEngine(fleet.url, vocab_size=VOCAB, routed_experts_shape=(LAYERS, EXPERTS_PER_TOKEN))
+    client = SglangEngine(fleet.url, vocab_size=VOCAB, routed_experts_shape=(LAYERS, EXPERTS_PER_TOKEN), key=KEY)
     yield client
     await client.aclose()
 
@@ -146,7 +147,7 @@ async def test_two_requests_that_share_a_beginning_do_not_share_what_follows(eng
 
 @pytest.mark.parametrize("mode", [PauseMode.retract, PauseMode.in_place])
 async def test_a_paused_request_continues_with_its_state(engine, fleet, reference, mode):
-    control = SglangControl("engine 0", fleet.engine_urls[0], timeout_s=60)
+    control = SglangControl("engine 0", fleet.engine_urls[0], timeout_s=60, key=KEY)
     tokens = prompt(50, 20)
     task = asyncio.create_task(engine.generate(ask(f"paused-{mode.value}", tokens, 200)))
     while not control.running_requests():
@@ -163,11 +164,13 @@ async def test_a_paused_request_continues_with_its_state(engine, fleet, referenc
 
 
 async def test_lockstep_rollouts_repeat_bit_for_bit_from_an_empty_cache(fleet):
-    control = SglangControl("engine 0", fleet.engine_urls[0], timeout_s=60)
+    control = SglangControl("engine 0", fleet.engine_urls[0], timeout_s=60, key=KEY)
 
     async def rollout() -> list[list[tuple[list[int], list[float]]]]:
         control.flush_cache()
-        engine = LockstepEngine([SglangEngine(fleet.engine_urls[0], routed_experts_shape=(LAYERS, EXPERTS_PER_TOKEN))])
+        engine = LockstepEngine(
+            [SglangEngine(fleet.engine_urls[0], routed_experts_shape=(LAYERS, EXPERTS_PER_TOKEN), key=KEY)]
+        )
         sessions = [f"lock-{index}" for index in range(6)]
         engine.open(sessions, at_once=len(sessions))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_source import CheckpointSource
-from engine_probes import serves
+from engine_probes import KEY, serves
 from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
 
@@ -53,7 +53,9 @@ def parts(folder: Path) -> Iterator[list[EngineServer]]:
         for number, node in enumerate(NODES):
             with chdir(folder / node):
                 part, log = EnginePart(number=number, meeting=meeting), folder / f"part_{number}.log"
-                started.append(EngineServer(0, rollout, folder / "first", log, precision=Precision.fp32, part=part))
+                started.append(
+                    EngineServer(0, rollout, folder / "first", log, precision=Precision.fp32, part=part, key=KEY)
+                )
         with ThreadPoolExecutor() as pool:
             list(pool.map(EngineServer.wait_ready, started))
         yield started
@@ -64,7 +66,7 @@ def parts(folder: Path) -> Iterator[list[EngineServer]]:
 
 @pytest.fixture
 def control(parts: list[EngineServer]) -> Iterator[SglangControl]:
-    made = SglangControl("engine 0", parts[0].url, timeout_s=TIMEOUT_S, num_ranks=2, nodes=NODES)
+    made = SglangControl("engine 0", parts[0].url, timeout_s=TIMEOUT_S, num_ranks=2, nodes=NODES, key=KEY)
     yield made
     made.close()
 

@@ -6,6 +6,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from engine_probes import KEY
 from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,11 @@ def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
         "logprob_start_len": 0,
         "routed_dp_rank": group,
     }
-    answer = httpx.post(f"{url}/generate", json=body, timeout=TIMEOUT_S, trust_env=False).raise_for_status().json()
+    answer = (
+        httpx.post(f"{url}/generate", json=body, headers=KEY.headers, timeout=TIMEOUT_S, trust_env=False)
+        .raise_for_status()
+        .json()
+    )
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
 
 
@@ -63,7 +68,7 @@ def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weig
         max_trajectory_tokens=128,
         sglang={"max_total_tokens": 4096},
     )
-    server = EngineServer(0, rollout, path, tmp_path / "engine.log", precision=Precision.fp32)
+    server = EngineServer(0, rollout, path, tmp_path / "engine.log", precision=Precision.fp32, key=KEY)
     try:
         server.wait_ready()
         # A request of one or two tokens has too few pairs of token and expert for the batched products.
@@ -72,7 +77,7 @@ def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weig
             for length in (2, len(PROMPT))
             for group in range(groups)
         }
-        prints = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S).fingerprints(None)
+        prints = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S, key=KEY).fingerprints(None)
         named = shared_memory_of(server)
     finally:
         server.stop()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_probes import KEY
 from megatron.core import parallel_state as mpu
 from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
@@ -116,11 +117,13 @@ def answers(exported, tmp_path_factory):
     """What an engine that loaded the export makes of each conversation's beginning: by temperature, with its prompt."""
     path, _ = exported
     rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency_per_engine=16, routed_experts=True)
-    server = EngineServer(0, rollout, path, tmp_path_factory.mktemp("logs") / "engine.log", precision=Precision.fp32)
+    server = EngineServer(
+        0, rollout, path, tmp_path_factory.mktemp("logs") / "engine.log", precision=Precision.fp32, key=KEY
+    )
     prompts = [tokens[:length] for tokens, length in zip(conversations(path), (20, 25, 30, 35, 40, 45), strict=True)]
 
     async def ask():
-        client = SglangEngine(server.url, routed_experts_shape=(SIZE.layers, SIZE.experts_per_token))
+        client = SglangEngine(server.url, routed_experts_shape=(SIZE.layers, SIZE.experts_per_token), key=KEY)
         requests = [
             GenerateRequest(
                 session_id=f"{temperature}/{index}", input_ids=prompt, temperature=temperature, top_p=1.0, top_k=-1,

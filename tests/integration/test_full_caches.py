@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_probes import KEY
 from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 
@@ -45,8 +46,8 @@ def url(tmp_path_factory):
 
 async def measured(url: str, *, adaptive: bool) -> dict[str, float]:
     """Metrics and seconds of trajectories of one turn each, which begin as the slots allow."""
-    watched = CachePressure(replace(ROLLOUT, adaptive_concurrency=adaptive), lambda: [url])
-    watching, engine, slots = asyncio.create_task(watched.watch()), SglangEngine(url), watched.slots()
+    watched = CachePressure(replace(ROLLOUT, adaptive_concurrency=adaptive), lambda: [url], KEY)
+    watching, engine, slots = asyncio.create_task(watched.watch()), SglangEngine(url, key=KEY), watched.slots()
 
     async def one(number: int) -> None:
         async with slots:

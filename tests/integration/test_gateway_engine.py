@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 import torch
+from engine_probes import KEY
 from fleet import Fleet
 from gateway_agents import play, trained
 from slimrl_tools.toy.toy import ToySize, write_toy
@@ -58,8 +59,8 @@ async def test_a_trajectory_has_the_engines_tokens_and_log_probs(model: Path, tm
     told: list[Any] = []
     stopped: list[Any] = []
     with Fleet(ROLLOUT, model, tmp_path, precision=Precision.fp32) as fleet:
-        control = SglangControl("engine 0", fleet.engine_urls[0], timeout_s=60)
-        engine = SglangEngine(fleet.engine_urls[0])
+        control = SglangControl("engine 0", fleet.engine_urls[0], timeout_s=60, key=KEY)
+        engine = SglangEngine(fleet.engine_urls[0], key=KEY)
         # Without stop tokens a turn is as long as it may be.
         sampling = SamplingConfig(max_new_tokens=300, ignore_end_of_turn=True)
         trajectory = await play(engine, agent, sampling=sampling, max_trajectory_tokens=512, trajectory_timeout_s=100.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import SIZE
+from engine_probes import KEY
 from slimrl_tools.toy.toy import write_toy
 
 from slimrl.config.schema.precision import Precision
@@ -55,7 +56,7 @@ def test_an_engine_whose_worker_raises_while_it_starts_names_the_workers_error(t
     rollout = RolloutConfig(
         max_trajectory_tokens=64, engine_tp=2, startup_timeout_s=200, sglang={"max_total_tokens": 1}
     )
-    server = EngineServer(0, rollout, tmp_path / "model", tmp_path / "engine.log", precision=Precision.fp32)
+    server = EngineServer(0, rollout, tmp_path / "model", tmp_path / "engine.log", precision=Precision.fp32, key=KEY)
     try:
         with pytest.raises(ServerError) as raised:
             server.wait_ready()

@@ -1,7 +1,7 @@
 """A resync from two trainer ranks, expert-parallel if the model has experts, into a real SGLang engine."""
 
 import pytest
-from engine_probes import engine_logprobs, transformers_logprobs
+from engine_probes import KEY, engine_logprobs, transformers_logprobs
 from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_sender import WeightSender
@@ -29,7 +29,7 @@ def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncRe
     hf_config = read_hf_config(steps[0][1])
     parallel = ParallelConfig(expert=2) if num_experts(hf_config) else ParallelConfig(tensor=2)
     sender = WeightSender(rank, world_size, port, steps[0][1], parallel, precision, timeout_s=TIMEOUT_S)
-    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S)
+    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, key=KEY)
     reports = []
     for version, (transport, path) in enumerate(steps, 1):
         sender.load(path)
@@ -64,7 +64,7 @@ def test_an_engine_computes_with_what_the_trainer_sent(tmp_path, family_name, pr
     for seed, path in enumerate((first, second, third)):
         write_toy(family_name, path, SIZE, seed)
     rollout = RolloutConfig(max_trajectory_tokens=128, sglang={"max_total_tokens": 4096})
-    server = EngineServer(0, rollout, first, tmp_path / "engine.log", precision=precision)
+    server = EngineServer(0, rollout, first, tmp_path / "engine.log", precision=precision, key=KEY)
     try:
         server.wait_ready()
         steps = [(TransportName.collective, second), (TransportName.ipc, third)]

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from engine_probes import KEY
 from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_sender import WeightSender
@@ -54,7 +55,7 @@ def broadcast_versions(rank, world_size, port, paths, engines):
     """
     sender = WeightSender(rank, world_size, port, paths[0], ParallelConfig(expert=2), timeout_s=90.0)
     controls = [
-        SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks)
+        SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks, key=KEY)
         for index, (url, num_ranks, _) in enumerate(engines)
     ]
     config = ResyncConfig(
@@ -117,7 +118,7 @@ def test_engines_of_one_and_two_ranks_get_every_version_and_a_killed_one_does_no
             sglang={"max_total_tokens": 4096},
         )
         log = tmp_path / f"engine_{index}.log"
-        servers.append(EngineServer(index, rollout, paths[0], log, precision=Precision.fp32))
+        servers.append(EngineServer(index, rollout, paths[0], log, precision=Precision.fp32, key=KEY))
     try:
         for server in servers:
             server.wait_ready()

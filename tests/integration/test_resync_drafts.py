@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from cpu_drafts import plugin_folder
+from engine_probes import KEY
 from ranks import run_ranks
 from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
@@ -47,7 +48,7 @@ def send_over_each_transport(rank, world_size, port, url, num_ranks, models, dra
         trainer, models[0], seed=1, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
         total_updates=1,
     )  # fmt: skip
-    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks, updates_draft=True)
+    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks, updates_draft=True, key=KEY)
     outcomes, session, last = [], None, None
     for version, transport in enumerate(VERSIONS, start=1):
         load_hf_weights(worker.chunks, models[version % 2], worker.family, worker.hf_config)
@@ -100,10 +101,10 @@ def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, 
         speculative=SpeculativeConfig(mode=DraftMode.mtp), env={"PYTHONPATH": plugin_folder(tmp_path / "plugin")},
         sglang={"max_total_tokens": 1024},
     )  # fmt: skip
-    server = EngineServer(0, rollout, models[0], tmp_path / "engine.log", precision=Precision.bf16, cuda=False)
+    server = EngineServer(0, rollout, models[0], tmp_path / "engine.log", precision=Precision.bf16, cuda=False, key=KEY)
     try:
         server.wait_ready()
-        engine = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S)
+        engine = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S, key=KEY)
         assert engine.draft_fingerprints(drafted) == expected[0]
         engine.close()
         (outcomes,) = run_ranks(

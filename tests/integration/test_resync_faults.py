@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from engine_probes import answers, serves
+from engine_probes import KEY, answers, serves
 from fault_cases import (
     BUCKET_BYTES,
     CALL_TIMEOUT_S,
@@ -74,7 +74,13 @@ def engines(fleet, checkpoints, tmp_path) -> list[EngineAt]:
         except ServerError:
             server.stop()
             fleet.engines[index] = EngineServer(
-                index, ROLLOUT, checkpoints[0], tmp_path / "engine.log", precision=Precision.fp32, port=server.port
+                index,
+                ROLLOUT,
+                checkpoints[0],
+                tmp_path / "engine.log",
+                precision=Precision.fp32,
+                port=server.port,
+                key=KEY,
             )
             fleet.engines[index].wait_ready()
     return [EngineAt(f"engine {server.index}", server.url, server.process.pid) for server in fleet.engines]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_probes import serves
+from engine_probes import KEY, serves
 from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_sender import WeightSender
@@ -94,7 +94,7 @@ def test_an_engine_of_two_serves_what_was_sent_and_a_delta_that_was_cut_short_is
     model_dir = tmp_path / "model"
     write_toy("qwen3_moe", model_dir, ToySize(init_std=0.1), seed=0)
     rollout = RolloutConfig(engine_tp=2, max_trajectory_tokens=128, sglang={"max_total_tokens": 4096})
-    server = EngineServer(0, rollout, model_dir, tmp_path / "engine.log", precision=Precision.fp32)
+    server = EngineServer(0, rollout, model_dir, tmp_path / "engine.log", precision=Precision.fp32, key=KEY)
     try:
         server.wait_ready()
         seen, other = run_ranks(send_versions, 2, server.url, model_dir, tmp_path, timeout_s=200)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoint_source import CheckpointSource
 from cli_runs import RECIPES, make_workspace, succeed
+from engine_probes import KEY
 from safetensors.torch import load_file
 from slimrl_tools.derive.quantize import quantization
 from slimrl_tools.derive.rewrite import write_checkpoint
@@ -69,10 +70,10 @@ def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory):
     """Serves the checkpoint in block FP8."""
     rollout = RolloutConfig(max_trajectory_tokens=128, sglang={"max_total_tokens": 4096})
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    server = EngineServer(0, rollout, models[0], log, precision=Precision.fp32)
+    server = EngineServer(0, rollout, models[0], log, precision=Precision.fp32, key=KEY)
     try:
         server.wait_ready()
-        yield SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S)
+        yield SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S, key=KEY)
     finally:
         server.stop()
 

@@ -7,7 +7,7 @@ are those of transformers. Neighbouring versions have different weights, so noth
 from pathlib import Path
 
 import pytest
-from engine_probes import engine_logprobs, transformers_logprobs
+from engine_probes import KEY, engine_logprobs, transformers_logprobs
 from fleet import Fleet
 from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
@@ -35,7 +35,7 @@ def send_all(rank, world_size, port, checkpoints, expected, engines, folder):
     """(layout, transport, what is wrong) of every version that did not arrive as it should, and versions sent."""
     sender = WeightSender(rank, world_size, port, checkpoints[0], ParallelConfig())
     controls = [
-        SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks)
+        SglangControl(f"engine {index}", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks, key=KEY)
         for index, (url, num_ranks, _) in enumerate(engines)
     ]
     wrong, version = [], 0
@@ -91,7 +91,9 @@ def test_every_transport_brings_what_trainers_of_four_ranks_hold_to_engines_of_o
     common = {"max_trajectory_tokens": 128, "sglang": {"max_total_tokens": 4096}}
     with Fleet(RolloutConfig(num_engines=1, **common), checkpoints[0], tmp_path, precision=Precision.fp32) as fleet:
         rollout = RolloutConfig(engine_tp=2, engine_ep=engine_ep, engine_attention_dp=groups, **common)
-        fleet.engines.append(EngineServer(1, rollout, checkpoints[0], tmp_path / "two.log", precision=Precision.fp32))
+        fleet.engines.append(
+            EngineServer(1, rollout, checkpoints[0], tmp_path / "two.log", precision=Precision.fp32, key=KEY)
+        )
         fleet.engines[1].wait_ready()
         engines = list(zip(fleet.engine_urls, (1, 2), (1, groups), strict=True))
         (wrong, sent), *_ = run_ranks(send_all, 4, checkpoints, expected, engines, tmp_path, timeout_s=330)

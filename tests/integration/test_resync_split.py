@@ -2,7 +2,7 @@
 
 import pytest
 from checkpoint_source import CheckpointSource
-from engine_probes import serves
+from engine_probes import KEY, serves
 from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl import device
@@ -34,11 +34,11 @@ def test_latent_attention_computes_with_keys_and_values_that_came_in_rows(tmp_pa
     assert split
     assert all(source.weights[spec.name].nbytes > BUCKET_BYTES for spec in split)
     rollout = RolloutConfig(max_trajectory_tokens=128, sglang={"max_total_tokens": 4096})
-    server = EngineServer(0, rollout, first, tmp_path / "engine.log", precision=Precision.fp32)
+    server = EngineServer(0, rollout, first, tmp_path / "engine.log", precision=Precision.fp32, key=KEY)
     try:
         server.wait_ready()
         assert serves(server.url, first)
-        engine = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S)
+        engine = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S, key=KEY)
         config = ResyncConfig(bucket_bytes=BUCKET_BYTES, verify=VerifyMode.full, timeout_s=TIMEOUT_S)
         session = ResyncSession(source, [engine], config, rank=0, run_id="split")
         report = session.run(1)

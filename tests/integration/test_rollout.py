@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from engine_probes import KEY
 from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
@@ -60,14 +61,16 @@ def vocab_size(model: Path) -> int:
 
 @pytest.fixture
 async def engines(fleet, model):
-    connect = partial(SglangEngine, vocab_size=vocab_size(model), routed_experts_shape=(SIZE.layers, 2), retries=False)
+    connect = partial(
+        SglangEngine, key=KEY, vocab_size=vocab_size(model), routed_experts_shape=(SIZE.layers, 2), retries=False
+    )
     client = RoutedEngines(connect, fleet.engine_urls)
     yield client
     await client.aclose()
 
 
 def control(fleet, index) -> SglangControl:
-    return SglangControl(f"engine {index}", fleet.engine_urls[index], timeout_s=60)
+    return SglangControl(f"engine {index}", fleet.engine_urls[index], timeout_s=60, key=KEY)
 
 
 def ask(session: str, tokens: list[int], new: int = 16, timeout_s: float = 60.0, seed: int = 1) -> GenerateRequest:
@@ -152,7 +155,7 @@ async def test_sessions_of_an_engine_that_leaves_go_on_with_the_same_tokens_at_t
 async def test_a_paused_request_goes_on_under_the_new_version(engines, fleet):
     first = control(fleet, 0)
     before = first.version()
-    direct = SglangEngine(fleet.engine_urls[0], routed_experts_shape=(SIZE.layers, 2))
+    direct = SglangEngine(fleet.engine_urls[0], routed_experts_shape=(SIZE.layers, 2), key=KEY)
     task = asyncio.create_task(direct.generate(ask("paused", prompt(1, 10), 400)))
     await asyncio.sleep(0.5)
     first.pause()
@@ -170,7 +173,7 @@ async def test_a_paused_request_goes_on_under_the_new_version(engines, fleet):
 
 async def test_requests_are_aborted_or_stay_in_place_as_the_pause_says(fleet):
     first = control(fleet, 0)
-    direct = SglangEngine(fleet.engine_urls[0], routed_experts_shape=(SIZE.layers, 2))
+    direct = SglangEngine(fleet.engine_urls[0], routed_experts_shape=(SIZE.layers, 2), key=KEY)
 
     async def start(session: str) -> asyncio.Task[GenerateResult]:
         task = asyncio.create_task(direct.generate(ask(session, prompt(1, 10), 400)))
@@ -267,7 +270,7 @@ async def test_requests_past_their_deadline_are_aborted_at_the_engine(engines, f
     await engines.aclose()
     for each in controls:
         each.resume()
-    direct = [SglangEngine(url, routed_experts_shape=(SIZE.layers, 2)) for url in fleet.engine_urls]
+    direct = [SglangEngine(url, routed_experts_shape=(SIZE.layers, 2), key=KEY) for url in fleet.engine_urls]
     for client in direct:
         assert len((await client.generate(ask("after", prompt(9, 10), 8))).tokens) == 8
         await client.aclose()
@@ -281,7 +284,7 @@ async def test_errors_name_the_engine_and_the_reason(engines, fleet, model):
         control(fleet, 0)._call("update_weights_from_distributed", names=[], dtypes=[], shapes=[], group_name="g")
     with pytest.raises(EngineError, match=r"no such tensors .*model\.nothing"):
         control(fleet, 0).fingerprints(["model.nothing"])
-    nobody = SglangEngine("http://127.0.0.1:9")
+    nobody = SglangEngine("http://127.0.0.1:9", key=KEY)
     with pytest.raises(EngineError, match="Connect"):
         await nobody.generate(ask("nobody", [1]))
     await nobody.aclose()
@@ -289,7 +292,7 @@ async def test_errors_name_the_engine_and_the_reason(engines, fleet, model):
 
 async def test_lockstep_rollouts_are_bit_identical_on_two_processes(fleet):
     async def rollout(url: str) -> dict[str, list[tuple[list[int], list[float]]]]:
-        engine = LockstepEngine([SglangEngine(url, routed_experts_shape=(SIZE.layers, 2))])
+        engine = LockstepEngine([SglangEngine(url, routed_experts_shape=(SIZE.layers, 2), key=KEY)])
         sessions = [f"lock-{index:02d}" for index in range(24)]
         engine.open(sessions, at_once=len(sessions))
 
@@ -316,9 +319,11 @@ import sys, time
 from pathlib import Path
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.data.engine_key import new_key
 from slimrl.rollout.servers.server import EngineServer
 rollout = RolloutConfig(max_trajectory_tokens=64, max_concurrency_per_engine=4, startup_timeout_s=200)
-server = EngineServer(0, rollout, sys.argv[1], Path(sys.argv[2]) / "engine.log", precision=Precision.fp32)
+log = Path(sys.argv[2]) / "engine.log"
+server = EngineServer(0, rollout, sys.argv[1], log, key=new_key(), precision=Precision.fp32)
 server.wait_ready()
 print(server.process.pid, flush=True)
 time.sleep(600)
@@ -346,7 +351,7 @@ def test_nothing_survives_an_owner_that_was_killed(model, tmp_path):
 @pytest.mark.full
 def test_an_engine_that_cannot_start_names_the_cause_and_leaves_nothing(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    engine = EngineServer(3, ROLLOUT, tmp_path, tmp_path / "engine.log", precision=Precision.fp32)
+    engine = EngineServer(3, ROLLOUT, tmp_path, tmp_path / "engine.log", precision=Precision.fp32, key=KEY)
     with pytest.raises(ServerError, match=r"engine 3 ended with exit code \d+: .*(Error|error).*engine\.log"):
         engine.wait_ready()
     engine.stop()

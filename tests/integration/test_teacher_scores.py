@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from engine_probes import KEY
 from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
@@ -42,7 +43,7 @@ def url(model, tmp_path_factory):
 
 @pytest.fixture
 async def engine(url):
-    client = SglangEngine(url)
+    client = SglangEngine(url, key=KEY)
     yield client
     await client.aclose()
 
@@ -112,7 +113,9 @@ async def test_what_the_engine_refuses_is_named(engine, url, model):
         await engine.score(score_request(tokens_of(0, 5000)))
     config = json.loads((model / "config.json").read_text())
     with pytest.raises(EngineError, match=r"outside of the vocabulary"):
-        await SglangEngine(url, vocab_size=config["vocab_size"]).score(score_request([1, config["vocab_size"]]))
+        await SglangEngine(url, vocab_size=config["vocab_size"], key=KEY).score(
+            score_request([1, config["vocab_size"]])
+        )
 
 
 def test_a_server_is_accepted_for_its_own_tokenizer_and_refused_for_others(url, model):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_source import CheckpointSource
+from engine_probes import KEY
 from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
@@ -54,7 +55,7 @@ class Weights:
 
     def resync(self, mode: PauseMode, *, flush_cache: bool = True) -> None:
         self.version += 1
-        control = SglangControl("engine 0", self.url, timeout_s=60)
+        control = SglangControl("engine 0", self.url, timeout_s=60, key=KEY)
         config = ResyncConfig(pause=mode, verify=VerifyMode.full, timeout_s=60, flush_cache=flush_cache)
         source = CheckpointSource(self.paths[self.version % 2])
         session = ResyncSession(source, [control], config, rank=0, run_id=f"versions-{self.version}")
@@ -85,7 +86,7 @@ def served(tmp_path_factory):
 @pytest.fixture
 def weights(served: Weights) -> Weights:
     """With an empty prefix cache: a pause in place keeps what older versions have computed."""
-    control = SglangControl("engine 0", served.url, timeout_s=60)
+    control = SglangControl("engine 0", served.url, timeout_s=60, key=KEY)
     control.flush_when_idle()
     control.close()
     return served
@@ -104,7 +105,7 @@ def prompt(index: int) -> list[int]:
 
 async def running(weights: Weights, count: int) -> None:
     """Wait until the engine is in the midst of so many requests."""
-    control = SglangControl("engine 0", weights.url, timeout_s=60)
+    control = SglangControl("engine 0", weights.url, timeout_s=60, key=KEY)
     while control.running_requests() < count:
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.2)
@@ -113,7 +114,7 @@ async def running(weights: Weights, count: int) -> None:
 
 @pytest.fixture
 async def engine(weights: Weights):
-    engine = SglangEngine(weights.url, routed_experts_shape=SHAPE)
+    engine = SglangEngine(weights.url, routed_experts_shape=SHAPE, key=KEY)
     yield engine
     await engine.aclose()
 
@@ -162,7 +163,7 @@ async def test_each_token_has_the_version_that_sampled_it(weights: Weights, engi
 
 @pytest.mark.full
 async def test_what_is_aborted_in_the_engines_queue_goes_on(weights: Weights, engine: SglangEngine):
-    control = SglangControl("engine 0", weights.url, timeout_s=60)
+    control = SglangControl("engine 0", weights.url, timeout_s=60, key=KEY)
     plain = asyncio.create_task(engine.generate(ask("plain", prompt(1))))
     whole = ContinuedEngine(engine, chunk_tokens=0, decode=DECODE)
     continued = asyncio.create_task(whole.generate(ask("continued", prompt(2))))
@@ -185,7 +186,7 @@ async def test_what_is_aborted_in_the_engines_queue_goes_on(weights: Weights, en
 async def test_tokens_over_a_kept_cache_are_those_that_the_new_weights_alone_do_not_explain(
     weights: Weights, flush_cache: bool
 ):
-    engine = SglangEngine(weights.url, routed_experts_shape=SHAPE, keeps_caches=not flush_cache)
+    engine = SglangEngine(weights.url, routed_experts_shape=SHAPE, keeps_caches=not flush_cache, key=KEY)
     first = await engine.generate(ask("kept", prompt(3), 62))
     context = prompt(3) + first.tokens + [9, 9, 9]
     await asyncio.to_thread(weights.resync, PauseMode.abort, flush_cache=flush_cache)

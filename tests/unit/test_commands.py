@@ -333,7 +333,7 @@ def test_the_client_of_a_rollout_knows_the_models_sizes(monkeypatch, routed: boo
     monkeypatch.setattr(start, "RolloutStage", lambda *given, **named: made.append((given, named)))
     watched = []
     engines = SimpleNamespace(
-        client=lambda **sizes: sizes, watch=lambda: watched.append("engines"), flush_caches="flush"
+        client=lambda **sizes: sizes, watch=lambda: watched.append("engines"), flush_caches="flush", key="k"
     )
     recipe = Recipe()
     recipe.rollout.routed_experts = routed
@@ -350,20 +350,23 @@ def test_a_teacher_is_on_the_engines_that_the_run_started_or_on_servers_of_other
     monkeypatch.setattr(start, "read_hf_config", lambda path: {"vocab_size": 50})
     monkeypatch.setattr(start, "RolloutStage", lambda *given, **named: made.append(named))
     monkeypatch.setattr(start, "SglangEngine", lambda url, **how: connected.append((url, how)))
-    engines = SimpleNamespace(client=lambda **_: None, watch=lambda: watched.append("engines"), flush_caches=None)
+    engines = SimpleNamespace(
+        client=lambda **_: None, watch=lambda: watched.append("engines"), flush_caches=None, key="k"
+    )
     teachers = SimpleNamespace(
         addresses=[SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")],
         watch=lambda: watched.append("teachers"),
+        key="own",
     )
     recipe = Recipe()
     recipe.teacher.path = "teacher"
     start.rollout_stage(recipe, "task", engines, "progress", teachers)
-    assert connected == [("http://a", {"vocab_size": 50}), ("http://b", {"vocab_size": 50})]
+    assert connected == [(url, {"key": "own", "vocab_size": 50}) for url in ("http://a", "http://b")]
     made[0]["watch"]()
     assert watched == ["engines", "teachers"]
     recipe.teacher.path, recipe.teacher.urls = "", ["http://c/"]
     start.rollout_stage(recipe, "task", engines, "progress")
-    assert connected[2:] == [("http://c", {"vocab_size": 50})]
+    assert connected[2:] == [("http://c", {"key": None, "vocab_size": 50})]
     assert made[1]["teacher"]._slots.qsize() == recipe.teacher.max_concurrency_per_engine
     # Alone in its batch, a segment has the same score each time.
     recipe.deterministic = True
@@ -423,7 +426,7 @@ def bench(monkeypatch, reports: list[ResyncReport]):
         return reports[version - 1]
 
     address = SimpleNamespace(name="engine 0", url="u", pids=(1, 20))
-    engines = SimpleNamespace(addresses=[address], release_memory=order.append, resume_memory=order.append)
+    engines = SimpleNamespace(addresses=[address], key="k", release_memory=order.append, resume_memory=order.append)
     trainers = SimpleNamespace(
         pids=(3, 4), connect_engines=lambda addresses: order.append("connect"), resync=resync, export_hf="export",
         release_memory=order.append, resume_memory=order.append,
@@ -434,7 +437,7 @@ def bench(monkeypatch, reports: list[ResyncReport]):
     monkeypatch.setattr(resync_bench, "started", started)
     monkeypatch.setattr(resync_bench, "versions_folder", nothing)
     monkeypatch.setattr(resync_bench, "logs_of_command", lambda *_: None)
-    monkeypatch.setattr(resync_bench, "over_disk", lambda export, urls, folder, timeout_s: (1.5, 2.0))
+    monkeypatch.setattr(resync_bench, "over_disk", lambda export, urls, key, folder, timeout_s: (1.5, 2.0))
     recipe = Recipe()
     recipe.resync.bucket_bytes = 100
     loaded = SimpleNamespace(recipe=recipe)

@@ -192,7 +192,7 @@ def test_actors_remove_them_from_their_environment_and_the_recipe_s_at_the_start
     monkeypatch.chdir(tmp_path)
     arguments = {
         TrainerActor: (recipe, tmp_path, tmp_path, 0, "a", 1),
-        EngineActor: (recipe, tmp_path, tmp_path, 0, None, ()),
+        EngineActor: (recipe, None, tmp_path, tmp_path, 0, None, ()),
     }
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     object.__new__(made).__init__(*arguments[actor])

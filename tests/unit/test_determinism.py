@@ -87,7 +87,7 @@ def test_actors_pass_it_on(monkeypatch: pytest.MonkeyPatch):
         actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
         actor.recipe = Recipe(deterministic=deterministic, model=ModelConfig(trust_remote_code=not deterministic))
         actor.index, actor.part, actor.starts, actor.node = 0, 0, 0, SimpleNamespace(address="h", name="n")
-        actor.role = "engine"
+        actor.role, actor._key = "engine", None
         actor.logs = Path("logs")
         actor.start()
 

@@ -14,6 +14,7 @@ from engine_server import EngineServer, serving
 
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError, GenerateRequest
+from slimrl.data.engine_key import EngineKey
 from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
 from slimrl.rollout import client
 from slimrl.rollout.client import SglangEngine, batch_body, request_body
@@ -175,7 +176,9 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
 @pytest.fixture
 def control(wire: Wire) -> Iterator[SglangControl]:
-    made = SglangControl("engine 2", "http://10.0.0.1:1", timeout_s=10.0, num_ranks=2, nodes=("host-a",))
+    made = SglangControl(
+        "engine 2", "http://10.0.0.1:1", timeout_s=10.0, num_ranks=2, nodes=("host-a",), key=EngineKey("k")
+    )
     yield made
     made.close()
 
@@ -259,7 +262,7 @@ def test_memory_is_released_when_nothing_runs_any_more(wire: Wire, control: Sgla
 def test_an_update_of_draft_models_opens_and_closes_them_too(wire: Wire):
     wire.answers["begin_weight_update"] = [httpx.Response(400, json={"message": "an update is already open"})]
     wire.answers["weights_checker"] = [httpx.Response(200, json={"ranks": [{"checksums": {"draft.w": "ab"}}]})]
-    control = SglangControl("engine 2", "http://10.0.0.1:1", timeout_s=10.0, updates_draft=True)
+    control = SglangControl("engine 2", "http://10.0.0.1:1", timeout_s=10.0, updates_draft=True, key=EngineKey("k"))
     control.begin_update()
     assert control.draft_fingerprints(["w"]) == {"w": "ab"}
     control.close()
@@ -292,7 +295,7 @@ def test_what_an_engine_says_of_itself_is_read(wire: Wire, control: SglangContro
     checked = {"action": "slimrl_fingerprints", "skip_tensor_list": ["w"], "selector": "target"}
     assert wire.calls[2:] == [("GET", "model_info", None), ("POST", "weights_checker", checked)]
     assert (control.name, control.place.num_ranks, control.place.nodes) == ("engine 2", 2, ("host-a",))
-    assert SglangControl("engine 0", "http://10.0.0.1:1", timeout_s=1.0).place.num_ranks == 1
+    assert SglangControl("engine 0", "http://10.0.0.1:1", timeout_s=1.0, key=EngineKey("k")).place.num_ranks == 1
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import pytest
 
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
+from slimrl.data.engine_key import EngineKey
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.runtime.cluster.engine_actor import EngineAddress
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 
 
 def test_a_control_that_was_closed_says_so():
-    control = SglangControl("engine 3", "http://127.0.0.1:1", timeout_s=1)
+    control = SglangControl("engine 3", "http://127.0.0.1:1", timeout_s=1, key=EngineKey("k"))
     control.close()
     control.close()
     with pytest.raises(EngineError, match="engine 3, continue_generation: its control was closed"):
@@ -26,7 +27,9 @@ def test_a_trainer_closes_the_controls_of_engines_that_it_lets_go_of():
     actor.resync_session = SimpleNamespace(use=used.append, close=lambda: None)
     actor.worker = SimpleNamespace(close=lambda: None)
     actor.controls = []
-    address = EngineAddress(name="engine 0", url="http://127.0.0.1:1", tensor=1, nodes=("a",), pids=(1,))
+    address = EngineAddress(
+        name="engine 0", url="http://127.0.0.1:1", tensor=1, nodes=("a",), pids=(1,), key=EngineKey("k")
+    )
     for _ in range(2):
         actor.connect_engines([address])
     [first], [second] = used

@@ -12,6 +12,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode, TransportName
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import EngineError
+from slimrl.data.engine_key import EngineKey
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.lockstep import LockstepEngine
 from slimrl.rollout.routing import RoutedEngines
@@ -79,7 +80,7 @@ class Actors:
         return {name: getattr(self, method)(name) for name in (self.names if arguments is None else arguments)}
 
     def start(self, name):
-        return EngineAddress(name=name, url=f"http://{name}", tensor=1, nodes=("host",), pids=(1, 2))
+        return EngineAddress(name=name, url=f"http://{name}", tensor=1, nodes=("host",), pids=(1, 2), key=KEY)
 
     def ending(self, name):
         return self.ended.get(name, "")
@@ -94,6 +95,7 @@ class Actors:
         return self.failed.pop(name, None) or replace(self.start(name), pids=(1, 3))
 
 
+KEY = EngineKey("k")
 Start = Callable[..., tuple[EngineGroup, Actors]]
 
 
@@ -617,6 +619,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     class Server:
         def __init__(self, index, rollout, model, log, **given) -> None:
+            assert given["key"] is KEY
             journal.append(("server", index, model, log.name, given))
             self.port, self.url = given["port"] or 7000, "http://engine"
             self.process = SimpleNamespace(pid=77)
@@ -628,7 +631,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             journal.append(("stop",))
 
     class Control:
-        def __init__(self, name, url, *, timeout_s) -> None:
+        def __init__(self, name, url, *, key, timeout_s) -> None:
+            assert key is KEY
             journal.append(("control", name, url, timeout_s))
 
         def __getattr__(self, method):
@@ -647,7 +651,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def make(devices=()):
         actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
         node = Node(node_id="n", name="host-a", address="10.0.0.3", slots=1)
-        actor.__init__(recipe, tmp_path, Path("/work"), 4, node, devices)
+        actor.__init__(recipe, KEY, tmp_path, Path("/work"), 4, node, devices)
         return actor, journal
 
     return make

@@ -11,6 +11,7 @@ from slimrl.config.load import load_recipe
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.data.engine_key import EngineKey
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.servers import server
 from slimrl.rollout.servers.control import EngineMemory
@@ -42,7 +43,12 @@ class Parts(Actors):
         number = self.names.index(name)
         nodes = (f"host-{number}",)
         return EngineAddress(
-            name=name, url=f"http://{name}", tensor=4, nodes=nodes, pids=(10 * number, 10 * number + 1)
+            name=name,
+            url=f"http://{name}",
+            tensor=4,
+            nodes=nodes,
+            pids=(10 * number, 10 * number + 1),
+            key=EngineKey("k"),
         )
 
     def restart(self, name, meeting=None, port=None):
@@ -83,7 +89,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[EngineGrou
 def test_each_node_of_an_engine_has_an_actor_and_they_meet_at_the_first(started):
     group, actors, asked = started
     assert actors.names == [*TWO, "engine 1"]
-    assert [(given[3], given[4], given[5], given[6]) for given in asked] == [
+    assert [given[1] for given in asked] == [group.key] * 3
+    assert [given[4:8] for given in asked] == [
         (0, "a", ("a", "a"), 0), (0, "b", ("b", "b"), 1), (1, "c", ("c", "c"), 0),
     ]  # fmt: skip
     assert actors.since("meeting") == [{"engine 0": ()}]
@@ -156,6 +163,7 @@ def test_an_actor_starts_its_own_part_and_controls_only_from_the_first(monkeypat
         actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
         actor.recipe, actor.logs, actor.index, actor.part, actor.starts = Recipe(), Path("logs"), 3, number, 0
         actor.node, actor.role = SimpleNamespace(address="127.0.0.1", name="n"), "engine"
+        actor._key = EngineKey("k")
         assert actor.start("m:1").name == ("engine 3", "engine 3 part 1")[number]
         assert actor.restart("m:2").nodes == ("n",)
         host, port = actor.meeting().split(":")
@@ -169,16 +177,16 @@ def test_an_actor_starts_its_own_part_and_controls_only_from_the_first(monkeypat
 def test_only_the_first_part_is_asked_to_freeze_its_garbage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     posts = []
     answer = SimpleNamespace(raise_for_status=lambda: None)
-    monkeypatch.setattr(server.httpx, "post", lambda url, **how: posts.append(url) or answer)
-    ready = SimpleNamespace(wait_ready=lambda url, timeout_s: None)
-    monkeypatch.setattr(server, "ServerProcess", lambda *given: ready)
+    monkeypatch.setattr(server.httpx, "post", lambda url, **how: posts.append((url, how["headers"])) or answer)
+    ready = SimpleNamespace(wait_ready=lambda *given: None)
+    monkeypatch.setattr(server, "ServerProcess", lambda *given, **how: ready)
     (tmp_path / "config.json").write_text("{}")
     rollout = RolloutConfig(engine_tp=2, engine_nodes=2, max_trajectory_tokens=100)
     for number in (0, 1):
         part = EnginePart(number=number, meeting="h:1")
         how = {"precision": Precision.fp32, "port": 70 + number, "part": part}
-        server.EngineServer(0, rollout, tmp_path, tmp_path / "log", **how).wait_ready()
-    assert posts == ["http://127.0.0.1:70/freeze_gc"]
+        server.EngineServer(0, rollout, tmp_path, tmp_path / "log", **how, key=EngineKey("k")).wait_ready()
+    assert posts == [("http://127.0.0.1:70/freeze_gc", {"authorization": "Bearer k"})]
 
 
 def test_impossible_parts_are_refused(tmp_path: Path):

@@ -13,6 +13,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
+from slimrl.data.engine_key import EngineKey
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
@@ -174,7 +175,7 @@ def answering(status: int) -> Iterator[tuple[str, list[str]]]:
 
 def test_an_engine_waits_for_its_last_requests_before_it_flushes_for_less_than_the_deadline_of_the_call():
     with answering(200) as (url, asked):
-        control = SglangControl("engine 0", url, timeout_s=10)
+        control = SglangControl("engine 0", url, timeout_s=10, key=EngineKey("k"))
         control.flush_when_idle()
         control.close()
     assert asked == ["/flush_cache?timeout=9"]
@@ -182,7 +183,7 @@ def test_an_engine_waits_for_its_last_requests_before_it_flushes_for_less_than_t
 
 def test_an_engine_that_does_not_flush_is_an_error_with_its_reason():
     with answering(400) as (url, _):
-        control = SglangControl("engine 0", url, timeout_s=10)
+        control = SglangControl("engine 0", url, timeout_s=10, key=EngineKey("k"))
         with pytest.raises(EngineError, match=r"engine 0, flush_cache.*: 400 Timed out waiting for idle state\."):
             control.flush_when_idle()
         control.close()

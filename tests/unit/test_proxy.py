@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.data.engine_key import EngineKey
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.rollout.servers.ports import free_ports
@@ -55,12 +56,13 @@ def test_an_engine_gets_ready(url: str, tmp_path: Path):
     process.check = lambda: None
     engine = object.__new__(EngineServer)
     engine.index, engine.url, engine._timeout_s, engine.process, engine._part = 0, url, 5.0, process, None
+    engine._key = EngineKey("k")
     engine.wait_ready()
     assert Engine.asked == ["/health_generate", "/freeze_gc"]
 
 
 def test_an_engine_is_controlled(url: str):
-    control = SglangControl("engine 0", url, timeout_s=5.0)
+    control = SglangControl("engine 0", url, timeout_s=5.0, key=EngineKey("k"))
     control.resume()
     control.close()
     assert Engine.asked == ["/continue_generation"]

@@ -1,5 +1,6 @@
 """How server processes are started, waited for and ended; the processes are stand-ins."""
 
+import os
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.data.engine_key import EngineKey
 from slimrl.rollout.servers import ports, process, server
 from slimrl.rollout.servers.ports import free_port, free_ports
 from slimrl.rollout.servers.process import ServerError, ServerProcess, find_cause
@@ -103,7 +105,8 @@ def test_a_server_is_waited_for_until_it_answers_200(child: ServerProcess, clock
     clients = []
 
     class Client:
-        def __init__(self, *, trust_env):
+        def __init__(self, *, headers, trust_env):
+            assert headers == {"a": "b"}
             clients.append(trust_env)
 
         def __enter__(self):
@@ -120,7 +123,7 @@ def test_a_server_is_waited_for_until_it_answers_200(child: ServerProcess, clock
             return SimpleNamespace(status_code=answer)
 
     monkeypatch.setattr(process.httpx, "Client", Client)
-    child.wait_ready("http://a/health", 30.0)
+    child.wait_ready("http://a/health", 30.0, {"a": "b"})
     # A client reads the system's certificates, which takes 30 ms: one for all attempts, and without a proxy.
     assert clients == [False, "closed"]
     # One answer may take twenty seconds, but not longer than what is left, and a second at the least.
@@ -128,13 +131,13 @@ def test_a_server_is_waited_for_until_it_answers_200(child: ServerProcess, clock
     asked.clear()
     clock.now = 0.0
     with pytest.raises(ServerError, match=r"engine 0 was not ready within 5 s: begun \(log: "):
-        child.wait_ready("http://a/health", 5.0)
+        child.wait_ready("http://a/health", 5.0, {"a": "b"})
     assert clock.now == pytest.approx(5.0, abs=0.2)
     assert asked[0][1] == 5.0
     assert asked[-1][1] == 1.0
     child._process.code = 1
     with pytest.raises(ServerError, match="exit code 1"):
-        child.wait_ready("http://a/health", 5.0)
+        child.wait_ready("http://a/health", 5.0, {"a": "b"})
 
 
 class Member:
@@ -256,13 +259,15 @@ def test_a_server_that_even_the_kernel_does_not_end_is_an_error(end, child: Serv
 class Started:
     """Notes how a ServerProcess is made, and with what it is asked to be ready."""
 
-    def __init__(self, name, command, env, log) -> None:
+    def __init__(self, name, command, env, log, *, pass_fds) -> None:
+        (self.descriptor,) = pass_fds
+        self.key = os.read(self.descriptor, 100).decode()
         self.name, self.command, self.env, self.log = name, command, env, log
-        self.ready: list[tuple[str, float]] = []
+        self.ready: list[tuple[str, float, dict[str, str]]] = []
         self.checked = 0
 
-    def wait_ready(self, url, timeout_s):
-        self.ready.append((url, timeout_s))
+    def wait_ready(self, url, timeout_s, headers):
+        self.ready.append((url, timeout_s, headers))
 
     def check(self):
         self.checked += 1
@@ -284,24 +289,28 @@ def test_an_engine_that_cannot_compute_with_block_fp8_serves_the_plain_model(
     rollout = RolloutConfig(max_trajectory_tokens=100, startup_timeout_s=77.0, threads_per_engine=3)
     given = {"precision": Precision.fp32, "host": "127.0.0.2", "port": 7001, "seed": 9}
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    made = EngineServer(3, rollout, tmp_path, tmp_path / "log", **given)
+    made = EngineServer(3, rollout, tmp_path, tmp_path / "log", key=EngineKey("k3y"), **given)
     assert made.process.name == "engine 3"
     command = made.process.command
     assert command[:3] == [sys.executable, "-m", "slimrl.sglang_plugin.launch"]
+    assert command[3:5] == [str(os.getpid()), str(made.process.descriptor)]
+    assert made.process.key == "k3y"
+    assert "k3y" not in f"{command} {made.process.env}"
     assert ("--json-model-override-args" in command) == dequantizes
     expected = {"--host": "127.0.0.2", "--port": "7001", "--random-seed": "9", "--dtype": "float32", "--device": "cpu"}
     assert {flag: after(command, flag) for flag in expected} == expected
     assert made.process.env["OMP_NUM_THREADS"] == "3"
     posts = []
 
-    def post(url, *, timeout, trust_env):
-        posts.append((url, timeout, trust_env))
+    def post(url, *, headers, timeout, trust_env):
+        posts.append((url, headers, timeout, trust_env))
         return httpx.Response(200 if len(posts) == 1 else 500, request=httpx.Request("POST", url))
 
     monkeypatch.setattr(server.httpx, "post", post)
     made.wait_ready()
-    assert made.process.ready == [("http://127.0.0.2:7001/health_generate", 77.0)]
-    assert posts == [("http://127.0.0.2:7001/freeze_gc", 77.0, False)]
+    headers = {"authorization": "Bearer k3y"}
+    assert made.process.ready == [("http://127.0.0.2:7001/health_generate", 77.0, headers)]
+    assert posts == [("http://127.0.0.2:7001/freeze_gc", headers, 77.0, False)]
     with pytest.raises(ServerError, match=r"engine 3: freeze_gc: .*500"):
         made.wait_ready()
 

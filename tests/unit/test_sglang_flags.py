@@ -9,6 +9,7 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_verdicts import SGLANG_VERDICTS
 from slimrl.config.verdicts import Verdict
+from slimrl.data.engine_key import EngineKey
 from slimrl.rollout.servers import server
 from slimrl.rollout.servers.server import FLAGS, engine_arguments
 
@@ -47,10 +48,12 @@ def test_a_gpu_on_which_sglang_would_pack_weights_gets_kernels_that_do_not():
 @pytest.mark.parametrize("packs", [False, True])
 def test_an_engine_asks_its_machine_for_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path, packs: bool):
     started = []
-    monkeypatch.setattr(server, "ServerProcess", lambda name, command, env, log: started.append(command))
+    monkeypatch.setattr(server, "ServerProcess", lambda name, command, env, log, **how: started.append(command))
     monkeypatch.setattr(server.device, "packs_engine_weights", lambda: packs)
     monkeypatch.setattr(server, "is_block_fp8", lambda path: False)
     rollout = RolloutConfig(max_trajectory_tokens=100)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    server.EngineServer(0, rollout, tmp_path, tmp_path / "log", precision=Precision.bf16, cuda=True, port=7)
+    server.EngineServer(
+        0, rollout, tmp_path, tmp_path / "log", precision=Precision.bf16, cuda=True, port=7, key=EngineKey("k")
+    )
     assert ("--moe-runner-backend" in started[0]) == packs

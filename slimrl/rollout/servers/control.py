@@ -12,6 +12,7 @@ import httpx
 
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError
+from slimrl.data.engine_key import EngineKey
 from slimrl.data.weights import EnginePlace, GroupSpec, TensorPart
 from slimrl.sglang_plugin import scheduler, version_loader, weight_fingerprints
 from slimrl.sglang_plugin.bucket_loader import bucket_payload, open_payload, received_payload
@@ -39,6 +40,7 @@ class SglangControl:
         name: str,
         url: str,
         *,
+        key: EngineKey,
         timeout_s: float,
         num_ranks: int = 1,
         nodes: tuple[str, ...] = ("",),
@@ -46,6 +48,7 @@ class SglangControl:
     ) -> None:
         """
         Args:
+            key: of the engine's run.
             timeout_s: deadline of each call.
             num_ranks: tensor-parallel size of the engine.
             nodes: of its processes, by the names that the trainer's ranks use too.
@@ -53,7 +56,7 @@ class SglangControl:
         """
         self.name, self.place = name, EnginePlace(name=name, nodes=nodes, num_ranks=num_ranks)
         self._timeout_s, self._updated = timeout_s, "all" if updates_draft else TARGET
-        self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
+        self._http = httpx.Client(base_url=url, headers=key.headers, timeout=timeout_s, trust_env=False)
 
     def pause(self, mode: PauseMode = PauseMode.retract) -> None:
         self._call("pause_generation", mode=mode.value)

@@ -68,15 +68,15 @@ class ServerProcess:
             cause = find_cause(self._lines())
             raise ServerError(f"{self.name} ended with exit code {code}: {cause} (log: {self.log})")
 
-    def wait_ready(self, url: str, timeout_s: float) -> None:
-        """Wait until `url` answers 200.
+    def wait_ready(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> None:
+        """Wait until `url` answers 200 to a request with these headers.
 
         Raises:
             ServerError: the process ended, or did not answer in time.
         """
         deadline = time.monotonic() + timeout_s
         # One client for all attempts: a new one reads the system's certificates, which takes 30 ms of a core.
-        with httpx.Client(trust_env=False) as client:
+        with httpx.Client(headers=headers, trust_env=False) as client:
             while time.monotonic() < deadline:
                 self.check()
                 request_timeout_s = max(1.0, min(20.0, deadline - time.monotonic()))

@@ -6,6 +6,7 @@ Usable from any process, a Ray actor included: the engine ends with the process 
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from slimrl.config.environment import ENGINE_PINNED
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_kernels import plain_kernels
+from slimrl.data.engine_key import EngineKey
 from slimrl.models.family import has_linear_attention
 from slimrl.models.hf_config import read_hf_config
 from slimrl.profiling.spans import PROFILE_FOLDER, child_variables
@@ -179,6 +181,15 @@ def part_name(index: int, part: int, role: str = ENGINE) -> str:
     return f"{role} {index} part {part}" if part else f"{role} {index}"
 
 
+def start_engine(
+    name: str, key: EngineKey, arguments: Sequence[str], variables: Mapping[str, str], log: Path
+) -> ServerProcess:
+    """The process of an engine with this key, SGLang's arguments and these variables of the environment."""
+    with key.handed_over() as descriptor:
+        main = [sys.executable, "-m", "slimrl.sglang_plugin.launch", str(os.getpid()), str(descriptor)]
+        return ServerProcess(name, [*main, *arguments], variables, log, pass_fds=[descriptor])
+
+
 class EngineServer:
     """A running engine. The constructor starts the process; `wait_ready` waits for it."""
 
@@ -189,6 +200,7 @@ class EngineServer:
         model: Path | str,
         log: Path,
         *,
+        key: EngineKey,
         precision: Precision,
         cuda: bool = False,
         host: str = "127.0.0.1",
@@ -205,6 +217,7 @@ class EngineServer:
             index: the engine's number in the run, for errors.
             model: Hugging Face checkpoint folder.
             log: file for its output.
+            key: with which it obeys.
             precision: of the weights and of all computation.
             cuda: run on a GPU.
             host: address to listen on.
@@ -214,7 +227,7 @@ class EngineServer:
             role: ENGINE or TEACHER, for errors; the kernels of a teacher may store its weights as they like.
         """
         self.index, self._part, self._name = index, part, part_name(index, 0, role)
-        self._timeout_s = rollout.startup_timeout_s
+        self._timeout_s, self._key = rollout.startup_timeout_s, key
         self.port = port or free_port(host)
         self.url = f"http://{host}:{self.port}"
         arguments = engine_arguments(
@@ -233,22 +246,21 @@ class EngineServer:
             part=part,
         )
         name, profile = part_name(index, 0 if part is None else part.number, role), log.parent.parent / PROFILE_FOLDER
-        self.process = ServerProcess(
-            name,
-            [sys.executable, "-m", "slimrl.sglang_plugin.launch", str(os.getpid()), *arguments],
-            {**engine_environment(rollout, precision=precision, cuda=cuda), **child_variables(profile, name)},
-            log,
-        )
+        variables = {**engine_environment(rollout, precision=precision, cuda=cuda), **child_variables(profile, name)}
+        self.process = start_engine(name, key, arguments, variables, log)
 
     def wait_ready(self) -> None:
         """Raises ServerError with the cause from the log if the engine does not come up in time."""
-        self.process.wait_ready(f"{self.url}/health_generate", self._timeout_s)
+        self.process.wait_ready(f"{self.url}/health_generate", self._timeout_s, self._key.headers)
         if self._part is not None and self._part.number > 0:
             return
         try:
             # As after SGLang's own warm-up: garbage collections skip the objects of the start-up from now on. Flushing
             # the cache of a CPU engine collects garbage, which would take 0.3 s otherwise.
-            httpx.post(f"{self.url}/freeze_gc", timeout=self._timeout_s, trust_env=False).raise_for_status()
+            answer = httpx.post(
+                f"{self.url}/freeze_gc", headers=self._key.headers, timeout=self._timeout_s, trust_env=False
+            )
+            answer.raise_for_status()
         except httpx.HTTPError as error:
             raise ServerError(f"{self._name}: freeze_gc: {error!r}") from error
 

@@ -13,6 +13,7 @@ from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError
+from slimrl.data.engine_key import EngineKey
 from slimrl.data.seeds import derive_seed
 from slimrl.ipc.allocator import forbid_expandable_segments
 from slimrl.ipc.stale_files import clean_stale_segments
@@ -35,6 +36,7 @@ class EngineAddress:
 
     name: str
     url: str
+    key: EngineKey
     tensor: int
     """Number of tensor-parallel ranks"""
     nodes: tuple[str, ...]
@@ -55,6 +57,7 @@ class EngineActor:
     def __init__(
         self,
         recipe: Recipe,
+        key: EngineKey,
         logs: Path,
         working_directory: Path,
         index: int,
@@ -66,6 +69,7 @@ class EngineActor:
     ) -> None:
         """
         Args:
+            key: of the run's engines.
             working_directory: the driver's.
             node: this process's node; the server listens on its address.
             devices: GPU ids of an engine with several GPUs; empty if this process sees the right ones already.
@@ -80,6 +84,7 @@ class EngineActor:
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self.recipe, self.logs, self.index, self.node, self.part, self.role = recipe, logs, index, node, part, role
+        self._key = key
         self.starts = starts
         self.has_started = False
         """Whether there is a server, which may have ended"""
@@ -194,6 +199,7 @@ class EngineActor:
             rollout,
             Path(self.recipe.model.path).absolute(),
             self.logs / f"{stem}{again}.log",
+            key=self._key,
             precision=self.recipe.trainer.precision,
             cuda=device.device_type() == "cuda",
             host=self.node.address,
@@ -211,11 +217,12 @@ class EngineActor:
             raise
         self.answered = time.monotonic()
         name = part_name(self.index, self.part, self.role)
-        self.control = SglangControl(name, self.server.url, timeout_s=self.recipe.resync.timeout_s)
+        self.control = SglangControl(name, self.server.url, key=self._key, timeout_s=self.recipe.resync.timeout_s)
         self.has_started = True
         return EngineAddress(
             name=name,
             url=self.server.url,
+            key=self._key,
             tensor=rollout.engine_tp,
             nodes=(self.node.name,),
             pids=(os.getpid(), self.server.process.pid),

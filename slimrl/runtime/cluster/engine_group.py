@@ -26,6 +26,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import Engine
+from slimrl.data.engine_key import new_key
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.client import SglangEngine
@@ -60,7 +61,9 @@ class EngineGroup:
         """
         self._recipe, self._folder, self._progress, self._role = recipe, folder, progress, role
         self._actors = ActorGroup({}, {}, {})
-        self._sites = EngineSites(recipe, folder, places, role, self._actors)
+        self.key = new_key()
+        """Of all of these engines, those that are added or started again included"""
+        self._sites = EngineSites(recipe, folder, places, role, self._actors, self.key)
         self._starts = self._actors.begin("start", self._sites.start_arguments(self._sites.parts))
         self._asked: dict[str, Any] = {}
         """Pending questions of `watch`, by actor"""
@@ -279,6 +282,7 @@ class EngineGroup:
         resync = self._recipe.resync
         connect = partial(
             SglangEngine,
+            key=self.key,
             vocab_size=vocab_size,
             routed_experts_shape=routed_experts_shape,
             keeps_caches=resync.pause is PauseMode.in_place or not resync.flush_cache,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slimrl.config.environment import engine_variables
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.engine_key import EngineKey
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.servers.server import TEACHER, part_name
 from slimrl.runtime.cluster.actors import ActorGroup
@@ -37,14 +38,23 @@ class Site:
 class EngineSites:
     """Engines by their names. The constructor makes the actors of those that are placed."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, places: Reservation, role: str, actors: ActorGroup) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        places: Reservation,
+        role: str,
+        actors: ActorGroup,
+        key: EngineKey,
+    ) -> None:
         """
         Args:
             role: as for EngineGroup.
             actors: gets the actors of all engines.
+            key: of all engines.
         """
         self._recipe, self._folder, self._places, self._role, self._actors = recipe, folder, places, role, actors
-        self._variables = engine_variables(recipe, os.environ)
+        self._key, self._variables = key, engine_variables(recipe, os.environ)
         self._sites: dict[str, Site] = {}
         self.parts: dict[str, list[str]] = {}
         """Names of the actors of each engine"""
@@ -63,7 +73,16 @@ class EngineSites:
         for part, (node, of_node) in enumerate(groupby(site.slots, key=lambda slot: slot.node)):
             slots, name, starts = tuple(of_node), part_name(index, part, role), self._num_starts[engine]
             actor = EngineActor.options(**places.options(slots[0], self._variables)).remote(  # type: ignore[attr-defined]
-                self._recipe, logs.absolute(), Path.cwd(), index, node, places.devices(slots), part, role, starts
+                self._recipe,
+                self._key,
+                logs.absolute(),
+                Path.cwd(),
+                index,
+                node,
+                places.devices(slots),
+                part,
+                role,
+                starts,
             )
             self._actors.add(name, actor, logs / actor_log(index, part, role), node)
             self.parts[engine].append(name)

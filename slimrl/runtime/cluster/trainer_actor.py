@@ -126,7 +126,15 @@ class TrainerActor:
         timeout_s, replaced = self.recipe.resync.timeout_s, self.controls
         drafts = sends_drafts(self.recipe)
         self.controls = [
-            SglangControl(e.name, e.url, num_ranks=e.tensor, nodes=e.nodes, timeout_s=timeout_s, updates_draft=drafts)
+            SglangControl(
+                e.name,
+                e.url,
+                key=e.key,
+                num_ranks=e.tensor,
+                nodes=e.nodes,
+                timeout_s=timeout_s,
+                updates_draft=drafts,
+            )
             for e in engines
         ]
         if self.resync_session is None:

@@ -21,6 +21,7 @@ from rich.table import Table
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.data.engine import EngineError
+from slimrl.data.engine_key import EngineKey
 from slimrl.models.hf_config import config_for_planning, published_names
 from slimrl.observability.memory import MemoryWatch, session_members
 from slimrl.observability.progress import Progress
@@ -160,6 +161,7 @@ def _run(
         export_s, reload_s = over_disk(
             processes.trainers.export_hf,
             {address.name: address.url for address in processes.engines.addresses},
+            processes.engines.key,
             folder / "export",
             recipe.trainer.timeout_s,
         )
@@ -203,12 +205,13 @@ def _resync(trainers: TrainerGroup, version: int) -> ResyncReport:
 
 
 def over_disk(
-    export: Callable[[Path], object], engines: Mapping[str, str], folder: Path, timeout_s: float
+    export: Callable[[Path], object], engines: Mapping[str, str], key: EngineKey, folder: Path, timeout_s: float
 ) -> tuple[float, float]:
     """Seconds of an export, and of its loading by all engines from the page cache.
 
     Args:
         engines: their URLs by name.
+        key: of all engines.
         timeout_s: deadline of the loading.
 
     Raises:
@@ -217,7 +220,7 @@ def over_disk(
     start = time.perf_counter()
     export(folder)
     exported = time.perf_counter()
-    controls = [SglangControl(name, url, timeout_s=timeout_s) for name, url in engines.items()]
+    controls = [SglangControl(name, url, key=key, timeout_s=timeout_s) for name, url in engines.items()]
     try:
         fan_out(
             {control.name: partial(control.load_checkpoint, str(folder.absolute())) for control in controls},
