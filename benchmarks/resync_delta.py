@@ -88,7 +88,7 @@ def measure_updates(precision: Precision, nbytes: int, updates: int, folder: Pat
         optimizer=OptimizerConfig(lr=LEARNING_RATE),
     )
     worker = TrainerWorker(
-        trainer, model, seed=0, rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port(),
+        trainer, model, seed=0, rank=0, world_size=1, meeting=f"tcp://127.0.0.1:{free_port()}",
         total_updates=updates + 1,
     )  # fmt: skip
     worker.load_hf()

@@ -88,8 +88,7 @@ class Trainer:
             seed=0,
             rank=rank,
             world_size=trainer.num_ranks,
-            master_addr="127.0.0.1",
-            master_port=port,
+            meeting=f"tcp://127.0.0.1:{port}",
             total_updates=100,
         )
         self.worker.load_hf()

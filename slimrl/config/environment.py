@@ -72,6 +72,7 @@ ENGINE_OWNED = {
     "TMPDIR": _TEMPORARY,
     "CUDA_DEVICE_MAX_CONNECTIONS": "SGLang, which overwrites it",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "slimrl: the check of a paused engine's health must not generate",
+    "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "slimrl, for each engine",
     "SGLANG_USE_CPU_ENGINE": "slimrl, by what the machine has",
     "SGLANG_CPU_OMP_THREADS_BIND": "rollout.threads_per_engine",
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "slimrl, to off where ranks share the memory of a machine",

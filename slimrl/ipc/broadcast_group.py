@@ -8,6 +8,7 @@
 The process groups are bare ones beside torch's default group, which spans only the trainer or only the engine.
 """
 
+import socket
 import threading
 import time
 import weakref
@@ -23,6 +24,8 @@ from torch import Tensor
 from slimrl.data.weights import GroupSpec
 from slimrl.ipc.nccl_group import NcclGroup
 
+_BACKLOG = 2048
+"""As torch has it"""
 RECEIVER_BUFFERS = 2
 """Buckets that a receiver has room for."""
 
@@ -134,10 +137,13 @@ class BroadcastGroup:
 
 def serve_store(address: str, world_size: int, timeout_s: float) -> Any:
     """The store through which the members find each other, on a free port of `address`; rank 0 keeps it."""
-    return dist.TCPStore(
-        address, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-        multi_tenant=True,
-    )  # fmt: skip
+    # By itself torch listens on all interfaces.
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as listener:
+        return dist.TCPStore(
+            address, listener.getsockname()[1], world_size, is_master=True, timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False, master_listen_fd=listener.detach(),
+        )  # fmt: skip
 
 
 def _start(call: Callable[[], None], name: str) -> None:

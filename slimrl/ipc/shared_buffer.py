@@ -30,7 +30,7 @@ FILE_NAME = re.compile(r"slimrl-[A-Za-z0-9_.]{1,64}-\d+-\d+")
 
 CUDA_PREFIX = "cuda-ipc:"
 """Before a JSON object of the arguments of UntypedStorage._new_shared_cuda that follow its device."""
-_HANDLE: dict[str, type] = {
+_HANDLE: dict[str, Any] = {
     "handle": bytes,
     "size_bytes": int,
     "offset_bytes": int,
@@ -174,9 +174,11 @@ def _decode_handle(text: str) -> list[Any]:
     handle = []
     for name, kind in _HANDLE.items():
         value: Any = plain[name]
-        if type(value) is not (str if kind is bytes else kind) or (kind is int and value < 0):
+        if kind is bytes and isinstance(value, str):
+            value = base64.b64decode(value, validate=True)
+        if type(value) is not kind or (kind is int and value < 0):
             raise ValueError(f"not a handle of a GPU's memory: {name}")
-        handle.append(base64.b64decode(value, validate=True) if kind is bytes else value)
+        handle.append(value)
     return handle
 
 

@@ -72,7 +72,7 @@ def _run_ray(plan: dict[str, Any], node: str, temp_dir: Path, control: Path) -> 
             _await_head(plan["ray_address"])
         began = time.monotonic()
         code = run_under_control(command, control, environment, preemptible=False, end_timeout_s=END_TIMEOUT_S)
-        gave_up = code == 1 and time.monotonic() - began > RAY_GIVES_UP_S and not (temp_dir / STARTED).exists()
+        gave_up = code == 1 and time.monotonic() - began > RAY_GIVES_UP_S and not (temp_dir / "ray" / STARTED).exists()
         if not gave_up or attempt == START_ATTEMPTS:
             break
         _exit_on_signals()
@@ -81,13 +81,14 @@ def _run_ray(plan: dict[str, Any], node: str, temp_dir: Path, control: Path) -> 
 
 
 def make_temp_dir(job_id: int) -> Path:
-    """A new folder for Ray, with `tmp` for its actors.
+    """A new folder of this user alone, with `ray` for Ray, which lets everybody write there, and `tmp` for its actors.
 
     Ray puts sockets at `session_<date>_<time>_<pid>/sockets/plasma_store` below it, up to 64 bytes. So the folder's
     name has only the job's id: a node's name may be long.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"slimrl-ray-{job_id}-", dir=TEMP))
     (folder / "tmp").mkdir()
+    (folder / "ray").mkdir()
     return folder
 
 
@@ -98,7 +99,7 @@ def ray_command(plan: dict[str, Any], node: str, temp_dir: Path) -> list[str]:
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         f"--node-ip-address={own['address']}",
         f"--node-name={node}",
-        f"--temp-dir={temp_dir}",
+        f"--temp-dir={temp_dir / 'ray'}",
         f"--node-manager-port={ports.port('node_manager')}",
         f"--object-manager-port={ports.port('object_manager')}",
         *client_server_option(ports.port("client_server")),

@@ -3,8 +3,9 @@
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
 fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token
 that a pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of
-gated delta nets in the engine's precision (norm_dtype.py), the check of the run's key (key_check.py), and no files of
-SGLang left in /dev/shm: they are unlinked early, or named so that slimrl removes them.
+gated delta nets in the engine's precision (norm_dtype.py), the check of the run's key (key_check.py), the
+same for sockets between its processes (socket_keys.py), and no files of SGLang left in /dev/shm: they are unlinked
+early, or named so that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, norms and rotary embeddings in fewer
 operations, gates, seeded sampling without a compiler, no pinning of host memory, no padding of heads, and sums that
 NCCL would scatter. No file of SGLang is changed.
@@ -30,6 +31,7 @@ _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
 _LOAD_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
 _KEY_CHECK = "sglang.srt.utils.auth.add_api_key_middleware"
+_SOCKET = "zmq.sugar.socket.Socket"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
 _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
@@ -79,6 +81,7 @@ def hooks() -> list[Hook]:
         key_check,
         norm_dtype,
         scheduler,
+        socket_keys,
         spans,
         version_loader,
         weight_fingerprints,
@@ -100,6 +103,8 @@ def hooks() -> list[Hook]:
         (f"{_CONTROL}.flush_cache", "replace", scheduler.flush_cache),
         (_LOAD_FILE, "replace", _load_file),
         (_KEY_CHECK, "replace", key_check.add_key_check),
+        (f"{_SOCKET}.bind", "before", socket_keys.before_bind),
+        (f"{_SOCKET}.connect", "before", socket_keys.before_connect),
         (_QUEUE_READY, "after", after_wait_until_ready),
         *spans.span_hooks(),
     ]

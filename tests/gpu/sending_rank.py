@@ -37,7 +37,7 @@ def send_with_drafts(rank, world_size, port, url, model):
         trainer_config(ParallelConfig()), mtp=MtpConfig(train=True), num_ranks=1, precision=Precision.bf16
     )
     worker = TrainerWorker(
-        trainer, model, seed=0, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        trainer, model, seed=0, rank=rank, world_size=world_size, meeting=f"tcp://127.0.0.1:{port}",
         total_updates=1,
     )  # fmt: skip
     worker.load_hf()

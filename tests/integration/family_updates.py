@@ -15,7 +15,7 @@ def updates(rank, num_ranks, port, path, settings, steps, save_to=None, load_fro
     """
     trainer = trainer_config(num_ranks, **settings)
     worker = TrainerWorker(
-        trainer, Path(path), seed=1, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port,
+        trainer, Path(path), seed=1, rank=rank, world_size=num_ranks, meeting=f"tcp://127.0.0.1:{port}",
         total_updates=10,
     )  # fmt: skip
     if load_from is None:

@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 def start(rank: int, world_size: int, port: int) -> None:
     init_parallel(
-        ParallelConfig(), rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        ParallelConfig(), rank=rank, world_size=world_size, meeting=f"tcp://127.0.0.1:{port}",
         timeout_s=TIMEOUT_S, seed=0,
     )  # fmt: skip
 

@@ -29,8 +29,8 @@ LOGITS = LogitRequest(num_prompts=3, num_tokens=20, dtype="float32")
 def save_run(rank, world_size, port, hf, out):
     """A run's checkpoint of a model as it was loaded, optimizer and all."""
     worker = TrainerWorker(
-        trainer_config(ParallelConfig()), hf, seed=0, rank=rank, world_size=world_size, master_addr="127.0.0.1",
-        master_port=port, total_updates=10,
+        trainer_config(ParallelConfig()), hf, seed=0, rank=rank, world_size=world_size,
+        meeting=f"tcp://127.0.0.1:{port}", total_updates=10,
     )  # fmt: skip
     worker.load_hf()
     (out / "trainer").parent.mkdir(parents=True)

@@ -60,7 +60,7 @@ def conversations(path) -> list[list[int]]:
 def make_worker(rank: int, num_ranks: int, port: int, path: str, **options: Any) -> TrainerWorker:
     settings = trainer_config(num_ranks, expert=2, optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_rank=256)
     worker = TrainerWorker(
-        settings, path, seed=1, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port,
+        settings, path, seed=1, rank=rank, world_size=num_ranks, meeting=f"tcp://127.0.0.1:{port}",
         total_updates=1, **options,
     )  # fmt: skip
     worker.load_hf()

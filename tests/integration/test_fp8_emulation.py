@@ -54,7 +54,7 @@ def start(trainer, rank, num_ranks, port, *, first):
     if not first:
         return init_model_parallel(parallel, timeout_s=60, seed=7, tile=tile)
     return init_parallel(
-        parallel, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port, timeout_s=60, seed=7,
+        parallel, rank=rank, world_size=num_ranks, meeting=f"tcp://127.0.0.1:{port}", timeout_s=60, seed=7,
         tile=tile,
     )  # fmt: skip
 

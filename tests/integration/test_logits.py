@@ -79,8 +79,7 @@ def make_worker(rank: int, num_ranks: int, port: int, path: str, **settings) -> 
         seed=1,
         rank=rank,
         world_size=num_ranks,
-        master_addr="127.0.0.1",
-        master_port=port,
+        meeting=f"tcp://127.0.0.1:{port}",
         total_updates=1,
     )
     worker.load_hf()

@@ -42,7 +42,7 @@ def train_and_export(rank, num_ranks, port, path, out, layout):
     optimizer = OptimizerConfig(lr=3e-2)
     trainer = trainer_config(num_ranks, **layout, lora=LORA, optimizer=optimizer)
     worker = TrainerWorker(
-        trainer, Path(path), seed=1, rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port,
+        trainer, Path(path), seed=1, rank=rank, world_size=num_ranks, meeting=f"tcp://127.0.0.1:{port}",
         total_updates=3,
     )  # fmt: skip
     worker.load_hf()

@@ -190,7 +190,7 @@ def trained_and_resumed(rank, world_size, port, path, folder):
         trainer_config(ParallelConfig(pipeline=2)), mtp=MtpConfig(train=True), num_ranks=2, precision=Precision.bf16
     )
     worker = TrainerWorker(
-        trainer, path, seed=1, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        trainer, path, seed=1, rank=rank, world_size=world_size, meeting=f"tcp://127.0.0.1:{port}",
         total_updates=4,
     )  # fmt: skip
     worker.load_hf()

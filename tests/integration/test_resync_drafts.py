@@ -45,7 +45,7 @@ def send_over_each_transport(rank, world_size, port, url, num_ranks, models, dra
         trainer_config(ParallelConfig()), mtp=MtpConfig(train=True), num_ranks=1, precision=Precision.bf16
     )
     worker = TrainerWorker(
-        trainer, models[0], seed=1, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        trainer, models[0], seed=1, rank=rank, world_size=world_size, meeting=f"tcp://127.0.0.1:{port}",
         total_updates=1,
     )  # fmt: skip
     engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, num_ranks=num_ranks, updates_draft=True, key=KEY)

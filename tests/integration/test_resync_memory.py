@@ -121,7 +121,7 @@ def give_back_freed_memory() -> None:
 def resync_twice(rank, world_size, port, model: Path, case: Case) -> tuple[int, int, int, int]:
     """(memory that this rank took; on rank 0 bytes that the engine read, bytes sent, bytes of the plan's buffers)."""
     worker = TrainerWorker(
-        TRAINER, model, seed=0, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        TRAINER, model, seed=0, rank=rank, world_size=world_size, meeting=f"tcp://127.0.0.1:{port}",
         total_updates=1,
     )  # fmt: skip
     worker.load_hf()

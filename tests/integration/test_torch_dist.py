@@ -156,7 +156,7 @@ def losses(rank, world_size, port, hf, settings, megatron=None, save_to=None):
     """Mean loss of two updates, from the weights of a Hugging Face checkpoint or of one of Megatron's."""
     trainer = trainer_config(world_size, **settings)
     worker = TrainerWorker(
-        trainer, hf, seed=1, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        trainer, hf, seed=1, rank=rank, world_size=world_size, meeting=f"tcp://127.0.0.1:{port}",
         total_updates=10,
     )  # fmt: skip
     if megatron is None:

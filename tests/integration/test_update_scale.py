@@ -63,7 +63,7 @@ def start_trainer(checkpoint):
         trainer = TrainerConfig(
             max_tokens_per_rank=64, precision=precision, optimizer=settings, megatron=megatron or {}
         )
-        address = {"master_addr": "127.0.0.1", "master_port": free_port()}
+        address = {"meeting": f"tcp://127.0.0.1:{free_port()}"}
         worker = TrainerWorker(trainer, checkpoint, seed=1, rank=0, world_size=1, total_updates=8, **address)
         workers.append(worker)
         worker.load_hf()

@@ -194,8 +194,7 @@ def start(trainer: TrainerConfig, rank: int, num_ranks: int, port: int) -> Layou
         trainer.parallel,
         rank=rank,
         world_size=num_ranks,
-        master_addr="127.0.0.1",
-        master_port=port,
+        meeting=f"tcp://127.0.0.1:{port}",
         timeout_s=60,
         seed=7,
     )

@@ -53,7 +53,7 @@ MOE_LAYOUTS_OF_4 = {
 def join(rank: int, world_size: int, port: int) -> None:
     """Enter the process group; the layout may be changed afterwards."""
     init_parallel(
-        ParallelConfig(), rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+        ParallelConfig(), rank=rank, world_size=world_size, meeting=f"tcp://127.0.0.1:{port}",
         timeout_s=TIMEOUT_S, seed=0,
     )  # fmt: skip
 

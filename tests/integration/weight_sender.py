@@ -36,7 +36,7 @@ class WeightSender:
         self.rank, self.hf_config, self._precision = rank, read_hf_config(model), precision
         self.family = family_of(self.hf_config)
         init_parallel(
-            parallel, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port,
+            parallel, rank=rank, world_size=world_size, meeting=f"tcp://127.0.0.1:{port}",
             timeout_s=timeout_s, seed=0,
         )  # fmt: skip
         self._build(parallel)

@@ -586,11 +586,14 @@ def test_rays_sockets_fit_whatever_a_node_is_called():
     folder = ray_node.make_temp_dir(9_999_999_999)
     try:
         # The largest process id of Linux.
-        socket = folder / "session_2026-11-21_13-49-29_123456_4194304" / "sockets" / "plasma_store"
+        socket = folder / "ray" / "session_2026-11-21_13-49-29_123456_4194304" / "sockets" / "plasma_store"
         assert len(str(socket).encode()) <= 107
         assert (folder / "tmp").is_dir()
+        # Ray lets everybody write to its own folder.
+        assert folder.stat().st_mode & 0o777 == 0o700
     finally:
         (folder / "tmp").rmdir()
+        (folder / "ray").rmdir()
         folder.rmdir()
 
 

@@ -260,7 +260,7 @@ def test_rays_part_of_a_node_waits_for_the_head_and_leaves_no_folder(plan, monke
             handlers[signal.SIGTERM](signal.SIGTERM, None)
         (folder,) = tmp_path.glob("slimrl-ray-4321-*")
         happened.append(folder)
-        assert f"--temp-dir={folder}" in command
+        assert f"--temp-dir={folder / 'ray'}" in command
         assert f"--node-name={node}" in command
         assert (environment["TMPDIR"], control, preemptible) == (str(folder / "tmp"), Path("c"), False)
         assert end_timeout_s < 20
@@ -302,7 +302,7 @@ def test_ray_that_gives_up_on_its_own_start_is_started_again_and_nothing_else_is
         clock.now_s += 1 if end == "refuses" else 40
         if end == "dies":
             (folder,) = tmp_path.glob("slimrl-ray-4321-*")
-            (folder / "ray_current_cluster").write_text("10.0.0.9:1")
+            (folder / "ray" / "ray_current_cluster").write_text("10.0.0.9:1")
         return {"is ended": 0, "is killed": -9}.get(end, 1)
 
     monkeypatch.setattr(ray_node, "run_under_control", run)

@@ -140,7 +140,13 @@ def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Ray that notes how it is started, in a system whose temporary folder is a test's."""
     made = SimpleNamespace(journal=[], fails=None, environment={})
     monkeypatch.setattr(ray_cluster.tempfile, "gettempdir", lambda: str(tmp_path))
-    for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "RAY_USAGE_STATS_ENABLED"):
+    for name in (
+        "TMPDIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "RAY_USAGE_STATS_ENABLED",
+        "RAY_AUTH_MODE",
+        "RAY_AUTH_TOKEN",
+    ):
         monkeypatch.setenv(name, "before")
 
     def init(**given):
@@ -163,25 +169,51 @@ def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_a_run_without_an_address_has_a_cluster_and_a_temporary_folder_that_go_with_it(ray_start, tmp_path: Path):
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
-    folder = tmp_path / f"slimrl-ray-{os.getpid()}"
     dead = next(pid for pid in range(2**22 - 1, 0, -1) if not psutil.pid_exists(pid))
-    kept = [tmp_path / f"slimrl-ray-{os.getppid()}", tmp_path / "slimrl-ray-x", tmp_path / "other"]
-    for path in (*kept, tmp_path / f"slimrl-ray-{dead}"):
+    # The last one is a job's, whose number is no process's.
+    names = (f"slimrl-run-{os.getppid()}-a", "slimrl-run-x-a", "other", f"slimrl-ray-{dead}-a")
+    kept = [tmp_path / name for name in names]
+    left = tmp_path / f"slimrl-run-{dead}-a"
+    for path in (*kept, left):
         (path / "deep").mkdir(parents=True)
     with ray_cluster.ray_cluster(None, num_slots=5):
-        assert not (tmp_path / f"slimrl-ray-{dead}").exists()
-        assert folder.is_dir()
+        assert not left.exists()
+        (folder,) = tmp_path.glob(f"slimrl-run-{os.getpid()}-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        token = (folder / "token").read_text()
+        assert (folder / "token").stat().st_mode & 0o777 == 0o600
+        assert len(token) == 64
         assert os.environ["TMPDIR"] == "before"
         assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     guarding, (_, given), *rest = ray_start.journal
     assert guarding == ("guard", folder, folder / "tmp")
     assert rest == ["shutdown", "guard ends"]
     chosen = {"address": "local", "num_cpus": 5, "include_dashboard": False, "log_to_driver": False}
-    assert {**given, **chosen, "_temp_dir": str(folder)} == given
+    assert {**given, **chosen, "_temp_dir": str(folder / "ray")} == given
     assert ray_start.environment["TMPDIR"] == str(folder / "tmp")
     assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / f"slimrl-compiled-{os.getuid()}")
     assert ray_start.environment["RAY_USAGE_STATS_ENABLED"] == "0"
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    assert ray_start.environment["RAY_AUTH_MODE"] == "token"
+    assert ray_start.environment["RAY_AUTH_TOKEN_PATH"] == str(folder / "token")
+    assert "RAY_AUTH_TOKEN" not in ray_start.environment
+    assert ray_start.environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("before", "before")
+    assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / f"slimrl-compiled-{os.getuid()}"])
+
+
+def test_compiled_kernels_that_somebody_else_may_have_put_there_are_not_loaded(ray_start, tmp_path: Path):
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+    theirs = tmp_path / f"slimrl-compiled-{os.getuid()}"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    with ray_cluster.ray_cluster(None, num_slots=1):
+        (folder,) = tmp_path.glob("slimrl-run-*")
+    assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "compiled")
+    theirs.rmdir()
+    theirs.symlink_to(tmp_path)
+    with ray_cluster.ray_cluster(None, num_slots=1):
+        (folder,) = tmp_path.glob("slimrl-run-*")
+    assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "compiled")
 
 
 def test_a_cluster_that_does_not_start_leaves_nothing_and_a_cache_that_is_set_is_used(ray_start, tmp_path: Path):
@@ -221,8 +253,11 @@ def test_ray_that_gives_up_on_its_own_start_is_started_again_without_what_it_lef
             ray_cluster.ray_cluster(None, num_slots=1).__enter__()
     tries = [entry for entry in ray_start.journal if entry[0] in ("init", "ended")]
     assert [entry[0] for entry in tries] == ["init", "ended"] * min(late, 3) + ["init"] * starts
-    folder = Path(ray_cluster.tempfile.gettempdir()) / f"slimrl-ray-{os.getpid()}"
-    assert {entry[1:] for entry in tries if entry[0] == "ended"} == {(folder, folder / "tmp", 0.0)}
+    ended = {entry[1:] for entry in tries if entry[0] == "ended"}
+    assert len(ended) == 1
+    ((folder, temporary_files, grace_s),) = ended
+    assert folder.name.startswith(f"slimrl-run-{os.getpid()}-")
+    assert (temporary_files, grace_s) == (folder / "tmp", 0.0)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["raylet ends", "raylet stays"])

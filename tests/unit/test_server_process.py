@@ -227,7 +227,7 @@ def test_engines_are_killed_at_once_and_what_is_left_of_a_server_that_has_ended_
     assert (root.got, left.got, stranger.got) == ([], [signal.SIGKILL], [])
     assert child._process.waited == [10.0]
     engine = object.__new__(EngineServer)
-    engine.process = child
+    engine.process, engine._meeting = child, None
     said = []
     child.stop = lambda **options: said.append(options)
     engine.stop()

@@ -29,8 +29,8 @@ class Ranks:
         self.are_slow = False
         self.answers = {
             "pid": lambda rank: 100 + rank,
-            "rendezvous": lambda rank: ("10.0.0.1", 29500),
-            "start": lambda rank, address, port: SimpleNamespace(rank=rank, data=2, data_rank=DATA_RANKS[rank]),
+            "rendezvous": lambda rank, on_one_node: "file:///meet" if on_one_node else "tcp://10.0.0.1:29500",
+            "start": lambda rank, meeting: SimpleNamespace(rank=rank, data=2, data_rank=DATA_RANKS[rank]),
             "save_checkpoint": lambda rank, path: {f"__{rank}_0.distcp": FileDigest(bytes=rank, xxh3_128=str(rank))},
         }
 
@@ -189,9 +189,18 @@ def test_all_ranks_meet_where_the_first_one_says_before_weights_are_loaded(group
     calls = group._actors.calls
     assert [method for method, _, _ in calls] == ["pid", "rendezvous", "start", "load_weights"]
     assert [timeout_s for _, _, timeout_s in calls] == [11.0] * 4
-    assert calls[1][1] == {"trainer 0": ()}
-    assert calls[2][1] == {f"trainer {rank}": ("10.0.0.1", 29500) for rank in range(4)}
+    assert calls[1][1] == {"trainer 0": (False,)}
+    assert calls[2][1] == {f"trainer {rank}": ("tcp://10.0.0.1:29500",) for rank in range(4)}
     assert group.layout.rank == 0
+
+
+def test_ranks_on_one_node_meet_at_a_file(monkeypatch, actor_class):
+    """The critic's two ranks are both on the third node."""
+    made = make(monkeypatch, "critic")
+    made.start()
+    calls = made._actors.calls
+    assert calls[1][1] == {"critic 0": (True,)}
+    assert calls[2][1] == {f"critic {rank}": ("file:///meet",) for rank in range(2)}
 
 
 def test_a_checkpoint_is_loaded_after_the_weights_by_its_absolute_path(group):

@@ -6,6 +6,7 @@ Usable from any process, a Ray actor included: the engine ends with the process 
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ in the next: some 18,000 page faults in a prefill of 9,600 tokens, against a few
 _STATES_PER_TRAJECTORY = 4
 """Of gated delta nets on a CPU. SGLang takes 3 for a running request; the other one waits for a later turn."""
 
+
+_MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""Where the ranks of an engine find each other."""
 
 ENGINE, TEACHER = "engine", "teacher"
 """What an engine is in the run: one of a rollout, or one of the teacher, which no resync reaches."""
@@ -247,6 +251,11 @@ class EngineServer:
         )
         name, profile = part_name(index, 0 if part is None else part.number, role), log.parent.parent / PROFILE_FOLDER
         variables = {**engine_environment(rollout, precision=precision, cuda=cuda), **child_variables(profile, name)}
+        self._meeting = None
+        if part is None:
+            # In place of torch's store behind a port, which obeys whoever reaches it.
+            self._meeting = tempfile.TemporaryDirectory(prefix="slimrl-engine-", ignore_cleanup_errors=True)
+            variables[_MEETING] = f"file://{self._meeting.name}/ranks"
         self.process = start_engine(name, key, arguments, variables, log)
 
     def wait_ready(self) -> None:
@@ -272,3 +281,5 @@ class EngineServer:
         """Kill the engine and its children, which have nothing to save. Idempotent."""
         # On SIGTERM SGLang waits 5 s for core dumps of its children.
         self.process.stop(first=signal.SIGKILL)
+        if self._meeting is not None:
+            self._meeting.cleanup()

@@ -1,6 +1,7 @@
 """The Ray cluster of a run.
 
-Without an address a run starts a private cluster on this machine, in a temporary folder of its own. With an address it
+Without an address a run starts a private cluster on this machine, in a temporary folder of its own, which nobody else
+can reach (private_access.py). With an address it
 joins the cluster whose head node is there, and leaves it at the end: its actors end, the cluster's nodes stay.
 Processes of a private cluster put their temporary files into that folder too, since most are killed before they could
 remove them; the folder is removed as a whole. If the driver is killed, a guard (guard.py) ends these processes.
@@ -8,11 +9,13 @@ remove them; the folder is removed as a whole. If the driver is killed, a guard 
 
 import logging
 import os
+import re
 import shutil
+import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +25,7 @@ import ray
 from slimrl.data.processes import await_end
 from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.guard import end_members, guarded
+from slimrl.runtime.cluster.private_access import private_access
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +39,8 @@ RAY_GIVES_UP_S = 30.0
 RAYLET_ENDS_S = 30.0
 """From the begin of the shutdown, which tells the raylet to end; Ray kills it a second later."""
 
-_TEMP_PREFIX = "slimrl-ray-"
+_TEMP_PREFIX = "slimrl-run-"
+_TEMP_NAME = re.compile(rf"{_TEMP_PREFIX}(\d+)-\w+")
 _COMPILED_PREFIX = "slimrl-compiled-"
 
 
@@ -58,31 +63,52 @@ def ray_cluster(address: str | None, *, num_slots: int) -> Iterator[None]:
             ray.shutdown()
         return
     _remove_stale_temp_dirs()
-    # In the system's temporary folder, since the path of a unix socket has at most 107 bytes.
-    temp_dir = Path(tempfile.gettempdir()) / f"{_TEMP_PREFIX}{os.getpid()}"
-    temporary_files = temp_dir / "tmp"
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with guarded(temp_dir, temporary_files):
-        try:
-            with _temporary_files_in(temporary_files):
-                _start_local(temp_dir, num_slots)
-            yield
-        finally:
-            _shut_down()
-            shutil.rmtree(temp_dir, ignore_errors=True)
+    # In the system's temporary folder, since the path of a unix socket has at most 107 bytes. Ray lets everybody write
+    # to its own folder, so that lies in one that only this user can enter.
+    folder = Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-"))
+    temporary_files = folder / "tmp"
+    temporary_files.mkdir()
+    try:
+        with guarded(folder, temporary_files), private_access(folder):
+            try:
+                with _variables(_inherited_by_processes(folder, temporary_files)):
+                    _start_local(folder, num_slots)
+                yield
+            finally:
+                _shut_down()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _inherited_by_processes(folder: Path, temporary_files: Path) -> dict[str, str]:
+    """Variables of the cluster's processes and not of this one.
+
+    - Temporary files go to the run's folder; torch's compiled kernels to one that later runs reuse.
+    - Gloo and NCCL listen on the loopback interface.
+    """
+    variables = {"TMPDIR": str(temporary_files), "RAY_USAGE_STATS_ENABLED": "0"}
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(_compiled_folder(folder))
+    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return variables | {name: "lo" for name in interfaces if name not in os.environ}
+
+
+def _compiled_folder(folder: Path) -> Path:
+    """This user's, from which torch loads code; one of the run alone where its name belongs to somebody else."""
+    path = Path(tempfile.gettempdir()) / f"{_COMPILED_PREFIX}{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return path
+    log.warning("%s can be written by others and is not used", path)
+    return folder / "compiled"
 
 
 @contextmanager
-def _temporary_files_in(folder: Path) -> Iterator[None]:
-    """Child processes started inside put temporary files into this folder; this process does not.
-
-    torch's compiled kernels go to a folder that later runs reuse.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    compiled = Path(tempfile.gettempdir()) / f"{_COMPILED_PREFIX}{os.getuid()}"
-    before = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
-    os.environ["TMPDIR"] = str(folder)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+def _variables(given: Mapping[str, str]) -> Iterator[None]:
+    """Variables of this process's environment inside the block."""
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     try:
         yield
     finally:
@@ -100,7 +126,7 @@ def _join(address: str) -> None:
         raise StageError(f"no Ray cluster answers at {address}: {error}") from error
 
 
-def _start_local(temp_dir: Path, num_slots: int) -> None:
+def _start_local(folder: Path, num_slots: int) -> None:
     """Start a cluster, again if Ray was only too slow: it gives up on a machine that is busy with something else."""
     for attempt in range(1, START_ATTEMPTS + 1):
         began = time.monotonic()
@@ -112,12 +138,12 @@ def _start_local(temp_dir: Path, num_slots: int) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(temp_dir),
+                _temp_dir=str(folder / "ray"),
             )
             return
         except Exception as error:  # Ray raises a plain Exception when its own processes are late.
             # Ray ends only processes of a cluster that has started.
-            end_members(temp_dir, Path(os.environ["TMPDIR"]), grace_s=0.0)
+            end_members(folder, Path(os.environ["TMPDIR"]), grace_s=0.0)
             if time.monotonic() - began < RAY_GIVES_UP_S or attempt == START_ATTEMPTS:
                 raise StageError(f"Ray did not start: {error}") from error
             log.warning("Ray gave up on its own start, attempt %d of %d: %s", attempt, START_ATTEMPTS, error)
@@ -158,7 +184,8 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _remove_stale_temp_dirs() -> None:
+    """Remove this user's folders of runs that have ended without doing so."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TEMP_PREFIX}*"):
-        pid = folder.name.removeprefix(_TEMP_PREFIX)
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        match = _TEMP_NAME.fullmatch(folder.name)
+        if match and not psutil.pid_exists(int(match[1])) and folder.lstat().st_uid == os.getuid():
             shutil.rmtree(folder, ignore_errors=True)

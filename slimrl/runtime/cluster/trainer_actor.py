@@ -5,6 +5,7 @@ for it.
 """
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,20 @@ class TrainerActor:
         self.resync_session: ResyncSession | None = None
         self.controls: list[SglangControl] = []
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Address and free port of rank 0."""
+    def rendezvous(self, on_one_node: bool) -> str:
+        """Where the ranks find each other: a file where they are on one node, else a port of rank 0.
+
+        Torch's store behind a port obeys whoever reaches it.
+        """
+        if on_one_node:
+            return f"file://{tempfile.mkdtemp()}/ranks"
         address = get_node_ip_address()
-        return address, free_port(address)
+        return f"tcp://{address}:{free_port(address)}"
 
     def pid(self) -> int:
         return os.getpid()
 
-    def start(self, address: str, port: int) -> Layout:
+    def start(self, meeting: str) -> Layout:
         """Join the other ranks and build the model; weights are random until loaded."""
         with imports_uncollected():
             from slimrl.profiling.megatron_passes import time_passes
@@ -88,8 +94,7 @@ class TrainerActor:
             seed=self.recipe.seed,
             rank=self.rank,
             world_size=self.recipe.trainer.num_ranks,
-            master_addr=address,
-            master_port=port,
+            meeting=meeting,
             total_updates=self.total_updates,
             deterministic=self.recipe.deterministic,
             routing_replay=self.recipe.algorithm.routing_replay,

@@ -86,8 +86,9 @@ class TrainerGroup:
         timeout_s = self._recipe.trainer.startup_timeout_s
         self.pids = tuple(self._actors.call("pid", timeout_s=timeout_s).values())
         first = self._actors.names[0]
-        address = self._actors.call("rendezvous", {first: ()}, timeout_s=timeout_s)[first]
-        self._layouts = self._actors.call("start", self._same(*address), timeout_s=timeout_s)
+        on_one_node = len({node.name for node in self._nodes.values()}) == 1
+        meeting = self._actors.call("rendezvous", {first: (on_one_node,)}, timeout_s=timeout_s)[first]
+        self._layouts = self._actors.call("start", self._same(meeting), timeout_s=timeout_s)
         self._actors.call("load_weights", timeout_s=timeout_s)
         if checkpoint is not None:
             self._work("load_checkpoint", self._same((checkpoint / self.role).absolute()))

@@ -21,8 +21,7 @@ def init_parallel(
     *,
     rank: int,
     world_size: int,
-    master_addr: str,
-    master_port: int,
+    meeting: str,
     timeout_s: float,
     seed: int,
     tile: int = 1,
@@ -30,6 +29,7 @@ def init_parallel(
     """Join the trainer's process group and build Megatron's groups on it.
 
     Args:
+        meeting: where the ranks find each other: `tcp://address:port` of rank 0, or `file://path` on one node.
         timeout_s: deadline of the rendezvous and of every collective.
         seed: the seeds of the ranks' random-number states are derived from it.
         tile: a rank's tokens of a sequence are a multiple of it (slimrl.config.alignment).
@@ -37,7 +37,7 @@ def init_parallel(
     device.select_device(rank)
     dist.init_process_group(
         device.collective_backend(),
-        init_method=f"tcp://{master_addr}:{master_port}",
+        init_method=meeting,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),

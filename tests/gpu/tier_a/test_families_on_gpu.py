@@ -88,7 +88,7 @@ class Update:
 def update_all(rank, num_ranks, port, paths, precisions) -> list[Update]:
     """Two updates of each checkpoint in each precision."""
     init_parallel(
-        ParallelConfig(), rank=rank, world_size=num_ranks, master_addr="127.0.0.1", master_port=port,
+        ParallelConfig(), rank=rank, world_size=num_ranks, meeting=f"tcp://127.0.0.1:{port}",
         timeout_s=TIMEOUT_S, seed=0,
     )  # fmt: skip
     results = []
