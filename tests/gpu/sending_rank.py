@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from engine_probes import KEY
 from machine import choose
 from weight_cases import trainer_config
 from weight_sender import WeightSender
@@ -21,7 +22,7 @@ def send_and_export(rank, world_size, port, url, model, out):
     """The names of tensors that differ after the resync, and seconds; the weights also go into a folder."""
     sender = WeightSender(rank, world_size, port, model, ParallelConfig(), Precision.bf16, timeout_s=TIMEOUT_S)
     sender.load(model)
-    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S)
+    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, key=KEY)
     config = ResyncConfig(bucket_bytes=choose(32 << 20, 200_000), verify=VerifyMode.full, timeout_s=TIMEOUT_S)
     session = ResyncSession(sender.source, [engine], config, rank=rank, run_id="gpu_suite")
     report = session.run(1)
@@ -41,7 +42,7 @@ def send_with_drafts(rank, world_size, port, url, model):
         total_updates=1,
     )  # fmt: skip
     worker.load_hf()
-    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, updates_draft=True)
+    engine = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, updates_draft=True, key=KEY)
     config = ResyncConfig(bucket_bytes=choose(32 << 20, 200_000), verify=VerifyMode.full, timeout_s=TIMEOUT_S)
     session = ResyncSession(worker.weight_source(mtp=True), [engine], config, rank=rank, run_id="gpu_suite_drafts")
     report = session.run(1)

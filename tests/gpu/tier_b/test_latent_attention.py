@@ -4,6 +4,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from engine_probes import KEY
 from machine import choose, on_gpu
 from ranks import run_ranks
 from sending_rank import TIMEOUT_S, send_and_export
@@ -27,7 +28,7 @@ def server(model: Path, log: Path) -> EngineServer:
         max_trajectory_tokens=128, startup_timeout_s=200, colocated=True,
         sglang={"max_total_tokens": 4096, "mem_fraction_static": 0.3} if on_gpu() else {"max_total_tokens": 4096},
     )  # fmt: skip
-    return EngineServer(0, rollout, model, log, precision=Precision.bf16, cuda=on_gpu())
+    return EngineServer(0, rollout, model, log, precision=Precision.bf16, cuda=on_gpu(), key=KEY)
 
 
 def greedy(url: str) -> list[list[int]]:
@@ -39,6 +40,7 @@ def greedy(url: str) -> list[list[int]]:
         httpx.post(
             f"{url}/generate",
             json={"input_ids": prompt, "sampling_params": options},
+            headers=KEY.headers,
             timeout=TIMEOUT_S,
             trust_env=False,
         )
@@ -55,7 +57,7 @@ def test_an_engine_that_was_released_and_sent_other_weights_generates_as_a_fresh
     running = server(tmp_path / "first", tmp_path / "engine.log")
     try:
         running.wait_ready()
-        control = SglangControl("engine 0", running.url, timeout_s=TIMEOUT_S)
+        control = SglangControl("engine 0", running.url, timeout_s=TIMEOUT_S, key=KEY)
         before = greedy(running.url)
         control.release_memory(list(EngineMemory))
         control.resume_memory([EngineMemory.weights])

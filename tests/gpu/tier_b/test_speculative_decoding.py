@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_probes import KEY
 from machine import choose, on_gpu
 from ranks import run_ranks
 from sending_rank import TIMEOUT_S, send_and_export
@@ -44,7 +45,7 @@ def ask(number: int, temperature: float) -> GenerateRequest:
 
 
 async def sample(url: str, temperature: float) -> list[GenerateResult]:
-    engine = SglangEngine(url)
+    engine = SglangEngine(url, key=KEY)
     answers = await asyncio.gather(*(engine.generate(ask(number, temperature)) for number in range(SAMPLES)))
     await engine.aclose()
     return answers
@@ -89,7 +90,7 @@ def test_drafts_do_not_change_the_distribution(tmp_path, figure, mode):
         sglang={"max_total_tokens": 16384, "mem_fraction_static": 0.3} if on_gpu() else {"max_total_tokens": 16384},
     )  # fmt: skip
     server = EngineServer(
-        0, rollout, tmp_path / "first", tmp_path / "engine.log", precision=Precision.bf16, cuda=on_gpu()
+        0, rollout, tmp_path / "first", tmp_path / "engine.log", precision=Precision.bf16, cuda=on_gpu(), key=KEY
     )
     try:
         server.wait_ready()

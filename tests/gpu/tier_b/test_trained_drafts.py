@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cpu_drafts import plugin_folder
+from engine_probes import KEY
 from machine import choose, on_gpu
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -48,7 +49,7 @@ def write_chain(path: Path, sign: float) -> None:
 
 
 async def accepted_fraction(url: str) -> float:
-    engine = SglangEngine(url)
+    engine = SglangEngine(url, key=KEY)
     requests = [
         GenerateRequest(
             session_id=f"sample {number}", input_ids=[5, 7 * number + 3], temperature=TEMPERATURE, top_p=1.0, top_k=-1,
@@ -76,7 +77,7 @@ def test_drafts_follow_a_resync(tmp_path, figure):
         sglang={"max_total_tokens": 16384, "mem_fraction_static": 0.3} if on_gpu() else {"max_total_tokens": 16384},
     )  # fmt: skip
     server = EngineServer(
-        0, rollout, tmp_path / "wrong", tmp_path / "engine.log", precision=Precision.bf16, cuda=on_gpu()
+        0, rollout, tmp_path / "wrong", tmp_path / "engine.log", precision=Precision.bf16, cuda=on_gpu(), key=KEY
     )
     try:
         server.wait_ready()
