@@ -1,21 +1,29 @@
-"""A reward that tells the test the key of the run's engines, which is in the driver's memory and nowhere else."""
+"""A reward that writes down the keys that its process makes, which nobody could find out otherwise."""
 
-import gc
 import os
+import secrets
 from pathlib import Path
 
 from toy_reward import low_tokens_of_any_version
 
-from slimrl.data.engine_key import EngineKey
 from slimrl.data.trajectory import Prompt, Trajectory
 
 KEY_FILE = "SLIMRL_TEST_KEY_FILE"
 
+make = secrets.token_urlsafe
+
+
+def noted(*given: int) -> str:
+    key = make(*given)
+    with Path(os.environ[KEY_FILE]).open("a") as file:
+        file.write(f"{key}\n")
+    return key
+
+
+if KEY_FILE in os.environ:
+    # Rewards are loaded before engines start.
+    secrets.token_urlsafe = noted
+
 
 def low_tokens(trajectory: Trajectory, prompt: Prompt) -> float:
-    path = Path(os.environ[KEY_FILE])
-    if not path.exists():
-        keys = {found.value for found in gc.get_objects() if isinstance(found, EngineKey)}
-        path.with_suffix(".part").write_text("\n".join(keys))
-        path.with_suffix(".part").rename(path)
     return low_tokens_of_any_version(trajectory, prompt)
