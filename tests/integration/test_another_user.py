@@ -1,5 +1,6 @@
 """A run among other users of its machine: what listens, who can speak to it, and what their requests change."""
 
+import asyncio
 import base64
 import os
 import pickle
@@ -10,13 +11,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 from cli_runs import ENGINE, RECIPES, CliRun, make_workspace, num_logged_steps
+from gateway_agents import ANSWER, ScriptedEngine, play
 from key_finder import KEY_FILE
 from other_user import as_nobody, command_lines, needs_root, opened, send_rubbish, statuses
 
+from slimrl.agent.gateway.connection import Connection
+from slimrl.data.trajectory import POSTED_REWARD
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.observability.run_folder import RunFolder
 
@@ -259,3 +264,27 @@ def test_rubbish_at_every_port_changes_nothing(running: Running):
     act = as_nobody if os.geteuid() == 0 else lambda act, *arguments: act(*arguments)
     assert act(send_rubbish, ports) > len(ports)
     running.goes_on()
+
+
+@needs_root
+async def test_the_gateway_does_nothing_for_who_has_no_key():
+    body = {"model": "m", "messages": [{"role": "user", "content": "Compute 1+1."}], "max_tokens": 32}
+    answered: list[dict[str, int | str]] = []
+
+    async def agent(line: Any, connection: Connection) -> None:
+        address = urlsplit(connection.url)
+        turn = ("POST", f"{address.path}/v1/chat/completions", body)
+        asked = [turn, ("POST", f"{address.path}/reward", {"reward": 99.0}), ("POST", "/v1/chat/completions", body)]
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            answered.append(await asyncio.to_thread(as_nobody, statuses, address.port, asked, headers))
+        own = {"Authorization": f"Bearer {connection.api_key}"}
+        answered.append(await asyncio.to_thread(as_nobody, statuses, address.port, [turn], own))
+
+    engine = ScriptedEngine([ANSWER])
+    trajectory = await play(engine, agent)
+    *refused, told = answered
+    assert len(refused) == 2
+    assert all(set(each.values()) <= {401, 404} for each in refused), refused
+    assert list(told.values()) == [200]
+    assert len(engine.sampled) == 1
+    assert POSTED_REWARD not in trajectory.scratch
