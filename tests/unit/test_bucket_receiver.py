@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 import torch
 from engine_ranks import OnlyRank
@@ -358,3 +359,9 @@ def test_every_wait_of_a_receiver_is_for_half_of_the_groups_deadline():
     for ask in (lambda: receiver.open_version(), lambda: receiver.bucket(3)):
         with pytest.raises(GroupError, match=r"^broken$"):
             ask()
+
+
+def test_the_store_listens_on_the_given_address_alone():
+    store = serve_store("127.0.0.1", 1, 5.0)
+    listening = {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.laddr.port == store.port}
+    assert listening == {"127.0.0.1"}

@@ -300,6 +300,8 @@ def test_an_engine_that_cannot_compute_with_block_fp8_serves_the_plain_model(
     expected = {"--host": "127.0.0.2", "--port": "7001", "--random-seed": "9", "--dtype": "float32", "--device": "cpu"}
     assert {flag: after(command, flag) for flag in expected} == expected
     assert made.process.env["OMP_NUM_THREADS"] == "3"
+    meeting = Path(made.process.env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].removeprefix("file://"))
+    assert meeting.parent.stat().st_mode & 0o777 == 0o700
     posts = []
 
     def post(url, *, headers, timeout, trust_env):

@@ -1,5 +1,7 @@
 """What the driver's side of the trainer sends to which rank, and what it makes of the answers, without any actor."""
 
+import re
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.data.packing import pack
 from slimrl.data.trajectory import Segment
 from slimrl.runtime.cluster import trainer_group
+from slimrl.runtime.cluster.trainer_actor import TrainerActor
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 
 DATA_RANKS = (0, 0, 1, 1)
@@ -201,6 +204,15 @@ def test_ranks_on_one_node_meet_at_a_file(monkeypatch, actor_class):
     calls = made._actors.calls
     assert calls[1][1] == {"critic 0": (True,)}
     assert calls[2][1] == {f"critic {rank}": ("file:///meet",) for rank in range(2)}
+
+
+def test_the_file_at_which_ranks_meet_is_in_a_folder_of_this_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    actor = object.__new__(TrainerActor.__ray_metadata__.modified_class)
+    path = Path(actor.rendezvous(True).removeprefix("file://"))
+    assert path.parent.parent == tmp_path
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert re.fullmatch(r"tcp://[\d.]+:\d+", actor.rendezvous(False))
 
 
 def test_a_checkpoint_is_loaded_after_the_weights_by_its_absolute_path(group):
