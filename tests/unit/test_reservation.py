@@ -210,10 +210,12 @@ def test_compiled_kernels_that_somebody_else_may_have_put_there_are_not_loaded(r
         (folder,) = tmp_path.glob("slimrl-run-*")
     assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "compiled")
     theirs.rmdir()
-    theirs.symlink_to(tmp_path)
-    with ray_cluster.ray_cluster(None, num_slots=1):
-        (folder,) = tmp_path.glob("slimrl-run-*")
-    assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "compiled")
+    for target in (tmp_path, tmp_path / "gone"):
+        theirs.symlink_to(target)
+        with ray_cluster.ray_cluster(None, num_slots=1):
+            (folder,) = tmp_path.glob("slimrl-run-*")
+        assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "compiled")
+        theirs.unlink()
 
 
 def test_a_cluster_that_does_not_start_leaves_nothing_and_a_cache_that_is_set_is_used(ray_start, tmp_path: Path):

@@ -1,8 +1,8 @@
 """The Ray cluster of a run.
 
 Without an address a run starts a private cluster on this machine, in a temporary folder of its own, which nobody else
-can reach (private_access.py). With an address it
-joins the cluster whose head node is there, and leaves it at the end: its actors end, the cluster's nodes stay.
+can reach (private_access.py). With an address it joins the cluster whose head node is there, and leaves it at the end:
+its actors end, the cluster's nodes stay.
 Processes of a private cluster put their temporary files into that folder too, since most are killed before they could
 remove them; the folder is removed as a whole. If the driver is killed, a guard (guard.py) ends these processes.
 """
@@ -96,7 +96,8 @@ def _inherited_by_processes(folder: Path, temporary_files: Path) -> dict[str, st
 def _compiled_folder(folder: Path) -> Path:
     """This user's, from which torch loads code; one of the run alone where its name belongs to somebody else."""
     path = Path(tempfile.gettempdir()) / f"{_COMPILED_PREFIX}{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
     found = path.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
         return path
