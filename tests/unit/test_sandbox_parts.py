@@ -1,6 +1,10 @@
 """Parts of the sandbox that start no process: admission, why a run ended, the filter of system calls, settings."""
 
 import asyncio
+import errno
+import fcntl
+import mmap
+import socket
 import struct
 
 import pytest
@@ -19,9 +23,9 @@ ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 X86_64 = 0xC000003E
 
 
-def verdict(number: int, *, arch: int = X86_64, argument: int = 0) -> int:
+def verdict(number: int, *arguments: int, arch: int = X86_64) -> int:
     """What the filter returns, by an interpreter of the few instructions that it uses."""
-    data = struct.pack("<IIQQ", number, arch, 0, argument)
+    data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
     lines = list(struct.iter_unpack("<HBBI", seccomp.program()))
     place = value = 0
     while True:
@@ -37,21 +41,51 @@ def verdict(number: int, *, arch: int = X86_64, argument: int = 0) -> int:
 
 
 def test_the_filter_refuses_what_is_denied_and_allows_the_rest():
-    refused = {number for number in range(500) if verdict(number) != ALLOW}
-    assert refused == {*seccomp.DENIED.values(), seccomp.CLONE3}
-    assert {verdict(number) for number in seccomp.DENIED.values()} == {EPERM}
-    assert verdict(435) == ENOSYS
-    assert {name: seccomp.DENIED[name] for name in ("ptrace", "mount", "bpf")} == {
+    verdicts = {number: verdict(number, socket.AF_UNIX) for number in range(500)}
+    refused = {number for number, said in verdicts.items() if said != ALLOW}
+    assert refused == {*seccomp.DENIED.values(), *seccomp.MISSING.values()}
+    assert {verdicts[number] for number in seccomp.DENIED.values()} == {EPERM}
+    assert {verdicts[number] for number in seccomp.MISSING.values()} == {ENOSYS}
+    assert {name: seccomp.DENIED[name] for name in ("ptrace", "mount", "bpf", "sync")} == {
         "ptrace": 101,
         "mount": 165,
         "bpf": 321,
+        "sync": 162,
     }
 
 
 @pytest.mark.parametrize("flag", [0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000])
 def test_clone_may_make_threads_and_processes_but_no_namespace(flag):
-    assert verdict(56, argument=17) == verdict(56, argument=0x3D0F00) == ALLOW
-    assert verdict(56, argument=17 | flag) == EPERM
+    assert verdict(56, 17) == verdict(56, 0x3D0F00) == verdict(56, 0x4111) == ALLOW
+    assert verdict(56, 17 | flag) == EPERM
+
+
+def test_a_thread_has_the_open_files_of_its_process():
+    assert verdict(56, 0x3D0F00 & ~0x400) == EPERM
+
+
+def test_anonymous_memory_is_private_and_of_small_pages():
+    files, shared, private, huge = 1, mmap.MAP_SHARED, mmap.MAP_PRIVATE, 0x40000
+    anonymous = mmap.MAP_ANONYMOUS
+    assert [verdict(9, 0, 4096, 3, flags) for flags in (files, private, private | anonymous)] == [ALLOW] * 3
+    refused = (shared | anonymous, 3 | anonymous, private | anonymous | huge, shared | huge)
+    assert [verdict(9, 0, 4096, 3, flags) for flags in refused] == [EPERM] * 4
+
+
+@pytest.mark.parametrize("call", [41, 53])
+def test_only_families_of_a_run_s_own_namespace_have_sockets(call):
+    allowed = {family for family in range(64) if verdict(call, family, socket.SOCK_STREAM) == ALLOW}
+    assert allowed == {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6}
+    assert verdict(call, 40) == 0x00050000 | errno.EAFNOSUPPORT  # AF_VSOCK
+
+
+def test_buffers_stay_as_they_are_and_pages_small():
+    grown = [socket.SO_SNDBUF, socket.SO_RCVBUF, 26, 32, 33, 50, 51, 52]
+    refused = {option for option in range(100) if verdict(54, 3, socket.SOL_SOCKET, option) == EPERM}
+    assert refused == set(grown)
+    assert verdict(54, 3, socket.IPPROTO_TCP, socket.SO_SNDBUF) == ALLOW
+    assert verdict(72, 3, fcntl.F_SETPIPE_SZ, 1 << 20) == verdict(157, 41, 0) == EPERM
+    assert verdict(72, 3, fcntl.F_GETPIPE_SZ) == verdict(157, 15) == ALLOW
 
 
 def test_other_architectures_are_ended_and_x32_is_refused():

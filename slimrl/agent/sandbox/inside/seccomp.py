@@ -1,9 +1,14 @@
 """The filter of system calls (seccomp, x86-64), as a classic BPF program.
 
 1. Another architecture (32-bit calls) kills the process; the x32 numbers are refused.
-2. `clone` with a flag that makes a namespace is refused; `clone3`, whose flags a filter cannot read, does not exist
-   (ENOSYS), so that libc falls back to `clone`.
-3. The calls of DENIED are refused with EPERM, the others allowed.
+2. The calls of BY_ARGUMENTS are refused with some arguments: `clone` with a flag that makes a namespace, or a thread
+   with open files of its own; anonymous memory that is shared, and pages of the host's pool of huge pages; families of
+   sockets besides FAMILIES; larger buffers of sockets and pipes, filters of sockets, and huge pages for the process.
+3. The calls of MISSING do not exist (ENOSYS), so that programs use others: of `clone3`, whose flags a filter cannot
+   read, libc uses `clone`.
+4. The calls of DENIED are refused with EPERM, the others allowed.
+
+Together with the limits of confine.py, what is left can take the host's memory only where memory.py sees it.
 """
 
 import errno
@@ -13,8 +18,10 @@ AUDIT_ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET"""
-CLONE = 56
-CLONE3 = 435
+FAMILIES = {"AF_UNIX": 1, "AF_INET": 2, "AF_INET6": 10}
+"""Of sockets: those that belong to the run's network namespace, and that programs make in vain."""
+MISSING = {"clone3": 435, "splice": 275, "tee": 276, "vmsplice": 278, "sendfile": 40}
+"""The latter four let pipes and sockets hold pages that count nowhere."""
 
 DENIED = {
     "semget": 64, "shmget": 29, "msgget": 68, "mq_open": 240, "memfd_create": 319, "memfd_secret": 447,
@@ -30,39 +37,78 @@ DENIED = {
     "personality": 135, "uselib": 134, "vhangup": 153, "nfsservctl": 180,
     "open_by_handle_at": 304, "name_to_handle_at": 303, "fanotify_init": 300, "migrate_pages": 256,
     "move_pages": 279, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
+    "io_setup": 206, "inotify_init": 253, "inotify_init1": 294, "landlock_create_ruleset": 444,
+    "sync": 162, "syncfs": 306,
 }  # fmt: skip
-"""What has to do with other processes, namespaces, mounts, keys, the kernel, clocks and devices; and kernel objects
-whose memory no limit counts (System V IPC, memfd). Numbers of x86-64."""
+"""What has to do with other processes, namespaces, mounts, keys, the kernel, clocks, devices and the host's disks; and
+kernel objects whose memory no limit counts (System V IPC, memfd, events of folders, rules of landlock) or that are the
+whole host's (contexts of asynchronous I/O). Numbers of x86-64."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data."""
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, (16, 24, 32, 40)
+"""Offsets in struct seccomp_data; of arguments the lower half, which is all that the calls below use."""
 _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+_THREAD, _FILES = 0x10000, 0x400
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 1, 0x20, 0x40000
+_SOL_SOCKET = 1
+_SOCKET_OPTIONS = (7, 8, 32, 33, 26, 50, 51, 52)
+"""SO_SNDBUF, SO_RCVBUF and both FORCE; SO_ATTACH_FILTER, SO_ATTACH_BPF, and the same of SO_ATTACH_REUSEPORT."""
+_F_SETPIPE_SZ, _PR_SET_THP_DISABLE = 1031, 41
+
+_Line = tuple[int, int, str, str]
+"""Instruction, its operand, and where it goes on if its test is true or not; "" for the next line."""
+_BLOCKS: dict[str, list[_Line]] = {
+    "clone": [
+        (_LOAD, _ARGUMENTS[0], "", ""),
+        (_ANY_BIT, NEW_NAMESPACES, "refuse", ""),
+        (_ANY_BIT, _THREAD, "", "allow"),
+        (_ANY_BIT, _FILES, "allow", "refuse"),
+    ],
+    "mmap": [
+        (_LOAD, _ARGUMENTS[3], "", ""),
+        (_ANY_BIT, _MAP_HUGETLB, "refuse", ""),
+        (_ANY_BIT, _MAP_ANONYMOUS, "", "allow"),
+        (_ANY_BIT, _MAP_SHARED, "refuse", "allow"),
+    ],
+    "socket": [
+        (_LOAD, _ARGUMENTS[0], "", ""),
+        *((_EQUAL, family, "allow", "") for family in FAMILIES.values()),
+        (_RETURN, _ERRNO | errno.EAFNOSUPPORT, "", ""),
+    ],
+    "setsockopt": [
+        (_LOAD, _ARGUMENTS[1], "", ""),
+        (_EQUAL, _SOL_SOCKET, "", "allow"),
+        (_LOAD, _ARGUMENTS[2], "", ""),
+        *((_EQUAL, option, "refuse", "") for option in _SOCKET_OPTIONS),
+        (_RETURN, _ALLOW, "", ""),
+    ],
+    "fcntl": [(_LOAD, _ARGUMENTS[1], "", ""), (_EQUAL, _F_SETPIPE_SZ, "refuse", "allow")],
+    "prctl": [(_LOAD, _ARGUMENTS[0], "", ""), (_EQUAL, _PR_SET_THP_DISABLE, "refuse", "allow")],
+    "allow": [(_RETURN, _ALLOW, "", "")],
+    "refuse": [(_RETURN, _ERRNO | errno.EPERM, "", "")],
+    "missing": [(_RETURN, _ERRNO | errno.ENOSYS, "", "")],
+}
+BY_ARGUMENTS = {"clone": 56, "mmap": 9, "socket": 41, "socketpair": 53, "setsockopt": 54, "fcntl": 72, "prctl": 157}
 
 
 def program() -> bytes:
     """The filter as an array of struct sock_filter."""
-    rules = [(_AT_LEAST, X32_BIT, "refuse"), (_EQUAL, CLONE, "clone"), (_EQUAL, CLONE3, "missing")]
-    rules += [(_EQUAL, number, "refuse") for number in sorted(DENIED.values())]
-    tail = [
-        (_RETURN, 0, 0, _ALLOW),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_ANY_BIT, 1, 0, NEW_NAMESPACES),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
-        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+    lines: list[_Line] = [
+        (_LOAD, _ARCH, "", ""),
+        (_EQUAL, AUDIT_ARCH_X86_64, "", "kill"),
+        (_LOAD, _NUMBER, "", ""),
+        (_AT_LEAST, X32_BIT, "refuse", ""),
+        *((_EQUAL, number, "socket" if name == "socketpair" else name, "") for name, number in BY_ARGUMENTS.items()),
+        *((_EQUAL, number, "missing", "") for number in MISSING.values()),
+        *((_EQUAL, number, "refuse", "") for number in sorted(DENIED.values())),
+        (_RETURN, _ALLOW, "", ""),
     ]
-    places = {"clone": 1, "refuse": 4, "missing": 5}
-    lines = [
-        (_LOAD, 0, 0, _ARCH),
-        (_EQUAL, 1, 0, AUDIT_ARCH_X86_64),
-        (_RETURN, 0, 0, _KILL_PROCESS),
-        (_LOAD, 0, 0, _NUMBER),
-        # A jump is relative to the next line, and at most 255 lines long.
-        *(
-            (test, len(rules) - place - 1 + places[target], 0, value)
-            for place, (test, value, target) in enumerate(rules)
-        ),
-        *tail,
-    ]
-    return b"".join(struct.pack("<HBBI", *line) for line in lines)
+    places = {}
+    for name, block in (_BLOCKS | {"kill": [(_RETURN, _KILL_PROCESS, "", "")]}).items():
+        places[name] = len(lines)
+        lines += block
+    # A jump is relative to the next line, and at most 255 lines long.
+    return b"".join(
+        struct.pack("<HBBI", code, *(places[to] - place - 1 if to else 0 for to in (true, false)), operand)
+        for place, (code, operand, true, false) in enumerate(lines)
+    )
