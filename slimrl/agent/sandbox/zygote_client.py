@@ -2,7 +2,9 @@
 
 import array
 import asyncio
+import fcntl
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -17,6 +19,7 @@ from slimrl.agent.sandbox.interface import SandboxError
 from slimrl.agent.sandbox.user_namespace import open_user_namespace
 from slimrl.config.schema.agent import SandboxLimits
 
+logger = logging.getLogger(__name__)
 START_S = 60.0
 """Deadline of the warm interpreter's start, with the import of its packages."""
 END_S = 10.0
@@ -59,15 +62,19 @@ class Run:
             What was still in them, (stdout, stderr).
 
         Raises:
-            SandboxError: it did not end in time, and so the whole sandbox was ended.
+            SandboxError: it did not end in time and was given up, or the warm interpreter did not answer in time and so
+                the whole sandbox was ended.
         """
         try:
             if not self.exited.done():
-                self._client.kill(self._number)
+                answered = self._client.kill(self._number)
                 await asyncio.wait([self.exited], timeout=END_S)
+                if not self.exited.done() and not answered.done():
+                    await self._client.close()
+                    raise SandboxError(f"the sandbox did not answer within {END_S:g} s and was ended")
             if not self.exited.done():
-                await self._client.close()
-                raise SandboxError(f"a run did not end within {END_S:g} s; the sandbox was ended")
+                self._client.give_up(self._number)
+                raise SandboxError(f"a run did not end within {END_S:g} s and was given up; others go on")
             return self.output.take()
         finally:
             self.output.close()
@@ -79,6 +86,8 @@ class ZygoteClient:
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
         self._runs: dict[int, Run] = {}
+        self._kills: dict[int, asyncio.Future[None]] = {}
+        """Those that were not answered yet."""
         self._count = 0
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -150,11 +159,19 @@ class ZygoteClient:
         self._runs[self._count] = run
         return run
 
-    def kill(self, number: int) -> None:
+    def kill(self, number: int) -> "asyncio.Future[None]":
+        """Done when the warm interpreter has sent the signals; it sends them again until the run has ended."""
+        answered = self._kills[number] = asyncio.get_running_loop().create_future()
         try:
             self._control.send(json.dumps({"kill": number}).encode())
         except OSError:
             self._fail("it takes no message")
+        return answered
+
+    def give_up(self, number: int) -> None:
+        """A run that does not end, as of a process that waits within the kernel: its end is no more waited for."""
+        logger.warning("A run in the sandbox cannot be ended: what it holds stays taken until the kernel lets it go.")
+        self._runs.pop(number, None)
 
     async def close(self) -> None:
         """End the sandbox with all that runs in it: its first process ends with the control socket."""
@@ -181,6 +198,10 @@ class ZygoteClient:
         if "ready" in report:
             self._ready.set_result(None)
             return
+        if "killed" in report:
+            if answered := self._kills.pop(report["killed"], None):
+                answered.set_result(None)
+            return
         number = report.pop("id")
         if "problem" in report:
             # Its end is reported next, unless it never began.
@@ -206,9 +227,12 @@ class ZygoteClient:
 
 
 def memory_file(content: bytes) -> int:
-    """A descriptor of an unnamed file that holds these bytes, at its start."""
-    file = os.memfd_create("slimrl", os.MFD_CLOEXEC)
+    """A descriptor of an unnamed file that holds these bytes, at its start, and that nobody can change."""
+    file = os.memfd_create("slimrl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(file, "wb", closefd=False) as stream:
         stream.write(content)
     os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    )
     return file
