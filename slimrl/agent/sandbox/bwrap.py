@@ -24,7 +24,9 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # a fork has no other thread
     "OMP_NUM_THREADS": "1",
 }
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+"""Device within -> device of the host. Both of zero and full read as zeros, and a shared mapping of zero is memory that
+is nobody's."""
 _NAMESPACES = ("pid", "net", "ipc", "uts", "cgroup-try")
 
 
@@ -33,7 +35,7 @@ def bwrap_command(control: int, namespace: int | None, packages: Sequence[str]) 
 
     Args:
         control: descriptor of the control socket.
-        namespace: descriptor of a user namespace of two users; None for a new one of one user.
+        namespace: descriptor of a user namespace of several users; None for a new one of one user.
         packages: what it imports, if it is installed.
     """
     installed = visible.installed(packages)
@@ -41,12 +43,18 @@ def bwrap_command(control: int, namespace: int | None, packages: Sequence[str]) 
     command += ["--unshare-user"] if namespace is None else ["--userns", str(namespace)]
     command += [f"--unshare-{kind}" for kind in _NAMESPACES]
     command += ["--hostname", "sandbox", "--cap-drop", "ALL"]
-    for capability in ("SYS_ADMIN", "SYS_PTRACE", "KILL", *(() if namespace is None else ("SETUID", "SETGID"))):
+    for capability in (
+        "SYS_ADMIN",
+        "SYS_PTRACE",
+        "SYS_NICE",
+        "KILL",
+        *(() if namespace is None else ("SETUID", "SETGID")),
+    ):
         command += ["--cap-add", f"CAP_{capability}"]
     command += ["--clearenv", *(word for pair in _ENVIRONMENT.items() for word in ("--setenv", *pair))]
     command += [*visible.arguments(installed), "--proc", "/proc", "--tmpfs", "/dev", "--dir", "/dev/shm"]
-    for device in _DEVICES:
-        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for device, source in _DEVICES.items():
+        command += ["--dev-bind", f"/dev/{source}", f"/dev/{device}"]
     command += ["--symlink", "/proc/self/fd", "/dev/fd", "--remount-ro", "/dev", "--dir", "/tmp"]
     command += [
         "--dir",

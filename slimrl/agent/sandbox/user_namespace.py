@@ -1,22 +1,24 @@
-"""A user namespace with a second user, which only root can make.
+"""A user namespace with further users, which only root can make.
 
-The kernel does not limit the processes of the host's root user. So where slimrl is root, runs are another user of the
-host, which owns nothing. Elsewhere the namespace that bwrap makes has the one user that slimrl runs as.
+The kernel does not limit the processes of the host's root user, and limits pipes and descriptors on their way through
+sockets for each user. So where slimrl is root, each run is another user of the host, which owns nothing. Elsewhere the
+namespace that bwrap makes has the one user that slimrl runs as.
 """
 
 import os
 import subprocess
 from pathlib import Path
 
+from slimrl.agent.sandbox.inside.confine import RUN_USERS
 from slimrl.agent.sandbox.interface import SandboxError
 
-RUN_USER_ON_HOST = 64_000
-"""Among the 65536 users that a rootless container has, and above those that belong to people."""
+FIRST_RUN_USER_ON_HOST = 64_000
+"""Among the 65536 users that a rootless container has, as those that follow, and above those that belong to people."""
 END_S = 10.0
 
 
 def open_user_namespace() -> int:
-    """A descriptor of a new user namespace: user 0 is root, user 1 is RUN_USER_ON_HOST.
+    """A descriptor of a new user namespace: user 0 is root, RUN_USERS follow one another from FIRST_RUN_USER_ON_HOST.
 
     Raises:
         SandboxError: the kernel does not allow it.
@@ -33,10 +35,10 @@ def open_user_namespace() -> int:
             raise SandboxError("the kernel does not allow a user namespace (docs/sandbox.md)")
         folder = Path(f"/proc/{holder.pid}")
         for name in ("gid_map", "uid_map"):
-            (folder / name).write_text(f"0 0 1\n1 {RUN_USER_ON_HOST} 1\n")
+            (folder / name).write_text(f"0 0 1\n{RUN_USERS[0]} {FIRST_RUN_USER_ON_HOST} {len(RUN_USERS)}\n")
         return os.open(folder / "ns/user", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise SandboxError(f"cannot make a user namespace of two users: {error}") from error
+        raise SandboxError(f"cannot make a user namespace of several users: {error}") from error
     finally:
         holder.kill()
         holder.communicate(timeout=END_S)

@@ -61,7 +61,7 @@ class SandboxLimits:
     cpu_s: int = 8
     """CPU time of each process; whole seconds."""
     memory_bytes: int = 512 * 1024**2
-    """Address space that a process may add to the warm interpreter's, and private memory of all processes together."""
+    """What a run may take of the host's memory, with its files in /tmp, its sockets and all else, in all processes."""
     processes: int = 32
     """Processes and threads at the same time."""
     disk_bytes: int = 64 * 1024**2

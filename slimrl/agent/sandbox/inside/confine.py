@@ -2,7 +2,8 @@
 
 1. New mount, network, IPC and UTS namespaces. A fresh tmpfs is /tmp and /dev/shm, /proc is that of the new pid
    namespace and read-only; the rest was read-only before.
-2. Resource limits. If the warm interpreter is root of its user namespace, another user.
+2. Resource limits, and no huge pages, so that a page fault takes one page. If the warm interpreter is root of its user
+   namespace, another user.
 3. A new user namespace, which owns none of the others, with one unprivileged user; then no capabilities, no new
    privileges, and the filter of system calls.
 
@@ -17,13 +18,14 @@ from slimrl.agent.sandbox.inside import seccomp
 
 USER = 65534
 """User and group of a program, as it sees them."""
-RUN_USER = 1
-"""The user and group of a run in the warm interpreter's user namespace, if that has more than one."""
+RUN_USERS = range(1, 1001)
+"""The users and groups of runs in the warm interpreter's user namespace, if that has more than one."""
 OPEN_FILES = 256
+PENDING_SIGNALS = 1024
 TMPFS_INODES = 20_000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND = 1, 2, 4, 8, 4096
 _MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
-_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE = 4, 22, 38, 41
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -38,21 +40,23 @@ class _Program(ctypes.Structure):
 _FILTER = seccomp.program()
 
 
-def confine(limits: dict[str, int]) -> None:
+def confine(limits: dict[str, int], user: int) -> None:
     """Take from this process all that a program must not have. Raises OSError.
 
     Args:
         limits: the fields of Limits, with `address_space_bytes` in place of memory.
+        user: one of RUN_USERS.
     """
     host_proc = os.open("/proc", os.O_PATH)
     _write(host_proc, "oom_score_adj", "1000")  # the kernel ends programs before it ends the training
     os.unshare(os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS)
     _mount_private(limits["disk_bytes"])
     _limit(limits)
+    _call("prctl", _PR_SET_THP_DISABLE, 1, 0, 0, 0)
     if os.getuid() == 0:
         os.setgroups([])
-        os.setresgid(RUN_USER, RUN_USER, RUN_USER)
-        os.setresuid(RUN_USER, RUN_USER, RUN_USER)
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
         _call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # its files in /proc are its own again
     user, group = os.getuid(), os.getgid()
     os.unshare(os.CLONE_NEWUSER)
@@ -89,6 +93,7 @@ def _limit(limits: dict[str, int]) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
     ):
         resource.setrlimit(kind, (value, value))
 

@@ -4,8 +4,9 @@
    nothing of the program, whose code only the fork reads, so the warm interpreter's memory tells the next run nothing.
 2. The fork is process 1 of a new pid namespace. It confines itself (confine.py) and runs the program (interpreter.py).
    If it ends, the kernel ends all processes of its namespace before this process is told.
-3. Every SAMPLE_S the memory of runs is summed, and a run above its limit is killed.
-4. `kill` ends a run; each end is reported. The end of the control socket ends this process, and with it the sandbox.
+3. The memory of runs is looked at (memory.py), and a run above its limit is killed.
+4. `kill` ends a run, which is answered at once, and again and again until it has ended; each end is reported. The end
+   of the control socket ends this process, and with it the sandbox.
 """
 
 import array
@@ -21,10 +22,13 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from slimrl.agent.sandbox.inside import interpreter, memory
-from slimrl.agent.sandbox.inside.confine import confine
+from slimrl.agent.sandbox.inside import interpreter
+from slimrl.agent.sandbox.inside.confine import RUN_USERS, confine
+from slimrl.agent.sandbox.inside.memory import PAGE_BYTES, RunMemory
+from slimrl.agent.sandbox.inside.processes import RunProcesses
 
-SAMPLE_S = 0.1
+KILL_S = 1.0
+"""Between two kills of a run that has not ended yet."""
 MAX_MESSAGE_BYTES = 4096
 MAX_DESCRIPTORS = 8
 MAX_DESCRIPTOR = 1 << 20
@@ -35,10 +39,27 @@ DESCRIPTORS = ("task", "stdin", "stdout", "stderr", "channel", "folder")
 @dataclass(eq=False)
 class _Run:
     number: int
-    pid: int
-    memory_bytes: int
-    next_sample: float
+    user: int
+    processes: RunProcesses
+    memory: RunMemory
+    next_look: float
+    killed: bool = False
     over_memory: bool = False
+
+    def look(self) -> None:
+        if not self.killed and self.processes.open():
+            found = self.processes.found()
+            self.over_memory = self.memory.exceeds(found)
+            self.processes.yield_to_others(found)
+        if self.killed or self.over_memory:
+            self.kill()
+        else:
+            self.next_look = time.monotonic() + self.memory.next_look_s
+
+    def kill(self) -> None:
+        self.processes.kill()
+        self.killed = True
+        self.next_look = time.monotonic() + KILL_S
 
 
 class Zygote:
@@ -61,13 +82,18 @@ class Zygote:
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
         while True:
-            ready = {number for number, _ in poll.poll(1000 * SAMPLE_S if self._runs else None)}
+            ready = {number for number, _ in poll.poll(self._until_next_look_ms())}
             if self._woken in ready:
                 os.read(self._woken, 4096)
                 self._reap()
             if self._control.fileno() in ready and not self._receive():
                 return
-            self._check_memory()
+            self._look()
+
+    def _until_next_look_ms(self) -> float | None:
+        if not self._runs:
+            return None
+        return max(0.0, 1000 * (min(run.next_look for run in self._runs.values()) - time.monotonic()))
 
     def _receive(self) -> bool:
         """Handle a message. False at the end of the socket."""
@@ -82,7 +108,8 @@ class Zygote:
         if "kill" in request:
             for run in self._runs.values():
                 if run.number == request["kill"]:
-                    os.kill(run.pid, signal.SIGKILL)
+                    run.kill()
+            self._send({"killed": request["kill"]})
             return True
         given = dict(zip(request["descriptors"], files, strict=True))
         try:
@@ -95,6 +122,10 @@ class Zygote:
         return True
 
     def _fork(self, request: dict[str, Any], given: dict[str, int]) -> None:
+        limits, users = request["limits"], {run.user for run in self._runs.values()}
+        # The kernel counts some things for each user, so runs share none as long as there are others.
+        user = next((user for user in RUN_USERS if user not in users), RUN_USERS[0])
+        given_bytes = sum(os.fstat(given[name]).st_size for name in ("task", "stdin"))
         os.unshare(os.CLONE_NEWPID)  # of the children, not of this process
         try:
             pid = os.fork()
@@ -103,10 +134,12 @@ class Zygote:
             if os.getpid() != 1:
                 os.setns(self._own_pids, os.CLONE_NEWPID)
         if pid == 0:
-            self._become(request, given)
-        self._runs[pid] = _Run(request["id"], pid, request["limits"]["memory_bytes"], time.monotonic() + SAMPLE_S)
+            self._become(request, given, user)
+        processes = RunProcesses(pid)
+        memory = RunMemory(processes, limits["memory_bytes"], given_bytes, limits["processes"])
+        self._runs[pid] = _Run(request["id"], user, processes, memory, time.monotonic() + memory.next_look_s)
 
-    def _become(self, request: dict[str, Any], given: dict[str, int]) -> NoReturn:
+    def _become(self, request: dict[str, Any], given: dict[str, int], user: int) -> NoReturn:
         """The rest of the child's life."""
         status = 1
         try:
@@ -115,7 +148,7 @@ class Zygote:
             for number, name in enumerate(("stdin", "stdout", "stderr")):
                 os.dup2(given[name], number)
             limits = request["limits"]
-            confine(limits | {"address_space_bytes": limits["memory_bytes"] + self._base_bytes})
+            confine(limits | {"address_space_bytes": limits["memory_bytes"] + self._base_bytes}, user)
         except OSError as error:
             self._send({"id": request["id"], "problem": f"cannot confine a program: {error}"})
             os._exit(status)
@@ -142,19 +175,15 @@ class Zygote:
             if pid == 0:
                 return
             run = self._runs.pop(pid)
+            run.processes.close()
             code = os.waitstatus_to_exitcode(status)
             cpu_s = usage.ru_utime + usage.ru_stime
             self._send({"id": run.number, "status": code, "cpu_s": cpu_s, "over_memory": run.over_memory})
 
-    def _check_memory(self) -> None:
-        now = time.monotonic()
+    def _look(self) -> None:
         for run in self._runs.values():
-            if now < run.next_sample:
-                continue
-            run.next_sample = now + SAMPLE_S
-            if memory.exceeds(run.pid, run.memory_bytes):
-                run.over_memory = True
-                os.kill(run.pid, signal.SIGKILL)
+            if time.monotonic() >= run.next_look:
+                run.look()
 
     def _send(self, message: dict[str, Any]) -> None:
         self._control.sendall(json.dumps(message).encode())
@@ -174,4 +203,4 @@ def main() -> None:
 
 def _address_space_bytes() -> int:
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * memory.PAGE_BYTES
+        return int(file.read().split()[0]) * PAGE_BYTES

@@ -1,0 +1,196 @@
+"""The processes of a run, as the run's own /proc shows them: all of them, whoever their parent is, and no others."""
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+
+_LOWEST_PRIORITY = 19
+_KCMP, _KCMP_VM = 312, 1
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    path: str
+    """Within the run's /proc, of a thread that has not ended."""
+    state: str
+    faults: int
+    cpu_ticks: int
+    priority: int
+
+
+Key = tuple[str, str]
+"""Pid within the run, and when the process began: another process may get the number."""
+
+
+class RunProcesses:
+    """Of one run. `close` it when the run has ended.
+
+    Args:
+        pid: of its first process, as seen from here.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._files: list[int] = []
+
+    def open(self) -> bool:
+        """The run's /proc, /tmp and table of sockets, by any thread of its first process; False before it has them."""
+        if self._files:
+            return True
+        for thread in _entries(f"/proc/{self._pid}/task"):
+            root = f"/proc/{self._pid}/task/{thread}"
+            with suppress(OSError):
+                self._files.append(os.open(f"{root}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                if os.fstat(self._files[0]).st_dev != os.stat("/proc").st_dev:
+                    self._files.append(os.open(f"{root}/root/tmp", os.O_PATH | os.O_CLOEXEC))
+                    self._files.append(os.open(f"{root}/net/sockstat", os.O_RDONLY | os.O_CLOEXEC))
+                    return True
+            self.close()
+        return False
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def found(self) -> dict[Key, Process]:
+        found = {}
+        for name in self._names():
+            fields = self._stat(name)
+            if not fields:
+                continue
+            path = name
+            if fields[0] in "ZX" and int(fields[17]) > 1:
+                # Its first thread has ended, and shows nothing any more of what the others hold.
+                threads = (f"{name}/task/{thread}" for thread in self.entries(f"{name}/task"))
+                path = next((one for one in threads if (self._stat(one) or "Z")[0] not in "ZX"), name)
+            found[name, fields[19]] = Process(
+                path=path,
+                state=fields[0],
+                faults=int(fields[7]) + int(fields[9]),
+                cpu_ticks=int(fields[11]) + int(fields[12]),
+                priority=int(fields[16]),
+            )
+        return found
+
+    def tmpfs(self) -> tuple[int, int]:
+        """Bytes and files in the run's /tmp and /dev/shm."""
+        tmp = os.fstatvfs(self._files[1])
+        return tmp.f_frsize * (tmp.f_blocks - tmp.f_bfree), tmp.f_files - tmp.f_ffree
+
+    def num_sockets(self) -> int:
+        """Of its network namespace, also those that no process has open any more."""
+        return int(os.pread(self._files[2], 4096, 0).split(maxsplit=3)[2])
+
+    def kill(self) -> None:
+        """All processes at once: if only the first were killed, the others would end once it has a core to end on."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        if self._files:
+            for name in self._names():
+                self.signal(name, signal.SIGKILL)
+
+    def signal(self, name: str, number: int) -> None:
+        with suppress(OSError):  # it has ended
+            file = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._files[0])
+            try:
+                signal.pidfd_send_signal(file, number)
+            finally:
+                os.close(file)
+
+    def yield_to_others(self, processes: dict[Key, Process]) -> None:
+        """A run that keeps more processes busy than there are cores takes what others leave of these."""
+        busy = sum(one.state == "R" for one in processes.values())
+        if busy <= (os.cpu_count() or 1) or all(one.priority == _LOWEST_PRIORITY for one in processes.values()):
+            return
+        for pid in self._pids_here().values():
+            for thread in _entries(f"/proc/{pid}/task"):
+                with suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, int(thread), _LOWEST_PRIORITY)
+
+    def without_sharers(self, shown: dict[Key, str]) -> list[Key]:
+        """Those of processes that share their memory, as after vfork, once.
+
+        Args:
+            shown: what a process shows of its memory: sharers show the same, and others may.
+        """
+        if len({*shown.values()}) == len(shown):
+            return list(shown)
+        here = self._pids_here()
+        kept: list[Key] = []
+        for key, text in shown.items():
+            alike = [here.get(other[0]) for other in kept if shown[other] == text]
+            if not any(_share_memory(here.get(key[0]), other) for other in alike):
+                kept.append(key)
+        return kept
+
+    def entries(self, path: str) -> list[str]:
+        """Of a folder; none if the process has ended."""
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._files[0])
+            try:
+                return os.listdir(file)
+            finally:
+                os.close(file)
+        return []
+
+    def read(self, path: str) -> str:
+        """ "" if the process has ended."""
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._files[0])
+            with open(file) as text:
+                return text.read()
+        return ""
+
+    def count_lines(self, path: str, most: int) -> int:
+        """More than `most` if a file has more lines than that, however many; 0 if the process has ended."""
+        number = 0
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._files[0])
+            try:
+                while number <= most and (piece := os.read(file, 1 << 16)):
+                    number += piece.count(b"\n")
+            finally:
+                os.close(file)
+        return number
+
+    def _names(self) -> list[str]:
+        with suppress(OSError):
+            return [name for name in os.listdir(self._files[0]) if name.isdigit()]
+        return []
+
+    def _stat(self, path: str) -> list[str]:
+        return self.read(f"{path}/stat").rpartition(")")[2].split()
+
+    def _pids_here(self) -> dict[str, int]:
+        """Pid within the run -> pid here."""
+        pids = {}
+        for pid in [self._pid, *_descendants(self._pid)]:
+            with suppress(OSError), open(f"/proc/{pid}/status") as status:
+                fields = next((line.split() for line in status if line.startswith("NSpid:")), [])
+                pids[fields[-1]] = pid
+        return pids
+
+
+def _share_memory(pid: int | None, other: int | None) -> bool:
+    """False too if one has ended, or the kernel has no kcmp."""
+    return None not in (pid, other) and _libc.syscall(_KCMP, pid, other, _KCMP_VM, 0, 0) == 0
+
+
+def _descendants(pid: int) -> list[int]:
+    """Pids of children, their children and so on; orphans are children of the run's process 1."""
+    found = []
+    for thread in _entries(f"/proc/{pid}/task"):
+        with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
+            for child in children.read().split():
+                found += [int(child), *_descendants(int(child))]
+    return found
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []  # it has ended
