@@ -47,6 +47,7 @@ def bwrap_command(control: int, namespace: int | None, packages: Sequence[str]) 
         "SYS_ADMIN",
         "SYS_PTRACE",
         "SYS_NICE",
+        "DAC_READ_SEARCH",
         "KILL",
         *(() if namespace is None else ("SETUID", "SETGID")),
     ):

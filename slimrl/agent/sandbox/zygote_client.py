@@ -203,12 +203,13 @@ class ZygoteClient:
                 answered.set_result(None)
             return
         number = report.pop("id")
+        run = self._runs.pop(number, None)
+        if run is None:
+            return  # it was given up, or had a problem, which is reported before its end
         if "problem" in report:
-            # Its end is reported next, unless it never began.
-            run = self._runs.pop(number)
             run.exited.set_exception(SandboxError(report["problem"]))
-        elif number in self._runs:
-            self._runs.pop(number).exited.set_result(Exit(**report))
+        else:
+            run.exited.set_result(Exit(**report))
 
     def _fail(self, why: str) -> None:
         """Nothing more comes of this interpreter."""

@@ -6,6 +6,8 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 
+_GONE = (FileNotFoundError, ProcessLookupError)
+"""What the files of a process that has ended raise."""
 _LOWEST_PRIORITY = 19
 _KCMP, _KCMP_VM = 312, 1
 _libc = ctypes.CDLL(None)
@@ -42,7 +44,7 @@ class RunProcesses:
             return True
         for thread in _entries(f"/proc/{self._pid}/task"):
             root = f"/proc/{self._pid}/task/{thread}"
-            with suppress(OSError):
+            with suppress(*_GONE):
                 self._files.append(os.open(f"{root}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
                 if os.fstat(self._files[0]).st_dev != os.stat("/proc").st_dev:
                     self._files.append(os.open(f"{root}/root/tmp", os.O_PATH | os.O_CLOEXEC))
@@ -93,7 +95,7 @@ class RunProcesses:
                 self.signal(name, signal.SIGKILL)
 
     def signal(self, name: str, number: int) -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(*_GONE):
             file = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._files[0])
             try:
                 signal.pidfd_send_signal(file, number)
@@ -128,7 +130,7 @@ class RunProcesses:
 
     def entries(self, path: str) -> list[str]:
         """Of a folder; none if the process has ended."""
-        with suppress(OSError):
+        with suppress(*_GONE):
             file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._files[0])
             try:
                 return os.listdir(file)
@@ -138,7 +140,7 @@ class RunProcesses:
 
     def read(self, path: str) -> str:
         """ "" if the process has ended."""
-        with suppress(OSError):
+        with suppress(*_GONE):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._files[0])
             with open(file) as text:
                 return text.read()
@@ -147,7 +149,7 @@ class RunProcesses:
     def count_lines(self, path: str, most: int) -> int:
         """More than `most` if a file has more lines than that, however many; 0 if the process has ended."""
         number = 0
-        with suppress(OSError):
+        with suppress(*_GONE):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._files[0])
             try:
                 while number <= most and (piece := os.read(file, 1 << 16)):
@@ -157,9 +159,7 @@ class RunProcesses:
         return number
 
     def _names(self) -> list[str]:
-        with suppress(OSError):
-            return [name for name in os.listdir(self._files[0]) if name.isdigit()]
-        return []
+        return [name for name in os.listdir(self._files[0]) if name.isdigit()]
 
     def _stat(self, path: str) -> list[str]:
         return self.read(f"{path}/stat").rpartition(")")[2].split()
@@ -168,7 +168,7 @@ class RunProcesses:
         """Pid within the run -> pid here."""
         pids = {}
         for pid in [self._pid, *_descendants(self._pid)]:
-            with suppress(OSError), open(f"/proc/{pid}/status") as status:
+            with suppress(*_GONE), open(f"/proc/{pid}/status") as status:
                 fields = next((line.split() for line in status if line.startswith("NSpid:")), [])
                 pids[fields[-1]] = pid
         return pids
@@ -183,7 +183,7 @@ def _descendants(pid: int) -> list[int]:
     """Pids of children, their children and so on; orphans are children of the run's process 1."""
     found = []
     for thread in _entries(f"/proc/{pid}/task"):
-        with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
+        with suppress(*_GONE), open(f"/proc/{pid}/task/{thread}/children") as children:
             for child in children.read().split():
                 found += [int(child), *_descendants(int(child))]
     return found
@@ -192,5 +192,5 @@ def _descendants(pid: int) -> list[int]:
 def _entries(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
-    except OSError:
-        return []  # it has ended
+    except _GONE:
+        return []

@@ -182,8 +182,14 @@ class Zygote:
 
     def _look(self) -> None:
         for run in self._runs.values():
-            if time.monotonic() >= run.next_look:
+            if time.monotonic() < run.next_look:
+                continue
+            try:
                 run.look()
+            except OSError as error:
+                # Of other runs all may be well.
+                self._send({"id": run.number, "problem": f"cannot see what a program holds of the memory: {error}"})
+                run.kill()
 
     def _send(self, message: dict[str, Any]) -> None:
         self._control.sendall(json.dumps(message).encode())
