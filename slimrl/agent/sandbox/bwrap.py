@@ -1,6 +1,6 @@
 """The command line of bwrap, in which the warm interpreter runs.
 
-It is root of a user namespace of its own, with the few capabilities that it needs to confine its forks; it runs no
+It is root of a user namespace of its own, with the few capabilities that it needs to confine and watch its forks; it runs no
 untrusted code itself. The root file system is read-only, with what visible.py shows; there is no network.
 """
 
