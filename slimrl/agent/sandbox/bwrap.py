@@ -1,7 +1,8 @@
 """The command line of bwrap, in which the warm interpreter runs.
 
-It is root of a user namespace of its own, with the few capabilities that it needs to confine and watch its forks; it runs no
-untrusted code itself. The root file system is read-only, with what visible.py shows; there is no network.
+It is root of a user namespace of its own, with the few capabilities that it needs to confine its forks and to watch
+them; it runs no untrusted code itself. The root file system is read-only, with what visible.py shows; there is no
+network.
 """
 
 from collections.abc import Sequence
