@@ -23,12 +23,12 @@ LIMITS = SandboxLimits(
     wall_s=3.0, cpu_s=3, memory_bytes=256 * MIB, processes=32, disk_bytes=32 * MIB, output_bytes=65536
 )
 MOST_BYTES, STAYS_BYTES = LIMITS.memory_bytes * 11 // 10, LIMITS.memory_bytes // 8
-DANGER_BYTES, LEAST_FREE_BYTES = 1536 * MIB, 6144 * MIB
+LEAST_FREE_BYTES = 6144 * MIB
 """Where the sandbox is ended, before a bound that fails takes the machine."""
-SLACK_S = 2.0
-"""How much later than its deadline a run may be reported."""
+SLACK_S = 8.0
+"""How much later than its deadline a run may be reported on a busy machine, whose cores its processes need to end."""
 ATTEMPTS = 3
-"""Other work on the machine is measured too; what is beyond the limit each time is the program's."""
+"""Other work on the machine is measured too; what is beyond the limit each time is the program's own."""
 BESIDE = """
 import os, socket, subprocess, threading
 read, write = os.pipe()
@@ -90,23 +90,25 @@ async def run_beside(sandbox: BubblewrapSandbox, code: str) -> tuple[Result, lis
     return await hostile, beside
 
 
-def measure(runner: asyncio.Runner, sandbox: BubblewrapSandbox, code: str) -> tuple[Result, list[Result], int, int]:
+def measure(
+    runner: asyncio.Runner, sandbox: BubblewrapSandbox, code: str
+) -> tuple[Result, list[Result], list[int], list[int]]:
     """What became of the program and the runs beside it, and bytes of the host: the most taken, and what stays."""
     runner.run(sandbox.run(Program(code="")))
     pid = sandbox.pid
     assert pid is not None
 
     def stop() -> None:
-        print("the sandbox was ended: the program took too much of the host")
+        print("the sandbox was ended: little of the host's memory is left")
         os.kill(pid, signal.SIGKILL)
 
-    with HostMemory(pid, DANGER_BYTES, LEAST_FREE_BYTES, stop) as memory:
+    with HostMemory(pid, LEAST_FREE_BYTES, stop) as memory:
         result, beside = runner.run(run_beside(sandbox, code))
-        peak, deadline = memory.peak_bytes, time.monotonic() + 5.0
-        while (stays := memory.now_bytes()) > STAYS_BYTES and time.monotonic() < deadline:
+        peaks, deadline = memory.peaks_bytes, time.monotonic() + 5.0
+        while max(stay := memory.now_bytes()) > STAYS_BYTES and time.monotonic() < deadline:
             time.sleep(0.05)
     assert sandbox.pid == pid, "the warm interpreter was replaced"
-    return result, beside, peak, stays
+    return result, beside, peaks, stay
 
 
 def check_beside(beside: list[Result]) -> None:
@@ -121,20 +123,19 @@ def test_there_are_enough_programs():
 
 @pytest.mark.parametrize(("name", "code"), cases(MEMORY | ENDLESS))
 def test_a_greedy_program_takes_no_more_than_its_limit_and_concerns_no_other_run(runner, sandbox, name, code):
-    peaks: list[int] = []
-    peak = stays = LIMITS.memory_bytes * 2
-    while (peak > MOST_BYTES or stays > STAYS_BYTES) and len(peaks) < ATTEMPTS:
-        result, beside, peak, stays = measure(runner, sandbox, whole(code))
-        peaks.append(peak)
+    measured: list[list[int]] = []
+    beyond = True
+    while beyond and len(measured) < ATTEMPTS:
+        result, beside, peaks, stay = measure(runner, sandbox, whole(code))
+        measured.append([size // MIB for size in (*peaks, *stay)])
+        beyond = max(peaks) > MOST_BYTES or max(stay) > STAYS_BYTES
         assert "ESCAPED" not in result.stdout, result
         assert result.seconds < LIMITS.wall_s + SLACK_S
         check_beside(beside)
         assert processes_inside(sandbox) == 2
     slowest = max(one.seconds for one in beside)
-    mib = [peak // MIB for peak in peaks]
-    print(f"{name}: {mib} MiB, {result.ended.value} after {result.seconds:.1f} s; beside it {slowest:.2f} s")
-    assert peak <= MOST_BYTES, mib
-    assert stays <= STAYS_BYTES, stays // MIB
+    print(f"{name}: {measured} MiB, {result.ended.value} after {result.seconds:.1f} s; beside it {slowest:.2f} s")
+    assert not beyond, measured
 
 
 def test_no_family_of_sockets_is_there_but_those_of_programs(runner, sandbox):
