@@ -305,12 +305,10 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
         ("rollout.sglang.tp_size=2", "rollout.sglang.tp_size: is set by rollout.engine_tp."),
         ("rollout.sglang.nnodes=2", "rollout.sglang.nnodes: is set by rollout.engine_nodes."),
         ("rollout.sglang.port=30000", "rollout.sglang.port: is set by slimrl, for each engine."),
-        ("rollout.sglang.api_key=secret", "rollout.sglang.api_key: is set by slimrl, for each run."),
-        ("rollout.sglang.tokenizer_worker_num=2",
-         "rollout.sglang.tokenizer_worker_num: is set by slimrl: an engine has one HTTP server, which asks for the "
-         "run's key."),
+        ("rollout.sglang.api_key=secret",
+         "rollout.sglang.api_key: is set by slimrl, which gives each run its own keys."),
         ("rollout.sglang.grpc_port=30001",
-         "rollout.sglang.grpc_port: is set by slimrl: an engine has one HTTP server, which asks for the run's key."),
+         "rollout.sglang.grpc_port: opens a port that no key of the run protects. Leave it out."),
         ("rollout.sglang.dtype=float16", "rollout.sglang.dtype: is set by trainer.precision."),
         ("trainer.megatron.exp_avg_dtype=bfloat",
          "trainer.megatron.exp_avg_dtype: 'bfloat' is not one of float32, bfloat16, float16, uint8. "
