@@ -102,7 +102,7 @@ def test_actors_pass_it_on(monkeypatch: pytest.MonkeyPatch):
         rank = object.__new__(TrainerActor.__ray_metadata__.modified_class)
         rank.recipe, rank.rank, rank.total_updates = Recipe(deterministic=deterministic), 0, 1
         rank.is_critic = not deterministic
-        rank.start("h", 1)
+        rank.start("tcp://h:1")
     assert [how["deterministic"] for how in made] == [False, True, False, True]
     assert [how["critic"] for how in made[2:]] == [True, False]
 

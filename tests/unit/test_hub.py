@@ -163,11 +163,11 @@ def test_an_engine_and_a_trainer_rank_fetch_their_model_before_they_start(monkey
     monkeypatch.setitem(sys.modules, "slimrl.trainer.worker", SimpleNamespace(TrainerWorker=started))
     actor = SimpleNamespace(
         recipe=load_recipe(LARGE).recipe, starts=0, logs=tmp_path, index=0, part=0, role="engine", rank=0,
-        total_updates=1, is_critic=False, node=SimpleNamespace(address="127.0.0.1"),
+        total_updates=1, is_critic=False, _key=None, node=SimpleNamespace(address="127.0.0.1"),
     )  # fmt: skip
     for kind, method, how in (
         (engine_actor.EngineActor, "_start", {"port": None, "meeting": None}),
-        (trainer_actor.TrainerActor, "start", {"address": "127.0.0.1", "port": 1}),
+        (trainer_actor.TrainerActor, "start", {"meeting": "tcp://127.0.0.1:1"}),
     ):
         with pytest.raises(ServerError):
             getattr(kind.__ray_metadata__.modified_class, method)(actor, **how)
