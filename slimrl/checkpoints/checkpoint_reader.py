@@ -1,8 +1,9 @@
 """The interface of checkpoint readers: a model's tensors by Hugging Face name, whatever the format on disk."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -25,6 +26,8 @@ class CheckpointReader(Protocol):
     """Folder of the checkpoint."""
     specs: dict[str, TensorSpec]
     """Every tensor by its Hugging Face name, with its whole shape; known without reading data."""
+    left_out: Mapping[str, str] = MappingProxyType({})
+    """Names of stored tensors that are not among `specs`, because no model reads them -> why."""
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         """A slice of a tensor, on the CPU, in the dtype of its spec.
@@ -56,8 +59,14 @@ def read_blocks(reader: CheckpointReader, name: str, slices: tuple[slice, ...]) 
     if not slices:
         yield reader.read(name, slices)
         return
+    for rows in block_rows(reader, name, slices):
+        yield reader.read(name, (rows, *slices[1:]))
+
+
+def block_rows(reader: CheckpointReader, name: str, slices: tuple[slice, ...]) -> Iterator[slice]:
+    """The rows of each block of a slice with at least one dimension."""
     rows, *rest = slices
     row_bytes = math.prod(part.stop - part.start for part in rest) * element_bytes(reader.specs[name].dtype)
     height = max(1, BLOCK_BYTES // max(1, row_bytes))
     for start in range(rows.start, max(rows.stop, rows.start + 1), height):
-        yield reader.read(name, (slice(start, min(start + height, rows.stop)), *rest))
+        yield slice(start, min(start + height, rows.stop))

@@ -1,15 +1,20 @@
 """Opens a Hugging Face checkpoint folder, with plain weights or in block FP8."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimrl.checkpoints.checkpoint_reader import CheckpointReader
+from slimrl.checkpoints.checkpoint_reader import CheckpointReader, block_rows
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.data.weights import TensorSpec
 from slimrl.models.hf_config import dtype_name, read_hf_config
+from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
 from slimrl.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockFp8, dequantize
+
+PLAIN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
+"""Of weights that are not quantised."""
 
 
 def is_block_fp8(path: Path) -> bool:
@@ -28,15 +33,72 @@ def open_hf_checkpoint(path: Path, dtype: str | None = None) -> CheckpointReader
         dtype: of dequantised matrices, as torch prints it without the prefix; None for the checkpoint's.
 
     Raises:
-        ValueError: the folder or its config.json is broken, or the kind of quantisation is not supported.
+        ValueError: see `open_stored`, or the kind of quantisation is not supported.
     """
     config = read_hf_config(path)
+    folder = open_stored(path)
     try:
         fp8 = BlockFp8.of_config(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    folder = SafetensorsFolder(path)
     return folder if fp8 is None else DequantizingReader(folder, fp8, dtype or dtype_name(config))
+
+
+def open_stored(path: Path) -> SafetensorsFolder:
+    """The weights as they are stored, without the tensors that `left_out` names.
+
+    Reads the headers, and of a tied model that stores its head the head and the embedding.
+
+    Raises:
+        ValueError: the folder or its config.json is broken; the head of a tied model is not its embedding; or
+            config.json has a quantization_config and the weights are plain.
+    """
+    folder = SafetensorsFolder(path)
+    config = read_hf_config(path)
+    _refuse_plain_weights(folder, config)
+    reasons = left_out(folder.specs, config)
+    if HEAD in reasons and not _equal(folder, HEAD, EMBEDDING):
+        raise ValueError(
+            f"{path}: {HEAD} differs from {EMBEDDING}, though config.json says tie_word_embeddings: true. If the model "
+            f"has a head of its own, set that to false; if not, save the model without {HEAD}"
+        )
+    folder.leave_out(reasons)
+    return folder
+
+
+def left_out_note(reader: CheckpointReader) -> str | None:
+    """A line on what a checkpoint stores beside its weights; None if that is nothing."""
+    names = list(reader.left_out)
+    if not names:
+        return None
+    reasons = ", ".join(dict.fromkeys(reader.left_out.values()))
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{reader.path}: {names[0]}{others} left out, which no model reads ({reasons})"
+
+
+def _refuse_plain_weights(folder: SafetensorsFolder, hf_config: dict[str, Any]) -> None:
+    """Raises ValueError for a cast of a quantised model that kept the quantised one's config.json."""
+    given = hf_config.get("quantization_config")
+    dtypes = {spec.dtype for spec in folder.specs.values()}
+    if given and dtypes <= PLAIN_DTYPES:
+        method = given.get("quant_method") if isinstance(given, dict) else None
+        raise ValueError(
+            f"{folder.path}: config.json has a quantization_config ({method}), but all weights are plain "
+            f"({', '.join(sorted(dtypes))}): engines and each resync would round them. Remove quantization_config from "
+            "config.json; `slimrl-tools quantize` writes block FP8"
+        )
+
+
+def _equal(folder: SafetensorsFolder, name: str, other: str) -> bool:
+    """Whether two tensors have the same shape and values."""
+    shape = folder.specs[name].shape
+    if folder.specs[other].shape != shape:
+        return False
+    slices = tuple(slice(0, size) for size in shape)
+    parts = ((rows, *slices[1:]) for rows in block_rows(folder, name, slices))
+    equal = all(torch.equal(folder.read(name, part).float(), folder.read(other, part).float()) for part in parts)
+    folder.close()
+    return equal
 
 
 class DequantizingReader(CheckpointReader):
@@ -50,6 +112,7 @@ class DequantizingReader(CheckpointReader):
 
     def __init__(self, folder: SafetensorsFolder, fp8: BlockFp8, dtype: str) -> None:
         self.path, self._folder, self._fp8, self._dtype = folder.path, folder, fp8, dtype
+        self.left_out = folder.left_out
         self.quantized = frozenset(name for name, spec in folder.specs.items() if spec.dtype == FP8_DTYPE)
         """Names of the tensors that are float8 on disk."""
         scales = {name for name in folder.specs if name.endswith(SCALE_SUFFIX)}

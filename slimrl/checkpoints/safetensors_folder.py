@@ -62,6 +62,11 @@ class SafetensorsFolder(CheckpointReader):
             self._open[file] = os.open(file, os.O_RDONLY)
         return read_tensor(self._open[file], file, location, slices)
 
+    def leave_out(self, reasons: Mapping[str, str]) -> None:
+        """Remove tensors from `specs`; they can still be read. `reasons`: name -> why."""
+        self.left_out = {**self.left_out, **reasons}
+        self.specs = {name: spec for name, spec in self.specs.items() if name not in reasons}
+
     def close(self) -> None:
         for descriptor in self._open.values():
             os.close(descriptor)

@@ -4,6 +4,7 @@ A Megatron parameter's name is first made global (layer index over pipeline stag
 over expert-parallel ranks) and then looked up in the family's weight map.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,12 +16,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from slimrl.checkpoints.hf_check import check_tensors
-from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.hf_checkpoint import left_out_note, open_hf_checkpoint
 from slimrl.models.adapters import is_adapter
 from slimrl.models.family import Family
 from slimrl.models.weight_map import Entry, WeightMap
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.value_head import is_value_head
+
+log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"(decoder\.layers\.\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)")
@@ -100,6 +103,8 @@ def load_hf_weights(
     """
     weight_map = model_weight_map(chunks, family, hf_config)
     with open_hf_checkpoint(path, dtype) as folder, torch.no_grad():
+        if note := left_out_note(folder):
+            log.info(note)
         has_mtp = check_tensors(folder, family, hf_config)
         if unwrap(chunks[0]).config.mtp_num_layers and not has_mtp:
             raise ValueError(f"{path}: no tensors of the layers for multi-token prediction")

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimrl.checkpoints.hf_check import MAX_LISTED, check_tensors
+from slimrl.checkpoints.hf_check import check_tensors
 from slimrl.models.family import FAMILIES, family_of
 from slimrl.models.hf_config import published_config, published_names, read_hf_config
+from slimrl.models.tensor_names import MAX_LISTED
 
 TINY_MOE = {
     "model_type": "qwen3_moe",
@@ -264,7 +265,7 @@ def test_a_checkpoint_of_other_tensors_than_its_config_implies_is_told_all_of_th
             f"{names[1]}: float64 is not supported, convert it to bfloat16 or float32 first",
         ],
     )
-    for missing, more in ((MAX_LISTED, []), (MAX_LISTED + 3, ["and 3 more"])):
+    for missing, more in ((MAX_LISTED, []), (MAX_LISTED + 3, ["and 3 more missing"])):
         assert problems({name: good[name] for name in names[missing:]})[1] == [
             *(f"{name}: missing" for name in names[:MAX_LISTED]), *more,
         ]  # fmt: skip

@@ -182,7 +182,12 @@ def test_scales_in_another_float_kind_are_read_too(tmp_path):
 def test_tensors_that_are_not_block_fp8_are_refused_by_name(tmp_path):
     quantized, scale = quantize(torch.ones(130, 130))
     cases = {
-        "a_scale_inv: no float8 tensor has these scales": {"a": torch.ones(130, 130), "a_scale_inv": scale},
+        "a_scale_inv: no float8 tensor has these scales": {
+            "a": torch.ones(130, 130),
+            "a_scale_inv": scale,
+            "b": quantized,
+            "b_scale_inv": scale,
+        },
         "a: float8, but _scale_inv is missing": {"a": quantized},
         "a: float8 of shape \\[2, 130, 130\\]": {"a": quantized.expand(2, -1, -1), "a_scale_inv": scale},
         "a: scales \\[1, 2\\], tiles of \\[128, 128\\] need \\[2, 2\\]": {

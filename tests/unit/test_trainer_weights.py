@@ -3,7 +3,7 @@
 import re
 from argparse import Namespace
 from collections import deque
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -167,6 +167,7 @@ class Folder:
     """A checkpoint in memory."""
 
     path = "somewhere"
+    left_out = MappingProxyType({})
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors

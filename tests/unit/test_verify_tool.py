@@ -164,7 +164,7 @@ def test_each_kind_of_difference_is_a_reason_of_its_own(tmp_path):
     def verdict(*, config=(), logits=None, ignore_dtype=False, **tensors):
         return Verification(
             a=found, b=found, config=list(config), tensors=Comparison(**tensors), logits=logits,
-            ignore_dtype=ignore_dtype,
+            ignore_dtype=ignore_dtype, left_out=[],
         )  # fmt: skip
 
     assert verdict(differences=[within]).same

@@ -24,7 +24,7 @@ from slimrl_tools.torch_dist import TorchDistCheckpoint
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.hf_check import check_tensors
-from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.hf_checkpoint import left_out_note, open_hf_checkpoint
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import element_bytes
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
@@ -63,6 +63,8 @@ def hf_to_megatron(
     config = read_hf_config(src)
     _check_layout(config, parallel)
     with open_hf_checkpoint(src) as reader:
+        if note := left_out_note(reader):
+            say(note)
         mtp = check_tensors(reader, family_of(config), config)
         schema = layer_schema(config, tensor=parallel.tensor, expert_tensor=parallel.expert_tensor, mtp=mtp)
         dtypes = [_stored_dtype(entry, reader, options.dtype) for entry in schema.weight_map.entries]

@@ -22,6 +22,8 @@ from slimrl_tools.exit_codes import exit_codes
 if TYPE_CHECKING:
     from slimrl_tools.derive.rewrite import Rewrite
 
+    from slimrl.checkpoints.checkpoint_reader import CheckpointReader
+
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Hugging Face checkpoint.")]
 
 
@@ -56,6 +58,7 @@ def average(
         *sources, out = paths
         torch_name = torch_dtype_or_keep("--dtype", dtype)
         readers = [stack.enter_context(open_hf_checkpoint(path)) for path in sources]
+        _say_left_out(*readers)
         _write(averaging(readers, _numbers(weights), torch_name), out, shard_gb, dry_run, resume, no_check)
 
 
@@ -81,9 +84,10 @@ def slice_layers(
     with exit_codes():
         from slimrl_tools.derive.slice_layers import slicing
 
-        from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+        from slimrl.checkpoints.hf_checkpoint import open_stored
 
-        with SafetensorsFolder(src) as folder:
+        with open_stored(src) as folder:
+            _say_left_out(folder)
             _write(slicing(folder, layers), out, shard_gb, dry_run, resume, no_check)
 
 
@@ -114,11 +118,12 @@ def quantize(
     with exit_codes():
         from slimrl_tools.derive.quantize import quantization
 
-        from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+        from slimrl.checkpoints.hf_checkpoint import open_stored
 
         if to_format != "fp8-block":
             raise ValueError(f"--format {to_format}: fp8-block is the only format")
-        with SafetensorsFolder(src) as folder:
+        with open_stored(src) as folder:
+            _say_left_out(folder)
             rewrite = quantization(folder, (block, block), not_convert or [])
             _write(rewrite, out, shard_gb, dry_run, resume, no_check)
 
@@ -142,11 +147,20 @@ def dequantize(
     with exit_codes():
         from slimrl_tools.derive.quantize import dequantization
 
-        from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+        from slimrl.checkpoints.hf_checkpoint import open_stored
 
         torch_name = torch_dtype("--dtype", dtype)
-        with SafetensorsFolder(src) as folder:
+        with open_stored(src) as folder:
+            _say_left_out(folder)
             _write(dequantization(folder, torch_name), out, shard_gb, dry_run, resume, no_check)
+
+
+def _say_left_out(*readers: "CheckpointReader") -> None:
+    from slimrl.checkpoints.hf_checkpoint import left_out_note
+
+    for reader in readers:
+        if note := left_out_note(reader):
+            typer.echo(note)
 
 
 def _write(rewrite: "Rewrite", out: Path, shard_gb: float, dry_run: bool, resume: bool, no_check: bool) -> None:

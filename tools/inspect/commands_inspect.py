@@ -105,9 +105,10 @@ def _problems(tensors: dict[str, Any] | None) -> list[str]:
     if tensors is None:
         return []
     lines = []
-    for kind in ("missing", "unknown", "misshaped"):
+    for kind in ("missing", "unknown", "misshaped", "left out"):
         held = tensors[kind]
         if held["count"]:
             more = ", ..." if held["count"] > len(held["first"]) else ""
             lines.append(f"{held['count']} tensors are {kind}: {', '.join(held['first'])}{more}")
+    lines += [tensors["hint"]] if tensors["hint"] else []
     return ["", *lines] if lines else []

@@ -1,4 +1,4 @@
-"""Describes a checkpoint by its config and headers; reads no tensor.
+"""Describes a checkpoint by its config and headers; reads no tensor but a head that repeats the embedding.
 
 If the family is not supported, only the files are described, with the reason.
 """
@@ -10,7 +10,6 @@ from typing import Any
 from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint, open_found
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from slimrl.checkpoints.hf_check import find_mismatches
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.torch_dist.reader import read_metadata
@@ -20,6 +19,7 @@ from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config, published_names
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.parameters import count_parameters
+from slimrl.models.tensor_names import find_mismatches
 from slimrl.models.weight_map import WeightMap
 
 MAX_NAMED = 5
@@ -71,15 +71,15 @@ def _model(hf_config: dict[str, Any], found: FoundCheckpoint | None) -> dict[str
         model, weight_map = family.megatron_config(hf_config), family.weight_map(hf_config, mtp=True)
     except ValueError as error:
         return _unknown_model(str(error))
-    shapes = None
+    shapes, left_out = None, list[str]()
     if found is not None:
         with open_found(found) as reader:
-            shapes = {name: spec.shape for name, spec in reader.specs.items()}
+            shapes, left_out = {name: spec.shape for name, spec in reader.specs.items()}, list(reader.left_out)
     return {
         "family": family.name,
         "architecture": _architecture(model) | {"MTP layers": num_mtp_layers(hf_config)},
         "parameters": _parameters(weight_map, model, shapes),
-        "tensors": None if shapes is None else _mismatches(weight_map, shapes),
+        "tensors": None if shapes is None else _mismatches(weight_map, shapes, left_out),
     }
 
 
@@ -116,11 +116,13 @@ def _parameters(
     }
 
 
-def _mismatches(weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _mismatches(weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]], left_out: list[str]) -> dict[str, Any]:
     found = find_mismatches(weight_map, shapes)
     kinds = {"missing": found.missing, "unknown": found.unknown, "misshaped": list(found.misshaped)}
+    kinds["left out"] = left_out
     return {
         "found": len(shapes),
+        "hint": found.fused_line,
         **{kind: {"count": len(names), "first": names[:MAX_NAMED]} for kind, names in kinds.items()},
     }
 

@@ -74,6 +74,8 @@ def _show(result: "Verification") -> None:
     console = make_console()
     for side, checkpoint in (("A", result.a), ("B", result.b)):
         console.print(f"{side}  {checkpoint.path} ({checkpoint.format})")
+    for line in result.left_out:
+        console.print(line)
     found = result.tensors
     for title, lines in {
         "configs differ": result.config,

@@ -13,7 +13,7 @@ from slimrl_tools.verify.compare import Comparison, Limit, compare_checkpoints, 
 from slimrl_tools.verify.logits import LogitComparison, compare_logits, compute_logits, random_prompts
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
-from slimrl.checkpoints.hf_checkpoint import DequantizingReader
+from slimrl.checkpoints.hf_checkpoint import DequantizingReader, left_out_note
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.data.weights import TensorSpec
 from slimrl.models.family import family_of
@@ -37,6 +37,8 @@ class Verification:
     tensors: Comparison
     logits: LogitComparison | None
     ignore_dtype: bool
+    left_out: list[str]
+    """Lines on tensors that were not compared, because no model reads them."""
 
     @property
     def reasons(self) -> list[str]:
@@ -67,6 +69,7 @@ class Verification:
                 "b": {"path": str(self.b.path), "format": self.b.format},
                 "config": self.config,
                 "tensors": asdict(self.tensors),
+                "left_out": self.left_out,
                 "logits": None if self.logits is None else self.logits.as_dict(),
             }
         )
@@ -93,6 +96,7 @@ def verify(
     a, b = _with_configs(find_checkpoint(path_a, hf_dir), find_checkpoint(path_b, hf_dir))
     with open_found(a) as reader_a, open_found(b) as reader_b:
         quantized_a, quantized_b = _quantized(reader_a), _quantized(reader_b)
+        notes = [note for reader in (reader_a, reader_b) if (note := left_out_note(reader))]
         nbytes = sum(map(spec_bytes, reader_a.specs.values()))
         with byte_progress("compare", nbytes) as advance:
             comparison = compare_checkpoints(
@@ -115,6 +119,7 @@ def verify(
         tensors=comparison,
         logits=logit_comparison,
         ignore_dtype=ignore_dtype,
+        left_out=notes,
     )
 
 
