@@ -10,9 +10,13 @@ from typing import Any
 
 from slimrl.config.hf_config import read_hf_config as read_hf_config
 from slimrl.config.hub import CONFIG_FILES, cached, hub_model
+from slimrl.models.published_index import is_stored_in_fp8
 
 FP8_SUFFIX = "-FP8"
 """Ends the name of a published model's checkpoint in block FP8."""
+
+SCALE_SUFFIX = "_scale_inv"
+"""Appended to the name of a tensor in block FP8, gives the name of its scales."""
 
 FP8_BLOCK = (128, 128)
 """Default rows and columns of a tile, which has one scale."""
@@ -107,7 +111,8 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
     """The config.json of a checkpoint, or of the published model of that name if there is no such folder.
 
     An id of the Hub is the model in the local cache if it is there; the Hub is not asked.
-    For commands that plan without weights. A name that ends in -FP8 is the published model in block FP8.
+    For commands that plan without weights. A name that ends in -FP8 is the published model in block FP8, and so is an
+    id of the Hub under which the model is stored in it.
 
     Returns:
         The config, and a few words on where it is from.
@@ -123,7 +128,7 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
     name = model_path.name.removesuffix(FP8_SUFFIX)
     if name in published_names():
         config, words = published_config(name), f"{name} as published"
-        if name != model_path.name:
+        if name != model_path.name or (hub is not None and is_stored_in_fp8(name)):
             config, words = {**config, "quantization_config": BLOCK_FP8}, f"{words}, in block FP8"
         return config, f"{words}, for {model_path} is not here"
     known = ", ".join(published_names())

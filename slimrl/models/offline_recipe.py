@@ -23,8 +23,10 @@ from slimrl.config.schema.speculative import DraftMode
 from slimrl.config.speculative_rules import own_layer_violations
 from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import config_for_planning, nearest_published
+from slimrl.models.hf_config import FP8_SUFFIX, SCALE_SUFFIX, config_for_planning, nearest_published
 from slimrl.models.megatron_config import MegatronModelConfig
+from slimrl.models.published_index import index_names, published_tensors
+from slimrl.models.tensor_names import find_mismatches, left_out
 
 NEEDS_TRANSFORMER_ENGINE = "needs a GPU and Transformer Engine."
 
@@ -95,6 +97,7 @@ def read_offline(
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         problems += [loaded.problem(*violation) for violation in _bucket_violations(loaded, hf_config)]
         problems += [loaded.problem(*violation) for violation in _draft_violations(loaded, hf_config)]
+        problems += [loaded.problem(*violation) for violation in _index_violations(loaded, hf_config)]
     if importlib.util.find_spec("transformer_engine") is None:
         lacks = "This machine lacks it and would refuse the run."
         problems += [
@@ -191,6 +194,29 @@ def _draft_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterat
     except ValueError:  # of no family, which `model_violations` says
         return
     yield from own_layer_violations(loaded.recipe, num_layers)
+
+
+def _index_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Tensors of the published model that is not here yet, by name and shape; a start checks those of its files."""
+    path = Path(loaded.recipe.model.path)
+    name = next((name for name in (path.name, path.name.removesuffix(FP8_SUFFIX)) if name in index_names()), None)
+    if name is None or path.exists():
+        return
+    try:
+        weight_map = family_of(hf_config).weight_map(hf_config, mtp=True)
+    except ValueError:  # of no family, which `model_violations` says
+        return
+    stored = published_tensors(name, expert_ranges=True)
+    aside = left_out(stored, hf_config)
+    shapes = {
+        tensor: spec.shape
+        for tensor, spec in stored.items()
+        if tensor not in aside and not tensor.endswith(SCALE_SUFFIX)
+    }
+    found = find_mismatches(weight_map, shapes, expert_ranges=True)
+    lines = [*found.lines(), *(f"{tensor}: of another shape" for tensor in found.misshaped)]
+    if lines:
+        yield "model.path", f"{path}: the published {name} does not fit its config: {'; '.join(lines)}."
 
 
 def transformer_engine_violations(loaded: LoadedRecipe) -> list[Violation]:

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from slimrl.data.weights import TensorSpec
 from slimrl.models.hf_config import FP8_BLOCK
-
-SCALE_SUFFIX = "_scale_inv"
-"""Appended to the name of a quantised tensor, gives the name of its scales."""
+from slimrl.models.hf_config import SCALE_SUFFIX as SCALE_SUFFIX
 
 FP8_DTYPE = "float8_e4m3fn"
 FP8_MAX = 448.0
