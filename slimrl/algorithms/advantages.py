@@ -14,6 +14,10 @@ from slimrl.data.trajectory import Trajectory
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group."""
 
+SAME_REWARD = 4 * 2.0**-23
+"""Rewards of a group that differ by no more, relative to the largest magnitude, are equal: four roundings of float32,
+in which services and sums of parts may compute them."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
@@ -32,7 +36,7 @@ GroupAdvantage = Callable[[Group], np.ndarray]
 def grpo(group: Group) -> np.ndarray:
     """(r - mean) / (std + 1e-6) with the unbiased std (arXiv:2402.03300); 0 where all rewards are equal."""
     rewards = group.rewards_N
-    return np.zeros_like(rewards) if np.ptp(rewards) == 0 else dr_grpo(group) / (rewards.std(ddof=1) + STD_EPSILON)
+    return np.zeros_like(rewards) if are_equal(rewards) else dr_grpo(group) / (rewards.std(ddof=1) + STD_EPSILON)
 
 
 def dr_grpo(group: Group) -> np.ndarray:
@@ -70,6 +74,11 @@ ADVANTAGES: dict[AdvantageName, GroupAdvantage] = {
     # The ranks estimate advantages from it and the critic's values.
     AdvantageName.gae: reward,
 }
+
+
+def are_equal(rewards_N: np.ndarray) -> bool:
+    """Whether all rewards of a group are equal up to rounding (SAME_REWARD)."""
+    return bool(np.ptp(rewards_N) <= SAME_REWARD * np.abs(rewards_N).max())
 
 
 def load_advantage(name: str) -> GroupAdvantage:
@@ -110,6 +119,8 @@ def group_advantages(
     for group_id, members in groups_of(group_ids_N).items():
         if len(members) == 1 and name in COMPARING:
             raise ValueError(f"group {group_id!r} has one trajectory, so there is no baseline")
+        if name in COMPARING and are_equal(rewards[members]):
+            continue
         of_group = [trajectories[i] for i in members] if trajectories is not None else []
         group = Group(rewards_N=rewards[members], trajectories=of_group)
         found = np.asarray(advantage(group), np.float64)

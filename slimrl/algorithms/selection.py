@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slimrl.algorithms.advantages import group_advantages, groups_of
+from slimrl.algorithms.advantages import are_equal, group_advantages, groups_of
 from slimrl.algorithms.turn_credit import (
     advantages_by_turn,
     gigpo_advantages,
@@ -203,11 +203,12 @@ def best_and_worst(
 
 
 def zero_variance_groups(rewards_N: Sequence[float], group_ids_N: Sequence[str]) -> set[str]:
-    """Groups whose rewards are all equal, so that every advantage is 0."""
+    """Groups whose rewards are all equal up to rounding, so that every advantage is 0."""
+    rewards = np.asarray(rewards_N, np.float64)
     return {
         group_id
         for group_id, members in groups_of(group_ids_N).items()
-        if len(members) > 1 and len({float(rewards_N[i]) for i in members}) == 1
+        if len(members) > 1 and are_equal(rewards[members])
     }
 
 

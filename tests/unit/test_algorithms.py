@@ -54,6 +54,28 @@ def test_equal_rewards_have_zero_advantage_and_are_reported():
     assert zero_variance_groups([0.1] * 3 + [0, 1], ["a"] * 3 + ["b"] * 2) == {"a"}
 
 
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ([0.1 + 0.2, 0.3, 0.3], True),
+        ([float(np.float32(0.7)), 0.7, 0.7], True),
+        ([float(np.float32(-1e6) / np.float32(3)), -1e6 / 3, -1e6 / 3], True),
+        ([sum([0.1] * 10), 1.0, 1.0], True),
+        ([0.0, 0.0, 0.0], True),
+        ([0.3, 0.300001, 0.3], False),
+        ([1e6, 1e6 + 1, 1e6], False),
+        ([0.0, 1e-12, 0.0], False),
+        ([1e-9, -1e-9, 1e-9], False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "opo"])
+def test_rewards_that_differ_by_rounding_alone_are_equal(rewards, equal, kind):
+    lengths = [SimpleNamespace(num_sampled_tokens=number) for number in (3, 4, 5)]
+    found = advantages.group_advantages(rewards, ["a"] * 3, kind, trajectories=lengths)
+    assert (found == 0).all() == equal
+    assert zero_variance_groups(rewards, ["a"] * 3) == ({"a"} if equal else set())
+
+
 def test_a_group_of_one_and_a_nan_reward_are_refused():
     with pytest.raises(ValueError, match="group 'b' has one trajectory"):
         group_advantages([1, 0, 1], ["a", "a", "b"], "grpo")
