@@ -5,6 +5,7 @@
 | Hugging Face | config.json and safetensors, plain or in block FP8 |
 | torch_dist | megatron-core's distributed format, converted or saved by a run |
 | a run's checkpoint | `trainer/` (torch_dist) beside the state of the run |
+| Megatron-LM's checkpoints | `latest_checkpointed_iteration.txt`; the one in torch_dist that it names is taken |
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.safetensors_folder import INDEX_NAME
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, architecture_of, check_architecture
 from slimrl.models.hf_config import read_hf_config
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File of a folder of Megatron-LM's checkpoints with the number of the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,8 @@ def find_checkpoint(path: Path, hf_dir: Path | None = None) -> FoundCheckpoint:
     """
     if not path.is_dir():
         raise ValueError(f"{path}: {'a file' if path.exists() else 'no such folder'}; a checkpoint is a folder")
-    for folder in (path, path / "trainer"):
+    newest = _newest_iteration(path)
+    for folder in (path, path / "trainer", *([newest] if newest else [])):
         if (folder / ".metadata").is_file():
             hf = folder / HF_SUBFOLDER
             own = hf if (hf / "config.json").is_file() else None
@@ -87,8 +92,22 @@ def check_model(found: FoundCheckpoint) -> None:
         check_architecture(found.path, architecture_of(found.hf_config()))
 
 
+def _newest_iteration(path: Path) -> Path | None:
+    """The checkpoint that Megatron-LM's `latest_checkpointed_iteration.txt` names; None without one."""
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return None
+    named = tracker.read_text(errors="replace").strip()
+    if not (named.isdecimal() or named == "release"):
+        raise ValueError(f"{tracker}: holds {named[:40]!r}, neither an iteration nor `release`")
+    return path / (named if named == "release" else f"iter_{int(named):07d}")
+
+
 def _what_is_there(path: Path) -> str:
     """Description of a folder that is no checkpoint, for an error."""
+    if newest := _newest_iteration(path):
+        what = "which holds no .metadata; only torch_dist is read" if newest.is_dir() else "which is not there"
+        return f"{TRACKER} names {newest.name}, {what}"
     below = [
         folder.relative_to(path)
         for folder in (path / "export" / "hf", *sorted(path.glob("checkpoints/step_*")), *sorted(path.glob("step_*")))

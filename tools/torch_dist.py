@@ -1,5 +1,6 @@
 """Reads a torch_dist checkpoint of Megatron as Hugging Face tensors."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,4 +42,14 @@ def schema_of_stored(path: Path, metadata: Metadata, hf_config: dict[str, Any]) 
     # Imports Megatron, which takes seconds and tells how the layers and experts of such a checkpoint share keys.
     from slimrl.trainer.checkpointing.shard_schema import shard_schema
 
-    return shard_schema(hf_config, mtp=mtp, singleton_local_shards=False)
+    alike = layers_share_keys(metadata)
+    return shard_schema(hf_config, mtp=mtp, singleton_local_shards=False, layers_alike=alike)
+
+
+def layers_share_keys(metadata: Metadata) -> bool:
+    """Whether the layers are stored as one tensor of each name, `decoder.layers.mlp...`, or each by itself.
+
+    Megatron decides it by its configuration (a list of layers with experts, `non_homogeneous_layers`), which a
+    checkpoint need not hold; its keys tell.
+    """
+    return any(re.match(r"decoder\.layers\.\D", key) for key in metadata.state_dict_metadata)

@@ -56,6 +56,8 @@ def test_an_export_is_a_checkpoint_that_transformers_loads_and_a_broken_one_is_r
     tensors["model.layers.1.self_attn.k_bias"] = missing
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:100].clone()
     save_file(tensors, broken / "model.safetensors")
+    frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file(load_file(path / "model.safetensors") | {frequencies: torch.rand(8)}, path / "model.safetensors")
     out = tmp_path / "out" / "hf"
 
     (messages,) = run_ranks(refusals_and_export, 1, path, broken, out, timeout_s=90)
@@ -65,6 +67,7 @@ def test_an_export_is_a_checkpoint_that_transformers_loads_and_a_broken_one_is_r
     assert "lm_head.weight: shape [100, 32], config.json implies [131, 32]" in messages["broken"]
     assert [file.name for file in out.parent.iterdir()] == ["hf"]
     index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert frequencies not in index["weight_map"]
     model = AutoModelForCausalLM.from_pretrained(out)
     original = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     assert index["metadata"]["total_size"] == 2 * sum(parameter.numel() for parameter in model.parameters())

@@ -15,6 +15,7 @@ from slimrl_tools.convert.safetensors_writer import safetensors_writer
 from slimrl_tools.convert.torch_dist_writer import distcp_writer
 from slimrl_tools.inspect.inspection import inspect_checkpoint
 from slimrl_tools.open_checkpoint import FoundCheckpoint, check_model, find_checkpoint
+from slimrl_tools.torch_dist import layers_share_keys
 from slimrl_tools.verify import verification
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -276,6 +277,35 @@ def test_a_torch_dist_folder_has_its_own_config_or_the_one_that_is_given(tmp_pat
     (tmp_path / "checkpoint.json").write_text(json.dumps({"architecture": facts | {"num_layers": 3}}))
     with pytest.raises(ValueError, match="a checkpoint of another model: num_layers is 3 there and 48 here"):
         check_model(found)
+
+
+def test_the_newest_iteration_of_megatron_lm_s_folder_is_taken_by_its_name(tmp_path):
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for content, name in (("10\n", "iter_0000010"), ("12345678", "iter_12345678"), ("release", "release")):
+        tracker.write_text(content)
+        with pytest.raises(ValueError, match=rf"latest_checkpointed_iteration\.txt names {name}, which is not there"):
+            find_checkpoint(tmp_path)
+        (tmp_path / name).mkdir()
+        with pytest.raises(ValueError, match=rf"names {name}, which holds no \.metadata; only torch_dist is read"):
+            find_checkpoint(tmp_path)
+        (tmp_path / name / ".metadata").write_bytes(b"")
+        assert find_checkpoint(tmp_path) == FoundCheckpoint(format="torch_dist", path=tmp_path / name, hf_dir=None)
+    for content in ("", "ten", "../iter_0000010", "-1"):
+        tracker.write_text(content)
+        with pytest.raises(ValueError, match=r"holds '.*', neither an iteration nor `release`"):
+            find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shared"),
+    [
+        (["decoder.layers.mlp.router.weight", "embedding.word_embeddings.weight"], True),
+        (["decoder.layers.0.mlp.router.weight", "decoder.layers.11.mlp.router.weight"], False),
+        (["mtp.layers.0.enorm.weight", "optimizer.state.exp_avg.decoder.layers.mlp.router.weight"], False),
+    ],
+)
+def test_keys_tell_whether_layers_share_them(keys, shared):
+    assert layers_share_keys(Metadata(state_dict_metadata=dict.fromkeys(keys))) == shared
 
 
 def test_a_checkpoint_without_config_is_taken_for_one_of_the_other_s_model(tmp_path):

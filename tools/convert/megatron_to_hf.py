@@ -61,6 +61,8 @@ def megatron_to_hf(
     found = find_checkpoint(src, hf_dir)
     if found.format != "torch_dist":
         raise ValueError(f"{src}: is a Hugging Face checkpoint already; `convert hf-to-megatron` converts it")
+    if found.path.parent == src and found.path.name != "trainer":
+        say(f"{src}: the newest iteration is taken, {found.path.name}")
     check_model(found)
     config = found.hf_config()
     family = family_of(config)

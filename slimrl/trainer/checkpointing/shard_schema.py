@@ -42,16 +42,18 @@ def shard_schema(
     expert_tensor: int = 1,
     mtp: bool = False,
     singleton_local_shards: bool = True,
+    layers_alike: bool | None = None,
 ) -> ShardSchema:
     """The content of a checkpoint with these sizes of tensor and expert tensor parallelism.
 
     Args:
         mtp: with the model's layers for multi-token prediction.
-        singleton_local_shards: False for checkpoints that were saved without it: one key for all experts, and one for
-            all layers of one kind.
+        singleton_local_shards: False for checkpoints that were saved without it: one key for all experts.
+        layers_alike: of such a checkpoint, whether all layers share a key (`layers_share_keys`); None for what Megatron
+            makes of the model's configuration.
 
     Raises:
-        ValueError: the model is not supported, or these sizes do not divide it.
+        ValueError: the model is not supported, these sizes do not divide it, or its layers are not alike.
     """
     parallel = _spread_experts(
         ParallelConfig(tensor=tensor, expert_tensor=expert_tensor, sequence=tensor > 1), hf_config
@@ -60,6 +62,10 @@ def shard_schema(
     model = family.megatron_config(hf_config)
     weight_map = family.weight_map(hf_config, padded_vocab(model.vocab_size, tensor), mtp=mtp)
     sharding = {**SHARDING, "singleton_local_shards": singleton_local_shards}
+    if layers_alike and not all(model.transformer.get("moe_layer_freq") or [1]):
+        raise ValueError("the checkpoint stores all layers alike, config.json has layers with and without experts")
+    if layers_alike is not None:
+        sharding["non_homogeneous_layers"] = not layers_alike
     chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
     objects: set[str] = set()
     world_size = parallel.smallest_world()
@@ -87,6 +93,10 @@ def _rank_items(
 ) -> Iterator[Chunk | str]:
     """The chunks, and keys of objects, that this rank of the fake world would save."""
     chunk = build_local_chunk(parallel, model, mtp=mtp)
+    if sharding.get("non_homogeneous_layers") is False:
+        # A list of layers with experts makes Megatron store layer by layer, also where it lists all of them; its
+        # default, which has experts in every layer, does not.
+        chunk.config.moe_layer_freq = 1
     entries = {id(tensor): index for index, tensor in local_weights([chunk], weight_map)}
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     for name, item in chunk.sharded_state_dict(metadata={**sharding, "dp_cp_group": group}).items():
