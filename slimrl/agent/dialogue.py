@@ -1,6 +1,7 @@
 """How a policy talks: its chat format, the tools that it is shown, the parser of its calls, and where a turn ends."""
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +39,11 @@ class Dialogues:
     def __init__(self, chat: ChatFormat, make_parser: MakeParser, *, stop_at_call: bool) -> None:
         self.chat, self._make_parser, self._stop_at_call = chat, make_parser, stop_at_call
         self._made: dict[str, Dialogue] = {}
+        self._lock = threading.Lock()
 
     def of(self, schemas: Sequence[dict[str, Any]]) -> Dialogue:
-        """
+        """May be called from several threads.
+
         Args:
             schemas: of the tools.
 
@@ -49,13 +52,14 @@ class Dialogues:
                 or no parser reads its calls.
         """
         key = json.dumps(schemas, sort_keys=True)
-        if key not in self._made:
-            if len(self._made) >= MOST_KEPT:
-                del self._made[next(iter(self._made))]
-            self._made[key] = make_dialogue(
-                self.chat, schemas, self._make_parser(schemas), stop_at_call=self._stop_at_call
-            )
-        return self._made[key]
+        made = self._made.get(key)
+        if made is None:
+            made = make_dialogue(self.chat, schemas, self._make_parser(schemas), stop_at_call=self._stop_at_call)
+            with self._lock:
+                if len(self._made) >= MOST_KEPT:
+                    del self._made[next(iter(self._made))]
+                self._made[key] = made
+        return made
 
 
 def make_dialogue(

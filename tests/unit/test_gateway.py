@@ -397,7 +397,7 @@ async def test_the_other_apis_refuse_in_their_own_form(path: str, body: dict[str
     assert said.get("type") == ("error" if path == "/v1/messages" else None)
 
 
-@pytest.mark.parametrize("raw", [b"{", b"[]", b'{"model": NaN}', b'{"model": "\\ud800"}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("raw", [b"{", b"[]", b'{"model": NaN}', b'{"model": "\\ud800"}', b"\xff", b"[" * 10_000])
 async def test_a_body_that_is_no_json_object_is_refused(raw: bytes):
     async def act(post: Post) -> None:
         await chat(post, QUESTION)
@@ -420,7 +420,7 @@ async def test_a_body_that_breaks_off_or_is_packed_wrongly_ends_no_run():
         headers = {"authorization": f"Bearer {connection.api_key}"}
         async with httpx.AsyncClient(headers=headers, base_url=connection.url, trust_env=False) as client:
             packed = await client.post(CHATS, content=b"{}", headers={"content-encoding": "gzip"})
-            assert packed.status_code == 400
+            assert packed.status_code == 415
             assert (await client.post(CHATS, json={"model": "m", "messages": [QUESTION]})).status_code == 200
 
     trajectory = await play(ScriptedEngine([ANSWER]), agent)
@@ -647,3 +647,30 @@ async def test_agents_of_a_deterministic_run_are_sampled_in_the_same_rounds():
     first = await batches()
     assert [[name for name, _ in batch] for batch in first] == [["t:0", "t:1"]] * 6
     assert await batches() == first
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 4000, "1e400", "9" * 5000])
+async def test_a_number_beyond_64_bits_is_refused_wherever_it_stands(number: str):
+    async def act(post: Post) -> None:
+        for path, said in (("/reward", '{"reward": %s}'), (CHATS, '{"model": "m", "messages": [], "temperature": %s}')):
+            answer = await post(path, raw=(said % number).encode())
+            assert answer.status_code == 400, answer.text
+            assert len(answer.text) < 500
+        await chat(post, QUESTION)
+
+    trajectory, _ = await asked(ScriptedEngine([ANSWER]), act)
+    assert trajectory.status is Status.completed, trajectory.metadata
+
+
+async def test_a_key_that_is_given_twice_is_refused():
+    async def act(post: Post) -> None:
+        await chat(post, QUESTION)
+        twice = '{"model": "m", "messages": [{"role": "user", "content": "x", "content": "y"}]}'
+        for path, raw in ((CHATS, twice), ("/v1/messages", twice), ("/reward", '{"reward": 0, "reward": 1}')):
+            answer = await post(path, raw=raw.encode())
+            assert (answer.status_code, "duplicate key" in answer.text) == (400, True), answer.text
+        answer = await post(messages=[QUESTION, called('{"expression": "1", "expression": "2"}'), RESULT])
+        assert "duplicate key expression" in answer.json()["error"]["message"]
+
+    trajectory, _ = await asked(ScriptedEngine([ANSWER]), act)
+    assert "posted_reward" not in trajectory.scratch

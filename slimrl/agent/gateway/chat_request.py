@@ -4,10 +4,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.history import SampledTurn
+from slimrl.agent.gateway.messages import history_key
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.config.schema.rollout import SamplingConfig
 
@@ -27,6 +29,13 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The client's sampling settings, by the names of its API"""
+    num_bytes: int = 0
+    """Of its body"""
+
+    @cached_property
+    def key(self) -> bytes:
+        """Of its history"""
+        return history_key(self.tools, self.messages)
 
     def overridden(self, run: SamplingConfig) -> list[str]:
         """Names of the client's settings that the run's replace."""

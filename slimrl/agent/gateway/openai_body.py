@@ -1,10 +1,10 @@
 """What the bodies of OpenAI's two APIs, chat completions and responses, have in common."""
 
-import json
 from typing import Any, Literal
 
 from slimrl.agent.gateway.body import Loose, Strict, Unused
 from slimrl.agent.gateway.errors import refused
+from slimrl.data.strict_json import strict_json
 
 
 class Called(Loose):
@@ -14,7 +14,7 @@ class Called(Loose):
     def parsed(self, where: str) -> Any:
         """The arguments; raises ApiError if they are no JSON."""
         try:
-            return json.loads(self.arguments or "{}")
+            return strict_json(self.arguments or "{}", finite=False)
         except (ValueError, RecursionError) as error:
             raise refused(f"{where}: the arguments of {self.name} are no JSON: {error}") from error
 

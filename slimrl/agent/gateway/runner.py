@@ -62,6 +62,7 @@ class GatewayRunner:
             requests=TurnRequests(rollout=self.rollout, sampling=sampling, session_id=trajectory_id, seed=seed),
             agent=self.config,
             one_at_a_time=self.one_at_a_time,
+            aside=self.server.aside,
         )
         connection = self.server.open(session)
         status, error = Status.completed, ""

@@ -1,6 +1,9 @@
 """The HTTP server in front of the policy, in the event loop of the episodes.
 
-Each trajectory is a session with a path and a key of its own. A connection that its client closes cancels the request.
+1. Each trajectory is a session with a path and a key of its own, which is checked before a body is read.
+2. A body is read as it comes, never unpacked, and only as far as the context could hold it.
+3. What takes long is computed in threads, one computation of a session at a time.
+4. A connection that its client closes cancels the request.
 """
 
 import asyncio
@@ -8,29 +11,36 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from aiohttp import ClientError, web
 from pydantic import ValidationError
 
 from slimrl.agent.gateway import anthropic_messages, chat_completions, responses
-from slimrl.agent.gateway.chat_request import Reply
+from slimrl.agent.gateway.aside import Aside
+from slimrl.agent.gateway.chat_request import ChatRequest, Reply
 from slimrl.agent.gateway.connection import Connection
-from slimrl.agent.gateway.errors import ApiError, refused, refused_body
+from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused, refused_body
+from slimrl.agent.gateway.json_body import json_body
+from slimrl.agent.gateway.listener import IDLE_S, Listener, is_ours
 from slimrl.agent.gateway.session import Session
 from slimrl.config.schema.agent import GatewayConfig
-from slimrl.data.jsonl import refuse_unwritable
 
 log = logging.getLogger(__name__)
+http_log = logging.getLogger(f"{__name__}.http")
+http_log.addFilter(is_ours)
 
 APIS = (chat_completions, responses, anthropic_messages)
 MODEL = "policy"
 """Name of the model for clients that look; a request may name any."""
-BACKLOG = 4096
-"""Connections that may wait to be accepted"""
 JSON = "application/json"
+LINGER_S = 1.0
+"""How long what is left of a refused body is read, so that its client gets the answer"""
+LOGPROB_BYTES = 16
+"""What a sampled token counts in the size of an answer, which may list each with its log-prob"""
 RETRIES = "x-stainless-retry-count"
 """Header in which both companies' clients say how often they sent a request before"""
 
@@ -45,26 +55,36 @@ class GatewayServer:
         self._sessions: dict[str, tuple[str, Session]] = {}
         """(key, session) by the name in the path"""
         self._warned: set[str] = set()
+        self.aside = Aside()
         app = web.Application(client_max_size=config.max_body_bytes)
         for api in APIS:
             app.router.add_post(f"/{{session}}{api.PATH}", partial(self._safely, partial(self._sample, api), api))
         for method, path, handler in (("GET", "/v1/models", self._models), ("POST", "/reward", self._reward)):
             app.router.add_route(method, f"/{{session}}{path}", partial(self._safely, handler, chat_completions))
         app.router.add_route("*", "/{session}/{rest:.*}", partial(self._safely, self._nothing, chat_completions))
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            logger=http_log,
+            auto_decompress=False,
+            lingering_time=LINGER_S,
+            keepalive_timeout=IDLE_S,
+        )
+        self._listener = Listener(self._runner)
         self._url = ""
 
     async def start(self) -> None:
         """Listen on a free port. Raises NotListening."""
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._config.host, 0, backlog=BACKLOG).start()
+            host, port = await self._listener.start(self._config.host)
         except OSError as error:
             raise NotListening(f"agent.gateway.host: {error}") from error
-        host, port = self._runner.addresses[0][:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def close(self) -> None:
+        await self._listener.close()
         await self._runner.cleanup()
 
     def open(self, session: Session) -> Connection:
@@ -85,7 +105,9 @@ class GatewayServer:
     ) -> web.StreamResponse:
         """The handler's response, or an error in the form of the API."""
         try:
-            return await handler(request, self._session(request))
+            session = self._session(request)
+            with self._listener.busy(request.transport):
+                return await handler(request, session)
         except ApiError as error:
             return _error(api, error)
         except ValidationError as error:
@@ -101,23 +123,49 @@ class GatewayServer:
     async def _sample(self, api: ModuleType, request: web.Request, session: Session) -> web.StreamResponse:
         session.counts.requests += 1
         try:
-            body, asked = api.read(await self._json(request))
+            session.num_open += 1
+            body, asked = await self._asked(api, request, session)
             reply = await session.answer(asked, is_retry=request.headers.get(RETRIES, "0") != "0")
         except (ApiError, ValidationError) as error:
             session.counts.refused += not (isinstance(error, ApiError) and error.status >= 500)
             raise
+        finally:
+            session.num_open -= 1
         self._warn(reply)
         try:
-            return await _deliver(api, request, body, reply)
+            size = asked.num_bytes + LOGPROB_BYTES * reply.num_sampled_tokens
+            return await _deliver(api, request, body, reply, session, size)
         except (ConnectionError, asyncio.CancelledError):
             session.take_back(reply)
             raise
 
-    async def _json(self, request: web.Request) -> dict[str, Any]:
+    async def _asked(self, api: ModuleType, request: web.Request, session: Session) -> tuple[Any, ChatRequest]:
+        # A retry may come while its first attempt is under way.
+        most = 2 * self._config.max_concurrent_requests
+        if session.num_open > most:
+            raise ApiError(429, f"{most} requests are open, twice agent.gateway.max_concurrent_requests", retry=True)
+        raw = await self._raw(request)
+
+        def read() -> tuple[Any, ChatRequest]:
+            body, asked = api.read(json_body(raw, session.max_tokens))
+            asked = replace(asked, num_bytes=len(raw))
+            assert asked.key
+            return body, asked
+
+        try:
+            return await session.compute(read, len(raw))
+        except BudgetSpent as spent:
+            session.spent = spent
+            raise
+
+    async def _raw(self, request: web.Request) -> bytes:
+        """A body's bytes."""
+        packed = request.headers.get("content-encoding", "identity")
+        if packed.lower() != "identity":
+            raise ApiError(415, f"content-encoding: {packed[:40]!r}: send the body as it is")
         try:
             async with asyncio.timeout(self._config.body_timeout_s):
-                value = json.loads(await request.read(), parse_constant=_refuse_constant)
-            refuse_unwritable(value)
+                return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             most = self._config.max_body_bytes
             raise ApiError(413, f"the body has more than {most} bytes, agent.gateway.max_body_bytes") from error
@@ -125,18 +173,15 @@ class GatewayServer:
             raise refused(f"the body cannot be read: {error}") from error
         except TimeoutError as error:
             raise ApiError(408, f"the body took longer than {self._config.body_timeout_s:g} s") from error
-        except (ValueError, RecursionError) as error:
-            raise refused(f"the body is no JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise refused("the body is no JSON object")
-        return value
 
     async def _models(self, request: web.Request, session: Session) -> web.StreamResponse:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "slimrl"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request, session: Session) -> web.StreamResponse:
-        session.post_reward((await self._json(request)).get("reward"))
+        raw = await self._raw(request)
+        body = await session.compute(lambda: json_body(raw, session.max_tokens), len(raw))
+        session.post_reward(body.get("reward"))
         return web.json_response({"reward": session.posted_reward})
 
     async def _nothing(self, request: web.Request, session: Session) -> web.StreamResponse:
@@ -149,20 +194,23 @@ class GatewayServer:
             log.warning("an agent asked for another %s; the run's sampling settings apply instead", name)
 
 
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
-
-
-async def _deliver(api: ModuleType, request: web.Request, body: Any, reply: Reply) -> web.StreamResponse:
+async def _deliver(
+    api: ModuleType, request: web.Request, body: Any, reply: Reply, session: Session, size: int
+) -> web.StreamResponse:
     """Send a reply to its end; raises ConnectionError if the client is gone."""
+
+    def written() -> bytes:
+        return b"".join(api.events(body, reply)) if body.stream else json.dumps(api.answer(body, reply)).encode()
+
+    content = await session.compute(written, size)
     headers = {"x-slimrl-sampling": json.dumps(reply.note)}
     response: web.StreamResponse
     if body.stream:
         response = web.StreamResponse(headers={**headers, "content-type": "text/event-stream"})
         await response.prepare(request)
-        await response.write(b"".join(api.events(body, reply)))
+        await response.write(content)
     else:
-        response = web.Response(body=json.dumps(api.answer(body, reply)), content_type=JSON, headers=headers)
+        response = web.Response(body=content, content_type=JSON, headers=headers)
         await response.prepare(request)
     await response.write_eof()
     if request.transport is None or request.transport.is_closing():
@@ -173,4 +221,7 @@ async def _deliver(api: ModuleType, request: web.Request, body: Any, reply: Repl
 def _error(api: ModuleType, error: ApiError) -> web.Response:
     # Both companies' clients read this header before they try again.
     headers = {"x-should-retry": str(error.retry).lower()} | ({"retry-after": "1"} if error.retry else {})
-    return web.json_response(api.error_body(error), status=error.status, headers=headers)
+    response = web.json_response(api.error_body(error), status=error.status, headers=headers)
+    if error.status == 401:
+        response.force_close()
+    return response

@@ -12,13 +12,14 @@
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import Message, call_name
+from slimrl.agent.gateway.aside import Aside
 from slimrl.agent.gateway.chat_request import ChatRequest, Reply
 from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused
 from slimrl.agent.gateway.history import History, SampledTurn
@@ -91,14 +92,20 @@ class Session:
         requests: TurnRequests,
         agent: AgentConfig,
         one_at_a_time: bool,
+        aside: Aside,
     ) -> None:
         self._engine, self._dialogues, self._requests, self._agent = engine, dialogues, requests, agent
+        self._aside = aside
+        self._computing = asyncio.Lock()
+        """Long computations are one at a time, in the order of the requests"""
         self._turnstile = asyncio.Semaphore(1 if one_at_a_time else agent.gateway.max_concurrent_requests)
         self.history = History()
         self.counts = Counts()
         self.posted_reward: float | None = None
         self.spent: BudgetSpent | None = None
         """Why a request was refused for a limit of the run"""
+        self.num_open = 0
+        """Requests that have not been answered, those included whose body is still being read"""
         self.fault: tuple[Status, str] | None = None
         """What the engine did to the trajectory, and why"""
         self._is_over = False
@@ -122,7 +129,7 @@ class Session:
         """
         task = asyncio.current_task()
         assert task is not None
-        key = history_key(request.tools, request.messages)
+        key = request.key
         whole = key + repr((request.n, request.max_tokens, request.stop)).encode()
         if is_retry and (earlier := self._exchanges.get(whole)) is not None:
             if earlier.reply is None:
@@ -150,6 +157,16 @@ class Session:
                 del self._exchanges[whole]
         return exchange.reply
 
+    @property
+    def max_tokens(self) -> int:
+        """Length of a context"""
+        return self._requests.rollout.max_trajectory_tokens
+
+    async def compute[T](self, call: Callable[[], T], size: int) -> T:
+        """What a call gives that would hold up other trajectories if it is long; see `Aside.run`."""
+        async with self._computing:
+            return await self._aside.run(call, size)
+
     def take_back(self, reply: Reply) -> None:
         """Forget turns that the client did not get."""
         if self.history.take_back(reply.turns):
@@ -162,9 +179,13 @@ class Session:
 
     def post_reward(self, value: Any) -> None:
         """Raises ApiError: it is no finite number."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise refused(f'write {{"reward": number}}; {value!r} is no finite number')
-        self.posted_reward = float(value)
+        try:
+            reward = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+        except OverflowError:
+            reward = math.inf
+        if not math.isfinite(reward):
+            raise refused(f'write {{"reward": number}}; {str(value)[:40]} is no finite number of 64 bits')
+        self.posted_reward = reward
 
     async def close(self, timeout_s: float) -> None:
         """End the requests that are under way, and admit no more."""
@@ -199,8 +220,8 @@ class Session:
             self._idle_since = time.monotonic()
 
     async def _sampled(self, request: ChatRequest, key: bytes) -> Reply:
-        context = self._context(request)
-        limit = self._requests.rollout.max_trajectory_tokens
+        context = await self.compute(lambda: self._context(request), request.num_bytes)
+        limit = self.max_tokens
         try:
             if len(context.tokens) >= limit:
                 said = f"this model's maximum context length is {limit} tokens, and the messages have"
@@ -330,6 +351,9 @@ class Session:
             if said is not None:
                 break
         text = context.dialogue.chat.turn_text(sampled)
+        key = await self.compute(
+            lambda: history_key(request.tools, [*request.messages, said.message]), request.num_bytes
+        )
         return SampledTurn(
             parent=parent,
             told=context.told,
@@ -340,7 +364,7 @@ class Session:
             stop_text=min((one for one in request.stop if one in text), key=text.find, default=None),
             asked=asked,
             number=number,
-            key=history_key(request.tools, [*request.messages, said.message]),
+            key=key,
         )
 
     async def _generated(self, request: Any) -> GenerateResult:

@@ -1,0 +1,36 @@
+"""Long computations beside the event loop, which serves all trajectories."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+from slimrl.data.threads import ReusedThreads
+
+SHORT = 16_384
+"""Bytes, characters or tokens that take a few milliseconds: less than their way to a thread and back would disturb"""
+MAX_THREADS = 8
+
+
+class Aside:
+    """Calls a function where it holds up no one: in a thread, unless what it works on is short.
+
+    A thread cannot be ended, so that callers bound what they bring. In Python's own code the threads and the loop take
+    turns of 5 ms; a tokenizer lets go of the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ReusedThreads()
+        self._places = asyncio.Semaphore(min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+    async def run[T](self, call: Callable[[], T], size: int) -> T:
+        """What the call returns or raises.
+
+        Args:
+            size: of what it works on, as SHORT.
+        """
+        if size <= SHORT:
+            return call()
+        async with self._places:
+            result: Any = await self._threads.run(call)
+        return result
