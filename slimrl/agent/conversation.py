@@ -105,7 +105,7 @@ class Conversation:
             with SPANS("generate"):
                 result = await self._engine.generate(self._request(min(room, wanted)))
             with SPANS("parse"):
-                turn = self._record(result)
+                turn = await self._record(result)
             if turn is None:
                 continue
             if result.finish_reason == "abort":
@@ -220,12 +220,12 @@ class Conversation:
             experts_from=self.transcript.num_expert_rows,
         )
 
-    def _record(self, result: GenerateResult) -> Turn | None:
+    async def _record(self, result: GenerateResult) -> Turn | None:
         """Keep what was sampled, and read it. None if the turn goes on: it stopped at a call within its thinking."""
         self._add_turn(result)
         self._turn_tokens += result.tokens
         try:
-            said = read_turn(
+            said = await read_turn(
                 self._turn_tokens,
                 self._dialogue,
                 in_thinking=self._in_thinking,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from slimrl.agent.bounded_parser import BoundedParser
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import Message
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
@@ -38,7 +39,7 @@ class SaidTurn:
         return message
 
 
-def read_turn(
+async def read_turn(
     tokens: Sequence[int],
     dialogue: Dialogue,
     *,
@@ -64,7 +65,8 @@ def read_turn(
     at_call = last in dialogue.stop_token_ids and last not in chat.stop_token_ids
     if at_call and not thought.closed and not cut_off:
         return None
-    parsed = dialogue.parser.parse(thought.answer)
+    parser = dialogue.parser
+    parsed = await parser.read(thought.answer) if isinstance(parser, BoundedParser) else parser.parse(thought.answer)
     if len(parsed.calls) > 1 and not chat.takes_parallel_calls:
         parsed = ParsedTurn(content=parsed.content, calls=[MalformedCall(problem="only one tool call at a time")])
     calls = tuple(replace(call, id=call.id or f"call_{num_calls + number}") for number, call in enumerate(parsed.calls))

@@ -39,6 +39,10 @@ class Markers:
     call_id: str = ""
     """Regular expression whose group is the id that the model gives its call."""
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.open, self.close, self.section_open, self.section_close)))
+
 
 _TOOL_CALL = Markers(open="<tool_call>", close="</tool_call>")
 _DEEPSEEK = Markers(
@@ -107,6 +111,8 @@ class SGLangParser:
     def __init__(self, name: str, schemas: Sequence[dict[str, Any]]) -> None:
         self._markers = MARKERS.get(name)
         self.close_marker = self._markers.close if self._markers else ""
+        self.all_markers = self._markers.all if self._markers else ()
+        """A text without any of these has no call; empty if that cannot be said."""
         self._name = name
         self._sglang = _function_calls()
         self._tools = [self._sglang.Tool(**schema) for schema in schemas]

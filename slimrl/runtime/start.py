@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from slimrl.agent.bounded_parser import close_parsers
 from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
@@ -191,6 +192,7 @@ def started(
         ends.callback(CheckpointFolder(folder.checkpoints).clean)
         ends.callback(children.end)
         ends.callback(close_comparers)
+        ends.callback(close_parsers)
         with progress.stage("starting Ray"):
             slots = most_slots(recipe, **counts)
             ends.enter_context(ray_cluster(ray_address, num_slots=slots))

@@ -340,9 +340,9 @@ class Session:
             experts += 0 if result.routed_experts is None else len(result.routed_experts)
             finish = "length" if result.finish_reason == "length" else "stop"
             try:
-                said = read(sampled, cut_off=finish == "length")
+                said = await read(sampled, cut_off=finish == "length")
                 if said is None and len(sampled) >= max_new_tokens:
-                    finish, said = "length", read(sampled, cut_off=True)
+                    finish, said = "length", await read(sampled, cut_off=True)
             except Exception as error:
                 # The schemas of an agent's tools may break the parser in any way.
                 cause = f"a turn cannot be read with the agent's tools: {error!r}"

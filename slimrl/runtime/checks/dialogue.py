@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slimrl.agent.bounded_parser import BoundedParser
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.parsers import NoCalls, Parser, ToolCall, make_parser
 from slimrl.agent.sandbox.pool import SandboxPool
@@ -94,9 +95,9 @@ def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> 
         ValueError: there is no such parser, or it does not read the calls that the template writes.
     """
     if ":" in name:
-        return make_parser(name, schemas or [])
+        return BoundedParser(name, schemas or [])
     if not schemas:
-        return make_parser(name, []) if name else NoCalls()
+        return BoundedParser(name, []) if name else NoCalls()
     candidates = (name,) if name else _family_parsers(folder)
     written = _written_call(chat)
     if _PROBE["function"]["name"] not in written:
@@ -104,7 +105,7 @@ def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> 
     for candidate in candidates:
         calls = make_parser(candidate, [_PROBE]).parse(written).calls
         if len(calls) == 1 and isinstance(calls[0], ToolCall):
-            return make_parser(candidate, schemas)
+            return BoundedParser(candidate, schemas)
     tried = ", ".join(candidates)
     raise ValueError(f"{tried}: does not read the calls that the chat template writes, such as {written!r}")
 

@@ -1,0 +1,101 @@
+"""A parser whose every parse ends: in a process with a limit of CPU time.
+
+What a policy writes may send a regular expression into exponential time, and so may the schemas of an agent's tools. A
+text without any marker of a call is not sent there.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from queue import LifoQueue
+from typing import Any
+
+from slimrl.agent.parser_process import OutOfCpuTime, ParserProcess, ParserRaised
+from slimrl.agent.parsers import MalformedCall, NoCalls, ParsedTurn, make_parser
+from slimrl.data.threads import ReusedThreads
+
+MAX_PROCESSES = 2
+"""Of one interpreter; one parses a thousand turns a second"""
+NOT_IN_TIME = "malformed tool call: it takes too long to read"
+
+
+class BoundedParser:
+    """
+    Args:
+        name, schemas: see `make_parser`, which also says what it raises.
+    """
+
+    def __init__(self, name: str, schemas: Sequence[dict[str, Any]]) -> None:
+        self._name, self._schemas = name, json.dumps(list(schemas))
+        self._parser = make_parser(name, schemas)
+        self.close_marker = self._parser.close_marker
+        if not isinstance(self._parser, NoCalls) and ":" not in name:
+            # Some of SGLang's import other packages, transformers among them, when they first parse. In the process
+            # this would take its CPU time.
+            self._parser.parse("".join(getattr(self._parser, "all_markers", ())) or "words")
+
+    def parse(self, text: str) -> ParsedTurn:
+        """Without a limit, for texts of our own."""
+        return self._parser.parse(text)
+
+    def _cannot_call(self, text: str) -> bool:
+        markers = getattr(self._parser, "all_markers", ())
+        return bool(markers) and not any(marker in text for marker in markers)
+
+    async def read(self, text: str) -> ParsedTurn:
+        """What the parser reads in a policy's turn; a malformed call if it takes too long.
+
+        Raises:
+            ParserFailed: the parser raised, or its process ended.
+        """
+        if isinstance(self._parser, NoCalls) or self._cannot_call(text):
+            return ParsedTurn(content=text.strip(), calls=[])
+        parsed: ParsedTurn = await _threads.run(lambda: _processes.parse(self._name, self._schemas, text))
+        return parsed
+
+
+class _Processes:
+    """Forked when needed; may be used from many threads."""
+
+    def __init__(self) -> None:
+        # Last in, first out: a process that runs is used before another one is forked.
+        self._slots: LifoQueue[ParserProcess | None] = LifoQueue()
+        for _ in range(min(MAX_PROCESSES, len(os.sched_getaffinity(0)))):
+            self._slots.put(None)
+        self._forking = threading.Lock()
+
+    def parse(self, name: str, schemas: str, text: str) -> ParsedTurn:
+        process = self._slots.get()
+        kept = None
+        try:
+            if process is None:
+                with self._forking:
+                    process = ParserProcess()
+            parsed = process.parse(name, schemas, text)
+            kept = process
+        except ParserRaised:
+            kept = process
+            raise
+        except OutOfCpuTime:
+            return ParsedTurn(content=text.strip(), calls=[MalformedCall(problem=NOT_IN_TIME)])
+        finally:
+            self._slots.put(kept)
+        return parsed
+
+    def close(self) -> None:
+        """End the processes that parse nothing; the others end with their parse and this process's pipe."""
+        for _ in range(self._slots.qsize()):
+            process = self._slots.get()
+            if process is not None:
+                process.end()
+            self._slots.put(None)
+
+
+_threads = ReusedThreads()
+_processes = _Processes()
+
+
+def close_parsers() -> None:
+    """End the processes; the next parse forks new ones."""
+    _processes.close()

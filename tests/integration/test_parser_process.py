@@ -1,0 +1,152 @@
+"""Parses that would not end are ended, whichever parser it is, and hold up nothing else."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slimrl.agent import bounded_parser, parser_process
+from slimrl.agent.bounded_parser import NOT_IN_TIME, BoundedParser, close_parsers
+from slimrl.agent.parser_process import OutOfCpuTime, ParserFailed, ParserProcess
+from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall, make_parser
+from slimrl.config.package_fields import tool_call_parsers
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluate arithmetic.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "pattern": "^(a+)+$"}, "n": {"type": "integer"}},
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "aaa"}}\n</tool_call>'
+ENDLESS = "<｜tool▁call▁begin｜>" + "function<｜tool▁sep｜>" * 1000 + "\n```json\n" * 1000 + "\n``<｜tool▁call▁end｜>"
+"""SGLang's expression for DeepSeek-V3 has three `.*` in turn: it takes the cube of the text's length."""
+PARSERS = sorted(set(tool_call_parsers()) - {"response_template"})
+
+
+@pytest.fixture(autouse=True)
+def no_processes_left() -> Iterator[None]:
+    yield
+    close_parsers()
+
+
+async def test_a_turn_is_read_as_without_a_process():
+    texts = [
+        f"Let me see.\n{CALL}", CALL + CALL, "words alone", "<tool_call>\n{\n</tool_call>", "", "\ud800<tool_call>",
+        CALL.replace('"aaa"', '{"x": [1.5, null, true, 1e300]}'), CALL.replace("calculator", "abacus"),
+    ]  # fmt: skip
+    parser, plain = BoundedParser("hermes", [TOOL]), make_parser("hermes", [TOOL])
+    assert [await parser.read(text) for text in texts] == [plain.parse(text) for text in texts]
+
+
+async def test_a_parse_without_end_is_a_malformed_call_and_the_loop_goes_on():
+    parser = BoundedParser("deepseekv3", [TOOL])
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.02)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    async with asyncio.timeout(60):
+        parsed = await parser.read(ENDLESS)
+    ticking.cancel()
+    assert parsed.calls == [MalformedCall(problem=NOT_IN_TIME)]
+    assert ticks > 20
+    assert (await parser.read("words")).content == "words"
+
+
+async def test_a_pattern_of_an_agents_schema_ends_too():
+    parser = BoundedParser("hermes", [TOOL])
+    async with asyncio.timeout(60):
+        parsed = await parser.read(CALL.replace("aaa", "a" * 40 + "!"))
+        assert parsed.calls == [MalformedCall(problem=NOT_IN_TIME)]
+        assert (await parser.read(CALL)).calls == [ToolCall(name="calculator", arguments={"expression": "aaa"})]
+
+
+class RaisingParser:
+    close_marker = ""
+
+    def parse(self, text: str) -> ParsedTurn:
+        raise ZeroDivisionError(text)
+
+
+async def test_a_parser_that_raises_keeps_its_process():
+    parser = BoundedParser(f"{__name__}:RaisingParser", [])
+    for _ in range(2):
+        with pytest.raises(ParserFailed, match="ZeroDivisionError"):
+            await parser.read("x")
+    (process,) = [one for one in bounded_parser._processes._slots.queue if one is not None]
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(ParserFailed, match="ended with code -9"):
+        await parser.read("x")
+    with pytest.raises(ParserFailed, match="ZeroDivisionError"):
+        await parser.read("x")
+
+
+def test_a_process_that_is_stuck_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parser_process, "DEADLINE_S", 0.5)
+    process = ParserProcess()
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(ParserFailed, match="did not answer within"):
+        process.parse("hermes", "[]", "x" * 1_000_000)
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_a_process_holds_none_of_the_drivers_files(tmp_path: Any):
+    with (tmp_path / "file").open("w") as file:
+        process = ParserProcess()
+        process.parse("hermes", json.dumps([TOOL]), "x")
+        held = [os.readlink(f"/proc/{process.pid}/fd/{one}") for one in os.listdir(f"/proc/{process.pid}/fd")]
+        process.end()
+    assert file.name not in held
+    assert len(held) == 5, held
+
+
+async def test_many_turns_at_once_each_get_their_own():
+    parser = BoundedParser("hermes", [TOOL])
+    texts = [CALL.replace("aaa", "a" * number) for number in range(1, 60)]
+    parsed = await asyncio.gather(*map(parser.read, texts))
+    assert [one.calls[0].arguments["expression"] for one in parsed] == ["a" * number for number in range(1, 60)]
+
+
+FRAGMENTS = [
+    '{"a":', "[", '{"name": "calculator", "arguments": {', '"', "\\", "f(x=", "[calculator(n=1),", "```json\n", "\n",
+    "<", "</", "=", "'", " ", "<arg_key>", "</arg_value>", "<parameter=", "<function=calculator>", "<invoke name=",
+]  # fmt: skip
+
+
+REPORTED = "<|tool_calls_section_begin|><|to" + '{"a":' * 30 + "ol_call_"
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_parser_ends_on_hostile_texts(name: str):
+    """Seeded texts of the format's own markers, repeated: each is read within its limit, or its process is ended."""
+    parser = BoundedParser(name, [TOOL])
+    rng = random.Random(name)
+    pieces = [*FRAGMENTS, *getattr(parser._parser, "all_markers", ()), "<tool_call>", "<|tool_call_begin|>"]
+    texts = [REPORTED]
+    for _ in range(12):
+        first, again, last = rng.choices(pieces, k=3)
+        texts.append(first + again * rng.choice([30, 300, 3000]) + last)
+    process, slow = ParserProcess(), []
+    for text in texts:
+        try:
+            assert isinstance(process.parse(name, json.dumps([TOOL]), text), ParsedTurn)
+        except OutOfCpuTime:
+            process = ParserProcess()
+            slow.append(text[:40])
+    process.end()
+    assert len(slow) < 5, slow
