@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from slimrl.data.jsonl import read_jsonl
+from slimrl.data.trajectory_checks import check_fields, checked_array
 
 
 class Status(str, Enum):
@@ -82,7 +83,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        for name in _DTYPES:
+        for name in _ARRAYS:
             value = getattr(self, name)
             if value is not None and len(value) != length:
                 raise ValueError(f"segment: {name} has {len(value)} entries, tokens has {length}")
@@ -157,26 +158,16 @@ class Trajectory:
                 raise ValueError(f"{name} has {given} entries, and the trajectory {self.num_turns} turns")
 
 
-_DTYPES = {
-    "tokens": np.int32,
-    "loss_mask": np.bool_,
-    "rollout_logprobs": np.float32,
-    "weight_versions": np.int32,
-    "turn_ids": np.int16,
-    "routed_experts": np.int16,
-    "teacher_logprobs": np.float32,
-}
+_ARRAYS = tuple(one.name for one in fields(Segment))
 _OPTIONAL = ("routed_experts", "teacher_logprobs")
 """May be null."""
 
 _NOT_IN_FILES = ("scratch", "measured")
 
-_TURN_LISTS = {"turn_rewards": (float, int), "turn_states": (str,), "turn_advantages": (float, int)}
-
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
     segments = [
-        {name: None if (value := getattr(segment, name)) is None else value.tolist() for name in _DTYPES}
+        {name: None if (value := getattr(segment, name)) is None else value.tolist() for name in _ARRAYS}
         for segment in trajectory.segments
     ]
     values = {name: value for name, value in vars(trajectory).items() if name not in _NOT_IN_FILES}
@@ -195,12 +186,7 @@ def from_json(value: dict[str, Any]) -> Trajectory:
         raise ValueError(f"`status` is {value['status']!r}; known are {', '.join(Status)}")
     if not isinstance(value["segments"], list) or not all(isinstance(one, dict) for one in value["segments"]):
         raise ValueError("`segments` must be a list of objects")
-    for name, kinds in _TURN_LISTS.items():
-        given = value.get(name, [])
-        if not isinstance(given, list) or not all(isinstance(one, kinds) for one in given):
-            raise ValueError(f"`{name}` must be a list of {'texts' if str in kinds else 'numbers'}")
-    if not isinstance(value.get("advantage"), float | int | None):
-        raise ValueError("`advantage` must be a number or null")
+    check_fields(value)
     segments = [_segment(segment, f"segments[{number}]") for number, segment in enumerate(value["segments"])]
     trajectory = Trajectory(**{**value, "status": Status(value["status"]), "segments": segments})
     trajectory.check_turns()
@@ -210,8 +196,8 @@ def from_json(value: dict[str, Any]) -> Trajectory:
 def _segment(value: dict[str, Any], where: str) -> Segment:
     try:
         # Files of runs without a teacher may lack its log-probs.
-        _check_keys(value, {name: name != "teacher_logprobs" for name in _DTYPES})
-        return Segment(**{name: _array(name, value.get(name)) for name in _DTYPES})
+        _check_keys(value, {name: name != "teacher_logprobs" for name in _ARRAYS})
+        return Segment(**{name: _array(name, value.get(name)) for name in _ARRAYS})
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -225,15 +211,7 @@ def _check_keys(value: dict[str, Any], known: dict[str, bool]) -> None:
 
 
 def _array(name: str, value: Any) -> Any:
-    if name in _OPTIONAL and value is None:
-        return None
-    try:
-        array: np.ndarray = np.asarray(value, _DTYPES[name])
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"`{name}` is not a list of {np.dtype(_DTYPES[name]).name}: {error}") from error
-    if not array.ndim:
-        raise ValueError(f"`{name}` is not a list")
-    return array
+    return None if name in _OPTIONAL and value is None else checked_array(name, value)
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
@@ -242,8 +220,11 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
             file.write(json.dumps(to_json(trajectory)) + "\n")
 
 
-def read_trajectories(path: Path) -> list[Trajectory]:
+def read_trajectories(path: Path, vocab_size: int | None = None) -> list[Trajectory]:
     """All trajectories of a file, in order.
+
+    Args:
+        vocab_size: of the model that is trained on them, below which all tokens are; None if it is not known.
 
     Raises:
         ValueError: the file is missing or empty, or lines are broken; names every broken line.
@@ -251,8 +232,14 @@ def read_trajectories(path: Path) -> list[Trajectory]:
 
     def parse(value: dict[str, Any], number: int) -> Trajectory:
         try:
-            return from_json(value)
+            trajectory = from_json(value)
+            for place, segment in enumerate(trajectory.segments):
+                if vocab_size is not None and (largest := segment.tokens.max(initial=0)) >= vocab_size:
+                    raise ValueError(
+                        f"segments[{place}]: `tokens` has {largest}, and the model's vocabulary {vocab_size} tokens"
+                    )
         except ValueError as error:
             raise ValueError(f"not a trajectory: {error}") from error
+        return trajectory
 
     return read_jsonl(path, parse, finite=False)

@@ -16,6 +16,7 @@ from slimrl.data.mixture import DataOrder, Mixture
 from slimrl.data.output_file import check_output_file
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
+from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
@@ -195,7 +196,8 @@ def train_on_file(
         loaded, task = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read)
         check_profiled(profiled, steps)
         recipe = loaded.recipe
-        batch = read_trajectories(trajectories)
+        vocab_size = int(read_hf_config(Path(recipe.model.path))["vocab_size"])
+        batch = read_trajectories(trajectories, vocab_size)
         usable = [segment for t in batch if t.status is not Status.failed for segment in t.segments]
         if recipe.algorithm.teacher_coef and any(segment.teacher_logprobs is None for segment in usable):
             raise ValueError(
