@@ -9,7 +9,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
 from slimrl.checkpoints.torch_dist.layer_schema import layer_schema
 from slimrl.checkpoints.torch_dist.metadata import content_metadata
-from slimrl.checkpoints.torch_dist.reader import StoredWeights, read_metadata
+from slimrl.checkpoints.torch_dist.reader import StoredWeights
+from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 
 
 class TorchDistCheckpoint(StoredWeights):

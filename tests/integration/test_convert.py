@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.checkpoints.torch_dist.reader import read_metadata
+from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.units import show_bytes

@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from slimrl.checkpoints.checkpoint_reader import read_blocks, read_whole
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder, write_safetensors
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
-from slimrl.checkpoints.torch_dist.reader import StoredWeights, read_metadata
+from slimrl.checkpoints.torch_dist.reader import StoredWeights
+from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk
 from slimrl.data.weights import TensorSpec
 from slimrl.models.architecture import architecture_of

@@ -19,7 +19,7 @@ from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
 from slimrl.checkpoints.torch_dist.files import plan_distcp_files, write_distcp_file
 from slimrl.checkpoints.torch_dist.metadata import COMMON_KEY, content_metadata, write_metadata
-from slimrl.checkpoints.torch_dist.reader import read_metadata
+from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.data.weights import SourceLayout, SourcePiece, TensorSpec

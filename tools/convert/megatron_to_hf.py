@@ -31,7 +31,8 @@ from slimrl.checkpoints.safetensors_folder import (
     plan_safetensors_files,
     write_index,
 )
-from slimrl.checkpoints.torch_dist.reader import StoredWeights, read_metadata
+from slimrl.checkpoints.torch_dist.reader import StoredWeights
+from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.data.weights import TensorSpec
 from slimrl.models.family import Family, family_of
 from slimrl.models.hf_config import plain_config

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.checkpoints.torch_dist.reader import read_metadata
+from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.models.architecture import FACTS_FILE, read_facts
 from slimrl.models.families.mtp import num_mtp_layers
 from slimrl.models.family import family_of

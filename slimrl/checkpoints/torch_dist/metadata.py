@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from slimrl.checkpoints.digests import Span
 from slimrl.checkpoints.torch_dist.chunks import SHARDING, Chunk, ShardSchema
-from slimrl.checkpoints.torch_dist.reader import METADATA_NAME
+from slimrl.checkpoints.torch_dist.safe_pickle import METADATA_NAME, load_object
 
 FORMAT_VERSION = "1.0.0"
 """Version of torch's distributed checkpoint format."""
@@ -46,7 +46,7 @@ def content_metadata(folder: Path, metadata: Metadata) -> dict[str, Any]:
     """A checkpoint's content metadata, for example how the keys of its layers and experts are made.
 
     Raises:
-        ValueError: not a checkpoint of megatron-core, or the metadata is missing or damaged.
+        ValueError: not a checkpoint of megatron-core, or the metadata is missing, damaged or may run code.
     """
     try:
         backend = json.loads((folder / CONFIG_NAME).read_text())["sharded_backend"]
@@ -60,14 +60,12 @@ def content_metadata(folder: Path, metadata: Metadata) -> dict[str, Any]:
 def _common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
     """As megatron-core loads it."""
     if (folder / COMMON_NAME).exists():
-        # Megatron-LM's arguments are there, of classes that it tells torch to trust.
-        import megatron.core  # noqa: F401
-
-        return torch.load(folder / COMMON_NAME, map_location="cpu")
+        with (folder / COMMON_NAME).open("rb") as stream:
+            return load_object(stream)
     place = metadata.storage_data[MetadataIndex(COMMON_KEY)]
     with (folder / place.relative_path).open("rb") as stream:
         window: Any = _create_file_view(stream, place.offset, place.length)
-        (common,) = torch.load(window, map_location="cpu", weights_only=False)
+        (common,) = load_object(window)
     return common
 
 

@@ -7,23 +7,21 @@
    is stored as it is, in one chunk, are read alone.
 """
 
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema, gate_and_up_apart
+from slimrl.checkpoints.torch_dist.safe_pickle import METADATA_NAME
 from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk, read_rows
 from slimrl.data.weights import TensorSpec
 from slimrl.models.layout_ops import Identity
 from slimrl.models.weight_map import Entry, Slices
 
-METADATA_NAME = ".metadata"
 MAX_LISTED = 10
 """Missing weights that an error names; the rest are counted."""
 
@@ -151,20 +149,6 @@ class StoredWeights(CheckpointReader):
         if tensor.shape != stored.sizes:
             raise ValueError(f"{self.path}: {key} is {list(tensor.shape)}, its metadata says {list(stored.sizes)}")
         return tensor
-
-
-def read_metadata(path: Path) -> Metadata:
-    """The metadata of a torch_dist folder.
-
-    Raises:
-        ValueError: no torch_dist folder, or its metadata cannot be read.
-    """
-    if not (path / METADATA_NAME).is_file():
-        raise ValueError(f"{path}: not a torch_dist checkpoint, it has no {METADATA_NAME}")
-    try:
-        return FileSystemReader(path).read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-        raise ValueError(f"{path / METADATA_NAME}: cannot be read: {error!r}") from error
 
 
 def check_files(path: Path, metadata: Metadata) -> None:

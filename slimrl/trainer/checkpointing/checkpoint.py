@@ -31,7 +31,7 @@ from slimrl.checkpoints.digests import FileDigest, file_digests
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.torch_dist.chunks import SHARDING
 from slimrl.checkpoints.torch_dist.metadata import content_metadata
-from slimrl.checkpoints.torch_dist.reader import read_metadata
+from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata, without_code
 from slimrl.models.adapters import is_adapter
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
 from slimrl.models.hf_config import plain_config, read_hf_config
@@ -120,7 +120,8 @@ def load(
     """
     check_architecture(directory, architecture)
     state = _sharded_state(chunks, optimizer, _metadata(), is_loading=True)
-    loaded = dist_checkpointing.load(state, str(directory))
+    with without_code(directory):
+        loaded = dist_checkpointing.load(state, str(directory))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{index}"])
     optimizer.load_state_dict(loaded["optimizer"], loaded["scheduler"])
@@ -148,7 +149,8 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
             model: {name: item for name, item in part.items() if not _is_own(chunk, name)}
             for (model, part), chunk in zip(_model_state(chunks, metadata).items(), chunks, strict=True)
         }
-        loaded = dist_checkpointing.load(state, str(directory))
+        with without_code(directory):
+            loaded = dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, KeyError) as error:
         raise ValueError(f"{directory}: not a checkpoint of this model: {error}") from error
     for index, chunk in enumerate(chunks):

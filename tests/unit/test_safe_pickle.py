@@ -1,0 +1,83 @@
+"""A checkpoint that somebody else made is data: what its pickles name is not run."""
+
+import argparse
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+
+from slimrl.checkpoints.torch_dist.metadata import COMMON_KEY, COMMON_NAME, content_metadata
+from slimrl.checkpoints.torch_dist.safe_pickle import METADATA_NAME, read_metadata, without_code
+
+
+class Runs:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def write_checkpoint(folder: Path, common: Any, **more: Any) -> None:
+    """A folder with a common state, as megatron-core writes it."""
+    folder.mkdir()
+    torch.save([common], folder / "__0_0.distcp")
+    place = _StorageInfo("__0_0.distcp", 0, (folder / "__0_0.distcp").stat().st_size)
+    metadata = Metadata(
+        state_dict_metadata={COMMON_KEY: BytesStorageMetadata()},
+        storage_data={MetadataIndex(COMMON_KEY): place},
+        storage_meta=StorageMeta(checkpoint_id=folder),
+        **more,
+    )
+    (folder / METADATA_NAME).write_bytes(pickle.dumps(metadata))
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+
+
+@pytest.mark.parametrize("where", ["metadata", "inside", "state_dict", "common", "common.pt"])
+def test_code_in_a_checkpoint_is_refused_by_its_name_and_not_run(tmp_path: Path, where: str):
+    made, folder = tmp_path / "made", tmp_path / "checkpoint"
+    common = {"content_metadata": {"x": Runs(made) if where == "common" else 1}}
+    write_checkpoint(folder, common, planner_data=Runs(made) if where == "inside" else None)
+    if where == "metadata":
+        (folder / METADATA_NAME).write_bytes(pickle.dumps(Runs(made)))
+    if where == "state_dict":
+        (folder / METADATA_NAME).write_bytes(pickle.dumps({"a": Runs(made)}, protocol=2))
+    if where == "common.pt":
+        torch.save({"content_metadata": Runs(made)}, folder / COMMON_NAME)
+    with pytest.raises(ValueError, match=r"it names posix\.mkdir, which no checkpoint needs and which may run code"):
+        content_metadata(folder, read_metadata(folder))
+    assert not made.exists()
+
+
+def test_megatrons_arguments_and_plain_values_are_read(tmp_path: Path):
+    arguments = argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16)
+    content = {"singleton_local_shards": True, "arguments": arguments, "shape": torch.Size([2]), "t": torch.ones(2)}
+    write_checkpoint(tmp_path / "checkpoint", {"content_metadata": content})
+    read = content_metadata(tmp_path / "checkpoint", read_metadata(tmp_path / "checkpoint"))
+    assert read["arguments"] == arguments
+    assert read["t"].tolist() == [1.0, 1.0]
+
+
+def test_another_pickle_is_no_metadata(tmp_path: Path):
+    for content in (pickle.dumps({"a": 1}), b"", b"\x80\x05"):
+        (tmp_path / METADATA_NAME).write_bytes(content)
+        with pytest.raises(ValueError, match=r"\.metadata: cannot be read"):
+            read_metadata(tmp_path)
+
+
+def test_torchs_own_loading_refuses_code_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made, folder = tmp_path / "made", tmp_path / "checkpoint"
+    write_checkpoint(folder, {})
+    torch.save(Runs(made), tmp_path / "object")
+    with pytest.raises(ValueError, match=r"checkpoint: it names posix\.mkdir"), without_code(folder):
+        torch.load(tmp_path / "object", weights_only=False)
+    assert not made.exists()
+    torch.load(tmp_path / "object", weights_only=False)
+    assert made.exists()
