@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import typer
 
+from slimrl.data.visible import visible
+
 
 class CheckFailed(Exception):
     """A command wrote a wrong result; the input is not at fault."""
@@ -27,4 +29,4 @@ def exit_codes() -> Iterator[None]:
 
 
 def _say(message: str, error: BaseException) -> None:
-    typer.echo("\n".join([message, *getattr(error, "__notes__", ())]), err=True)
+    typer.echo(visible("\n".join([message, *getattr(error, "__notes__", ())])), err=True)

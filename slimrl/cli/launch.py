@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from slimrl.cli.arguments import Overrides, Overwrite, Recipe, Resume
+from slimrl.data.visible import visible
 
 
 def slurm(
@@ -76,7 +77,7 @@ def slurm(
         overwrite=overwrite,
     )
     for note in check_job(recipe, overrides or [], job, files=not dry_run):
-        typer.echo(note, err=True)
+        typer.echo(visible(str(note)), err=True)
     script = job_script(recipe, overrides or [], job)
     if dry_run:
         typer.echo(script, nl=False)

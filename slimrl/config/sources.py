@@ -7,7 +7,7 @@ import yaml
 
 from slimrl.config.keys import EXTENDS, is_section
 from slimrl.config.problems import Problem
-from slimrl.config.yaml_source import Entry, YamlSource, display_path
+from slimrl.config.yaml_source import Entry, Refused, YamlSource, display_path
 
 COMMAND_LINE = "command line"
 
@@ -44,7 +44,7 @@ def read_file(path: Path, chain: tuple[Path, ...], referrer: str, problems: list
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{shown}:{mark.line + 1}" if mark else shown
-        problems.append(Problem(where=where, key="", message=f"not YAML: {_reason(error)}."))
+        problems.append(Problem(where=where, key="", message=f"{_reason(error)}."))
         return
     for entry in entries:
         if entry.key == EXTENDS:
@@ -74,9 +74,11 @@ def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Iterato
             else:
                 yield Entry(key=key, value=source.value(source.root), where=COMMAND_LINE)
         except yaml.YAMLError as error:
-            message = f"{text!r} is not YAML: {_reason(error)}."
+            given = text if len(text) <= 60 else f"{text[:57]}..."
+            message = f"{given!r}{': ' if isinstance(error, Refused) else ' is '}{_reason(error)}."
             problems.append(Problem(where=COMMAND_LINE, key=key, message=message))
 
 
-def _reason(error: yaml.YAMLError) -> object:
-    return getattr(error, "problem", None) or error
+def _reason(error: yaml.YAMLError) -> str:
+    reason = getattr(error, "problem", None) or error
+    return str(reason) if isinstance(error, Refused) else f"not YAML: {reason}"

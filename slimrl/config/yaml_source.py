@@ -3,6 +3,7 @@
 Scalars follow the YAML 1.2 core rules, so that `off` is a word and `1e-6` a number.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,10 +30,61 @@ class Entry:
         return Problem(where=self.where, key=self.key, message=message)
 
 
+MAX_DEPTH = 50
+"""Nesting of a recipe's mappings and lists; much deeper ones exceed Python's stack"""
+MAX_VALUES = 5_000
+"""Keys and values of a recipe, those that `*name` repeats counted each time"""
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalar rules of YAML 1.2 in place of those of 1.1."""
+    """SafeLoader with the scalar rules of YAML 1.2 in place of those of 1.1, and with bounds."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[int, int] = {}
+        """Keys and values of a node that is complete, by its id"""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _wrong(f"nested more than {MAX_DEPTH} deep", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise _wrong("an alias within what it stands for", mark)
+        if id(node) not in self._sizes:
+            inside = node.value if isinstance(node, yaml.CollectionNode) else []
+            parts = [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in parts)
+            if self._sizes[id(node)] > MAX_VALUES:
+                raise _wrong(f"more than {MAX_VALUES} values, those that aliases repeat included", mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            # What PyYAML raises for a scalar that its tag does not fit, such as `!!timestamp x`.
+            raise _wrong(f"{_short(str(getattr(node, 'value', '')))!r} is no {node.tag}", node.start_mark) from error
+        if isinstance(value, str) and "\0" in value:
+            raise _wrong("a text with a NUL character", node.start_mark)
+        return value
+
+
+class Refused(yaml.MarkedYAMLError):
+    """It is YAML, and no recipe."""
+
+
+def _wrong(problem: str, mark: Any) -> Refused:
+    return Refused(problem=problem, problem_mark=mark)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), None)
@@ -50,11 +102,18 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), No
 
 
 def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    return float(re.sub(r"\.(inf|nan)", r"\1", node.value.lower()))
+    value = float(re.sub(r"\.(inf|nan)", r"\1", node.value.lower()))
+    if math.isinf(value) and "inf" not in node.value.lower():
+        raise _wrong(f"{_short(node.value)} is beyond a number of 64 bits", node.start_mark)
+    return value
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
+    # More digits are beyond 64 bits, and thousands of them take Python long.
+    value = int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10) if len(node.value) < 100 else 2**64
+    if not -(2**63) <= value < 2**64:
+        raise _wrong(f"{_short(node.value)} is beyond an integer of 64 bits", node.start_mark)
+    return value
 
 
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)

@@ -16,7 +16,12 @@ def strict_json(text: str, *, finite: bool = True) -> Any:
         RecursionError: lists and objects are nested too deeply.
     """
     numbers: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite_float} if finite else {}
-    return json.loads(text, object_pairs_hook=_unique, **numbers)
+    try:
+        return json.loads(text, object_pairs_hook=_unique, **numbers)
+    except ValueError as error:
+        if str(error).startswith("Exceeds the limit"):
+            raise ValueError("an integer has thousands of digits") from error
+        raise
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.visible import visible
 
 type Key = tuple[str, str, int]
 """Set, id of the prompt, and number of the sample from 0."""
@@ -73,7 +74,7 @@ def item_keys(set_name: str, prompts: Sequence[Prompt], samples_per_prompt: int)
 
 def to_line(item: Item) -> str:
     """JSON with the line's end."""
-    return json.dumps({**asdict(item), "status": item.status.value}, ensure_ascii=False, default=str) + "\n"
+    return visible(json.dumps({**asdict(item), "status": item.status.value}, ensure_ascii=False, default=str)) + "\n"
 
 
 def from_line(line: bytes) -> Item:

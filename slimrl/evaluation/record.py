@@ -14,6 +14,7 @@ from slimrl.config.load import is_needed
 from slimrl.config.show import changed_settings
 from slimrl.data.atomic import write_whole
 from slimrl.data.trajectory import Prompt
+from slimrl.data.visible import visible
 
 NO_EFFECT = (
     *("run", "resync", "checkpoint", "tracking", "data", "model.path", "model.megatron"),
@@ -72,7 +73,7 @@ def open_record(path: Path, record: Mapping[str, Any]) -> None:
                 + "".join(f"  {difference}\n" for difference in differences)
                 + f"Evaluate as there to continue it, or give another --out than {path.parent}."
             )
-    write_whole(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_whole(path, visible(json.dumps(record, indent=2, ensure_ascii=False)) + "\n")
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from slimrl.data.visible import visible
 from slimrl.launch.allreduce_probe import AllReduceProbe
 from slimrl.launch.attempt import (
     MOST_UNOPENED,
@@ -219,7 +220,7 @@ def main() -> None:
 
 def say(message: str) -> None:
     """Print to the job's log, with the time."""
-    print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {visible(message)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slimrl.data.preview import Preview
+from slimrl.data.visible import visible
 
 _STYLES = {"prompt": "dim", "policy": "bold green", "tool": "cyan", "template": "yellow"}
 
@@ -39,4 +40,4 @@ def as_json(preview: Preview) -> str:
         "segment_lengths": list(map(len, preview.segments)),
         "tokens": [vars(token) for segment in preview.segments for token in segment],
     }
-    return json.dumps(value, ensure_ascii=False)
+    return visible(json.dumps(value, ensure_ascii=False))

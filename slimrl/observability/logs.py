@@ -8,16 +8,20 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from slimrl.data.visible import visible
+
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _Hiding(logging.Formatter):
+    """Without secrets, and without what would steer the terminal of a reader"""
+
     def __init__(self, hide: Callable[[str], str]) -> None:
         super().__init__(FORMAT)
         self._hide = hide
 
     def format(self, record: logging.LogRecord) -> str:
-        return self._hide(super().format(record))
+        return visible(self._hide(super().format(record)))
 
 
 def log_to_file(path: Path, level: int = logging.INFO, hide: Callable[[str], str] = lambda text: text) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.data.trajectory import Trajectory
+from slimrl.data.visible import visible
 
 
 def readable(trajectory: Trajectory) -> dict[str, Any]:
@@ -31,6 +32,8 @@ def write_samples(path: Path, trajectories: Iterable[Trajectory], limit: int) ->
     for trajectory in trajectories:
         if len(chosen) < limit:
             chosen.setdefault(trajectory.group_id, trajectory)
-    lines = (json.dumps(readable(trajectory), ensure_ascii=False, default=str) for trajectory in chosen.values())
+    lines = (
+        visible(json.dumps(readable(trajectory), ensure_ascii=False, default=str)) for trajectory in chosen.values()
+    )
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(line + "\n" for line in lines))
+    path.write_text("".join(visible(line) + "\n" for line in lines))
