@@ -37,7 +37,7 @@ Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/conf
 - A resumed run reads the variable again, and does not notice a changed value.
 - `\${` writes `${` itself, as in `'Write \${x} once'`; within double quotes write `"\\${x}"`.
 - Scalars follow YAML 1.2: `1e-6` is a number; `off`, `yes` and `1_000` are words, refused for a number or a boolean.
-- A file has at most 5,000 values, counted as often as `*name` repeats them, nested at most 50 deep; numbers have 64 bits.
+- A file has at most 5,000 values, counted as often as `*name` repeats them, 50 levels deep; numbers have 64 bits.
 - Paths are not expanded: `~` and `$HOME` are refused, `${oc.env:HOME}` is replaced.
 - `trainer.megatron`, `critic.trainer.megatron`, `rollout.sglang` and `teacher.sglang` take fields of the installed
   versions, checked by name and type: those [at the end](#fields-of-megatron-core-and-sglang).
