@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import resource
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from gateway_agents import ANSWER, CHAT, TOOL, ScriptedEngine, play
 
 from slimrl.agent.gateway import listener, server
+from slimrl.agent.gateway.aside import Aside
 from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.json_body import CHARS_PER_TOKEN
 from slimrl.data.trajectory import Status
@@ -251,3 +253,26 @@ async def test_what_is_no_http_fills_no_log(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.DEBUG, "slimrl"):
         await play(ScriptedEngine([]), agent)
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+async def test_a_computation_whose_client_is_gone_keeps_its_turn_until_it_ends():
+    aside, turn, may_end = Aside(), asyncio.Lock(), threading.Event()
+    order = []
+
+    def long() -> None:
+        may_end.wait(10)
+        order.append("first")
+
+    gone = asyncio.create_task(aside.run(long, 1 << 20, turn))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    next_one = asyncio.create_task(aside.run(lambda: order.append("second"), 1, turn))
+    await asyncio.sleep(0.05)
+    assert (gone.cancelled(), order) == (True, [])
+    may_end.set()
+    async with asyncio.timeout(10):
+        await next_one
+    assert order == ["first", "second"]
+    with pytest.raises(ZeroDivisionError):
+        await aside.run(lambda: 1 // 0, 1 << 20, turn)
+    assert not turn.locked()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from slimrl.data.threads import ReusedThreads
@@ -23,14 +24,29 @@ class Aside:
         self._threads = ReusedThreads()
         self._places = asyncio.Semaphore(min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
-    async def run[T](self, call: Callable[[], T], size: int) -> T:
+    async def run[T](self, call: Callable[[], T], size: int, turn: asyncio.Lock) -> T:
         """What the call returns or raises.
 
         Args:
             size: of what it works on, as SHORT.
+            turn: held until the call has ended, also where its caller is cancelled meanwhile.
         """
-        if size <= SHORT:
-            return call()
-        async with self._places:
-            result: Any = await self._threads.run(call)
+        await turn.acquire()
+        running: asyncio.Future[Any] | None = None
+        try:
+            if size <= SHORT:
+                return call()
+            await self._places.acquire()
+            running = self._threads.run(call)
+        finally:
+            if running is None:
+                turn.release()
+        running.add_done_callback(partial(self._ended, turn))
+        result: Any = await asyncio.shield(running)
         return result
+
+    def _ended(self, turn: asyncio.Lock, running: "asyncio.Future[Any]") -> None:
+        self._places.release()
+        turn.release()
+        if not running.cancelled():
+            running.exception()  # the caller may be gone

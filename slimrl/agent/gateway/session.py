@@ -164,8 +164,7 @@ class Session:
 
     async def compute[T](self, call: Callable[[], T], size: int) -> T:
         """What a call gives that would hold up other trajectories if it is long; see `Aside.run`."""
-        async with self._computing:
-            return await self._aside.run(call, size)
+        return await self._aside.run(call, size, self._computing)
 
     def take_back(self, reply: Reply) -> None:
         """Forget turns that the client did not get."""
