@@ -153,6 +153,15 @@ def work(_):
         libc.memset(at, 3, LIMIT // 6)
 forks(15, work)
 """,
+    "memory that processes inherit from ended ones": """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+def work(_):
+    for _ in range(6):
+        take(LIMIT // 8)
+        if os.fork(): os._exit(0)
+    stay()
+forks(15, work)
+""",
     "processes whose first thread has ended": """
 def work(_):
     def hold():

@@ -1,8 +1,9 @@
 """What a run holds of the host's memory, which no resource limit bounds for all of its processes together.
 
 1. Each look is cheap, and gives a bound from above: the private memory of the last exact measurement; a page for each
-   page fault since, for the kernel gives memory to a program in no other way, and one page at a time (confine.py);
-   what is in the run's tmpfs; and the most that its sockets, open files, mappings and processes can hold.
+   page fault of these processes since, for the kernel gives memory to a program in no other way, and one page at a time
+   (confine.py); all that is resident of processes that have begun since, though they share what they inherit; what is
+   in the run's tmpfs; and the most that its sockets, open files, mappings and processes can hold.
 2. Only if the bound is above the limit is the private memory measured, page by page, which takes about a millisecond
    for each process. If there are several, they are stopped meanwhile, or they would take on.
 3. The next look comes before the run could have taken what is left: at most SAMPLE_S later.
@@ -17,7 +18,7 @@ import socket
 from slimrl.agent.sandbox.inside.processes import Key, Process, RunProcesses
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-SAMPLE_S, SHORTEST_SAMPLE_S = 0.1, 0.005
+SAMPLE_S, SHORTEST_SAMPLE_S = 0.1, 0.002
 BYTES_PER_S = 2 << 30
 """More than one core fills, page by page."""
 MAX_MAPPINGS = 16_384
@@ -56,8 +57,15 @@ class RunMemory:
     def exceeds(self, found: dict[Key, Process]) -> bool:
         """Whether the run holds more than its limit. Sets `next_look_s`."""
         held = self._given_bytes + self._held_bytes(found)
-        since = sum(max(0, one.faults - self._faults.get(key, 0)) for key, one in found.items())
-        bound = held + self._private_bytes + PAGE_BYTES * since
+        bound = (
+            held
+            + self._private_bytes
+            + PAGE_BYTES
+            * sum(
+                one.faults - self._faults[key] if key in self._faults else self._processes.num_private_pages(one)
+                for key, one in found.items()
+            )
+        )
         if bound > self._limit_bytes:
             bound = held + self._measure(found)
         self.next_look_s = self._until(bound)
@@ -102,7 +110,7 @@ class RunMemory:
         self._private_bytes = sum(
             _sum_bytes(shown[key], ("Pss_Anon:", "SwapPss:"))
             + _sum_bytes(self._processes.read(f"{found[key].path}/status"), ("VmPTE:",))
-            for key in self._processes.without_sharers(shown)
+            for key in self._processes.without_sharers({key: text.partition(" ")[0] for key, text in shown.items()})
         )
         for name in stopped:
             self._processes.signal(name, signal.SIGCONT)

@@ -77,6 +77,11 @@ class RunProcesses:
             )
         return found
 
+    def num_private_pages(self, process: Process) -> int:
+        """Resident pages of no file, also those that other processes have, too."""
+        fields = self.read(f"{process.path}/statm").split()
+        return int(fields[1]) - int(fields[2]) if fields else 0
+
     def tmpfs(self) -> tuple[int, int]:
         """Bytes and files in the run's /tmp and /dev/shm."""
         tmp = os.fstatvfs(self._files[1])
@@ -103,27 +108,28 @@ class RunProcesses:
                 os.close(file)
 
     def yield_to_others(self, processes: dict[Key, Process]) -> None:
-        """A run that keeps more processes busy than there are cores takes what others leave of these."""
-        busy = sum(one.state == "R" for one in processes.values())
-        if busy <= (os.cpu_count() or 1) or all(one.priority == _LOWEST_PRIORITY for one in processes.values()):
+        """A run with more processes than there are cores takes what others leave of these, the warm interpreter above
+        all: or it would look too late."""
+        lowest = all(one.priority == _LOWEST_PRIORITY for one in processes.values())
+        if lowest or len(processes) <= (os.cpu_count() or 1):
             return
         for pid in self._pids_here().values():
             for thread in _entries(f"/proc/{pid}/task"):
                 with suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, int(thread), _LOWEST_PRIORITY)
 
-    def without_sharers(self, shown: dict[Key, str]) -> list[Key]:
+    def without_sharers(self, places: dict[Key, str]) -> list[Key]:
         """Those of processes that share their memory, as after vfork, once.
 
         Args:
-            shown: what a process shows of its memory: sharers show the same, and others may.
+            places: where a process's memory begins and ends: that of sharers is the same, and that of others may be.
         """
-        if len({*shown.values()}) == len(shown):
-            return list(shown)
+        if len({*places.values()}) == len(places):
+            return list(places)
         here = self._pids_here()
         kept: list[Key] = []
-        for key, text in shown.items():
-            alike = [here.get(other[0]) for other in kept if shown[other] == text]
+        for key, place in places.items():
+            alike = [here.get(other[0]) for other in kept if places[other] == place]
             if not any(_share_memory(here.get(key[0]), other) for other in alike):
                 kept.append(key)
         return kept
