@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from slimrl.checkpoints.torch_dist.metadata import COMMON_KEY, COMMON_NAME, content_metadata
 from slimrl.checkpoints.torch_dist.safe_pickle import METADATA_NAME, read_metadata, without_code
@@ -81,3 +89,18 @@ def test_torchs_own_loading_refuses_code_meanwhile(tmp_path: Path, monkeypatch: 
     assert not made.exists()
     torch.load(tmp_path / "object", weights_only=False)
     assert made.exists()
+
+
+def test_the_plans_that_megatron_core_keeps_in_the_metadata_are_read(tmp_path: Path):
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(torch.Size([0]), torch.Size([2])),
+        properties=TensorProperties(),
+        size=torch.Size([2]),
+    )
+    item = WriteItem(index=MetadataIndex("w"), type=WriteItemType.SHARD, tensor_data=data)
+    write_checkpoint(tmp_path / "checkpoint", {})
+    metadata = read_metadata(tmp_path / "checkpoint")
+    metadata.all_local_plans = [SavePlan([item], storage_data=_StoragePrefix("__0_"), planner_data=None)]
+    (tmp_path / "checkpoint" / METADATA_NAME).write_bytes(pickle.dumps(metadata))
+    read: Any = read_metadata(tmp_path / "checkpoint")
+    assert read.all_local_plans == metadata.all_local_plans

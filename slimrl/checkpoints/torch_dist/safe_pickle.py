@@ -18,7 +18,11 @@ _ALLOWED = {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )),
+    *(("torch.distributed.checkpoint.planner", name) for name in (
+        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+    )),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
