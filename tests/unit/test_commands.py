@@ -236,9 +236,10 @@ def on_file(status: Status, teacher: float | None = None) -> SimpleNamespace:
 def test_training_on_a_file_toward_a_teacher_needs_its_log_probs_of_all_that_is_trained_on(parts: Parts, monkeypatch):
     parts.recipe.algorithm.teacher_coef = 0.5
     monkeypatch.setattr(commands, "shape_rewards", lambda *_: pytest.fail("it goes on"))
+    monkeypatch.setattr(commands, "read_hf_config", lambda folder: {"vocab_size": 100})
     whole = [on_file(Status.completed, -1.0), on_file(Status.failed)]
     for batch, said in ((whole, "it goes on"), ([*whole, on_file(Status.truncated)], "needs the log-probs of a teach")):
-        monkeypatch.setattr(commands, "read_trajectories", lambda path, batch=batch: batch)
+        monkeypatch.setattr(commands, "read_trajectories", lambda path, vocab_size, batch=batch: batch)
         with pytest.raises((ValueError, pytest.fail.Exception), match=said):
             commands.train_on_file(
                 Path("r.yaml"), [], trajectories=Path("t.jsonl"), steps=2, overwrite=True, ray_address=None
@@ -268,7 +269,8 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     batch = [on_file(Status.completed)]
     ruled = []
     monkeypatch.setattr(commands, "Learner", Learner)
-    monkeypatch.setattr(commands, "read_trajectories", lambda path: batch)
+    monkeypatch.setattr(commands, "read_trajectories", lambda path, vocab_size: batch)
+    monkeypatch.setattr(commands, "read_hf_config", lambda folder: {"vocab_size": 100})
     monkeypatch.setattr(commands, "shape_rewards", lambda *given: ruled.append(given))
     parts.recipe.algorithm.truncated = TruncationMode.zero
     # As the command line over the recipe says.
