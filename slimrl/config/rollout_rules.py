@@ -6,6 +6,7 @@ from slimrl.config.passthrough import unused_fields
 from slimrl.config.problems import Violation, fitting_text
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
+from slimrl.config.sglang_kernels import graph_violations
 from slimrl.config.speculative_rules import speculative_violations
 
 MAX_COLOCATED_FRACTION = 0.85
@@ -140,6 +141,8 @@ def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
     if recipe.deterministic and given.get("enable_deterministic_inference") is False:
         yield "rollout.sglang.enable_deterministic_inference", "false contradicts deterministic: true. Leave it out."
     yield from unused_fields("rollout.sglang", given)
+    if rollout.colocated:
+        yield from graph_violations(given)
 
 
 def _elastic_violations(recipe: Recipe) -> Iterator[Violation]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.weights import TensorPart
 from slimrl.planner.shape import Shape
 
@@ -148,7 +149,7 @@ def static_fraction(recipe: Recipe, shape: Shape, gpu_bytes: int) -> float:
     default = next((tokens for below, tokens in _PREFILL_TOKENS if _SMALL_GIB <= gib < below), small)
     prefill = int(sglang.get("chunked_prefill_size") or default)
     batch = _decoding_batch(sglang, gib, ranks)
-    reserved = 512 + max(prefill, 2048) * 1.5 + ranks / 8 * 1024 + _graph_mib(sglang, shape, batch, prefill)
+    reserved = 512 + max(prefill, 2048) * 1.5 + ranks / 8 * 1024 + _graph_mib(recipe.rollout, shape, batch, prefill)
     if (groups := recipe.rollout.engine_attention_dp) > 1:
         reserved += groups * batch * (3 if batch <= _LARGE_BATCH else 4.5)
     if gib > 60:
@@ -164,13 +165,14 @@ def _decoding_batch(sglang: dict[str, Any], gib: float, ranks: int) -> int:
     return min(batch, int(sglang.get("max_running_requests") or batch))
 
 
-def _graph_mib(sglang: dict[str, Any], shape: Shape, batch: int, prefill: int) -> float:
+def _graph_mib(rollout: RolloutConfig, shape: Shape, batch: int, prefill: int) -> float:
     """Reserved for CUDA graphs: for decoding 2 MiB per sequence of the largest batch; for prefill 8 MiB per graph, or
-    1.5 GiB with multi-latent attention."""
+    1.5 GiB with multi-latent attention. A colocated engine has none for prefill (rollout/servers/server.py)."""
+    sglang = rollout.sglang
     if sglang.get("disable_cuda_graph"):
         return 0.0
     decoding = 0 if sglang.get("disable_decode_cuda_graph") else 2 * batch
-    if sglang.get("disable_prefill_cuda_graph"):
+    if rollout.colocated or sglang.get("disable_prefill_cuda_graph"):
         return decoding
     largest = min(prefill, int(sglang.get("max_total_tokens") or prefill))
     return decoding + (1.5 * 1024 if shape.kv_latent else 8 * _prefill_graphs(largest))

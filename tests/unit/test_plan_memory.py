@@ -141,6 +141,14 @@ def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, gr
     assert static_fraction(recipe, shape_of(name), 80 * GIB) == pytest.approx(1 - reserved / 81920, abs=5e-4)
 
 
+def test_a_colocated_engine_has_no_graphs_of_prefills():
+    def fraction(colocated: bool, **settings: bool) -> float:
+        recipe = Recipe(rollout=RolloutConfig(sglang=settings, engine_tp=8, colocated=colocated))
+        return static_fraction(recipe, shape_of("DeepSeek-V3"), 80 * GIB)
+
+    assert fraction(True) == fraction(False, disable_prefill_cuda_graph=True) > fraction(False)
+
+
 @pytest.mark.parametrize(("most", "each"), [(None, 4.5), (300, 3)])
 def test_sglang_reserves_memory_for_each_group_of_ranks_with_requests_of_its_own(most, each):
     batch = most or 512

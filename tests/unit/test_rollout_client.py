@@ -341,7 +341,7 @@ def test_the_command_line_of_an_engine():
     assert "--enable-return-routed-experts" not in flags_of(small)
     for colocated in (True, False):
         rollout.colocated = colocated
-        saver = {"--enable-memory-saver": ""} if colocated else {}
+        saver = {"--enable-memory-saver": "", "--disable-prefill-cuda-graph": ""} if colocated else {}
         assert flags_of(rollout, cuda=True) == {**common, **saver}
     plain = flags_of(rollout, cuda=True, dequantize=True)
     assert plain == {**common, "--json-model-override-args": '{"quantization_config": null}'}

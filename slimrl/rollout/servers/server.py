@@ -123,6 +123,9 @@ def engine_arguments(
         values |= plain_kernels(rollout.sglang)
     if cuda:
         values["enable_memory_saver"] = rollout.colocated
+        # SGLang's default graphs of prefills refuse the memory saver (runner_backend/breakable_cuda_graph_backend.py).
+        # Those that know it, `full`, it calls experimental, and has them for its FlashAttention backend only.
+        values["disable_prefill_cuda_graph"] = rollout.colocated
         values["enable_deterministic_inference"] = deterministic
     else:
         requests = -(-rollout.max_concurrency_per_engine // rollout.engine_attention_dp)
