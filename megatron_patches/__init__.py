@@ -25,6 +25,7 @@ ANY_DEVICE: tuple[Patch, ...] = (
     layers.compute_delta_rule_in_torch,
     rope.rotate_packed_sequences_at_once,
     checkpointing.keep_results_in_process,
+    checkpointing.gather_optimizer_in_pieces,
     offloaded_optimizer.start_offloaded_state_at_zero,
     offloaded_optimizer.keep_classes_out_of_offloaded_state,
 )

@@ -1,8 +1,16 @@
-"""Distributed checkpoints: the queue of write results."""
+"""Distributed checkpoints: the queue of write results, and the gathering of optimizer states."""
 
 import queue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron_patches.patching import patch_attr
+
+PIECE_ELEMENTS = 2**26
+"""Elements, of all ranks of a group together, that its first rank receives at a time."""
 
 
 def keep_results_in_process() -> None:
@@ -16,3 +24,71 @@ def keep_results_in_process() -> None:
 
     results: queue.Queue = queue.Queue()
     patch_attr(filesystem_async, "get_write_results_queue", lambda mp_mode="spawn": results)
+
+
+def gather_optimizer_in_pieces() -> None:
+    """optimizer/distrib_optimizer.py takes up to 36 bytes a parameter of host memory as it gathers states on one rank.
+
+    A third of them is what it gathers; the others are copies of shards, of what came last and of what came before. A
+    node of DeepSeek-V3's ranks would need more than it has. Here shards arrive in pieces, right where they belong.
+    Loading, and the way through GPU memory, are left alone. On any device.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    name = "get_parameter_state_dp_zero"
+    original = getattr(DistributedOptimizer, name)
+
+    def get_parameter_state_dp_zero(
+        self: Any, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> dict[Any, Any] | None:
+        if empty_data or return_on_all_ranks or not use_gloo_comm:
+            return original(self, use_gloo_comm, empty_data, return_on_all_ranks)
+        return _gathered_state(self)
+
+    patch_attr(DistributedOptimizer, name, get_parameter_state_dp_zero)
+
+
+def _gathered_state(optimizer: Any) -> dict[Any, Any] | None:
+    """Main weights and moments of whole buffers in float32; None but on the first rank of the data-parallel group."""
+    group = optimizer.data_parallel_group_gloo
+    keys = ("param", *optimizer.optimizer_state_keys)
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for index, (buffer, of_dtype) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+        ((dtype, ranges_of_buckets),) = of_dtype.items()
+        whole: dict[str, Any] = {}
+        if group.rank() == 0:
+            whole = {key: torch.zeros(buffer.numel_unpadded, device="cpu") for key in keys}
+        start = 0
+        for bucket, ranges in zip(buffer.buckets, ranges_of_buckets, strict=True):
+            end = start + bucket.numel_unpadded
+            for key in keys:
+                shard = _shard(optimizer, ranges["param_map"], key, bucket.grad_data.numel() // group.size())
+                _gather(shard, whole[key][start:end] if whole else None, group)
+            start = end
+        state[index] = {dtype: whole | {"numel_unpadded": buffer.numel_unpadded}}
+    return state if group.rank() == 0 else None
+
+
+def _shard(optimizer: Any, ranges: dict[Any, Any], key: str, size: int) -> Tensor:
+    """This rank's part of a bucket, in host memory; zeros where it is padding."""
+    shard = torch.zeros(size, device="cpu")
+    for parameter, place in ranges.items():
+        value = optimizer._get_main_param_and_optimizer_states(parameter)[key]
+        shard[place["gbuf_local"].start : place["gbuf_local"].end].copy_(value.detach())
+    return shard
+
+
+def _gather(shard: Tensor, whole: Tensor | None, group: dist.ProcessGroup) -> None:
+    """Write the shards of all ranks, one after the other and without the padding at the end, into `whole`.
+
+    Args:
+        whole: on the first rank; None on the others.
+    """
+    size = max(1, PIECE_ELEMENTS // group.size())
+    for begin in range(0, len(shard), size):
+        piece = shard[begin : begin + size]
+        received = None if whole is None else [torch.empty_like(piece) for _ in range(group.size())]
+        dist.gather(piece, received, dist.get_global_rank(group, 0), group)
+        for rank, part in enumerate(received or []):
+            room = whole[rank * len(shard) + begin :][: len(part)]  # type: ignore[index]
+            room.copy_(part[: len(room)])

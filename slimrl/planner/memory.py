@@ -15,6 +15,7 @@ from slimrl.planner.facts import Facts
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.model_state import state_bytes
 from slimrl.planner.parameters import Stage
+from slimrl.planner.save import node_save_bytes
 from slimrl.planner.schedule import Batch
 
 Phases = dict[str, tuple[tuple[str, ...], ...]]
@@ -42,6 +43,8 @@ class StageMemory:
     """Bytes: weights, gradients, optimizer, activations, logits, resync, engine_weights, kv_cache, reserve"""
     host: int
     """Bytes of host memory: an offloaded optimizer, what a colocated trainer releases, the reference's weights"""
+    saving: int
+    """Bytes of host memory that a save takes beside, of all ranks of the stage on a node"""
     phases: dict[str, int]
     """Phase -> bytes"""
 
@@ -58,8 +61,16 @@ def engine_gpu_bytes(facts: Facts, recipe: Recipe, hardware: Hardware) -> int | 
 
 
 def host_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
-    """Host memory of a node's trainer ranks, if all were of the stage that needs most of it."""
-    return min(hardware.gpus_per_node, recipe.trainer.num_ranks) * max(stage.host for stage in memory)
+    """Host memory of a node's trainer ranks during a save, if all were of the stage that needs most of it."""
+    ranks = min(hardware.gpus_per_node, recipe.trainer.num_ranks)
+    return ranks * max(stage.host for stage in memory) + save_bytes_per_node(recipe, memory, hardware)
+
+
+def save_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
+    """What of it only a save needs."""
+    ranks = min(hardware.gpus_per_node, recipe.trainer.num_ranks)
+    stages = max(1, ranks * recipe.trainer.parallel.pipeline // recipe.trainer.num_ranks)
+    return stages * max(stage.saving for stage in memory)
 
 
 def stage_memory(
@@ -104,5 +115,6 @@ def stage_memory(
         host=state.host
         + (state.weights + state.optimizer if colocated else 0)
         + (state.weights if needs_reference(recipe) and not recipe.trainer.lora.rank else 0),
+        saving=node_save_bytes(stage, trainer, hardware.gpus_per_node, adapters),
         phases={phase: max(sum(parts[part] for part in held) for held in sets) for phase, sets in phases.items()},
     )

@@ -100,6 +100,11 @@ def gradient_bytes(trainer: TrainerConfig) -> int:
     return 4 if ddp_config(trainer).grad_reduce_in_fp32 or trainer.precision is not Precision.bf16 else 2
 
 
+def optimizer_bytes(trainer: TrainerConfig) -> int:
+    """Of one parameter: its main weight and both moments."""
+    return sum(_optimizer_bytes(trainer, gradient_bytes(trainer))[:2])
+
+
 def _optimizer_bytes(trainer: TrainerConfig, gradient: int) -> tuple[int, int, int]:
     """Bytes per parameter of the main weight, both moments, and the update's float32 copy of the gradient.
 

@@ -22,7 +22,7 @@ from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts, model_facts, with_engines
 from slimrl.planner.hardware import GB, Hardware
 from slimrl.planner.layout_plan import LayoutPlan, plan_layout
-from slimrl.planner.memory import host_bytes_per_node
+from slimrl.planner.memory import host_bytes_per_node, save_bytes_per_node
 from slimrl.planner.parameters import built_stages, stage_total
 from slimrl.planner.schedule import longest_tokens
 from slimrl.planner.teacher import TeacherPlan, plan_teacher
@@ -162,6 +162,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "total": layout.most_bytes / GIB,
             "limit": plan.hardware.gpu_memory_gib,
             "host": worst.host / GIB,
+            "save_of_node": save_bytes_per_node(plan.planned.recipe, layout.memory, plan.hardware) / GIB,
             "host_of_node": host_bytes_per_node(plan.planned.recipe, layout.memory, plan.hardware) / GIB,
             "stage": layout.worst,
             "phases": {name: nbytes / GIB for name, nbytes in worst.phases.items()},

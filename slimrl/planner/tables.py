@@ -9,7 +9,7 @@ from slimrl.observability.terminal import plain_console
 from slimrl.observability.units import counted
 from slimrl.planner.engine import GIB
 from slimrl.planner.hardware import GB
-from slimrl.planner.memory import host_bytes_per_node
+from slimrl.planner.memory import host_bytes_per_node, save_bytes_per_node
 from slimrl.planner.model_state import data_parallel_sizes
 from slimrl.planner.parameters import stage_total
 from slimrl.planner.plan import Plan
@@ -126,9 +126,11 @@ def _memory(plan: Plan) -> Table:
     rows.append(("limit", f"{plan.hardware.gpu_memory_gib:.2f}", "--gpu-memory-gib"))
     if worst.host:
         rows.append(("host", f"{worst.host / GIB:.2f}", "host memory: offloaded optimizer, released trainer memory"))
-        on_node = host_bytes_per_node(plan.planned.recipe, layout.memory, plan.hardware)
-        limit = f"of a node's {plan.hardware.host_memory_gib:,g}, --host-memory-gib"
-        rows.append(("= host of a node", f"{on_node / GIB:,.2f}", limit))
+    known = plan.planned.recipe, layout.memory, plan.hardware
+    saving, on_node = save_bytes_per_node(*known), host_bytes_per_node(*known)
+    rows.append(("host of a save", f"{saving / GIB:,.2f}", "of a node's ranks, while a checkpoint is written"))
+    limit = f"of a node's {plan.hardware.host_memory_gib:,g}, --host-memory-gib"
+    rows.append(("= host of a node", f"{on_node / GIB:,.2f}", limit))
     return _table(f"memory of a GPU of stage {layout.worst}", ("part", "GiB", "from"), rows)
 
 

@@ -182,8 +182,11 @@ def test_a_layout_fits_where_every_gpu_and_every_host_holds_its_share():
     nbytes = 4 * 16 * 10**8
     assert host.problems == []
     assert host.memory[1].host == pytest.approx(nbytes / 4, rel=1e-4)
-    (problem,) = planned(offloaded, Hardware(host_memory_gib=5)).problems
-    assert problem == "host memory of a node: 6 GiB of 5"
+    # A save: on the first rank of both stages 24 bytes of each parameter and its weight, on the second a shard.
+    saving = 2 * ((24 + 2) * 2 * 10**8 + 4 * 10**8)
+    assert nbytes + saving == pytest.approx(16.4 * GIB, rel=0.01)
+    (problem,) = planned(offloaded, Hardware(host_memory_gib=15)).problems
+    assert problem == "host memory of a node: 16 GiB of 15"
 
 
 def test_engines_that_span_nodes_or_hold_no_trajectory_do_not_fit():
@@ -202,8 +205,13 @@ def test_engines_that_span_nodes_or_hold_no_trajectory_do_not_fit():
 def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = None) -> Plan:
     """Of figures that are all different."""
     memory = [
-        StageMemory(parts={"weights": 2 * GIB, "logits": 0}, host=3 * host, phases={"train": 5 * GIB}),
-        StageMemory(parts={"weights": 3 * GIB, "logits": GIB}, host=host, phases={"train": 7 * GIB, "save": 6 * GIB}),
+        StageMemory(parts={"weights": 2 * GIB, "logits": 0}, host=3 * host, saving=GIB, phases={"train": 5 * GIB}),
+        StageMemory(
+            parts={"weights": 3 * GIB, "logits": GIB},
+            host=host,
+            saving=4 * GIB,
+            phases={"train": 7 * GIB, "save": 6 * GIB},
+        ),
     ]
     work = Work(
         training_flops=3e18, logprob_flops=1e18, generation_flops=2e18, training_s=30.0, logprob_s=10.0,
@@ -238,8 +246,9 @@ def test_a_plan_as_json_has_the_worst_stage_in_gib_and_a_step_that_adds_up():
     }  # fmt: skip
     assert memory == {
         "weights": 3.0, "logits": 1.0, "engine_weights": 2.0, "kv_cache": 30.0, "total": 9.0, "limit": 80.0,
-        # Four ranks on a node, were all of them of the stage that keeps most on the host.
-        "host": 10.0, "host_of_node": 4 * 30.0, "stage": 1, "phases": {"train": 7.0, "save": 6.0}, "engine_gpu": 9.0,
+        # Four ranks on a node, were all of the stage that keeps most on the host, and the save of two stages.
+        "host": 10.0, "save_of_node": 8.0, "host_of_node": 4 * 30.0 + 8.0,
+        "stage": 1, "phases": {"train": 7.0, "save": 6.0}, "engine_gpu": 9.0,
     }  # fmt: skip
     assert found["step"] == {
         "rollout_at_least": 100.0, "logprobs": 10.0, "training": 30.0, "communication": 3 * 1.0 + 2 * 0.75,
@@ -278,7 +287,8 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
         "memory of a GPU of stage 1",
         "= train 7.00 peak",
         "limit 80.00 --gpu-memory-gib",
-        "= host of a node 120.00 of a node's 1,800, --host-memory-gib",
+        "host of a save 8.00 of a node's ranks, while a checkpoint is written",
+        "= host of a node 128.00 of a node's 1,800, --host-memory-gib",
         "total on a GPU 9.00 GiB",
         "pipeline bubble 25.0%",
         "training 30.0 s at 0.4 of 989 TFLOPS, 3,000 PFLOP a step",
@@ -294,7 +304,7 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
     alone = rows_of(capsys.readouterr().out)
     assert "= step 43.0 s" in alone
     assert "it fits" in alone
-    assert not any(row.startswith(("engines", "log-probs", "rollout", "resync", "host ")) for row in alone)
+    assert not any(row.startswith(("engines", "log-probs", "rollout", "resync", "host 0")) for row in alone)
 
 
 @pytest.mark.parametrize(

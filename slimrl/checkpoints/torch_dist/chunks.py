@@ -9,6 +9,7 @@ from slimrl.models.weight_map import Entry, Slices, WeightMap
 
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": True,
 }
