@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from gpu_rehearsal import transformer_engine
 from gpu_rehearsal.cards import CARDS, pretend
 from gpu_rehearsal.stand_ins import install_engine_packages
 
@@ -18,22 +19,29 @@ from gpu_rehearsal.stand_ins import install_engine_packages
 def main(card: str, recipes: list[str], without: list[str]) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     pretend(CARDS[card])
+    transformer_engine.install()
     install_engine_packages()
+    print(json.dumps({path: rehearse(Path(path), without) for path in recipes}))
+
+
+def rehearse(path: Path, without: list[str]) -> dict[str, Any]:
+    """What is decided for the trainer and for the engines of a recipe, or what is raised."""
     from gpu_rehearsal.engine import rehearse_engine
+    from gpu_rehearsal.recipe import published
+    from gpu_rehearsal.trainer import rehearse_trainer
     from slimrl.config.load import intended_command
     from slimrl.models.offline_recipe import read_offline
 
-    found: dict[str, Any] = {}
-    for recipe in recipes:
-        path = Path(recipe)
-        planned = read_offline(path, [], intended_command(path), model_needed=False)
+    planned = read_offline(path, [], intended_command(path), model_needed=False)
+    hf_config = published(planned.hf_config)
+    try:
+        found = {"trainer": rehearse_trainer(planned, hf_config)}
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                found[recipe] = {"engine": None if planned.sft else rehearse_engine(planned, Path(folder), without)}
-            except Exception as error:  # noqa: BLE001 - whatever a library raises is the finding
-                where = "".join(traceback.format_exception(error)[-4:])
-                found[recipe] = {"raised": f"{type(error).__name__}: {error}", "where": where}
-    print(json.dumps(found))
+            engine = None if planned.sft else rehearse_engine(planned, hf_config, Path(folder), without)
+        return {**found, "engine": engine}
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is the finding
+        where = "".join(traceback.format_exception(error)[-4:])
+        return {"raised": f"{type(error).__name__}: {error}", "where": where}
 
 
 if __name__ == "__main__":

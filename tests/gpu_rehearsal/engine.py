@@ -1,25 +1,22 @@
 """An engine's start, up to what needs a device: as EngineServer starts it, through SGLang's own resolution."""
 
 import json
-import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from gpu_rehearsal.recipe import environment
 from slimrl import device
 from slimrl.config.schema.recipe import Recipe
 from slimrl.models.family import has_linear_attention
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.rollout.servers.server import engine_arguments, engine_environment
-from slimrl.toys.toy_configs import TOYS, ToySize
-
-TOY = TOYS["qwen3_moe"](ToySize(hidden=128, head_dim=64, moe_intermediate=128)) | {"vocab_size": 512}
-"""Of recipes/single_gpu, as docs/recipes.md has it made"""
 
 
-def rehearse_engine(planned: OfflineRecipe, folder: Path, without: Collection[str] = ()) -> dict[str, Any]:
+def rehearse_engine(
+    planned: OfflineRecipe, hf_config: dict[str, Any], folder: Path, without: Collection[str] = ()
+) -> dict[str, Any]:
     """What SGLang decides. Raises what it raises.
 
     Args:
@@ -27,29 +24,9 @@ def rehearse_engine(planned: OfflineRecipe, folder: Path, without: Collection[st
         without: flags to leave out of the command line.
     """
     recipe = planned.recipe
-    hf_config = published(planned.hf_config)
     (folder / "config.json").write_text(json.dumps(hf_config))
     with environment(engine_environment(recipe.rollout, precision=recipe.trainer.precision, cuda=True)):
         return _resolve(recipe, hf_config, folder, without)
-
-
-def published(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the name of the model's class; the toy of the small recipes where the recipe names none."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    config = hf_config or TOY
-    return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]], **config}
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _resolve(recipe: Recipe, hf_config: dict[str, Any], folder: Path, without: Collection[str]) -> dict[str, Any]:

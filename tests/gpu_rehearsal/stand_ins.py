@@ -33,7 +33,8 @@ class _StandIn(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name[0].isupper():
-            value: Any = type(name, (Exception,) if name.endswith("Error") else (), {"__module__": self.__name__})
+            made = {"__module__": self.__name__, "__init__": lambda self, *args, **kwargs: None}
+            value: Any = type(name, (Exception,) if name.endswith("Error") else (), made)
         else:
             value = _StandIn(f"{self.__name__}.{name}")
             value.__path__ = []
