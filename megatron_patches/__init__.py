@@ -25,6 +25,7 @@ ANY_DEVICE: tuple[Patch, ...] = (
     layers.compute_delta_rule_in_torch,
     rope.rotate_packed_sequences_at_once,
     checkpointing.keep_results_in_process,
+    checkpointing.copy_views_one_at_a_time,
     checkpointing.gather_optimizer_in_pieces,
     offloaded_optimizer.start_offloaded_state_at_zero,
     offloaded_optimizer.keep_classes_out_of_offloaded_state,
@@ -76,7 +77,9 @@ def apply() -> list[str]:
 
     Raises:
         RuntimeError: another version is installed, or a source line that a patch replaces has changed.
+        ValueError: Transformer Engine is installed and cannot be imported.
     """
+    device.load_transformer_engine()
     import_megatron()
     import megatron.core
 

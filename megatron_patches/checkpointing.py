@@ -1,5 +1,6 @@
 """Distributed checkpoints: the queue of write results, and the gathering of optimizer states."""
 
+import functools
 import queue
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_patches.patching import patch_attr
+from megatron_patches.patching import patch_attr, patch_source
 
 PIECE_ELEMENTS = 2**26
 """Elements, of all ranks of a group together, that its first rank receives at a time."""
@@ -24,6 +25,25 @@ def keep_results_in_process() -> None:
 
     results: queue.Queue = queue.Queue()
     patch_attr(filesystem_async, "get_write_results_queue", lambda mp_mode="spawn": results)
+
+
+def copy_views_one_at_a_time() -> None:
+    """dist_checkpointing/strategies/filesystem_async.py copies every view of a larger tensor before it writes one.
+
+    Optimizer states are views of what was gathered, so a save would take their 12 bytes a parameter twice. Only
+    asynchronous saves need the copies early; slimrl saves synchronously. On any device.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    early = ("return ten.clone() if is_view else ten", "return ten", 1)
+    patch_source(filesystem_async.__name__, "FileSystemWriterAsync.prepare_write_data", early)
+    original = filesystem_async._write_item
+
+    @functools.wraps(original)  # The caller looks at the parameters.
+    def write_item(*given: Any, **options: Any) -> Any:
+        return original(*(item.clone() if isinstance(item, Tensor) else item for item in given), **options)
+
+    patch_attr(filesystem_async, "_write_item", write_item)
 
 
 def gather_optimizer_in_pieces() -> None:

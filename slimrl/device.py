@@ -1,5 +1,6 @@
 """The one place that answers what hardware this process computes on, and what follows from it."""
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from slimrl.config.schema.precision import Fp8Scaling
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
@@ -86,6 +89,70 @@ def packs_engine_weights() -> bool:
 def has_transformer_engine() -> bool:
     """Whether models are built of Transformer Engine layers: it is installed, and there is a GPU to run it on."""
     return device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def load_transformer_engine() -> None:
+    """Import Transformer Engine where models are built of its layers.
+
+    Its package hides why its part for torch cannot be imported, and megatron-core then takes it for absent.
+
+    Raises:
+        ValueError: it is installed and cannot be imported, with the cause.
+    """
+    if not has_transformer_engine():
+        return
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"Transformer Engine is installed, but cannot be imported: {error!r}. It is compiled for one version of "
+            "torch (docs/install.md); without the package models have Megatron's own layers."
+        ) from error
+
+
+def attention_problem() -> str | None:
+    """Why Transformer Engine's attention will not do here, or None.
+
+    Before compute capability 9 (Hopper) its only kernels for packed sequences are those of FlashAttention 2
+    (`get_attention_backend`, and common/fused_attn/fused_attn.cpp, in version 2.19). Without these it computes
+    attention unfused, in memory that grows with the square of the length, and without context parallelism.
+    """
+    if not has_transformer_engine() or device_type() != "cuda" or torch.cuda.get_device_capability() >= (9, 0):
+        return None
+    if _is_installed("flash-attn"):
+        return None
+    return (
+        f"{_this_gpu()}: before 9.0 Transformer Engine computes attention of packed sequences by FlashAttention 2 "
+        "alone, which is not installed. Install flash-attn 2, or remove transformer-engine."
+    )
+
+
+FP8_CAPABILITIES = {
+    Fp8Scaling.blockwise: (9, 0),
+    Fp8Scaling.tensorwise: (8, 9),
+    Fp8Scaling.delayed: (8, 9),
+    Fp8Scaling.mxfp8: (10, 0),
+}
+"""Least compute capability of FP8 training, as in Transformer Engine's pytorch/quantization.py"""
+
+
+def fp8_problem(scaling: Fp8Scaling) -> str | None:
+    """Why Transformer Engine cannot train so on this GPU, or None."""
+    needed = FP8_CAPABILITIES.get(scaling, (0, 0))
+    if device_type() != "cuda" or torch.cuda.get_device_capability() >= needed:
+        return None
+    return f"{scaling.value} needs {needed[0]}.{needed[1]} or more. {_this_gpu()}."
+
+
+def _this_gpu() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}"
+
+
+def _is_installed(distribution: str) -> bool:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version(distribution))
+    return False
 
 
 def has_delta_net_kernels() -> bool:

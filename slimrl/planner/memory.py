@@ -8,20 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slimrl.algorithms.passes import needs_reference
+from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.planner.activations import logits_bytes, stage_activations
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts
 from slimrl.planner.hardware import Hardware
 from slimrl.planner.model_state import state_bytes
-from slimrl.planner.parameters import Stage
+from slimrl.planner.parameters import Stage, stage_total
 from slimrl.planner.save import node_save_bytes
 from slimrl.planner.schedule import Batch
 
 Phases = dict[str, tuple[tuple[str, ...], ...]]
 """Phase -> the parts that a GPU holds at a time; several where it holds one set of them after the other."""
 
-TRAIN = ("weights", "gradients", "optimizer", "activations", "logits", "resync", "reserve")
+TRAIN = ("weights", "fp8_weights", "gradients", "optimizer", "activations", "logits", "resync", "reserve")
 ALONE: Phases = {"train": (TRAIN,)}
 TOGETHER: Phases = {"together": ((*TRAIN, "engine_weights", "kv_cache"),)}
 COLOCATED: Phases = {
@@ -34,13 +36,23 @@ COLOCATED: Phases = {
 }
 """Of a GPU of the trainer alone, of one on which trainer and engine keep everything, and of a colocated one."""
 
+FP8_COPY_BYTES = 2
+"""Of a parameter of FP8 training: Transformer Engine keeps each weight in FP8 from one micro-batch to the next, as it
+is and transposed (pytorch/module/base.py, `_fp8_workspaces`). All parameters are counted, though norms, embeddings
+and routers have none."""
+
+
+def keeps_fp8_copies(trainer: TrainerConfig) -> bool:
+    return trainer.fp8 is not Fp8Scaling.off and not trainer.fp8_emulation
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Of one GPU."""
 
     parts: dict[str, int]
-    """Bytes: weights, gradients, optimizer, activations, logits, resync, engine_weights, kv_cache, reserve"""
+    """Bytes: weights, fp8_weights, gradients, optimizer, activations, logits, resync, engine_weights, kv_cache,
+    reserve"""
     host: int
     """Bytes of host memory: an offloaded optimizer, what a colocated trainer releases, the reference's weights"""
     saving: int
@@ -91,6 +103,7 @@ def stage_memory(
     mtp_layers = facts.model.mtp_layers if trainer.mtp.train and last else 0
     parts = {
         "weights": state.weights,
+        "fp8_weights": FP8_COPY_BYTES * stage_total(stage) if keeps_fp8_copies(trainer) else 0,
         "gradients": state.gradients,
         "optimizer": state.optimizer,
         "activations": stage_activations(

@@ -232,7 +232,7 @@ def _notes(planned: OfflineRecipe, mean_tokens: int | None) -> list[str]:
         longest = longest_tokens(recipe, sft=planned.sft)
         notes.append(f"all sequences have the longest length, {longest:,} tokens; --mean-tokens sets another")
     if recipe.trainer.fp8 is not Fp8Scaling.off:
-        notes.append("FP8 training is planned with memory and peak of bf16, so memory and time are upper bounds")
+        notes.append("FP8 training is planned with activations and peak of bf16, so memory and time are upper bounds")
     if recipe.trainer.lora.rank:
         notes.append("time and activations are planned as if all weights were trained, so both are upper bounds")
     if not planned.sft and recipe.shares_devices and not recipe.rollout.colocated:

@@ -6,7 +6,7 @@ With the distributed optimizer:
    moments of whole buffers, in float32: 12 bytes an element. All ranks copy their shard of one of the three at a time,
    and the first receives it in pieces.
 2. Write (dist_checkpointing/strategies/filesystem_async.py of megatron-core). The first ranks write for their group.
-   What they gathered are views of buffers, and so is copied once more, as are the weights.
+   Weights are copied to the host first.
 """
 
 from collections.abc import Iterator
@@ -57,9 +57,9 @@ def save_bytes(stage: Stage, trainer: TrainerConfig, first: tuple[bool, bool], a
     held = peak = 0
     for elements, padded, ranks, is_first in _buffers(trained, trainer, first):
         held += GATHERED_BYTES * elements * is_first
-        received = 2 * min(padded, PIECE_ELEMENTS) * is_first  # gloo joins what it receives.
+        received = min(padded, PIECE_ELEMENTS) * is_first
         peak = max(peak, held + SHARD_BYTES * (padded // ranks + received))
-    return max(peak, held + GATHERED_BYTES * owned + weights)
+    return max(peak, held + weights)
 
 
 def _elements(stage: Stage, first: tuple[bool, bool]) -> int:

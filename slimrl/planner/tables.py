@@ -20,6 +20,7 @@ PIPED_COLUMNS = 160
 
 SOURCES = {
     "weights": "parameters x 2 bytes in bf16, 4 in fp32",
+    "fp8_weights": "Transformer Engine's copies in FP8, parameters x 2 bytes",
     "gradients": "parameters x 4 bytes, 2 with grad_reduce_in_fp32: false",
     "optimizer": "shard of main weights and moments, 12 bytes in bf16 (arXiv:1910.02054)",
     "activations": "tensors kept for the backward pass (arXiv:2205.05198)",

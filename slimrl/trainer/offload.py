@@ -4,6 +4,7 @@
    0. The tensor objects stay, so views of them, such as the optimizer's shards and a resync's pieces, are valid again
    once the storages are restored.
 2. Gradients are dropped; they come back as zeros, as every update needs them.
+3. Copies of weights in FP8, which Transformer Engine keeps, go with the weights; the next forward pass makes them anew.
 
 Megatron's own optimizer offload replaces the parameters by other tensors. In float32 they are views of the weights, and
 would be no longer.
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimrl import device
 from slimrl.data.training import MemoryPart
@@ -71,6 +72,7 @@ class Offload:
             self._state.take(self._optimizer_tensors())
         if MemoryPart.weights in parts:
             self._weights.take(weight_tensors(self._chunks))
+            forget_quantized_weights(self._chunks)
         if on_cuda:
             torch.cuda.empty_cache()
 
@@ -97,6 +99,13 @@ def weight_tensors(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             if buffer.param_data is not None:
                 yield buffer.param_data
+
+
+def forget_quantized_weights(chunks: Iterable[nn.Module]) -> None:
+    """Free the copies of weights in FP8 that Transformer Engine keeps; where it finds none, it makes them anew."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:

@@ -109,11 +109,14 @@ def test_the_first_of_two_stages_holds_two_micro_batches_and_the_last_one_the_lo
 
 def test_the_host_of_a_node_keeps_what_its_ranks_give_away():
     _, recipe = made(colocated=True, transport=TransportName.ipc)
-    memory = [SimpleNamespace(host=10), SimpleNamespace(host=30)]
-    assert host_bytes_per_node(recipe, memory, HARDWARE) == 8 * 30
-    assert host_bytes_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 4 * 30
+    memory = [SimpleNamespace(host=10, saving=700), SimpleNamespace(host=30, saving=500)]
+    recipe.trainer.parallel.pipeline = 2
+    # A node holds both stages of four ranks each, or one of them.
+    assert recipe.trainer.num_ranks == 8
+    assert host_bytes_per_node(recipe, memory, HARDWARE) == 8 * 30 + 2 * 700
+    assert host_bytes_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 4 * 30 + 700
     recipe.trainer.num_ranks = 2
-    assert host_bytes_per_node(recipe, memory, HARDWARE) == 2 * 30
+    assert host_bytes_per_node(recipe, memory, HARDWARE) == 2 * 30 + 2 * 700
 
 
 CAPTURED = [n for n in range(4, 8193) if n % (4 if n <= 32 else 16 if n <= 256 else 32 if n <= 512 else 64) == 0]
