@@ -13,11 +13,23 @@ LEFT_OUT = ["tier_b/*", "two/test_replaced_engine.py"] if find_spec("sglang") is
 
 collect_ignore_glob = LEFT_OUT
 
+TIER_A = (
+    "test_shared_buckets.py",
+    "test_stage_reuse.py",
+    "test_waiting_engine.py",
+    "test_absent_peer.py",
+    "test_released_memory.py",
+    "test_kernel_bits.py",
+    "test_families_on_gpu.py",
+)
+"""In this order: what takes seconds first, so that a run that is cut off has shown most. The families are long."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from machine import missing_gpus
     from report import PROVES
 
+    items.sort(key=lambda item: TIER_A.index(item.path.name) if item.path.parent.name == "tier_a" else len(TIER_A))
     for item in items:
         item.add_marker(pytest.mark.gpu)
         marker = item.get_closest_marker("proves")

@@ -65,7 +65,7 @@ def test_what_one_and_two_gpus_are_to_prove_runs_on_a_cpu_with_the_packages_of_a
     assert "a copy" in table
 
 
-def test_all_files_of_the_suite_are_imported():
+def test_all_files_of_the_suite_are_imported_and_the_short_ones_of_a_bare_machine_come_first():
     """Those that `make test` does not run too: they would notice a moved name only where there is a GPU."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", SUITE],
@@ -77,6 +77,11 @@ def test_all_files_of_the_suite_are_imported():
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    files = list(dict.fromkeys(re.findall(r"tier_a/(test_\w+\.py)::", done.stdout)))
+    page = (ROOT / "docs" / "gpu_tests.md").read_text().partition("## Tier A")[2].partition("## Tier B")[0]
+    assert files == re.findall(r"^\| `(test_\w+\.py)`", page, re.MULTILINE)
+    assert set(files) == {file.name for file in (SUITE / "tier_a").glob("test_*.py")}
+    assert files[-1] == "test_families_on_gpu.py"
 
 
 @pytest.mark.full
