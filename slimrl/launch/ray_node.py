@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def main() -> None:
     _exit_on_signals()
     temp_dir = make_temp_dir(plan["job_id"])
     try:
+        os.environ.update(kernel_caches(Path(temp_dir), os.environ))
         code = _run_ray(plan, node, temp_dir, arguments.control)
     finally:
         shutil.rmtree(temp_dir, ignore_errors=True)
@@ -57,6 +59,30 @@ def main() -> None:
     ended = {0: "ended", -signal.SIGTERM: "ended by SIGTERM"}
     print(f"{node}: {ended.get(code, f"Ray's processes have ended with {code}")}", file=sys.stderr)
     sys.exit(1 if code else 0)
+
+
+KERNEL_CACHES = {
+    "XDG_CACHE_HOME": "",
+    "SGLANG_CACHE_DIR": "sglang",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "CUDA_CACHE_PATH": "nv",
+}
+"""Variables that say where compiled kernels are kept, else below the home folder -> folder of its own."""
+
+
+def kernel_caches(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for Ray's processes that put compiled kernels into a folder, where the home folder cannot take them.
+
+    It cannot in a container of pyxis, which is read-only and without the user's home. What is set already stays.
+    """
+    if os.access(Path.home(), os.W_OK):
+        return {}
+    kept = folder / "kernels"
+    return {name: str(kept / below) for name, below in KERNEL_CACHES.items() if name not in environment}
 
 
 def _exit_on_signals() -> None:
