@@ -47,8 +47,9 @@ $(STAMP): $(wildcard requirements/*) pyproject.toml
 	    --requirement requirements/cpu.txt --requirement requirements/dev.txt
 	@echo "  2/3 requirements/no-deps.txt"
 	@$(INSTALL) --no-deps --requirement requirements/no-deps.txt
-	@echo "  3/3 slimrl"
+	@echo "  3/3 slimrl, and Transformer Engine's Python for tests, where nothing imports it by chance"
 	@$(INSTALL) --no-deps --editable .
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/transformer_engine "$$(sed -n 's/^transformer-engine.*==/transformer-engine==/p' requirements/gpu.txt)"
 	@$(BIN)/python -m compileall -q slimrl megatron_patches tools
 	@touch $@
 

@@ -1,6 +1,6 @@
 """Kernels of an engine that leave weights as they are loaded, so that a resync finds them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slimrl.config.problems import Violation

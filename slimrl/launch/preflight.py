@@ -69,7 +69,7 @@ def inspect_node(node: str, *, canary: Path, gpus: int, min_free_gib: float, por
         found, driver, more = judge_gpus(text, gpus) if failure is None else (0, "absent", [failure])
         versions["NVIDIA driver"] = driver
         problems += more
-        problems += [] if more else compute_problems(gpus)
+        problems += [] if more else [*compute_problems(gpus), *kernel_problems()]
     return NodeReport(
         node=node,
         problems=problems,
@@ -178,6 +178,18 @@ def compute_problems(gpus: int) -> list[str]:
         if not right:
             problems.append(f"GPU {index} multiplies matrices wrongly")
     return problems
+
+
+def kernel_problems() -> list[str]:
+    """Packages of the trainer that cannot do on this node's GPUs what a run needs."""
+    from slimrl import device
+
+    try:
+        device.load_transformer_engine()
+    except ValueError as error:
+        return [str(error)]
+    problem = device.attention_problem()
+    return [problem] if problem else []
 
 
 if __name__ == "__main__":

@@ -53,8 +53,9 @@ def build_model(
         adapt: changes each chunk before it is wrapped, for example by adapters.
 
     Raises:
-        ValueError: see `transformer_config`.
+        ValueError: see `transformer_config`; or this GPU lacks kernels for it.
     """
+    check_kernels(trainer)
     config = transformer_config(trainer, model, mtp=mtp)
     if critic:
         # Its head defers no gradient.
@@ -82,6 +83,14 @@ def build_model(
         config.no_sync_func = functions if len(chunks) > 1 else functions[0]
     config.finalize_model_grads_func = finalize_model_grads
     return chunks
+
+
+def check_kernels(trainer: TrainerConfig) -> None:
+    """Raises ValueError if Transformer Engine cannot train so on this GPU."""
+    if problem := device.attention_problem():
+        raise ValueError(problem)
+    if not trainer.fp8_emulation and (problem := device.fp8_problem(trainer.fp8)):
+        raise ValueError(f"trainer.fp8: {problem}")
 
 
 def build_local_chunk(

@@ -1,6 +1,7 @@
-"""`python -m gpu_rehearsal CARD RECIPE... [--without FLAG]`: a JSON object on the last line.
+"""`python -m gpu_rehearsal CARD RECIPE... [--without FLAG] [--installed PACKAGE]`: JSON on the last line.
 
-Of each recipe it has what was decided, or what was raised and where. FLAG is left out of the engine's command line.
+Of each recipe it has what was decided, or what was raised and where. FLAG is left out of the engine's command line;
+PACKAGE is said to be installed.
 """
 
 import argparse
@@ -13,14 +14,15 @@ from typing import Any
 
 from gpu_rehearsal import transformer_engine
 from gpu_rehearsal.cards import CARDS, pretend
-from gpu_rehearsal.stand_ins import install_engine_packages
+from gpu_rehearsal.stand_ins import install_engine_packages, normal, pretend_installed
 
 
-def main(card: str, recipes: list[str], without: list[str]) -> None:
+def main(card: str, recipes: list[str], without: list[str], installed: list[str]) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     pretend(CARDS[card])
     transformer_engine.install()
     install_engine_packages()
+    pretend_installed({normal(name): "99" for name in installed})
     print(json.dumps({path: rehearse(Path(path), without) for path in recipes}))
 
 
@@ -49,5 +51,6 @@ if __name__ == "__main__":
     parser.add_argument("card", choices=CARDS)
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--without", action="append", default=[])
+    parser.add_argument("--installed", action="append", default=[])
     given = parser.parse_args()
-    main(given.card, given.recipes, given.without)
+    main(given.card, given.recipes, given.without, given.installed)

@@ -21,11 +21,14 @@ def rehearse_trainer(planned: OfflineRecipe, hf_config: dict[str, Any]) -> dict[
     import megatron_patches
 
     megatron_patches.apply()
+    from slimrl.trainer import build
+
     _stay_off_the_device()
     trainer, model = planned.recipe.trainer, family_of(hf_config).megatron_config(hf_config)
+    build.check_kernels(trainer)
     with environment({**trainer_variables(planned.recipe, {}), **trainer.env}):
         built = [_stage(trainer, model, stage) for stage in sorted({0, trainer.parallel.pipeline - 1})]
-    return {"modules": sorted(set().union(*built))}
+    return {"modules": sorted(set().union(*(kinds for kinds, _ in built))), "fp8_copies": [left for _, left in built]}
 
 
 def _stay_off_the_device() -> None:
@@ -45,15 +48,18 @@ class _OnMeta(TorchFunctionMode):
     """What is made on the GPU by name is made on the meta device."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
-            kwargs["device"] = "meta"
-        return function(*args, **kwargs)
+        moved = {name: _meta_for_cuda(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_meta_for_cuda, args), **moved)
 
 
-def _stage(trainer: TrainerConfig, model: MegatronModelConfig, stage: int) -> set[str]:
-    """Classes of a rank's leaf modules."""
-    from slimrl.trainer import build, optimizer
+def _meta_for_cuda(value: Any) -> Any:
+    """A device that is a GPU, or its name, replaced by the meta device."""
+    return "meta" if isinstance(value, torch.device | str) and str(value).startswith("cuda") else value
+
+
+def _stage(trainer: TrainerConfig, model: MegatronModelConfig, stage: int) -> tuple[set[str], tuple[int, int]]:
+    """Classes of a rank's leaf modules; how many keep copies in FP8, before and after they are to be forgotten."""
+    from slimrl.trainer import build, offload, optimizer
     from slimrl.trainer.layout.fake_world import fake_world
 
     parallel = trainer.parallel
@@ -64,5 +70,11 @@ def _stage(trainer: TrainerConfig, model: MegatronModelConfig, stage: int) -> se
         build.ddp_config(trainer)
         optimizer._optimizer_config(trainer)
         chunks = [build._gpt(parallel, model, config, index) for index in range(parallel.virtual_pipeline or 1)]
-    modules = (module for chunk in chunks for module in chunk.modules())
-    return {type(module).__name__ for module in modules if next(module.children(), None) is None}
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    kinds = {type(module).__name__ for module in modules if next(module.children(), None) is None}
+    copies = [module._fp8_workspaces for module in modules if hasattr(module, "_fp8_workspaces")]
+    for kept in copies:
+        kept["weight"] = torch.empty(1)
+    full = sum(map(bool, copies))
+    offload.forget_quantized_weights(chunks)
+    return kinds, (full, sum(map(bool, copies)))

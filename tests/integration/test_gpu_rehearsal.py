@@ -58,7 +58,9 @@ def test_every_recipe_starts_on_the_gpu_that_it_is_for(card):
     assert not raised(found)
     for name in names:
         engine = found[name]["engine"]
+        assert {"FusedAttention", "TERowParallelLinear"} <= set(found[name]["trainer"]["modules"])
         assert (engine is None) == name.endswith("_sft")
+        assert all(full > 0 == left for full, left in found[name]["trainer"]["fp8_copies"])
         if engine is not None:
             # A colocated engine has graphs for decoding alone.
             apart = name.endswith(("_disaggregated", "_async"))
@@ -77,6 +79,17 @@ def test_a_setting_that_only_its_branch_for_gpus_refuses_is_noticed():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("card", sorted(CARDS))
+@pytest.mark.parametrize("card", sorted(set(CARDS) - {"A100"}))
 def test_every_recipe_starts_on_every_card_but_for_its_memory(card):
     assert not raised(rehearse(card, NAMES))
+
+
+@pytest.mark.full
+def test_a_card_before_hopper_needs_flash_attention_2_and_trains_in_bf16():
+    found = rehearse("A100", NAMES)
+    assert {result["raised"].partition(":")[0] for result in found.values()} == {"ValueError"}
+    assert all("has compute capability 8.0: before 9.0" in result["raised"] for result in found.values())
+    found = rehearse("A100", NAMES, "--installed=flash-attn")
+    (name,) = raised(found)
+    assert name.endswith("fp8_training")
+    assert "trainer.fp8: blockwise needs 9.0 or more." in found[name]["raised"]

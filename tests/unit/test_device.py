@@ -1,13 +1,16 @@
 """What follows from the hardware that is there."""
 
+import importlib
 import importlib.util
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slimrl import device
+from slimrl.config.schema.precision import Fp8Scaling
 
 
 def place(bus: int) -> SimpleNamespace:
@@ -101,3 +104,60 @@ def test_layers_of_transformer_engine_need_a_gpu_and_the_package(machine):
     assert device.has_transformer_engine()
     machine(1, engine=False)
     assert not device.has_transformer_engine()
+
+
+def test_attention_of_packed_sequences_needs_hopper_or_flash_attention_2(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    installed = []
+    monkeypatch.setattr(device, "_is_installed", lambda name: name in installed)
+    machine(1, (9, 0))
+    assert device.attention_problem() is None
+    machine(1, (8, 9), engine=False)
+    assert device.attention_problem() is None
+    machine(1, (8, 9))
+    assert str(device.attention_problem()).startswith("A100 has compute capability 8.9: before 9.0")
+    installed.append("flash-attn")
+    assert device.attention_problem() is None
+    machine(0)
+    assert device.attention_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("scaling", "capability", "needs"),
+    [
+        ("off", (8, 0), None),
+        ("tensorwise", (8, 0), "8.9"),
+        ("delayed", (8, 9), None),
+        ("blockwise", (8, 9), "9.0"),
+        ("blockwise", (10, 0), None),
+        ("mxfp8", (9, 0), "10.0"),
+    ],
+)
+def test_fp8_training_names_the_gpu_that_it_needs(machine, monkeypatch, scaling, capability, needs):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "X")
+    machine(1, capability)
+    found = device.fp8_problem(Fp8Scaling(scaling))
+    assert (found is None) == (needs is None)
+    assert needs is None or str(found).startswith(f"{scaling} needs {needs} or more. X has compute capability ")
+
+
+def test_transformer_engine_that_is_there_but_broken_says_so(machine, monkeypatch, tmp_path):
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    # As the real one does.
+    (package / "__init__.py").write_text("try:\n    from . import pytorch\nexcept ImportError:\n    pass\n")
+    (package / "pytorch" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    machine(1)
+    try:
+        with pytest.raises(ValueError, match=r"cannot be imported: ImportError\('undefined symbol: _ZN3c10'\)"):
+            device.load_transformer_engine()
+        (package / "pytorch" / "__init__.py").write_text("")
+        importlib.invalidate_caches()
+        device.load_transformer_engine()
+    finally:
+        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+            del sys.modules[name]
+    machine(0)
+    device.load_transformer_engine()
+    assert "transformer_engine" not in sys.modules

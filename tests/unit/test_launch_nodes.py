@@ -15,7 +15,9 @@ import psutil
 import pytest
 import torch
 from ray.exceptions import RpcError
+from sglang.srt.environ import third_party_cache_defaults
 
+from slimrl import device
 from slimrl.launch import allreduce, control, driver, preflight, ray_node, slurm, wait_for_nodes
 from slimrl.launch.allreduce import lone_address, probe
 from slimrl.launch.control import run_under_control
@@ -536,11 +538,14 @@ def test_a_sum_that_is_not_that_of_all_ranks_is_an_error(monkeypatch, others):
 @pytest.fixture
 def node(monkeypatch, tmp_path):
     """A node with 100 GiB free and two good GPUs; what it is found to have can be changed."""
-    found = SimpleNamespace(free_gib=100.04, gpus="0, 4, 0, 580.65\n1, 4, 0, 580.65\n", failure=None, computes=[])
+    found = SimpleNamespace(
+        free_gib=100.04, gpus="0, 4, 0, 580.65\n1, 4, 0, 580.65\n", failure=None, computes=[], kernels=[]
+    )
     memory = lambda: SimpleNamespace(available=int(found.free_gib * 2**30))  # noqa: E731
     monkeypatch.setattr(psutil, "virtual_memory", memory)
     monkeypatch.setattr(preflight, "query_gpus", lambda: (found.gpus, found.failure))
     monkeypatch.setattr(preflight, "compute_problems", lambda gpus: [f"{gpus}: {text}" for text in found.computes])
+    monkeypatch.setattr(preflight, "kernel_problems", lambda: found.kernels)
     monkeypatch.setattr(preflight, "package_versions", lambda: {"ray": "2"})
     monkeypatch.setattr(preflight, "local_addresses", lambda: {"10.0.0.1": "ib0"})
     monkeypatch.setattr(preflight, "port_problems", lambda ports: [f"port {ports.first} is taken"])
@@ -569,6 +574,22 @@ def test_a_node_reports_what_it_has_and_everything_that_is_wrong_with_it(node, t
         "the shared file system differs from the batch host's", "8.0 GiB of memory are free, 8 needed",
         "port 7 is taken", "2",
     ]  # fmt: skip
+
+
+def test_packages_that_cannot_use_the_gpus_are_a_problem_of_the_node(node, monkeypatch):
+    node.found.kernels = ["A100 has compute capability 8.0"]
+    assert node.inspect().problems == ["A100 has compute capability 8.0"]
+    assert node.inspect(0).problems == []
+    monkeypatch.undo()
+
+    def broken() -> None:
+        raise ValueError("cannot be imported")
+
+    assert preflight.kernel_problems() == []
+    monkeypatch.setattr(device, "attention_problem", lambda: "no attention")
+    assert preflight.kernel_problems() == ["no attention"]
+    monkeypatch.setattr(device, "load_transformer_engine", broken)
+    assert preflight.kernel_problems() == ["cannot be imported"]
 
 
 def test_gpus_that_are_wrong_already_are_not_asked_to_compute(node):
@@ -700,3 +721,16 @@ def test_a_scontrol_that_does_not_answer_is_a_failure_of_the_job(programs, answe
     programs.answers = [{"stdout": "JobId=7 JobState=RUNNING"}, answer]
     with pytest.raises(LaunchError, match=said):
         slurm.requeue(7)
+
+
+def test_kernels_are_kept_below_rays_folder_where_the_home_folder_takes_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(ray_node.os, "access", lambda path, mode: (path, mode) != (Path.home(), os.W_OK))
+    found = ray_node.kernel_caches(tmp_path, {"TRITON_CACHE_DIR": "/mine"})
+    assert "TRITON_CACHE_DIR" not in found
+    assert all(Path(path).is_relative_to(tmp_path / "kernels") for path in found.values())
+    assert len(set(found.values())) == len(found) == len(ray_node.KERNEL_CACHES) - 1
+    # SGLang points the packages that it knows at its own folder, by variables that are not set.
+    assert {"SGLANG_CACHE_DIR", *third_party_cache_defaults()} <= ray_node.KERNEL_CACHES.keys()
+    monkeypatch.undo()
+    assert os.access(Path.home(), os.W_OK)
+    assert ray_node.kernel_caches(tmp_path, {}) == {}
