@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimrl.config.rollout_rules import rollout_violations
+from slimrl.config.rollout_rules import _sglang_violations
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.sglang_kernels import graph_violations
 
@@ -20,9 +20,9 @@ def test_graphs_that_cannot_be_released_are_refused(field, value, instead):
     recipe = Recipe()
     recipe.rollout.sglang = {field: value}
     key = f"rollout.sglang.{field}"
-    assert not [message for found, message in rollout_violations(recipe, 1) if message.endswith(instead)]
+    assert not [message for found, message in _sglang_violations(recipe) if message.endswith(instead)]
     recipe.rollout.colocated = True
-    (message,) = (message for found, message in rollout_violations(recipe, 1) if found == key)
+    (message,) = (message for found, message in _sglang_violations(recipe) if found == key)
     assert message.endswith(instead)
 
 

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     },
     "planner": {*LEAVES, "algorithms", "models", "observability", "checkpoints", "trainer", "resync", "runtime"},
     "simulator": {*LEAVES, "models", "observability", "planner", "rollout"},
-    "launch": {*LEAVES, "models", "observability", "runtime"},
+    "launch": {*LEAVES, "device", "models", "observability", "runtime"},
 }  # fmt: skip
 """Part -> the other parts that it may import. cli may import all; slimrl_tools too, except cli and runtime."""
 
