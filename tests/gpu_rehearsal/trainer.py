@@ -45,10 +45,11 @@ _done: set[str] = set()
 
 
 class _OnMeta(TorchFunctionMode):
-    """What is made on the GPU by name is made on the meta device."""
+    """What is made on the GPU by name is made on the meta device; host memory is not pinned, which a GPU would do."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         moved = {name: _meta_for_cuda(value) for name, value in (kwargs or {}).items()}
+        moved.pop("pin_memory", None)
         return function(*map(_meta_for_cuda, args), **moved)
 
 
