@@ -73,6 +73,10 @@ def _gathered_state(optimizer: Any) -> dict[Any, Any] | None:
     group = optimizer.data_parallel_group_gloo
     keys = ("param", *optimizer.optimizer_state_keys)
     state: dict[Any, Any] = {"buckets_coalesced": True}
+    # Used again for everything: gloo's threads keep what they sent for a while, so new memory would come on top.
+    sizes = [_shard_size(bucket, group) for buffer in optimizer.buffers for bucket in buffer.buckets]
+    largest = max(sizes, default=0)
+    own, received = torch.empty(largest, device="cpu"), _pieces(largest, group)
     for index, (buffer, of_dtype) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
         ((dtype, ranges_of_buckets),) = of_dtype.items()
         whole: dict[str, Any] = {}
@@ -80,35 +84,45 @@ def _gathered_state(optimizer: Any) -> dict[Any, Any] | None:
             whole = {key: torch.zeros(buffer.numel_unpadded, device="cpu") for key in keys}
         start = 0
         for bucket, ranges in zip(buffer.buckets, ranges_of_buckets, strict=True):
-            end = start + bucket.numel_unpadded
+            end, shard = start + bucket.numel_unpadded, own[: _shard_size(bucket, group)]
             for key in keys:
-                shard = _shard(optimizer, ranges["param_map"], key, bucket.grad_data.numel() // group.size())
-                _gather(shard, whole[key][start:end] if whole else None, group)
+                _fill(shard, optimizer, ranges["param_map"], key)
+                _gather(shard, received, whole[key][start:end] if whole else None, group)
             start = end
         state[index] = {dtype: whole | {"numel_unpadded": buffer.numel_unpadded}}
     return state if group.rank() == 0 else None
 
 
-def _shard(optimizer: Any, ranges: dict[Any, Any], key: str, size: int) -> Tensor:
-    """This rank's part of a bucket, in host memory; zeros where it is padding."""
-    shard = torch.zeros(size, device="cpu")
+def _shard_size(bucket: Any, group: dist.ProcessGroup) -> int:
+    return bucket.grad_data.numel() // group.size()
+
+
+def _pieces(largest: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """On the first rank, where it receives a piece of the shard of each rank; none elsewhere."""
+    size = min(largest, max(1, PIECE_ELEMENTS // group.size()))
+    return [torch.empty(size, device="cpu") for _ in range(group.size() if group.rank() == 0 else 0)]
+
+
+def _fill(shard: Tensor, optimizer: Any, ranges: dict[Any, Any], key: str) -> None:
+    """Write this rank's part of a bucket; zeros where it is padding."""
+    shard.zero_()
     for parameter, place in ranges.items():
         value = optimizer._get_main_param_and_optimizer_states(parameter)[key]
         shard[place["gbuf_local"].start : place["gbuf_local"].end].copy_(value.detach())
-    return shard
 
 
-def _gather(shard: Tensor, whole: Tensor | None, group: dist.ProcessGroup) -> None:
+def _gather(shard: Tensor, received: list[Tensor], whole: Tensor | None, group: dist.ProcessGroup) -> None:
     """Write the shards of all ranks, one after the other and without the padding at the end, into `whole`.
 
     Args:
+        received: memory for a piece of each rank's shard.
         whole: on the first rank; None on the others.
     """
     size = max(1, PIECE_ELEMENTS // group.size())
     for begin in range(0, len(shard), size):
         piece = shard[begin : begin + size]
-        received = None if whole is None else [torch.empty_like(piece) for _ in range(group.size())]
-        dist.gather(piece, received, dist.get_global_rank(group, 0), group)
-        for rank, part in enumerate(received or []):
+        parts = None if whole is None else [part[: len(piece)] for part in received]
+        dist.gather(piece, parts, dist.get_global_rank(group, 0), group)
+        for rank, part in enumerate(parts or []):
             room = whole[rank * len(shard) + begin :][: len(part)]  # type: ignore[index]
             room.copy_(part[: len(room)])

@@ -3,8 +3,8 @@
 With the distributed optimizer:
 
 1. Gather (megatron_patches/checkpointing.py). The first rank of each data-parallel group gets main weights and both
-   moments of whole buffers, in float32: 12 bytes an element. All ranks copy their shard of one of the three at a time,
-   and the first receives it in pieces.
+   moments of whole buffers, in float32: 12 bytes an element. All ranks copy their shard of one of the three at a time
+   into memory for the largest one, and the first receives it in pieces.
 2. Write (dist_checkpointing/strategies/filesystem_async.py of megatron-core). The first ranks write for their group.
    Weights are copied to the host first.
 """
@@ -54,12 +54,11 @@ def save_bytes(stage: Stage, trainer: TrainerConfig, first: tuple[bool, bool], a
     weights = (_elements(stage, first) + (0 if adapters is None else owned)) * trainer.precision.element_bytes
     if not trainer.optimizer.distributed:
         return weights + optimizer_bytes(trainer) * owned
-    held = peak = 0
+    held = shard = 0
     for elements, padded, ranks, is_first in _buffers(trained, trainer, first):
         held += GATHERED_BYTES * elements * is_first
-        received = min(padded, PIECE_ELEMENTS) * is_first
-        peak = max(peak, held + SHARD_BYTES * (padded // ranks + received))
-    return max(peak, held + weights)
+        shard = max(shard, padded // ranks + min(padded, PIECE_ELEMENTS) * is_first)
+    return held + max(SHARD_BYTES * shard, weights)
 
 
 def _elements(stage: Stage, first: tuple[bool, bool]) -> int:
