@@ -109,10 +109,10 @@ def commands(*arguments: str) -> str:
 def test_packages_are_installed_with_the_pinned_uv_or_with_pip():
     uv = commands("setup")
     assert "pip install -qq --disable-pip-version-check --no-warn-conflicts --no-deps $(grep '^uv=='" in uv
-    assert uv.count(".venv/bin/uv pip install") == 3
+    assert uv.count(".venv/bin/uv pip install") == 4
     pip = commands("setup", "INSTALLER=pip")
     assert "uv" not in pip.replace("venv", "")
-    assert pip.count(".venv/bin/python -m pip install") == 3
+    assert pip.count(".venv/bin/python -m pip install") == 4
 
 
 def test_the_package_declares_what_requirements_hold():
