@@ -49,7 +49,8 @@ $(STAMP): $(wildcard requirements/*) pyproject.toml
 	@$(INSTALL) --no-deps --requirement requirements/no-deps.txt
 	@echo "  3/3 slimrl, and Transformer Engine's Python for tests, where nothing imports it by chance"
 	@$(INSTALL) --no-deps --editable .
-	@$(INSTALL) --no-deps --upgrade --target $(VENV)/transformer_engine "$$(sed -n 's/^transformer-engine.*==/transformer-engine==/p' requirements/gpu.txt)"
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/transformer_engine \
+	    "$$(sed -n 's/^transformer-engine.*==/transformer-engine==/p' requirements/gpu.txt)"
 	@$(BIN)/python -m compileall -q slimrl megatron_patches tools
 	@touch $@
 
