@@ -440,6 +440,13 @@ forks(31, work)
 }  # fmt: skip
 
 ENDLESS = {
+    "busy forks whose names are no text": """
+def work(number):
+    libc.prctl(15, (b"\\xff\\xfe", b"\\x0cVmPTE: x", b"\\rNSpid:", b") Z (\\xff")[number % 4], 0, 0, 0)
+    while True: pass
+libc.prctl(15, b"\\xff\\xfe", 0, 0, 0)
+forks(31, work)
+""",
     "busy forks": "forks(31, lambda _: exec('while True: pass'))",
     "busy forks in sessions of their own": """
 def work(_):

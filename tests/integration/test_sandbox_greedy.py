@@ -53,6 +53,7 @@ QUICK = {
     "connections that nobody accepts",
     "pages of files in sockets",
     "busy forks",
+    "busy forks whose names are no text",
     "busy forks in sessions of their own",
 }
 """Of each kind one; the others belong to the full set."""

@@ -4,10 +4,13 @@ import asyncio
 import fcntl
 import json
 import os
+import socket
+from types import SimpleNamespace
 
 import pytest
 
 from slimrl.agent.sandbox import zygote_client
+from slimrl.agent.sandbox.inside.zygote import Zygote, _Run
 from slimrl.agent.sandbox.interface import SandboxError
 from slimrl.agent.sandbox.zygote_client import Run, ZygoteClient, memory_file
 from slimrl.config.schema.agent import SandboxLimits
@@ -69,6 +72,41 @@ async def test_a_sandbox_that_does_not_answer_is_ended():
     assert client.broken
     assert isinstance(second.exited.exception(), SandboxError)
     second.output.close()
+
+
+class Unreadable:
+    """A run's processes, of which nothing can be read."""
+
+    killed = False
+
+    def open(self) -> bool:
+        raise ValueError("no number")
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class Quiet(Unreadable):
+    def open(self) -> bool:
+        return False
+
+
+def test_a_run_that_cannot_be_looked_at_fails_alone():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    unreadable, quiet, watched = Unreadable(), Quiet(), Zygote.__new__(Zygote)
+    watched._control = theirs
+    watched._runs = {
+        number: _Run(number, 1000, processes, SimpleNamespace(next_look_s=0.1), next_look=0.0)
+        for number, processes in ((1, unreadable), (2, quiet))
+    }
+    watched._look()
+    report = json.loads(ours.recv(4096))
+    assert report["id"] == 1
+    assert "ValueError('no number')" in report["problem"]
+    assert (unreadable.killed, quiet.killed) == (True, False)
+    assert watched._runs[2].next_look > 0
+    ours.close()
+    theirs.close()
 
 
 def test_a_memory_file_can_be_read_and_never_changed():

@@ -127,4 +127,4 @@ def _socket_bytes() -> int:
 
 
 def _sum_bytes(text: str, names: tuple[str, ...]) -> int:
-    return sum(1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith(names))
+    return sum(1024 * int(line.split()[1]) for line in text.split("\n") if line.startswith(names))

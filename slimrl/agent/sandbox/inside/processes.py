@@ -5,9 +5,12 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 _GONE = (FileNotFoundError, ProcessLookupError)
 """What the files of a process that has ended raise."""
+_OF_PROGRAMS: Any = {"errors": "replace", "newline": "\n"}
+"""How to open files that hold a process's name, which its program chooses: of any bytes, some that would end a line."""
 _LOWEST_PRIORITY = 19
 _KCMP, _KCMP_VM = 312, 1
 _libc = ctypes.CDLL(None)
@@ -148,7 +151,7 @@ class RunProcesses:
         """ "" if the process has ended."""
         with suppress(*_GONE):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._files[0])
-            with open(file) as text:
+            with open(file, **_OF_PROGRAMS) as text:
                 return text.read()
         return ""
 
@@ -174,8 +177,8 @@ class RunProcesses:
         """Pid within the run -> pid here."""
         pids = {}
         for pid in [self._pid, *_descendants(self._pid)]:
-            with suppress(*_GONE), open(f"/proc/{pid}/status") as status:
-                fields = next((line.split() for line in status if line.startswith("NSpid:")), [])
+            with suppress(*_GONE), open(f"/proc/{pid}/status", **_OF_PROGRAMS) as status:
+                fields: list[str] = next((line.split() for line in status if line.startswith("NSpid:")), [])
                 pids[fields[-1]] = pid
         return pids
 

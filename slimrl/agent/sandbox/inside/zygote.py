@@ -30,6 +30,8 @@ from slimrl.agent.sandbox.inside.processes import RunProcesses
 KILL_S = 1.0
 """Between two kills of a run that has not ended yet."""
 MAX_MESSAGE_BYTES = 4096
+MAX_PROBLEM = 1000
+"""Characters of a reason, so that a message holds it"""
 MAX_DESCRIPTORS = 8
 MAX_DESCRIPTOR = 1 << 20
 DESCRIPTORS = ("task", "stdin", "stdout", "stderr", "channel", "folder")
@@ -57,9 +59,9 @@ class _Run:
             self.next_look = time.monotonic() + self.memory.next_look_s
 
     def kill(self) -> None:
-        self.processes.kill()
         self.killed = True
         self.next_look = time.monotonic() + KILL_S
+        self.processes.kill()
 
 
 class Zygote:
@@ -186,9 +188,9 @@ class Zygote:
                 continue
             try:
                 run.look()
-            except OSError as error:
-                # Of other runs all may be well.
-                self._send({"id": run.number, "problem": f"cannot see what a program holds of the memory: {error}"})
+            except Exception as error:  # noqa: BLE001 - a program chooses what is read of it; of others all may be well
+                problem = f"cannot see what a program holds of the memory: {error!r}"
+                self._send({"id": run.number, "problem": problem[:MAX_PROBLEM]})
                 run.kill()
 
     def _send(self, message: dict[str, Any]) -> None:
