@@ -8,7 +8,8 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from queue import LifoQueue
+from contextlib import suppress
+from queue import Empty, LifoQueue
 from typing import Any
 
 from slimrl.agent.parser_process import OutOfCpuTime, ParserProcess, ParserRaised
@@ -85,11 +86,16 @@ class _Processes:
 
     def close(self) -> None:
         """End the processes that parse nothing; the others end with their parse and this process's pipe."""
-        for _ in range(self._slots.qsize()):
-            process = self._slots.get()
-            if process is not None:
-                process.end()
-            self._slots.put(None)
+        taken: list[ParserProcess | None] = []
+        with suppress(Empty):
+            while True:
+                taken.append(self._slots.get_nowait())
+        for process in taken:
+            try:
+                if process is not None:
+                    process.end()
+            finally:
+                self._slots.put(None)
 
 
 _threads = ReusedThreads()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slimrl.agent import bounded_parser, parser_process
-from slimrl.agent.bounded_parser import NOT_IN_TIME, BoundedParser, close_parsers
+from slimrl.agent.bounded_parser import NOT_IN_TIME, BoundedParser, _Processes, close_parsers
 from slimrl.agent.parser_process import OutOfCpuTime, ParserFailed, ParserProcess
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall, make_parser
 from slimrl.config.package_fields import tool_call_parsers
@@ -113,6 +113,17 @@ def test_a_process_holds_none_of_the_drivers_files(tmp_path: Any):
         process.end()
     assert file.name not in held
     assert len(held) == 5, held
+
+
+def test_all_processes_are_ended():
+    slots = _Processes()
+    processes = [ParserProcess() for _ in range(slots._slots.qsize())]
+    slots._slots.queue[:] = processes
+    slots.close()
+    assert list(slots._slots.queue) == [None] * len(processes)
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
 
 
 async def test_many_turns_at_once_each_get_their_own():
