@@ -81,7 +81,11 @@ class _Processes:
         except OutOfCpuTime:
             return ParsedTurn(content=text.strip(), calls=[MalformedCall(problem=NOT_IN_TIME)])
         finally:
-            self._slots.put(kept)
+            try:
+                if process is not None and kept is None:
+                    process.end()
+            finally:
+                self._slots.put(kept)
         return parsed
 
     def close(self) -> None:

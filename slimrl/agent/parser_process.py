@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -54,14 +55,20 @@ class ParserProcess:
         with warnings.catch_warnings():
             # Locks that another thread holds stay held in the copy. One that waits for such a lock meets DEADLINE_S.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
+            try:
+                self.pid = os.fork()
+            except OSError:
+                for descriptor in (questions, self._questions, self._answers, answers):
+                    os.close(descriptor)
+                raise
+        self._lives = True
         if not self.pid:
             _serve_and_exit(questions, answers)
         os.close(questions)
         os.close(answers)
 
     def parse(self, name: str, schemas: str, text: str) -> ParsedTurn:
-        """What a parser reads in a turn. After an exception other than ParserRaised the process has ended.
+        """What a parser reads in a turn. After an exception other than ParserRaised the process has ended, or must.
 
         Args:
             name, schemas: of the parser, as for `make_parser`, the schemas as JSON.
@@ -81,11 +88,13 @@ class ParserProcess:
         return ParsedTurn(content=answer["content"], calls=[_call(one) for one in answer["calls"]])
 
     def end(self) -> None:
-        """Kill it and close its pipes; once."""
-        os.kill(self.pid, signal.SIGKILL)
-        self._reap()
+        """Kill it and close its pipes, unless it has ended."""
+        if self._lives:
+            os.kill(self.pid, signal.SIGKILL)
+            self._reap()
 
     def _reap(self) -> int:
+        self._lives = False
         os.close(self._questions)
         os.close(self._answers)
         deadline = time.monotonic() + END_S
@@ -166,10 +175,16 @@ def _serve(questions: Any, answers: Any) -> None:
 def _answer(parser_of: Callable[[str, str], Parser], name: str, schemas: str, text: str) -> bytes:
     try:
         turn = parser_of(name, schemas).parse(text)
-        calls = [vars(one) for one in turn.calls]
+        calls = [_fields(one) for one in turn.calls]
         return json.dumps({"content": turn.content, "calls": calls}).encode()
     except Exception as error:  # noqa: BLE001 - a parser of the task's own raises anything
         return json.dumps({"error": repr(error)}).encode()
+
+
+def _fields(call: ToolCall | MalformedCall) -> dict[str, Any]:
+    """Without those that a class of the task's own has more."""
+    kind = ToolCall if isinstance(call, ToolCall) else MalformedCall
+    return {field.name: getattr(call, field.name) for field in fields(kind)}
 
 
 def _call(value: dict[str, Any]) -> ToolCall | MalformedCall:

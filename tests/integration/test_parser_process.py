@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -93,6 +94,53 @@ async def test_a_parser_that_raises_keeps_its_process():
         await parser.read("x")
     with pytest.raises(ParserFailed, match="ZeroDivisionError"):
         await parser.read("x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCall(ToolCall):
+    score: float = 0.5
+
+
+class OwnCallParser:
+    close_marker = ""
+
+    def parse(self, text: str) -> ParsedTurn:
+        return ParsedTurn(content="", calls=[OwnCall(name=text, arguments={})])
+
+
+async def test_a_call_of_a_class_of_the_tasks_own_is_a_call():
+    parsed = await BoundedParser(f"{__name__}:OwnCallParser", []).read("x")
+    assert parsed.calls == [ToolCall(name="x", arguments={})]
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_process_whose_answer_is_refused_is_ended(monkeypatch: pytest.MonkeyPatch):
+    slots, before, pids = _Processes(), num_descriptors(), []
+
+    def refuse(process: ParserProcess, deadline: float) -> bytes:
+        pids.append(process.pid)
+        return b"no JSON"
+
+    monkeypatch.setattr(ParserProcess, "_read", refuse)
+    with pytest.raises(json.JSONDecodeError):
+        slots.parse("hermes", json.dumps([TOOL]), CALL)
+    assert num_descriptors() == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_a_fork_that_fails_leaves_no_descriptors_open(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> int:
+        raise BlockingIOError(11, "no process more")
+
+    monkeypatch.setattr(os, "fork", fail)
+    before = num_descriptors()
+    with pytest.raises(BlockingIOError):
+        ParserProcess()
+    assert num_descriptors() == before
 
 
 def test_a_process_that_is_stuck_is_ended(monkeypatch: pytest.MonkeyPatch):
