@@ -7,6 +7,7 @@ forked it, whose pipe is its input.
 
 import gc
 import json
+import math
 import os
 import resource
 import select
@@ -167,8 +168,9 @@ def _serve(questions: Any, answers: Any) -> None:
     parser_of = lru_cache(1000)(lambda name, schemas: make_parser(name, json.loads(schemas)))
     while head := questions.read(_LENGTH.size):
         name, schemas, text = json.loads(questions.read(*_LENGTH.unpack(head)))
-        used = -(-time.process_time() // 1)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used) + CPU_LIMIT_S, resource.RLIM_INFINITY))
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)  # of its user, who may not raise it
+        limit = math.ceil(time.process_time()) + CPU_LIMIT_S
+        resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
         answers.write(_framed(_answer(parser_of, name, schemas, text)))
 
 

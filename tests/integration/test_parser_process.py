@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -172,6 +173,17 @@ def test_all_processes_are_ended():
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
+
+
+def test_a_users_own_limit_of_cpu_time_stays():
+    process = ParserProcess()
+    for most in (1000, 1):
+        resource.prlimit(process.pid, resource.RLIMIT_CPU, (most, most))
+        assert process.parse("hermes", json.dumps([TOOL]), CALL).calls
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_CPU)
+        assert hard == most
+        assert 0 < soft <= 10
+    process.end()
 
 
 async def test_many_turns_at_once_each_get_their_own():
