@@ -12,12 +12,12 @@ from contextlib import suppress
 from queue import Empty, LifoQueue
 from typing import Any
 
-from slimrl.agent.parser_process import OutOfCpuTime, ParserProcess, ParserRaised
+from slimrl.agent.parser_process import DEADLINE_S, OutOfCpuTime, ParserFailed, ParserProcess, ParserRaised
 from slimrl.agent.parsers import MalformedCall, NoCalls, ParsedTurn, make_parser
 from slimrl.data.threads import ReusedThreads
 
-MAX_PROCESSES = 2
-"""Of one interpreter; one parses a thousand turns a second"""
+NUM_PROCESSES = min(8, max(2, len(os.sched_getaffinity(0)) // 4))
+"""Of one interpreter, at most; one parses a thousand turns a second, or holds up others by its CPU time for a turn."""
 NOT_IN_TIME = "malformed tool call: it takes too long to read"
 
 
@@ -48,11 +48,15 @@ class BoundedParser:
         """What the parser reads in a policy's turn; a malformed call if it takes too long.
 
         Raises:
-            ParserFailed: the parser raised, or its process ended.
+            ParserFailed: the parser raised, its process ended, or no process was free in time.
         """
         if isinstance(self._parser, NoCalls) or self._cannot_call(text):
             return ParsedTurn(content=text.strip(), calls=[])
-        parsed: ParsedTurn = await _threads.run(lambda: _processes.parse(self._name, self._schemas, text))
+        given_up = threading.Event()
+        try:
+            parsed: ParsedTurn = await _threads.run(lambda: _processes.parse(self._name, self._schemas, text, given_up))
+        finally:
+            given_up.set()
         return parsed
 
 
@@ -62,14 +66,21 @@ class _Processes:
     def __init__(self) -> None:
         # Last in, first out: a process that runs is used before another one is forked.
         self._slots: LifoQueue[ParserProcess | None] = LifoQueue()
-        for _ in range(min(MAX_PROCESSES, len(os.sched_getaffinity(0)))):
+        for _ in range(NUM_PROCESSES):
             self._slots.put(None)
         self._forking = threading.Lock()
 
-    def parse(self, name: str, schemas: str, text: str) -> ParsedTurn:
-        process = self._slots.get()
+    def parse(self, name: str, schemas: str, text: str, given_up: threading.Event) -> ParsedTurn:
+        """See `BoundedParser.read`. A turn that is given up before a process is free for it is not parsed."""
+        try:
+            process = self._slots.get(timeout=DEADLINE_S)
+        except Empty:
+            raise ParserFailed(f"no process that parses turns was free within {DEADLINE_S:g} s") from None
         kept = None
         try:
+            if given_up.is_set():
+                kept = process
+                raise ParserFailed("nobody waits for this turn any more")
             if process is None:
                 with self._forking:
                     process = ParserProcess()

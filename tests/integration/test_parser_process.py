@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from slimrl.agent.bounded_parser import NOT_IN_TIME, BoundedParser, _Processes, 
 from slimrl.agent.parser_process import OutOfCpuTime, ParserFailed, ParserProcess
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall, make_parser
 from slimrl.config.package_fields import tool_call_parsers
+from slimrl.data.threads import task_threads
 
 TOOL = {
     "type": "function",
@@ -127,7 +129,7 @@ def test_a_process_whose_answer_is_refused_is_ended(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ParserProcess, "_read", refuse)
     with pytest.raises(json.JSONDecodeError):
-        slots.parse("hermes", json.dumps([TOOL]), CALL)
+        slots.parse("hermes", json.dumps([TOOL]), CALL, threading.Event())
     assert num_descriptors() == before
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
@@ -176,14 +178,41 @@ def test_all_processes_are_ended():
 
 
 def test_a_users_own_limit_of_cpu_time_stays():
+    BoundedParser("hermes", [TOOL])
     process = ParserProcess()
-    for most in (1000, 1):
-        resource.prlimit(process.pid, resource.RLIMIT_CPU, (most, most))
-        assert process.parse("hermes", json.dumps([TOOL]), CALL).calls
-        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_CPU)
-        assert hard == most
-        assert 0 < soft <= 10
+    resource.prlimit(process.pid, resource.RLIMIT_CPU, (1000, 1000))
+    assert process.parse("hermes", json.dumps([TOOL]), CALL).calls
+    soft, hard = resource.prlimit(process.pid, resource.RLIMIT_CPU)
     process.end()
+    assert 0 < soft <= 10
+    assert hard == 1000
+
+
+async def test_a_turn_waits_for_a_process_no_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bounded_parser, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(bounded_parser, "_processes", _Processes())
+    bounded_parser._processes._slots.queue.clear()  # as while all of them parse
+    async with asyncio.timeout(20):
+        with pytest.raises(ParserFailed, match="was free within"):
+            await BoundedParser("hermes", [TOOL]).read(CALL)
+
+
+async def test_a_turn_that_nobody_waits_for_is_not_parsed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bounded_parser, "_processes", _Processes())
+    slots, parsed = bounded_parser._processes._slots, []
+    monkeypatch.setattr(ParserProcess, "parse", lambda *call: parsed.append(call))
+    taken = [slots.get() for _ in range(slots.qsize())]
+    waiting = asyncio.create_task(BoundedParser("hermes", [TOOL]).read(CALL))
+    await asyncio.sleep(0.2)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    for one in taken:
+        slots.put(one)
+    async with asyncio.timeout(20):
+        while task_threads():
+            await asyncio.sleep(0.01)
+    assert parsed == []
+    assert list(slots.queue) == taken
 
 
 async def test_many_turns_at_once_each_get_their_own():
