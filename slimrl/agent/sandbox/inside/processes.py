@@ -3,7 +3,8 @@
 import ctypes
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ _GONE = (FileNotFoundError, ProcessLookupError)
 """What the files of a process that has ended raise."""
 _OF_PROGRAMS: Any = {"errors": "replace", "newline": "\n"}
 """How to open files that hold a process's name, which its program chooses: of any bytes, some that would end a line."""
+_FLAGS, _EXITING = 6, 0x4
+"""Where proc/PID/stat has a task's flags, behind its name, and that of a task that has begun to end (PF_EXITING)."""
 _LOWEST_PRIORITY = 19
 _KCMP, _KCMP_VM = 312, 1
 _libc = ctypes.CDLL(None)
@@ -47,7 +50,7 @@ class RunProcesses:
             return True
         for thread in _entries(f"/proc/{self._pid}/task"):
             root = f"/proc/{self._pid}/task/{thread}"
-            with suppress(*_GONE):
+            with _while_it_lives(root):
                 self._files.append(os.open(f"{root}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
                 if os.fstat(self._files[0]).st_dev != os.stat("/proc").st_dev:
                     self._files.append(os.open(f"{root}/root/tmp", os.O_PATH | os.O_CLOEXEC))
@@ -139,7 +142,7 @@ class RunProcesses:
 
     def entries(self, path: str) -> list[str]:
         """Of a folder; none if the process has ended."""
-        with suppress(*_GONE):
+        with _while_it_lives(os.path.dirname(path), self._files[0]):
             file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._files[0])
             try:
                 return os.listdir(file)
@@ -149,7 +152,7 @@ class RunProcesses:
 
     def read(self, path: str) -> str:
         """ "" if the process has ended."""
-        with suppress(*_GONE):
+        with _while_it_lives(os.path.dirname(path), self._files[0]):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._files[0])
             with open(file, **_OF_PROGRAMS) as text:
                 return text.read()
@@ -158,7 +161,7 @@ class RunProcesses:
     def count_lines(self, path: str, most: int) -> int:
         """More than `most` if a file has more lines than that, however many; 0 if the process has ended."""
         number = 0
-        with suppress(*_GONE):
+        with _while_it_lives(os.path.dirname(path), self._files[0]):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._files[0])
             try:
                 while number <= most and (piece := os.read(file, 1 << 16)):
@@ -171,7 +174,7 @@ class RunProcesses:
         return [name for name in os.listdir(self._files[0]) if name.isdigit()]
 
     def _stat(self, path: str) -> list[str]:
-        return self.read(f"{path}/stat").rpartition(")")[2].split()
+        return _stat(path, self._files[0])
 
     def _pids_here(self) -> dict[str, int]:
         """Pid within the run -> pid here."""
@@ -196,6 +199,34 @@ def _descendants(pid: int) -> list[int]:
             for child in children.read().split():
                 found += [int(child), *_descendants(int(child))]
     return found
+
+
+@contextmanager
+def _while_it_lives(path: str, folder: int | None = None) -> Iterator[None]:
+    """Leave out what the files of a process or thread raise once it has ended.
+
+    Who has begun to end has no memory any more, and is then refused to everybody if it was not to be traced before.
+
+    Args:
+        path: its folder in /proc, below `folder`.
+    """
+    try:
+        yield
+    except _GONE:
+        pass
+    except PermissionError:
+        fields = _stat(path, folder)
+        if fields and not int(fields[_FLAGS]) & _EXITING:
+            raise
+
+
+def _stat(path: str, folder: int | None) -> list[str]:
+    """What proc/PID/stat, which everybody may read, has behind the name; nothing if the process has ended."""
+    with suppress(*_GONE):
+        file = os.open(f"{path}/stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+        with open(file, **_OF_PROGRAMS) as text:
+            return text.read().rpartition(")")[2].split()
+    return []
 
 
 def _entries(folder: str) -> list[str]:
