@@ -208,7 +208,7 @@ OF_THE_LAYOUT = table(
                 "pp_size attn_cp_size dcp_size enable_prefill_cp moe_dense_tp_size moe_a2a_backend"
             ),
             "Leave it out.": (
-                "dwdp_size dcp_replicate_q_proj enable_cp_tp_group_sharing enable_cp_decode_attn_tp enable_dp_lm_head "
+                "dwdp_size dcp_replicate_q_proj enable_cp_decode_attn_tp enable_dp_lm_head "
                 "enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp "
                 "enable_megamoe_for_layernorm_sp ep_join_rank_offset elastic_ep_initial_size max_ep_size "
                 "ep_num_redundant_experts init_expert_location enable_eplb elastic_ep_backend "
@@ -309,7 +309,9 @@ WITHOUT_EFFECT = table(
         judged(_NONE, f"has no effect: {why}.", fields)
         for why, fields in {
             "model.path is a folder": "revision download_dir model_checksum speculative_draft_model_revision",
-            "SGLang works it out itself": "uses_mamba_radix_cache aux_hidden_state_capture",
+            "SGLang works it out itself": (
+                "uses_mamba_radix_cache aux_hidden_state_capture enable_cp_tp_group_sharing"
+            ),
             "slimrl's requests are token ids with settings of their own": (
                 "chat_template trust_request_chat_template hf_chat_template_name completion_template reasoning_parser "
                 "default_chat_template_kwargs tool_call_parser sampling_defaults enable_response_store "

@@ -1,31 +1,57 @@
 """An engine has the flags that SGLang knows, and kernels that leave weights as they are loaded."""
 
-import ast
+import argparse
+import re
+from typing import Any
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
-from slimrl.config.package_fields import package_folder
+from slimrl.config.package_fields import FieldType, sglang_fields
+from slimrl.config.passthrough import VERDICTS, field_problem
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.config.sglang_verdicts import SGLANG_VERDICTS
-from slimrl.config.verdicts import Verdict
+from slimrl.config.verdicts import Judgement, Verdict
 from slimrl.data.engine_key import EngineKey
 from slimrl.rollout.servers import server
-from slimrl.rollout.servers.server import FLAGS, engine_arguments
+from slimrl.rollout.servers.server import engine_arguments
+
+SAMPLES = {
+    "cuda_graph_config": {"decode": {"backend": "full"}},
+    "radix_eviction_policy_config": {"protected_threshold": 4},
+    "extra_metric_labels": {"team": 'it\'s "ours"'},
+    "lora_paths": [{"lora_name": "a", "lora_path": "b"}],
+}
+"""Values of fields whose type does not tell one"""
 
 
-def test_fields_have_the_flags_that_sglang_gives_them():
-    """`cli_name` names a flag otherwise than its field, or repeats the common way of naming it."""
-    named: dict[str, str] = {}
-    for path in (package_folder("sglang") / "srt" / "arg_groups" / "fields").glob("*.py"):
-        for field in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)):
-            for call in ast.walk(field.annotation):
-                words = call.keywords if isinstance(call, ast.Call) else []
-                named |= {ast.unparse(field.target): ast.literal_eval(w.value) for w in words if w.arg == "cli_name"}
-    other = {name: flag for name, flag in named.items() if flag != "--" + name.replace("_", "-")}
-    aliased = {"tp_size", "ep_size"}
-    given = {name for name, judgement in SGLANG_VERDICTS.items() if judgement.verdict is Verdict.safe} | aliased
-    assert {name: flag for name, flag in other.items() if name in given - aliased} == FLAGS
+def samples(action: argparse.Action, field: FieldType, judgement: Judgement) -> list[Any]:
+    """Values that a recipe may give a field."""
+    known = [value for value in judgement.values or action.choices or () if value not in (None, "none")]
+    if known or action.dest in SAMPLES:
+        return [max(known) if known else SAMPLES[action.dest]]
+    if bool in field.types:
+        return [True, False]
+    kinds = {"int": [1, 2], "float": [0.5, 2.0], "str": ["a", "b"]}
+    values = next(values for kind, values in kinds.items() if re.search(rf"\b{kind}\b", field.text))
+    return [values] if list in field.types else values
+
+
+@pytest.mark.parametrize("section", ["rollout.sglang", "teacher.sglang"])
+def test_whatever_a_recipe_may_set_reaches_sglang(section: str):
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    actions = {action.dest: action for action in reversed(parser._actions)}  # Aliases come last.
+    fields, how = sglang_fields(), {"host": "h", "port": 7, "precision": Precision.bf16, "cuda": True, "seed": 5}
+    safe = {name: judgement for name, judgement in VERDICTS[section].items() if judgement.verdict is Verdict.safe}
+    for name, judgement in safe.items():
+        for value in samples(actions[name], fields[name], judgement):
+            assert field_problem(section, name, value, fields) is None
+            rollout = RolloutConfig(max_trajectory_tokens=100, sglang={name: value})
+            found = getattr(parser.parse_args(engine_arguments(rollout, "m", **how)), name)
+            # Without a flag for false, what SGLang takes is false or nothing.
+            stays_off = value is False and not isinstance(actions[name], argparse.BooleanOptionalAction)
+            assert not found if stays_off else found == value, name
 
 
 def test_a_gpu_on_which_sglang_would_pack_weights_gets_kernels_that_do_not():

@@ -3,6 +3,7 @@
 Usable from any process, a Ray actor included: the engine ends with the process that started it.
 """
 
+import json
 import os
 import signal
 import sys
@@ -57,8 +58,15 @@ class EnginePart:
     """`address:port` on the first part's node, at which the parts find each other"""
 
 
-FLAGS = {"fp8_gemm_runner_backend": "--fp8-gemm-backend"}
+FLAGS = {
+    "fp8_gemm_runner_backend": "--fp8-gemm-backend",
+    "ep_join_mode": "--elastic-ep-join-mode",
+    "ep_join_rank_offset": "--elastic-ep-join-rank-offset",
+}
 """Fields of ServerArgs that a recipe may set and whose flags SGLang names otherwise than the field."""
+
+SWITCHES = ("enable_tf32_matmul", "enable_fused_qk_norm_rope", "dcp_replicate_q_proj")
+"""Fields that a recipe may set and that SGLang chooses itself where they are left out: false has the flag `--no-...`"""
 
 
 def engine_arguments(
@@ -79,7 +87,8 @@ def engine_arguments(
 ) -> list[str]:
     """SGLang's command line. `rollout.sglang` comes last and overrides the other values.
 
-    Values become flags by the rules of SGLang's parser: True a bare flag, False or None nothing, a list several values.
+    Values become flags by the rules of SGLang's parser: True a bare flag, False or None nothing (False of a switch
+    `--no-...`), a list several values, a mapping JSON.
 
     Args:
         dequantize: serve a block-FP8 checkpoint as a plain model.
@@ -145,16 +154,18 @@ def engine_arguments(
                 # SGLang shares them out among the groups, and a group with fewer than a request takes starts no engine.
                 "max_mamba_cache_size": _STATES_PER_TRAJECTORY * requests * rollout.engine_attention_dp,
             }
-    flags: list[str] = []
-    for name, value in {**values, **rollout.sglang}.items():
-        flag = FLAGS.get(name, "--" + name.replace("_", "-"))
-        if value is True:
-            flags.append(flag)
-        elif isinstance(value, list | tuple):
-            flags += [flag, *map(str, value)]
-        elif value is not None and value is not False:
-            flags += [flag, str(value)]
-    return flags
+    return [word for name, value in {**values, **rollout.sglang}.items() for word in _flag(name, value)]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """Words of the command line for one field."""
+    if value is None or (value is False and name not in SWITCHES):
+        return []
+    flag = FLAGS.get(name, "--" + name.replace("_", "-"))
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    items = value if isinstance(value, list | tuple) else [value]
+    return [flag, *(json.dumps(item) if isinstance(item, dict) else str(item) for item in items)]
 
 
 def engine_environment(rollout: RolloutConfig, *, precision: Precision, cuda: bool) -> dict[str, str]:
