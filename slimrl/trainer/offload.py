@@ -4,7 +4,8 @@
    0. The tensor objects stay, so views of them, such as the optimizer's shards and a resync's pieces, are valid again
    once the storages are restored.
 2. Gradients are dropped; they come back as zeros, as every update needs them.
-3. Copies of weights in FP8, which Transformer Engine keeps, go with the weights; the next forward pass makes them anew.
+3. Copies of weights in FP8, which Transformer Engine keeps, go with weights or gradients: without either nothing is
+   trained. The next forward pass makes them anew.
 
 Megatron's own optimizer offload replaces the parameters by other tensors. In float32 they are views of the weights, and
 would be no longer.
@@ -72,6 +73,7 @@ class Offload:
             self._state.take(self._optimizer_tensors())
         if MemoryPart.weights in parts:
             self._weights.take(weight_tensors(self._chunks))
+        if MemoryPart.weights in parts or MemoryPart.gradients in parts:
             forget_quantized_weights(self._chunks)
         if on_cuda:
             torch.cuda.empty_cache()

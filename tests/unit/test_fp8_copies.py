@@ -1,4 +1,4 @@
-"""Copies of weights in FP8, which Transformer Engine keeps in its modules, go with the weights and are planned."""
+"""Copies of weights in FP8, which Transformer Engine keeps in its modules, are there in training alone, and planned."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from torch import nn
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.trainer import OptimizerConfig, TrainerConfig
 from slimrl.data.training import MemoryPart
-from slimrl.planner.memory import TRAIN, keeps_fp8_copies
+from slimrl.planner.memory import ALONE, COLOCATED, TOGETHER, TRAIN, keeps_fp8_copies
 from slimrl.trainer.offload import Offload
 
 
@@ -27,10 +27,15 @@ class Chunk(nn.Module):
 
 
 @pytest.mark.parametrize("part", MemoryPart)
-def test_a_release_of_weights_frees_their_copies(part):
+def test_copies_go_with_what_only_training_needs(part):
     chunk = Chunk()
     Offload([chunk], SimpleNamespace(tensors=lambda: [])).release([part])
-    assert bool(chunk.engine_layer._fp8_workspaces) == (part is not MemoryPart.weights)
+    assert bool(chunk.engine_layer._fp8_workspaces) == (part is MemoryPart.optimizer)
+
+
+def test_a_plan_has_copies_where_a_rank_keeps_gradients():
+    for sets in (*ALONE.values(), *TOGETHER.values(), *COLOCATED.values()):
+        assert all(("fp8_weights" in held) <= ("gradients" in held) for held in sets)
 
 
 @pytest.mark.parametrize(
