@@ -91,6 +91,11 @@ def has_transformer_engine() -> bool:
     return device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
+def has_apex() -> bool:
+    """Whether matrix products can add weight gradients to their buffer themselves, by a kernel of apex."""
+    return device_type() == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
 def load_transformer_engine() -> None:
     """Import Transformer Engine where models are built of its layers.
 
@@ -117,7 +122,7 @@ def attention_problem() -> str | None:
     (`get_attention_backend`, and common/fused_attn/fused_attn.cpp, in version 2.19). Without these it computes
     attention unfused, in memory that grows with the square of the length, and without context parallelism.
     """
-    if not has_transformer_engine() or device_type() != "cuda" or torch.cuda.get_device_capability() >= (9, 0):
+    if not has_transformer_engine() or torch.cuda.get_device_capability() >= (9, 0):
         return None
     if _is_installed("flash-attn"):
         return None
@@ -127,21 +132,25 @@ def attention_problem() -> str | None:
     )
 
 
-FP8_CAPABILITIES = {
-    Fp8Scaling.blockwise: (9, 0),
-    Fp8Scaling.tensorwise: (8, 9),
-    Fp8Scaling.delayed: (8, 9),
-    Fp8Scaling.mxfp8: (10, 0),
+FP8_CAPABILITIES: dict[Fp8Scaling, tuple[tuple[int, int], tuple[int, int] | None]] = {
+    Fp8Scaling.blockwise: ((9, 0), None),
+    Fp8Scaling.tensorwise: ((8, 9), None),
+    Fp8Scaling.delayed: ((8, 9), None),
+    Fp8Scaling.mxfp8: ((10, 0), (12, 0)),
 }
-"""Least compute capability of FP8 training, as in Transformer Engine's pytorch/quantization.py"""
+"""Compute capabilities of FP8 training: the least, and the one from which on it is refused, as in Transformer Engine
+2.19's pytorch/quantization.py"""
 
 
 def fp8_problem(scaling: Fp8Scaling) -> str | None:
     """Why Transformer Engine cannot train so on this GPU, or None."""
-    needed = FP8_CAPABILITIES.get(scaling, (0, 0))
-    if device_type() != "cuda" or torch.cuda.get_device_capability() >= needed:
+    if device_type() != "cuda" or scaling not in FP8_CAPABILITIES:
         return None
-    return f"{scaling.value} needs {needed[0]}.{needed[1]} or more. {_this_gpu()}."
+    least, end = FP8_CAPABILITIES[scaling]
+    if torch.cuda.get_device_capability() >= least and (end is None or torch.cuda.get_device_capability() < end):
+        return None
+    below = f", below {end[0]}.{end[1]}" if end else ""
+    return f"{scaling.value} needs {least[0]}.{least[1]} or more{below}. {_this_gpu()}."
 
 
 def _this_gpu() -> str:

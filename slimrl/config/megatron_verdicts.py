@@ -34,7 +34,7 @@ SAFE = table(
     judged(_SAFE, "memory of the embedding's output", "clone_scatter_output_in_embedding"),
     judged(_SAFE, "results that do not depend on timing", "deterministic_mode"),
     judged(_SAFE, "rounding", "moe_router_dtype"),
-    judged(_SAFE, "rounding", "disable_bf16_reduced_precision_matmul", transformer_engine=True),
+    judged(_SAFE, "rounding of a GPU's matrix products", "disable_bf16_reduced_precision_matmul"),
     judged(_SAFE, "dropout in training", "hidden_dropout attention_dropout"),
     judged(
         _SAFE,
@@ -44,26 +44,25 @@ SAFE = table(
     judged(
         _SAFE,
         "fused kernels of a GPU, most of them chosen by slimrl where they exist",
-        "apply_rope_fusion moe_permute_fusion gradient_accumulation_fusion moe_router_fusion fused_residual_rmsnorm "
+        "apply_rope_fusion moe_permute_fusion moe_router_fusion fused_residual_rmsnorm "
         "disable_parameter_transpose_cache",
         transformer_engine=True,
     ),
+    judged(_SAFE, "a kernel of apex, chosen by slimrl where it exists", "gradient_accumulation_fusion"),
     judged(_SAFE, "experts of a rank in one kernel", "moe_grouped_gemm", transformer_engine=True),
     judged(
         _SAFE, "kernels of attention", "attention_backend flash_attention_version cp_comm_type", transformer_engine=True
     ),
     judged(
         _SAFE,
-        "the embedding's gradient at the end of a pipeline",
+        "the embedding's gradient at the end of a pipeline, a kernel of apex",
         "defer_embedding_wgrad_compute",
-        transformer_engine=True,
     ),
     judged(
         _SAFE,
-        "the embedding's gradient at the end of a pipeline",
+        "the embedding's gradient at the end of a pipeline, a kernel of apex",
         "wgrad_deferral_limit",
         needs="defer_embedding_wgrad_compute",
-        transformer_engine=True,
     ),
     judged(
         _SAFE,

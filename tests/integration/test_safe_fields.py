@@ -94,4 +94,10 @@ def test_these_are_safe_and_others_are_of_a_gpu_or_in_other_tests():
     reasons = {one.reason for one in left if not one.transformer_engine} - {
         MEGATRON_VERDICTS[name].reason for name in CHANGING
     }
-    assert reasons == {"the optimizer's precision", "the optimizer on the host", "FP8 training (docs/fp8.md)"}
+    of_gpus = {
+        "rounding of a GPU's matrix products",
+        "a kernel of apex, chosen by slimrl where it exists",
+        "the embedding's gradient at the end of a pipeline, a kernel of apex",
+    }
+    of_others = {"the optimizer's precision", "the optimizer on the host", "FP8 training (docs/fp8.md)"}
+    assert reasons == of_gpus | of_others

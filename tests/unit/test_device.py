@@ -99,11 +99,14 @@ def test_block_fp8_is_computed_from_capability_8_9_on(machine, capability, compu
     assert device.computes_block_fp8() is computes
 
 
-def test_layers_of_transformer_engine_need_a_gpu_and_the_package(machine):
+@pytest.mark.parametrize("has", [device.has_transformer_engine, device.has_apex])
+def test_kernels_of_a_package_need_a_gpu_and_the_package(machine, has):
     machine(1)
-    assert device.has_transformer_engine()
+    assert has()
     machine(1, engine=False)
-    assert not device.has_transformer_engine()
+    assert not has()
+    machine(0)
+    assert not has()
 
 
 def test_attention_of_packed_sequences_needs_hopper_or_flash_attention_2(machine, monkeypatch):
@@ -130,7 +133,11 @@ def test_attention_of_packed_sequences_needs_hopper_or_flash_attention_2(machine
         ("delayed", (8, 9), None),
         ("blockwise", (8, 9), "9.0"),
         ("blockwise", (10, 0), None),
+        ("blockwise", (12, 0), None),
         ("mxfp8", (9, 0), "10.0"),
+        ("mxfp8", (10, 3), None),
+        # Its products are not there for all layouts of operands.
+        ("mxfp8", (12, 0), "10.0"),
     ],
 )
 def test_fp8_training_names_the_gpu_that_it_needs(machine, monkeypatch, scaling, capability, needs):
@@ -138,7 +145,8 @@ def test_fp8_training_names_the_gpu_that_it_needs(machine, monkeypatch, scaling,
     machine(1, capability)
     found = device.fp8_problem(Fp8Scaling(scaling))
     assert (found is None) == (needs is None)
-    assert needs is None or str(found).startswith(f"{scaling} needs {needs} or more. X has compute capability ")
+    below = ", below 12.0" if scaling == "mxfp8" else ""
+    assert needs is None or str(found).startswith(f"{scaling} needs {needs} or more{below}. X has compute capability ")
 
 
 def test_transformer_engine_that_is_there_but_broken_says_so(machine, monkeypatch, tmp_path):

@@ -63,6 +63,7 @@ def test_a_cpu_will_do(toy, command, monkeypatch):
 )
 def test_a_cache_of_states_that_sglang_has_on_gpus_alone_is_refused_without_one(toy, name, value, allowed, monkeypatch):
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(device, "attention_problem", lambda: None)
     said = (
         f"rollout.sglang.{name}: {value}: SGLang caches no states of a qwen3_next so on a CPU. Leave it out, or set "
         "rollout.sglang.disable_radix_cache."
@@ -82,6 +83,7 @@ def test_a_gpu_needs_the_kernels_to_train_and_not_to_serve(toy, monkeypatch):
     monkeypatch.setattr(device, "device_type", lambda: "cuda")
     monkeypatch.setattr(device, "computes_block_fp8", lambda: True)
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(device, "attention_problem", lambda: None)
     for kernels in (False, True):
         monkeypatch.setattr(device, "has_delta_net_kernels", lambda kernels=kernels: kernels)
         found = problems(toy, "train")
@@ -100,6 +102,7 @@ def test_deterministic_training_is_refused_where_megatron_would_fail_in_it(toy, 
         assert problems(toy, command, deterministic=True) == []
     monkeypatch.setattr(device, "device_type", lambda: "cuda")
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(device, "attention_problem", lambda: None)
     monkeypatch.setattr(device, "has_delta_net_kernels", lambda: True)
     assert (
         problems(toy, "sft", deterministic=True) == [f"deterministic: megatron-core's {said} Use false."] * delta_nets

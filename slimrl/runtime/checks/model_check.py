@@ -69,11 +69,8 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Proble
         if loaded.recipe.trainer.mtp.train and not has_mtp and family_of(hf_config).has_mtp:
             lacks = f"true, but {path} has no tensors of the layers for multi-token prediction. Use false."
             problems.append(loaded.problem("trainer.mtp.train", lacks))
-        if devices and not device.has_transformer_engine():
-            problems += [loaded.problem(*violation) for violation in transformer_engine_violations(loaded)]
-        elif devices:
-            refused = with_critic(_emulates, loaded.recipe, loaded.command)
-            problems += [loaded.problem(*violation) for violation in refused]
+        if devices:
+            problems += [loaded.problem(*violation) for violation in _kernel_violations(loaded)]
     return problems
 
 
@@ -87,9 +84,28 @@ def _speculation_problems(loaded: LoadedRecipe, *, mtp_layers: int, devices: boo
     return problems + [loaded.problem(*violation) for violation in own_layer_violations(loaded.recipe, mtp_layers)]
 
 
-def _emulates(recipe: Recipe) -> Iterator[Violation]:
+def _kernel_violations(loaded: LoadedRecipe) -> list[Violation]:
+    """Settings that need kernels which this machine's packages or GPU do not have."""
+    found = with_critic(_apex, loaded.recipe, loaded.command)
+    if not device.has_transformer_engine():
+        return found + transformer_engine_violations(loaded)
+    found += with_critic(_fp8, loaded.recipe, loaded.command)
+    wrong = device.attention_problem()
+    return [*found, ("model.path", wrong)] if wrong else found
+
+
+def _apex(recipe: Recipe) -> Iterator[Violation]:
+    for name in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
+        if recipe.trainer.megatron.get(name) and not device.has_apex():
+            yield f"trainer.megatron.{name}", "needs a GPU and apex (docs/install.md). Leave it out."
+
+
+def _fp8(recipe: Recipe) -> Iterator[Violation]:
+    """What Transformer Engine's layers on this machine's GPU cannot compute."""
     if recipe.trainer.fp8_emulation:
         yield "trainer.fp8_emulation", NOT_EMULATED_HERE
+    elif wrong := device.fp8_problem(recipe.trainer.fp8):
+        yield "trainer.fp8", wrong
 
 
 def _delta_net_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
