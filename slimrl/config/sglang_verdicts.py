@@ -180,6 +180,8 @@ OF_SLIMRL = table(
     judged(
         _SLIMRL,
         _UNTRIED,
+        "enable_hierarchical_cache hicache_host_memory_mode hicache_ratio hicache_size hicache_host_memory_fraction "
+        "hicache_write_policy hicache_io_backend hicache_mem_layout strip_thinking_cache "
         "tokenizer_worker_num detokenizer_worker_num batch_notify_size enable_streaming_session "
         "load_snapshot_publish_interval "
         "enable_mscclpp enable_torch_symm_mem enable_scattered_sconv boundary_reduction enable_quant_communications "
@@ -253,7 +255,7 @@ OF_SAMPLING = table(
         "cuts off prompts that are too long, of which the trainer gets the whole. Leave it out.",
         "allow_auto_truncate",
     ),
-    judged(_SAMPLING, "constrains what is sampled. Leave it out.", "enable_strict_thinking strip_thinking_cache"),
+    judged(_SAMPLING, "constrains what is sampled. Leave it out.", "enable_strict_thinking"),
     judged(_SAMPLING, "replaces the tokens of requests. Leave it out.", "debug_tensor_dump_input_file"),
     judged(
         _SAMPLING,
@@ -263,9 +265,7 @@ OF_SAMPLING = table(
     judged(
         _SAMPLING,
         "keeps KV caches where a resync may leave those of earlier weights. Leave it out.",
-        "enable_hierarchical_cache hicache_host_memory_mode hicache_ratio hicache_size hicache_host_memory_fraction "
-        "hicache_write_policy hicache_io_backend hicache_mem_layout hicache_storage_backend "
-        "hicache_storage_prefetch_policy hicache_storage_backend_extra_config "
+        "hicache_storage_backend hicache_storage_prefetch_policy hicache_storage_backend_extra_config "
         "hicache_storage_prefetch_retry_poll_interval hicache_storage_prefetch_retry_max_attempts "
         "enable_unified_cache_external_linker unified_cache_external_linker_backend "
         "unified_cache_external_linker_config enable_linker_mla_dedup enable_lmcache lmcache_config_file enable_flexkv "

@@ -165,7 +165,7 @@ def test_routers_that_choose_experts_otherwise_than_engines_are_refused(tmp_path
 MISSAMPLING = {
     "preferred_sampling_params": "'{\"min_p\": 0.3}'", "enable_watermark": "true", "watermark_config": "{}",
     "rl_on_policy_target": "fsdp", "allow_auto_truncate": "true", "speculative_accept_threshold_acc": "0.9",
-    "speculative_accept_threshold_single": "0.9", "enable_hierarchical_cache": "true", "enable_lmcache": "true",
+    "speculative_accept_threshold_single": "0.9", "hicache_storage_backend": "file", "enable_lmcache": "true",
     "debug_tensor_dump_input_file": "f",
 }  # fmt: skip
 OPENING = ("host", "port", "api_key", "admin_api_key", "ssl_keyfile", "grpc_port", "enable_trace", "forward_hooks",
@@ -176,6 +176,12 @@ def test_engines_that_sample_otherwise_than_their_logprobs_say_are_refused(tmp_p
     found = said(tmp_path, *(f"rollout.sglang.{name}={value}" for name, value in MISSAMPLING.items()))
     assert {line.partition(": ")[0] for line in found} == {f"rollout.sglang.{name}" for name in MISSAMPLING}
     assert {SGLANG_VERDICTS[name].verdict for name in MISSAMPLING} == {Verdict.sampling}
+
+
+@pytest.mark.parametrize("name", ["enable_hierarchical_cache", "strip_thinking_cache"])
+def test_caches_that_a_resync_clears_are_refused_as_untried(tmp_path, name):
+    (found,) = said(tmp_path, f"rollout.sglang.{name}=true")
+    assert "slimrl has not been tried with it" in found
 
 
 @pytest.mark.parametrize("section", ["rollout.sglang", "teacher.sglang"])
