@@ -84,7 +84,7 @@ def _of_layout(recipe: Recipe) -> Iterator[Violation]:
         "cp_comm_type": "context 1" if parallel.context == 1 else "",
     }
     for name, setting in missing.items():
-        if setting and recipe.trainer.megatron.get(name) is not None:
+        if setting and recipe.trainer.megatron.get(name):
             yield name, f"has no effect with trainer.parallel.{setting}."
 
 

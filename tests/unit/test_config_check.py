@@ -283,7 +283,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.megatron.overlap_p2p_comm_warmup_flush=true",
          "trainer.megatron.overlap_p2p_comm_warmup_flush",
          "has no effect with trainer.parallel.virtual_pipeline null."),
-        ("trainer.megatron.clone_scatter_output_in_embedding=false",
+        ("trainer.megatron.clone_scatter_output_in_embedding=true",
          "trainer.megatron.clone_scatter_output_in_embedding", "has no effect with trainer.parallel.sequence false."),
         ("trainer.megatron.cp_comm_type=a2a", "trainer.megatron.cp_comm_type",
          "has no effect with trainer.parallel.context 1."),
@@ -340,6 +340,11 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
 )  # fmt: skip
 def test_a_broken_rule_is_named_by_key_with_what_to_use_instead(folder, overrides, key, message):
     assert message in [problem.message for problem in problems_of(overrides.split()) if problem.key == key]
+
+
+@pytest.mark.parametrize("name", ["deallocate_pipeline_outputs", "overlap_p2p_comm_warmup_flush"])
+def test_what_a_layout_has_no_use_for_may_be_turned_off(folder, name):
+    assert problems_of([f"trainer.megatron.{name}=false"]) == []
 
 
 @pytest.mark.parametrize("key", ["trainer.num_ranks", "trainer.parallel.tensor", "trainer.parallel.expert",
