@@ -25,8 +25,7 @@ def skips_silent(recipe: Recipe) -> bool:
     algorithm, trainer = recipe.algorithm, recipe.trainer
     by_advantage = algorithm.loss in LossName.__members__ and not has_token_advantages(algorithm)
     of_policy = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or algorithm.entropy_target is not None
-    balancing = trainer.megatron.get("moe_router_load_balancing_type") == "quantile_balancing"
-    of_routers = balancing or any(trainer.megatron.get(name) for name in ROUTER_TERMS)
+    of_routers = any(trainer.megatron.get(name) for name in ROUTER_TERMS)
     return algorithm.skip_zero_variance and by_advantage and not (of_policy or of_routers or trainer.mtp.train)
 
 

@@ -247,7 +247,6 @@ def test_whitening_is_over_all_tokens_of_the_rollout(monkeypatch, num_solved):
         ({"trainer.megatron": {"moe_aux_loss_coeff": [0.01, 0.0]}}, False),
         ({"trainer.megatron": {"moe_z_loss_coeff": 1e-3}}, False),
         ({"trainer.megatron": {"moe_router_bias_update_rate": 1e-3}}, False),
-        ({"trainer.megatron": {"moe_router_load_balancing_type": "quantile_balancing"}}, False),
         ({"trainer.megatron": {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}}, True),
     ],
 )
