@@ -58,7 +58,7 @@ def test_every_recipe_starts_on_the_gpu_that_it_is_for(card):
     assert not raised(found)
     for name in names:
         engine = found[name]["engine"]
-        assert {"FusedAttention", "TERowParallelLinear"} <= set(found[name]["trainer"]["modules"])
+        assert "TERowParallelLinear" in found[name]["trainer"]["modules"]
         assert (engine is None) == name.endswith("_sft")
         assert all(full > 0 == left for full, left in found[name]["trainer"]["fp8_copies"])
         if engine is not None:
