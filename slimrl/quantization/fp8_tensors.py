@@ -12,16 +12,9 @@ def quantized_names(weight_map: WeightMap, fp8: BlockFp8) -> set[str]:
     """Hugging Face names of the tensors that are float8 under this config.
 
     Raises:
-        ValueError: a name of `modules_to_not_convert` matches no module, or only some of the tensors that engines fuse
-            (query, key and value; gate and up).
+        ValueError: `modules_to_not_convert` names only some of the tensors that engines fuse (query, key and value;
+            gate and up).
     """
-    tensors = list(weight_map.hf_tensors)
-    for name in fp8.not_converted:
-        alone = BlockFp8(block=fp8.block, not_converted=(name,))
-        if all(alone.converts(tensor) for tensor in tensors):
-            raise ValueError(
-                f"modules not to convert: {name!r} is no module of this model; one is {_module(tensors[-1])!r}"
-            )
     groups: dict[str, list[str]] = defaultdict(list)
     for entry in weight_map.entries:
         if entry.rule.quantizable:
@@ -35,6 +28,21 @@ def quantized_names(weight_map: WeightMap, fp8: BlockFp8) -> set[str]:
                 "one matrix, so name both or neither"
             )
     return {name for names in groups.values() for name in names if fp8.converts(name)}
+
+
+def check_modules(weight_map: WeightMap, names: Iterable[str]) -> None:
+    """Raises ValueError: a name, read like those of `modules_to_not_convert`, matches no module of the model.
+
+    For names that a user gives. The list of a checkpoint may name more: the head of a tied model, or layers for
+    multi-token prediction that it lacks.
+    """
+    tensors = [name for tensor in weight_map.hf_tensors.values() for name in tensor.names]
+    for name in names:
+        alone = BlockFp8(not_converted=(name,))
+        if all(alone.converts(tensor) for tensor in tensors):
+            raise ValueError(
+                f"modules not to convert: {name!r} is no module of this model; one is {_module(tensors[-1])!r}"
+            )
 
 
 def kept_modules(specs: Iterable[TensorSpec], quantized: Collection[str]) -> tuple[str, ...]:

@@ -243,16 +243,16 @@ def test_a_model_of_an_unknown_family_is_refused(cli: Cli, workspace: Path, tmp_
     refused(cli("sft", f"model.path={model}"), "model.path", "elephant")
 
 
-def test_a_quantised_model_whose_config_keeps_modules_that_it_has_not_is_refused(
+def test_a_quantised_model_whose_config_keeps_one_of_the_matrices_that_engines_fuse_is_refused(
     cli: Cli, workspace: Path, tmp_path: Path
 ):
     made = CliRunner().invoke(tools, ["quantize", str(workspace / "model"), str(tmp_path / "fp8")])
     assert made.exit_code == 0, made.output
     file = tmp_path / "fp8" / "config.json"
     config = json.loads(file.read_text())
-    config["quantization_config"]["modules_to_not_convert"].append("model.layers.0.self_attn.elephant")
+    config["quantization_config"]["modules_to_not_convert"].append("model.layers.0.self_attn.q_proj")
     file.write_text(json.dumps(config))
-    refused(cli("train", f"model.path={tmp_path / 'fp8'}"), "model.path", "elephant", "is no module of this model")
+    refused(cli("train", f"model.path={tmp_path / 'fp8'}"), "model.path", "self_attn.q_proj", "name both or neither")
 
 
 def test_weights_in_megatrons_format_of_another_model_are_refused(cli: Cli, workspace: Path, tmp_path: Path):

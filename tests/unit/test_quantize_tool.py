@@ -158,6 +158,7 @@ def test_input_that_does_not_fit_is_refused_and_nothing_is_written(toy, tmp_path
         ("dequantize", tmp_path / "fp8", out, "--dtype", "int8"): "--dtype int8: one of bf16, fp16, fp32",
         ("quantize", toy, out, "--format", "int4"): "--format int4: fp8-block is the only format",
         ("quantize", toy, out, "--not-convert", "mlp.gat"): "'mlp.gat' is no module of this model",
+        ("quantize", toy, out, "--not-convert", "layers.9.embed_tokens"): "'layers.9.embed_tokens' is no module",
         ("quantize", toy, out, "--not-convert", "q_proj"): "engines hold these as one matrix, so name both or neither",
         ("quantize", tmp_path / "nowhere", out): "no such folder",
     }

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from slimrl.checkpoints.hf_check import check_checkpoint
-from slimrl.models.hf_config import BLOCK_FP8
+from slimrl.data.weights import TensorSpec
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import BLOCK_FP8, read_hf_config
 from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
+from slimrl.resync.transform import quantize_transform
 
 SIZE = ToySize(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, moe_intermediate=16)
+FP8 = torch.float8_e4m3fn
 FILE = "model-00001-of-00001.safetensors"
 
 
@@ -178,6 +183,34 @@ def test_a_matrix_in_another_format_than_quantization_config_says_is_named(tmp_p
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"0\.mlp\.down_proj\.weight: float8, but quantization_config leaves it plain"):
         check_checkpoint(tmp_path / "fp8")
+
+
+def test_layers_for_multi_token_prediction_in_block_fp8_are_taken_with_their_copies_in_the_list(tmp_path):
+    write_toy("glm4_moe", tmp_path / "toy", replace(SIZE, mtp_layers=1), 0)
+    copy = "model.layers.2.embed_tokens"
+    run("quantize", tmp_path / "toy", tmp_path / "fp8", "--block", 16, "--not-convert", copy)
+    config = read_hf_config(tmp_path / "fp8")
+    assert {copy, "model.layers.2.shared_head.head"} <= set(config["quantization_config"]["modules_to_not_convert"])
+    assert check_checkpoint(tmp_path / "fp8") is True
+    run("slice-layers", tmp_path / "fp8", tmp_path / "slice", "--layers", 1)
+    run("convert", "hf-to-megatron", tmp_path / "fp8", tmp_path / "mcore")
+    run("dequantize", tmp_path / "fp8", tmp_path / "plain", "--dtype", "fp32")
+    run("verify", tmp_path / "plain", tmp_path / "mcore")
+    stored = {name for name, tensor in load_file(tmp_path / "fp8" / FILE).items() if tensor.dtype == FP8}
+    for mtp in (True, False):
+        sent = quantize_transform(config, family_of(config).weight_map(config, mtp=mtp), fp8_engines=True)
+        assert {name for name in stored if sent.changes(TensorSpec(name=name, shape=(16, 16), dtype="float32"))} == {
+            name for name in stored if mtp or ".layers.2." not in name
+        }
+
+
+def test_a_tied_model_in_block_fp8_may_list_its_head(tmp_path):
+    run("quantize", tied(tmp_path / "tied", None), tmp_path / "fp8", "--block", 16)
+    config = read_hf_config(tmp_path / "fp8")
+    config["quantization_config"]["modules_to_not_convert"].append("lm_head")
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    assert check_checkpoint(tmp_path / "fp8") is False
+    run("slice-layers", tmp_path / "fp8", tmp_path / "slice", "--layers", 1)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next"])

@@ -28,7 +28,7 @@ from slimrl.quantization.fp8 import (
     dequantize,
     quantize,
 )
-from slimrl.quantization.fp8_tensors import kept_modules, quantized_names, quantized_specs
+from slimrl.quantization.fp8_tensors import check_modules, kept_modules, quantized_names, quantized_specs
 
 CHECKED_TILE_ROWS = 8
 """Tile rows that the check compares at a time."""
@@ -50,7 +50,9 @@ def quantization(src: SafetensorsFolder, block: TileShape, not_convert: Sequence
     fp8 = BlockFp8(block=block, not_converted=tuple(not_convert))
     try:
         family = family_of(config)
-        quantized = quantized_names(family.weight_map(config, mtp=True), fp8)
+        weight_map = family.weight_map(config, mtp=True)
+        check_modules(weight_map, not_convert)
+        quantized = quantized_names(weight_map, fp8)
     except ValueError as error:
         raise ValueError(f"{src.path}: {error}") from error
     check_tensors(src, family, config)
