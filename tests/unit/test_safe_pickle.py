@@ -3,7 +3,10 @@
 import argparse
 import os
 import pickle
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -91,16 +94,51 @@ def test_torchs_own_loading_refuses_code_meanwhile(tmp_path: Path, monkeypatch: 
     assert made.exists()
 
 
-def test_the_plans_that_megatron_core_keeps_in_the_metadata_are_read(tmp_path: Path):
+def plan() -> SavePlan:
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(torch.Size([0]), torch.Size([2])),
         properties=TensorProperties(),
         size=torch.Size([2]),
     )
     item = WriteItem(index=MetadataIndex("w"), type=WriteItemType.SHARD, tensor_data=data)
+    return SavePlan([item], storage_data=_StoragePrefix("__0_"), planner_data=None)
+
+
+def test_the_plans_that_megatron_core_keeps_in_the_metadata_are_read(tmp_path: Path):
     write_checkpoint(tmp_path / "checkpoint", {})
     metadata = read_metadata(tmp_path / "checkpoint")
-    metadata.all_local_plans = [SavePlan([item], storage_data=_StoragePrefix("__0_"), planner_data=None)]
+    metadata.all_local_plans = [plan()]
     (tmp_path / "checkpoint" / METADATA_NAME).write_bytes(pickle.dumps(metadata))
     read: Any = read_metadata(tmp_path / "checkpoint")
     assert read.all_local_plans == metadata.all_local_plans
+
+
+@dataclass
+class MCoreMetadata(Metadata):
+    """As megatron-core 0.15 has it, with a shape for each reshaped tensor."""
+
+    mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MCoreSavePlan(SavePlan):
+    mcore_data: dict[str, dict[str, Any]] | None = None
+
+
+def test_the_metadata_of_older_megatron_core_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = {"w": {"nd_reformulated_orig_global_shape": (2,)}}
+    write_checkpoint(tmp_path / "checkpoint", {"content_metadata": {"x": 1}})
+    metadata = MCoreMetadata(**vars(read_metadata(tmp_path / "checkpoint")), mcore_data=data)
+    metadata.all_local_plans = [MCoreSavePlan(**vars(plan()), mcore_data=data)]
+    module = ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        for kind in (MCoreMetadata, MCoreSavePlan):
+            patch.setattr(module, kind.__name__, kind, raising=False)
+            patch.setattr(kind, "__module__", module.__name__)
+        (tmp_path / "checkpoint" / METADATA_NAME).write_bytes(pickle.dumps(metadata))
+    read: Any = read_metadata(tmp_path / "checkpoint")
+    assert type(read) is Metadata
+    assert read.mcore_data == read.all_local_plans[0].mcore_data == data
+    assert read.all_local_plans == [plan()]
+    assert content_metadata(tmp_path / "checkpoint", read) == {"x": 1}

@@ -11,6 +11,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -29,6 +30,11 @@ _ALLOWED = {
     ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "slice"), ("collections", "OrderedDict"),
 }  # fmt: skip
 """(module, name) of what torch and megatron-core write into the metadata of a checkpoint; and the dtypes of torch"""
+_SUBCLASSES = {
+    ("megatron.core.dist_checkpointing.strategies.torch", name): base
+    for name, base in (("MCoreMetadata", Metadata), ("MCoreSavePlan", SavePlan))
+}
+"""What megatron-core 0.15 and older wrote instead of torch's classes: the same with one more field of plain values"""
 _MAY_RUN = "which no checkpoint needs and which may run code"
 _GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class) (\S+)")
 """What torch's own unpickler refuses"""
@@ -38,6 +44,8 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if base := _SUBCLASSES.get((module, name)):
+            return base
         if (module, name) not in _ALLOWED and not (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)
         ):
