@@ -1,5 +1,6 @@
 """The trainer on one and two ranks: log-probs, skipped updates, and checkpoints across layouts."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import RowParallelLinear
 from ranks import run_ranks
 from trainer_cases import (
     Run,
@@ -19,6 +21,7 @@ from trainer_cases import (
 )
 
 from slimrl.algorithms.objective import loss_function
+from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig
@@ -259,3 +262,37 @@ def load_mismatch(rank, num_ranks, port, folder):
 
 def test_a_checkpoint_is_whole_or_absent_and_refuses_another_model(tmp_path):
     assert run_ranks(load_mismatch, 1, str(tmp_path / "saved")) == [["saved"]]
+
+
+def load_with_scales(rank, num_ranks, port, folder):
+    """Linear layers whose state is a pickle that they refuse to load, as Transformer Engine's are with delayed FP8."""
+    trainer = trainer_config()
+    layout = start(trainer, rank, num_ranks, port)
+    run, received = Run(trainer, layout, None), []
+
+    def set_extra_state(self, state):
+        assert state.numel() == 0
+        received.append(self)
+
+    def get_extra_state(self):
+        return torch.frombuffer(bytearray(pickle.dumps({"scale_fwd": torch.ones(3)})), dtype=torch.uint8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowParallelLinear, "get_extra_state", get_extra_state)
+        patch.setattr(RowParallelLinear, "set_extra_state", set_extra_state)
+        checkpoint.save(Path(folder), run.chunks, run.optimizer, layout, ARCHITECTURE)
+        first = run.update(0)
+        checkpoint.load(Path(folder), run.chunks, run.optimizer, layout, ARCHITECTURE, seed=3)
+        assert run.update(0) == first
+        resumed = len(received)
+        checkpoint.load_weights(Path(folder), run.chunks)
+    stored = [name for name in read_metadata(Path(folder)).state_dict_metadata if "._extra_state" in name]
+    destroy_parallel()
+    return resumed, len(received), len(stored)
+
+
+def test_a_run_with_scales_that_cannot_be_loaded_is_resumed_without_them(tmp_path):
+    ((resumed, received, stored),) = run_ranks(load_with_scales, 1, str(tmp_path / "saved"))
+    assert resumed > 0
+    assert received == 2 * resumed
+    assert stored >= resumed

@@ -42,6 +42,8 @@ from slimrl.trainer.value_head import is_value_head
 
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
 """Files of a rank; rank 0 writes all others."""
+_EXTRA = "._extra_state"
+"""In names of modules' own states; those of experts have a number behind it."""
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ def load(
 ) -> None:
     """Load a checkpoint, saved under this or another layout; every rank calls it.
 
-    The learning-rate schedule keeps its settings and loads the number of updates.
+    The learning-rate schedule keeps its settings and loads the number of updates. FP8 scales begin anew.
 
     Args:
         seed: of the random-number states, if the checkpoint's cannot be restored because its layout differs.
@@ -123,7 +125,7 @@ def load(
     with without_code(directory):
         loaded = dist_checkpointing.load(state, str(directory))
     for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+        unwrap(chunk).load_state_dict(_without_scales(loaded[f"model{index}"]))
     optimizer.load_state_dict(loaded["optimizer"], loaded["scheduler"])
     if read_facts(directory)["layout"] == layout.sizes():
         _restore_rng_state(torch.load(directory / "rng" / f"{layout.rank:05d}.pt", weights_only=True))
@@ -154,9 +156,18 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
     except (CheckpointingException, KeyError) as error:
         raise ValueError(f"{directory}: not a checkpoint of this model: {error}") from error
     for index, chunk in enumerate(chunks):
-        missing, unknown = unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
+        missing, unknown = unwrap(chunk).load_state_dict(_without_scales(loaded[f"model{index}"]), strict=False)
         assert not unknown, unknown
         assert all(_is_own(chunk, name) for name in missing), missing
+
+
+def _without_scales(state: dict[str, Any]) -> dict[str, Any]:
+    """Without the FP8 scales of delayed scaling, which begin anew.
+
+    Transformer Engine keeps them as a pickle that it refuses to load (pytorch/_extra_state.py). It leaves a module as
+    it is for an empty state, and expects one.
+    """
+    return {name: torch.empty(0, dtype=torch.uint8) if _EXTRA in name else item for name, item in state.items()}
 
 
 def _is_own(chunk: nn.Module, name: str) -> bool:
