@@ -167,15 +167,24 @@ def _decoding_batch(sglang: dict[str, Any], gib: float, ranks: int) -> int:
 
 def _graph_mib(rollout: RolloutConfig, shape: Shape, batch: int, prefill: int) -> float:
     """Reserved for CUDA graphs: for decoding 2 MiB per sequence of the largest batch; for prefill 8 MiB per graph, or
-    1.5 GiB with multi-latent attention. A colocated engine has none for prefill (rollout/servers/server.py)."""
-    sglang = rollout.sglang
-    if sglang.get("disable_cuda_graph"):
-        return 0.0
-    decoding = 0 if sglang.get("disable_decode_cuda_graph") else 2 * batch
-    if rollout.colocated or sglang.get("disable_prefill_cuda_graph"):
+    1.5 GiB with multi-latent attention."""
+    decoding = 2 * batch if _has_graphs(rollout, "decode") else 0
+    if not _has_graphs(rollout, "prefill"):
         return decoding
-    largest = min(prefill, int(sglang.get("max_total_tokens") or prefill))
+    largest = min(prefill, int(rollout.sglang.get("max_total_tokens") or prefill))
     return decoding + (1.5 * 1024 if shape.kv_latent else 8 * _prefill_graphs(largest))
+
+
+def _has_graphs(rollout: RolloutConfig, phase: str) -> bool:
+    """Whether SGLang captures graphs for `decode` or `prefill`: a backend goes before switches that turn graphs off.
+
+    A colocated engine has none for prefill unless its recipe names a backend (rollout/servers/server.py).
+    """
+    sglang = rollout.sglang
+    if (backend := sglang.get(f"cuda_graph_backend_{phase}")) is not None:
+        return bool(backend != "disabled")
+    off = sglang.get("disable_cuda_graph") or sglang.get(f"disable_{phase}_cuda_graph")
+    return not (off or (rollout.colocated and phase == "prefill"))
 
 
 def _prefill_graphs(largest: int) -> int:

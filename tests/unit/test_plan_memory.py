@@ -135,6 +135,10 @@ CAPTURED = [n for n in CAPTURED if n != 36 and (n <= 1024 or n % 256 == 0) and (
         ("Qwen3-30B-A3B", {"max_total_tokens": 100_000}, 2 * 512 + 8 * len(CAPTURED)),
         ("DeepSeek-V3", {}, 2 * 512 + 1536),
         ("DeepSeek-V3", {"disable_cuda_graph": True}, 0),
+        ("DeepSeek-V3", {"cuda_graph_backend_prefill": "disabled"}, 2 * 512),
+        ("DeepSeek-V3", {"cuda_graph_backend_decode": "disabled"}, 1536),
+        ("DeepSeek-V3", {"cuda_graph_backend_prefill": "full", "disable_prefill_cuda_graph": True}, 2 * 512 + 1536),
+        ("DeepSeek-V3", {"cuda_graph_backend_prefill": "full", "disable_cuda_graph": True}, 1536),
     ],
 )
 def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, graphs_mib):
@@ -144,12 +148,14 @@ def test_sglangs_share_of_a_gpu_leaves_what_its_rule_reserves(name, settings, gr
     assert static_fraction(recipe, shape_of(name), 80 * GIB) == pytest.approx(1 - reserved / 81920, abs=5e-4)
 
 
-def test_a_colocated_engine_has_no_graphs_of_prefills():
-    def fraction(colocated: bool, **settings: bool) -> float:
+def test_a_colocated_engine_has_no_graphs_of_prefills_unless_a_backend_is_named():
+    def fraction(colocated: bool, **settings: bool | str) -> float:
         recipe = Recipe(rollout=RolloutConfig(sglang=settings, engine_tp=8, colocated=colocated))
         return static_fraction(recipe, shape_of("DeepSeek-V3"), 80 * GIB)
 
     assert fraction(True) == fraction(False, disable_prefill_cuda_graph=True) > fraction(False)
+    assert fraction(True, cuda_graph_backend_prefill="full") == fraction(False)
+    assert fraction(True, cuda_graph_backend_prefill="disabled") == fraction(True)
 
 
 @pytest.mark.parametrize(("most", "each"), [(None, 4.5), (300, 3)])
