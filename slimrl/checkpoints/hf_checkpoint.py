@@ -90,13 +90,14 @@ def _refuse_plain_weights(folder: SafetensorsFolder, hf_config: dict[str, Any]) 
 
 
 def _equal(folder: SafetensorsFolder, name: str, other: str) -> bool:
-    """Whether two tensors have the same shape and values."""
+    """Whether two tensors have the same shape and the same bits in float32, those of NaN included."""
     shape = folder.specs[name].shape
     if folder.specs[other].shape != shape:
         return False
     slices = tuple(slice(0, size) for size in shape)
     parts = ((rows, *slices[1:]) for rows in block_rows(folder, name, slices))
-    equal = all(torch.equal(folder.read(name, part).float(), folder.read(other, part).float()) for part in parts)
+    bits = ([folder.read(each, part).float().view(torch.int32) for each in (name, other)] for part in parts)
+    equal = all(torch.equal(*pair) for pair in bits)
     folder.close()
     return equal
 

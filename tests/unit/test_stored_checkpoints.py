@@ -117,6 +117,14 @@ def test_a_head_that_a_tied_model_should_not_have_is_refused_by_every_command(tm
     assert check_checkpoint(given) is False
 
 
+def test_a_head_that_repeats_an_embedding_with_nan_is_a_copy(tmp_path):
+    def tensors(stored):
+        stored[EMBEDDING][1, 2] = float("nan")
+        return stored | {HEAD: stored[EMBEDDING].clone()}
+
+    assert check_checkpoint(toy(tmp_path / "given", "qwen3", tensors, tie_word_embeddings=True)) is False
+
+
 def test_a_head_of_another_shape_is_no_copy(tmp_path):
     given = toy(
         tmp_path / "given", "qwen3", lambda stored: stored | {HEAD: torch.zeros(3, 32)}, tie_word_embeddings=True
