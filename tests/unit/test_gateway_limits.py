@@ -6,20 +6,24 @@ import gzip
 import json
 import logging
 import resource
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from aiohttp import web
 from gateway_agents import ANSWER, CHAT, TOOL, ScriptedEngine, play
 
 from slimrl.agent.gateway import listener, server
 from slimrl.agent.gateway.aside import Aside
 from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.json_body import CHARS_PER_TOKEN
+from slimrl.config.schema.agent import GatewayConfig
 from slimrl.data.trajectory import Status
 
 QUESTION = {"role": "user", "content": "Compute 34*17+2."}
@@ -234,6 +238,79 @@ async def test_a_connection_whose_request_is_under_way_makes_no_room():
         assert closed == ["second"]
     assert gate._make_room()
     assert closed == ["second", "first"]
+
+
+@contextlib.asynccontextmanager
+async def listening() -> AsyncIterator[tuple[listener.Listener, web.Server, tuple[str, int]]]:
+    """A listener that accepts, the server behind it and the address."""
+
+    async def nothing(request: web.BaseRequest) -> web.StreamResponse:
+        raise AssertionError
+
+    served = web.Server(nothing)
+    gate = listener.Listener(SimpleNamespace(server=served))  # type: ignore[arg-type]
+    address = await gate.start("127.0.0.1")
+    try:
+        yield gate, served, address
+    finally:
+        await gate.close()
+        await served.shutdown(1.0)
+
+
+async def test_many_connections_are_accepted_in_few_turns_of_the_event_loop():
+    async with listening() as (_, served, address):
+        # The kernel connects them, and they wait to be accepted.
+        clients = [socket.create_connection(address) for _ in range(256)]
+        turns = 0
+        while len(served.connections) < 256:
+            await asyncio.sleep(0)
+            turns += 1
+            assert turns < 64
+        for client in clients:
+            client.close()
+
+
+async def test_no_more_connections_than_may_be_are_accepted_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener, "FULL_WAIT_S", 60.0)
+    async with listening() as (gate, served, address):
+        gate.max_connections = 20
+        clients = [socket.create_connection(address) for _ in range(100)]
+        most = 0
+        for _ in range(20):
+            await asyncio.sleep(0)
+            most = max(most, len(served.connections))
+        assert most == 20
+        for client in clients:
+            client.close()
+
+
+async def test_connections_that_have_ended_are_forgotten():
+    async with listening() as (gate, served, address):
+        for _ in range(8):
+            clients = [socket.create_connection(address) for _ in range(50)]
+            async with asyncio.timeout(10):
+                while len(served.connections) < 50:
+                    await asyncio.sleep(0.01)
+                for client in clients:
+                    client.close()
+                while served.connections:
+                    await asyncio.sleep(0.01)
+        assert len(gate._idle) <= 200
+
+
+async def test_a_session_begins_only_while_connections_are_accepted(monkeypatch: pytest.MonkeyPatch):
+    async def broken(listening: socket.socket) -> None:
+        raise RuntimeError("no more of these")
+
+    gateway = server.GatewayServer(GatewayConfig())
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_accept", broken)
+    await gateway.start()
+    try:
+        await asyncio.sleep(0.01)
+        with pytest.raises(RuntimeError, match="no more of these"):
+            gateway.open(None)  # type: ignore[arg-type]
+    finally:
+        await gateway.close()
 
 
 async def test_what_is_no_http_fills_no_log(caplog: pytest.LogCaptureFixture):

@@ -4,6 +4,7 @@
    files, processes and engines always find one.
 2. A connection is idle until a request with a key is under way on it. If there are as many connections as may be, the
    one that has been idle longest makes room for a new one; if all are busy, new ones wait in the kernel's queue.
+   For a turn of the event loop MAX_CONNECTING more may be there, beside those that make room for them.
 3. An idle connection, one whose request's headers are late included, ends after IDLE_S; aiohttp counts that.
 """
 
@@ -25,6 +26,8 @@ IDLE_S = 30.0
 """A connection without a request, or whose headers are not complete, is closed after it"""
 FULL_WAIT_S = 0.05
 """Between two looks for a place while every connection is busy"""
+MAX_CONNECTING = 64
+"""Connections that are accepted and not yet served: so many are accepted in one turn of the event loop"""
 
 
 class Listener:
@@ -40,6 +43,7 @@ class Listener:
         """In the order in which they became so"""
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
+        self._connecting: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listen on a free port of a host, and give the address. Raises OSError."""
@@ -54,9 +58,14 @@ class Listener:
         """Accept no more; the connections end with the runner."""
         if self._accepting is not None:
             self._accepting.cancel()
-            await asyncio.wait([self._accepting])
+            await asyncio.wait([self._accepting, *self._connecting])
         if self._socket is not None:
             self._socket.close()
+
+    def check(self) -> None:
+        """Raises what has ended the accepting of connections, if anything has."""
+        if self._accepting is not None and self._accepting.done():
+            self._accepting.result()
 
     @contextmanager
     def busy(self, transport: asyncio.Transport | None) -> Iterator[None]:
@@ -74,7 +83,9 @@ class Listener:
         server = self._runner.server
         assert server is not None
         while True:
-            while len(server.connections) >= self.max_connections and not self._make_room():
+            while len(self._connecting) >= MAX_CONNECTING:
+                await asyncio.sleep(0)
+            while len(server.connections) + len(self._connecting) >= self.max_connections and not self._make_room():
                 await asyncio.sleep(FULL_WAIT_S)
             try:
                 connected, _ = await loop.sock_accept(listening)
@@ -83,10 +94,16 @@ class Listener:
                 log.warning("the gateway cannot accept a connection: %s", error)
                 await asyncio.sleep(1.0)
                 continue
-            transport, _ = await loop.connect_accepted_socket(server, connected)
-            if len(self._idle) >= self.max_connections:
-                self._idle = {one: None for one in self._idle if not one.is_closing()}
-            self._idle[transport] = None
+            # Beside this loop, since it takes further turns of the event loop.
+            task = asyncio.create_task(self._connect(connected, server))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, connected: socket.socket, server: web.Server) -> None:
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(server, connected)
+        if len(self._idle) > 2 * len(server.connections) + 100:
+            self._idle = {one: None for one in self._idle if not one.is_closing()}
+        self._idle[transport] = None
 
     def _make_room(self) -> bool:
         """Close the connection that has been idle longest; False if there is none."""

@@ -88,7 +88,8 @@ class GatewayServer:
         await self._runner.cleanup()
 
     def open(self, session: Session) -> Connection:
-        """Make a session reachable."""
+        """Make a session reachable. Raises what has ended the accepting of connections, if anything has."""
+        self._listener.check()
         name, key = secrets.token_hex(8), f"sk-{secrets.token_hex(16)}"
         self._sessions[name] = key, session
         return Connection(url=f"{self._url}/{name}", api_key=key)
