@@ -32,8 +32,6 @@ def write_samples(path: Path, trajectories: Iterable[Trajectory], limit: int) ->
     for trajectory in trajectories:
         if len(chosen) < limit:
             chosen.setdefault(trajectory.group_id, trajectory)
-    lines = (
-        visible(json.dumps(readable(trajectory), ensure_ascii=False, default=str)) for trajectory in chosen.values()
-    )
+    lines = (json.dumps(readable(trajectory), ensure_ascii=False, default=str) for trajectory in chosen.values())
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(visible(line) + "\n" for line in lines))

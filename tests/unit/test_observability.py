@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from slimrl.data.trajectory import Segment, Status, Trajectory
-from slimrl.observability import logs, provenance, run_folder
+from slimrl.observability import logs, provenance, run_folder, samples
 from slimrl.observability import progress as progress_module
 from slimrl.observability.metrics import METRIC_NAMES, MetricsWriter, is_metric, read_metrics
 from slimrl.observability.progress import Progress
@@ -224,6 +224,13 @@ def test_samples_are_one_trajectory_per_group_and_readable(tmp_path):
     assert "größer?" in text
     assert rows[0]["reward"] is None
     assert (rows[0]["num_tokens"], rows[0]["num_sampled_tokens"]) == (3, 2)
+
+
+def test_each_line_of_the_samples_is_made_visible_once(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(samples, "visible", lambda text: seen.append(text) or text)
+    write_samples(tmp_path / "s.jsonl", [trajectory(group, 0) for group in "ab"], limit=2)
+    assert [json.loads(text)["trajectory_id"] for text in seen] == ["a/0", "b/0"]
 
 
 def test_without_a_terminal_progress_is_plain_lines(monkeypatch):
