@@ -140,6 +140,7 @@ def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Ray that notes how it is started, in a system whose temporary folder is a test's."""
     made = SimpleNamespace(journal=[], fails=None, environment={})
     monkeypatch.setattr(ray_cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(ray_cluster, "_MAX_SOCKET_BYTES", 1000)
     for name in (
         "TMPDIR",
         "TORCHINDUCTOR_CACHE_DIR",
@@ -199,6 +200,34 @@ def test_a_run_without_an_address_has_a_cluster_and_a_temporary_folder_that_go_w
     assert ray_start.environment["GLOO_SOCKET_IFNAME"] == "lo"
     assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("before", "before")
     assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / f"slimrl-compiled-{os.getuid()}"])
+
+
+@pytest.mark.parametrize(("length", "stays"), [(11, True), (24, False), (70, False)])
+def test_the_sockets_of_a_cluster_have_paths_that_the_kernel_takes(ray_start, monkeypatch, length: int, stays: bool):
+    monkeypatch.undo()
+    given = {}
+    monkeypatch.setattr(ray_cluster.ray, "init", lambda **named: given.update(named))
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_cluster, "guarded", lambda *_: nullcontext())
+    outer = Path("/tmp") / f"t{os.getpid()}".ljust(length - len("/tmp/"), "x")
+    outer.mkdir()
+    monkeypatch.setattr(ray_cluster.tempfile, "gettempdir", lambda: str(outer))
+    try:
+        with ray_cluster.ray_cluster(None, num_slots=1):
+            socket_path = f"{given['_temp_dir']}/session_2026-11-27_10-16-56_123456_{os.getpid()}/sockets/plasma_store"
+            assert len(socket_path) <= 107
+            assert (Path(given["_temp_dir"]).parent.parent == outer) == stays
+    finally:
+        shutil.rmtree(outer)
+
+
+def test_a_folder_of_an_ended_run_that_another_start_removes_first_is_no_error(ray_start, monkeypatch, tmp_path: Path):
+    dead = next(pid for pid in range(2**22 - 1, 0, -1) if not psutil.pid_exists(pid))
+    left = tmp_path / f"slimrl-run-{dead}-a"
+    left.mkdir()
+    monkeypatch.setattr(ray_cluster.psutil, "pid_exists", lambda _: left.rmdir())
+    with ray_cluster.ray_cluster(None, num_slots=1):
+        assert not left.exists()
 
 
 def test_compiled_kernels_that_somebody_else_may_have_put_there_are_not_loaded(ray_start, tmp_path: Path):

@@ -42,6 +42,10 @@ RAYLET_ENDS_S = 30.0
 _TEMP_PREFIX = "slimrl-run-"
 _TEMP_NAME = re.compile(rf"{_TEMP_PREFIX}(\d+)-\w+")
 _COMPILED_PREFIX = "slimrl-compiled-"
+_LONGEST_SOCKET = "ray/session_2026-01-31_23-59-59_999999_{pid}/sockets/plasma_store"
+"""In a run's folder"""
+_MAX_SOCKET_BYTES = 107
+"""The kernel takes no longer path of a unix socket."""
 
 
 @contextmanager
@@ -63,9 +67,8 @@ def ray_cluster(address: str | None, *, num_slots: int) -> Iterator[None]:
             ray.shutdown()
         return
     _remove_stale_temp_dirs()
-    # In the system's temporary folder, since the path of a unix socket has at most 107 bytes. Ray lets everybody write
-    # to its own folder, so that lies in one that only this user can enter.
-    folder = Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-"))
+    # Ray lets everybody write to its own folder, so that lies in one that only this user can enter.
+    folder = Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-", dir=_folder_of_runs()))
     temporary_files = folder / "tmp"
     temporary_files.mkdir()
     try:
@@ -78,6 +81,13 @@ def ray_cluster(address: str | None, *, num_slots: int) -> Iterator[None]:
                 _shut_down()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_of_runs() -> str:
+    """The system's temporary folder, or /tmp where the paths of Ray's sockets in it would be too long."""
+    folder = tempfile.gettempdir()
+    longest = f"{folder}/{_TEMP_PREFIX}{os.getpid()}-12345678/{_LONGEST_SOCKET.format(pid=os.getpid())}"
+    return folder if len(os.fsencode(longest)) <= _MAX_SOCKET_BYTES else "/tmp"
 
 
 def _inherited_by_processes(folder: Path, temporary_files: Path) -> dict[str, str]:
@@ -186,7 +196,8 @@ def _command(process: psutil.Process) -> list[str]:
 
 def _remove_stale_temp_dirs() -> None:
     """Remove this user's folders of runs that have ended without doing so."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_TEMP_PREFIX}*"):
+    for folder in Path(_folder_of_runs()).glob(f"{_TEMP_PREFIX}*"):
         match = _TEMP_NAME.fullmatch(folder.name)
-        if match and not psutil.pid_exists(int(match[1])) and folder.lstat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # Another run that starts just now may remove it first.
+            if match and not psutil.pid_exists(int(match[1])) and folder.lstat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
