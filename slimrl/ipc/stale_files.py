@@ -1,6 +1,7 @@
 """Files in /dev/shm that killed runs left behind.
 
 - Shared buffers, which their maker keeps locked (shared_buffer.py).
+- Folders in which the processes of an engine or of a trainer meet. Their name has their maker and its pid namespace.
 - Files of a session that processes of other packages write and do not lock. Their name has the session's leader and its
   pid namespace. A process can tell that a leader is gone only in its own namespace, and containers that share /dev/shm
   may have several. Files of other namespaces are left alone, and so are those of a leader outside the namespace (a
@@ -9,14 +10,16 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import psutil
 
+from slimrl.data.meeting_folder import pid_namespace
 from slimrl.data.processes import lives
 from slimrl.ipc.shared_buffer import FILE_NAME, SHARED_MEMORY_DIR, lock
 
-_SESSION = re.compile(r"slimrl-\w+@(\d+)-(\d+)-0")
+_OWNED = re.compile(r"slimrl-\w+@(\d+)-(\d+)-0")
 
 
 def clean_stale_segments() -> list[str]:
@@ -50,20 +53,19 @@ def _remove_unlocked(path: Path) -> bool:
 
 def session_file(name: str) -> Path:
     """Path of this session's file of that name, which may not exist yet."""
-    return SHARED_MEMORY_DIR / f"slimrl-{name}@{_namespace()}-{os.getsid(0)}-0"
+    return SHARED_MEMORY_DIR / f"slimrl-{name}@{pid_namespace()}-{os.getsid(0)}-0"
 
 
 def _remove_if_left(path: Path) -> bool:
-    """Remove a file of a session whose leader is known to be gone; whether it is one."""
-    match = _SESSION.fullmatch(path.name)
-    if match is None or int(match[1]) != _namespace() or _is_alive(int(match[2])):
+    """Remove what has the number of a session's leader, or of a maker, that is known to be gone; whether it is so."""
+    match = _OWNED.fullmatch(path.name)
+    if match is None or int(match[1]) != pid_namespace() or _is_alive(int(match[2])):
         return False
-    path.unlink(missing_ok=True)
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
     return True
-
-
-def _namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _is_alive(pid: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.data.meeting_folder import meeting_folder
 from slimrl.ipc import shared_buffer, stale_files
 from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer, open_shared
 from slimrl.ipc.stale_files import clean_stale_segments
@@ -102,10 +103,10 @@ def test_a_name_of_shared_memory_is_not_used_again():
 )
 def test_a_session_s_file_is_removed_when_its_leader_is_known_to_be_gone(monkeypatch, namespace, leader, kept):
     pid = leader()
-    own = stale_files._namespace()
+    own = stale_files.pid_namespace()
     with monkeypatch.context() as there:
         there.setattr(os, "getsid", lambda _: pid)
-        there.setattr(stale_files, "_namespace", lambda: own + namespace)
+        there.setattr(stale_files, "pid_namespace", lambda: own + namespace)
         path = stale_files.session_file("loads")
     path.write_bytes(b"x")
     try:
@@ -166,3 +167,19 @@ def test_what_is_no_file_is_not_mapped(name):
             open_shared(name)
     finally:
         (SHARED_MEMORY_DIR / name).rmdir()
+
+
+@pytest.mark.parametrize(("maker", "kept"), [(dead_pid, False), (os.getpid, True)], ids=["gone", "alive"])
+def test_a_folder_in_which_processes_meet_is_removed_when_its_maker_is_gone(monkeypatch, maker, kept):
+    pid = maker()
+    with monkeypatch.context() as there:
+        there.setattr(os, "getpid", lambda: pid)
+        folder = meeting_folder("engine")
+    path = Path(folder.name)
+    (path / "ranks").touch()
+    try:
+        assert (path.name in clean_stale_segments()) is not kept
+        assert path.exists() is kept
+    finally:
+        folder.cleanup()
+    assert not path.exists()

@@ -1,7 +1,6 @@
 """What the driver's side of the trainer sends to which rank, and what it makes of the answers, without any actor."""
 
 import re
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,13 +205,15 @@ def test_ranks_on_one_node_meet_at_a_file(monkeypatch, actor_class):
     assert calls[2][1] == {f"critic {rank}": ("file:///meet",) for rank in range(2)}
 
 
-def test_the_file_at_which_ranks_meet_is_in_a_folder_of_this_user_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_the_file_at_which_ranks_meet_is_in_a_folder_of_this_user_alone_that_goes_with_the_rank():
     actor = object.__new__(TrainerActor.__ray_metadata__.modified_class)
     path = Path(actor.rendezvous(True).removeprefix("file://"))
-    assert path.parent.parent == tmp_path
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert re.fullmatch(r"tcp://[\d.]+:\d+", actor.rendezvous(False))
+    path.touch()
+    actor.resync_session, actor.controls, actor.worker = None, [], SimpleNamespace(close=lambda: None)
+    actor.close()
+    assert not path.parent.exists()
 
 
 def test_a_checkpoint_is_loaded_after_the_weights_by_its_absolute_path(group):

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_kernels import plain_kernels
 from slimrl.data.engine_key import EngineKey
+from slimrl.data.meeting_folder import meeting_folder
 from slimrl.models.family import has_linear_attention
 from slimrl.models.hf_config import read_hf_config
 from slimrl.profiling.spans import PROFILE_FOLDER, child_variables
@@ -268,7 +268,7 @@ class EngineServer:
         self._meeting = None
         if part is None:
             # In place of torch's store behind a port, which obeys whoever reaches it.
-            self._meeting = tempfile.TemporaryDirectory(prefix="slimrl-engine-", ignore_cleanup_errors=True)
+            self._meeting = meeting_folder("engine")
             variables[_MEETING] = f"file://{self._meeting.name}/ranks"
         self.process = start_engine(name, key, arguments, variables, log)
 

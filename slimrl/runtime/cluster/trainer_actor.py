@@ -5,8 +5,8 @@ for it.
 """
 
 import os
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -17,6 +17,7 @@ from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import sends_drafts
 from slimrl.data.imports import imports_uncollected
+from slimrl.data.meeting_folder import meeting_folder
 from slimrl.data.training import Layout
 from slimrl.ipc.allocator import forbid_expandable_segments
 from slimrl.ipc.stale_files import clean_stale_segments
@@ -66,6 +67,7 @@ class TrainerActor:
         self.done, self.total = 0, 0
         self.resync_session: ResyncSession | None = None
         self.controls: list[SglangControl] = []
+        self.meeting: TemporaryDirectory[str] | None = None
 
     def rendezvous(self, on_one_node: bool) -> str:
         """Where the ranks find each other: a file where they are on one node, else a port of rank 0.
@@ -73,7 +75,8 @@ class TrainerActor:
         Torch's store behind a port obeys whoever reaches it.
         """
         if on_one_node:
-            return f"file://{tempfile.mkdtemp()}/ranks"
+            self.meeting = meeting_folder("ranks")
+            return f"file://{self.meeting.name}/ranks"
         address = get_node_ip_address()
         return f"tcp://{address}:{free_port(address)}"
 
@@ -178,12 +181,14 @@ class TrainerActor:
         self.torch_profile.export_chrome_trace(str(folder / f"{SPANS.process.replace(' ', '_')}{TORCH_SUFFIX}"))
 
     def close(self) -> None:
-        """Leave the process groups and remove segments of shared memory."""
+        """Leave the process groups and remove what this rank has in shared memory."""
         if self.resync_session is not None:
             self.resync_session.close()
         for control in self.controls:
             control.close()
         self.worker.close()
+        if self.meeting is not None:
+            self.meeting.cleanup()
 
     @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
     def progress(self) -> tuple[int, int]:
