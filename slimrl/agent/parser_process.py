@@ -2,7 +2,7 @@
 
 It is forked, because the parsers' imports take seconds and 600 MB, which the copy shares. Of the copied process it uses
 its modules alone. The kernel ends it when one turn takes CPU_LIMIT_S of CPU time. It also ends with the process that
-forked it, whose pipe is its input.
+forked it.
 """
 
 import gc
@@ -14,6 +14,7 @@ import select
 import signal
 import struct
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -50,6 +51,7 @@ class ParserProcess:
     def __init__(self) -> None:
         questions, self._questions = os.pipe()
         self._answers, answers = os.pipe()
+        driver = os.pidfd_open(os.getpid())
         os.set_blocking(self._questions, False)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -59,14 +61,14 @@ class ParserProcess:
             try:
                 self.pid = os.fork()
             except OSError:
-                for descriptor in (questions, self._questions, self._answers, answers):
+                for descriptor in (questions, self._questions, self._answers, answers, driver):
                     os.close(descriptor)
                 raise
         self._lives = True
         if not self.pid:
-            _serve_and_exit(questions, answers)
-        os.close(questions)
-        os.close(answers)
+            _serve_and_exit(questions, answers, driver)
+        for descriptor in (questions, answers, driver):
+            os.close(descriptor)
 
     def parse(self, name: str, schemas: str, text: str) -> ParsedTurn:
         """What a parser reads in a turn. After an exception other than ParserRaised the process has ended, or must.
@@ -144,7 +146,7 @@ def _framed(content: bytes) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-def _serve_and_exit(questions: int, answers: int) -> NoReturn:
+def _serve_and_exit(questions: int, answers: int, driver: int) -> NoReturn:
     """The forked process."""
     code = 1
     try:
@@ -152,16 +154,26 @@ def _serve_and_exit(questions: int, answers: int) -> NoReturn:
         for number in range(1, signal.NSIG):
             if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
                 signal.signal(number, signal.SIG_DFL)
-        low, high = sorted((questions, answers))
-        os.closerange(3, low)
-        os.closerange(low + 1, high)
-        os.closerange(high + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        first = 3
+        for kept in sorted((questions, answers, driver)):
+            os.closerange(first, kept)
+            first = kept + 1
+        os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         gc.freeze()  # what it shares stays shared
         _serve(os.fdopen(questions, "rb"), os.fdopen(answers, "wb", buffering=0))
         code = 0
     finally:
         os._exit(code)
+
+
+def _end_with(driver: int) -> None:
+    """The pipe ends a process that waits for a turn; this ends one that is stuck in one, too."""
+    poll = select.poll()
+    poll.register(driver, select.POLLIN)
+    poll.poll()
+    os._exit(1)
 
 
 def _serve(questions: Any, answers: Any) -> None:

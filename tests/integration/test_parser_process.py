@@ -6,7 +6,10 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -157,13 +160,14 @@ def test_a_process_that_is_stuck_is_ended(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_process_holds_none_of_the_drivers_files(tmp_path: Any):
+    BoundedParser("hermes", [TOOL])
     with (tmp_path / "file").open("w") as file:
         process = ParserProcess()
         process.parse("hermes", json.dumps([TOOL]), "x")
         held = [os.readlink(f"/proc/{process.pid}/fd/{one}") for one in os.listdir(f"/proc/{process.pid}/fd")]
         process.end()
     assert file.name not in held
-    assert len(held) == 5, held
+    assert len(held) == 6, held  # with its end of each pipe, and a descriptor of this process to end with
 
 
 def test_all_processes_are_ended():
@@ -213,6 +217,50 @@ async def test_a_turn_that_nobody_waits_for_is_not_parsed(monkeypatch: pytest.Mo
             await asyncio.sleep(0.01)
     assert parsed == []
     assert list(slots.queue) == taken
+
+
+class StuckParser:
+    close_marker = ""
+
+    def parse(self, text: str) -> ParsedTurn:
+        if text == "stuck":
+            threading.Event().wait()
+        return ParsedTurn(content=text, calls=[])
+
+
+STUCK = """
+import os, signal, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from slimrl.agent.parser_process import ParserProcess
+process = ParserProcess()
+process.parse("test_parser_process:StuckParser", "[]", "first")
+threading.Thread(target=process.parse, args=("test_parser_process:StuckParser", "[]", "stuck")).start()
+time.sleep(0.5)
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_stuck_ends_with_the_one_that_forked_it():
+    with subprocess.Popen([sys.executable, "-c", STUCK, os.path.dirname(__file__)], stdout=subprocess.PIPE) as driver:
+        pid = int(driver.stdout.readline())
+        driver.wait(timeout=10)
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = is_alive(pid)
+    if left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def is_alive(pid: int) -> bool:
+    """Nobody may reap an orphan here."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 async def test_many_turns_at_once_each_get_their_own():
