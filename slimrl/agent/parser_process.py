@@ -7,6 +7,7 @@ forked it.
 
 import gc
 import json
+import logging
 import math
 import os
 import resource
@@ -161,6 +162,7 @@ def _serve_and_exit(questions: int, answers: int, driver: int) -> NoReturn:
         os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        logging.disable()  # whose files are closed
         gc.freeze()  # what it shares stays shared
         _serve(os.fdopen(questions, "rb"), os.fdopen(answers, "wb", buffering=0))
         code = 0
