@@ -5,10 +5,11 @@ text without any marker of a call is not sent there.
 """
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import Empty, LifoQueue
 from typing import Any
 
@@ -16,6 +17,7 @@ from slimrl.agent.parser_process import DEADLINE_S, OutOfCpuTime, ParserFailed, 
 from slimrl.agent.parsers import MalformedCall, NoCalls, ParsedTurn, make_parser
 from slimrl.data.threads import ReusedThreads
 
+log = logging.getLogger(__name__)
 NUM_PROCESSES = min(8, max(2, len(os.sched_getaffinity(0)) // 4))
 """Of one interpreter, at most; one parses a thousand turns a second, or holds up others by its CPU time for a turn."""
 NOT_IN_TIME = "malformed tool call: it takes too long to read"
@@ -31,10 +33,11 @@ class BoundedParser:
         self._name, self._schemas = name, json.dumps(list(schemas))
         self._parser = make_parser(name, schemas)
         self.close_marker = self._parser.close_marker
-        if not isinstance(self._parser, NoCalls) and ":" not in name:
-            # Some of SGLang's import other packages, transformers among them, when they first parse. In the process
-            # this would take its CPU time.
-            self._parser.parse("".join(getattr(self._parser, "all_markers", ())) or "words")
+        if not isinstance(self._parser, NoCalls):
+            # Some of SGLang's import other packages, transformers among them, when they first parse, and a task's own
+            # may. In the process this would take its CPU time. What a task's own raises here, it raises in turns.
+            with suppress(Exception) if ":" in name else nullcontext():
+                self._parser.parse("".join(getattr(self._parser, "all_markers", ())) or "words")
 
     def parse(self, text: str) -> ParsedTurn:
         """Without a limit, for texts of our own."""
@@ -69,6 +72,8 @@ class _Processes:
         for _ in range(NUM_PROCESSES):
             self._slots.put(None)
         self._forking = threading.Lock()
+        self._slow: set[str] = set()
+        """Parsers of which a turn took too long"""
 
     def parse(self, name: str, schemas: str, text: str, given_up: threading.Event) -> ParsedTurn:
         """See `BoundedParser.read`. A turn that is given up before a process is free for it is not parsed."""
@@ -89,7 +94,10 @@ class _Processes:
         except ParserRaised:
             kept = process
             raise
-        except OutOfCpuTime:
+        except OutOfCpuTime as error:
+            if name not in self._slow:
+                self._slow.add(name)
+                log.warning("parser %s: %s, which makes the turn a malformed call; said once", name, error)
             return ParsedTurn(content=text.strip(), calls=[MalformedCall(problem=NOT_IN_TIME)])
         finally:
             try:

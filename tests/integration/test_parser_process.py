@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import random
 import resource
@@ -217,6 +218,51 @@ async def test_a_turn_that_nobody_waits_for_is_not_parsed(monkeypatch: pytest.Mo
             await asyncio.sleep(0.01)
     assert parsed == []
     assert list(slots.queue) == taken
+
+
+class LateParser:
+    """Does at its first parse what takes 3 s of CPU time, as imports may."""
+
+    close_marker = ""
+    ready = True
+    until = 0.0
+
+    def parse(self, text: str) -> ParsedTurn:
+        while not LateParser.ready:
+            LateParser.ready = time.process_time() > LateParser.until
+        logging.getLogger("late").error("one record")
+        return ParsedTurn(content=text, calls=[])
+
+
+async def test_what_a_parser_of_the_tasks_own_does_first_takes_no_turns_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(LateParser, "ready", False)
+    monkeypatch.setattr(LateParser, "until", time.process_time() + 3)
+    parser = BoundedParser(f"{__name__}:LateParser", [])
+    monkeypatch.setattr(LateParser, "until", 1000.0)  # of a process that has not seen the first parse
+    assert await parser.read("x") == ParsedTurn(content="x", calls=[])
+
+
+async def test_a_parser_that_takes_too_long_is_named_once(caplog: pytest.LogCaptureFixture):
+    parser = BoundedParser(f"{__name__}:LateParser", [])
+    LateParser.ready, LateParser.until = False, 1000.0
+    for _ in range(2):
+        assert (await parser.read("x")).calls == [MalformedCall(problem=NOT_IN_TIME)]
+    LateParser.ready = True
+    (record,) = [one for one in caplog.records if one.name == bounded_parser.__name__]
+    assert f"{__name__}:LateParser" in record.getMessage()
+
+
+async def test_what_a_parser_logs_is_dropped(tmp_path: Any, capfd: pytest.CaptureFixture[str]):
+    LateParser.ready = True
+    handler = logging.FileHandler(tmp_path / "log")
+    logging.getLogger("late").addHandler(handler)
+    parser = BoundedParser(f"{__name__}:LateParser", [])
+    before = (tmp_path / "log").read_text()
+    assert (await parser.read("x")).content == "x"
+    logging.getLogger("late").removeHandler(handler)
+    handler.close()
+    assert "Logging error" not in capfd.readouterr().err
+    assert (tmp_path / "log").read_text() == before == "one record\n"
 
 
 class StuckParser:
