@@ -303,15 +303,15 @@ def test_a_tokenizer_with_code_of_its_own_is_run_if_it_is_trusted_and_named_if_n
 
 @pytest.mark.parametrize("has_file", [False, True])
 def test_a_config_that_neither_transformers_nor_code_of_its_own_knows_is_named(tmp_path, tokenizer, has_file):
-    """As Kimi-K2's whose auto_map was lost."""
-    config = published_config("Kimi-K2") | {"model_type": "kimi_k2"}
+    """As Kimi-K2's whose auto_map was lost; that model_type itself is known where SGLang is imported."""
+    config = published_config("Kimi-K2") | {"model_type": "kimi_of_somebody"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenization_letters.py").write_text(CODE)
     own = {"auto_map": {"AutoTokenizer": ["tokenization_letters.Letters", None]}, "tokenizer_class": "Letters"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own | {"eos_token": "<end>"}))
     if has_file:
         (tmp_path / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str())
-    with pytest.raises(ValueError, match=r"transformers knows no model_type 'kimi_k2', and no auto_map") as caught:
+    with pytest.raises(ValueError, match=r"transformers knows no model_type 'kimi_of_somebody', and no auto_map") as caught:
         load_tokenizer(tmp_path, trust_remote_code=True)
     assert ("or leave model.trust_remote_code out" in str(caught.value)) == has_file
     assert "Take the published config.json" in str(caught.value)

@@ -495,5 +495,6 @@ def test_a_trainer_rank_works_tells_how_far_it_is_and_closes_all_that_it_holds()
     assert noted == ["hf", Path("weights")]
     actor.resync_session = SimpleNamespace(close=lambda: noted.append("session"))
     actor.controls = [SimpleNamespace(close=lambda: noted.append("control"))]
+    actor.meeting = SimpleNamespace(cleanup=lambda: noted.append("meeting"))
     actor.close()
-    assert noted[2:] == ["session", "control", "worker"]
+    assert noted[2:] == ["session", "control", "worker", "meeting"]

@@ -26,7 +26,7 @@ def test_a_trainer_closes_the_controls_of_engines_that_it_lets_go_of():
     actor.recipe = Recipe()
     actor.resync_session = SimpleNamespace(use=used.append, close=lambda: None)
     actor.worker = SimpleNamespace(close=lambda: None)
-    actor.controls = []
+    actor.controls, actor.meeting = [], None
     address = EngineAddress(
         name="engine 0", url="http://127.0.0.1:1", tensor=1, nodes=("a",), pids=(1,), key=EngineKey("k")
     )
