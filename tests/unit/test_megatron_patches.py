@@ -51,6 +51,7 @@ def test_a_gpu_without_transformer_engine_gets_what_stands_in_for_it(monkeypatch
     monkeypatch.setattr(megatron_patches, "import_megatron", lambda: None)
     monkeypatch.setattr(megatron_patches.device, "device_type", lambda: "cuda" if cuda else "cpu")
     monkeypatch.setattr(megatron_patches.device, "has_transformer_engine", lambda: engine)
+    monkeypatch.setattr(megatron_patches.device, "load_transformer_engine", lambda: None)
     megatron_patches.apply()
     assert "".join(done) == groups
 
