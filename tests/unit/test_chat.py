@@ -311,7 +311,9 @@ def test_a_config_that_neither_transformers_nor_code_of_its_own_knows_is_named(t
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own | {"eos_token": "<end>"}))
     if has_file:
         (tmp_path / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str())
-    with pytest.raises(ValueError, match=r"transformers knows no model_type 'kimi_of_somebody', and no auto_map") as caught:
+    with pytest.raises(
+        ValueError, match=r"transformers knows no model_type 'kimi_of_somebody', and no auto_map"
+    ) as caught:
         load_tokenizer(tmp_path, trust_remote_code=True)
     assert ("or leave model.trust_remote_code out" in str(caught.value)) == has_file
     assert "Take the published config.json" in str(caught.value)

@@ -26,7 +26,7 @@ DIALOGUE = SimpleNamespace(
         ("nothing of it", ["Observation:", "END"], "nothing of it"),
     ],
 )
-def test_a_turn_ends_before_the_first_text_that_stops_it_also_where_it_begins_with_it(text, stop, said):
-    found = read_turn([*map(ord, text)], DIALOGUE, in_thinking=False, cut_off=False, num_calls=0, stop=stop)
+async def test_a_turn_ends_before_the_first_text_that_stops_it_also_where_it_begins_with_it(text, stop, said):
+    found = await read_turn([*map(ord, text)], DIALOGUE, in_thinking=False, cut_off=False, num_calls=0, stop=stop)
     assert found is not None
     assert found.text == said
