@@ -21,7 +21,7 @@ class EngineKey:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a request to an engine."""
+        """Headers of a request to an engine."""
         return {"authorization": f"Bearer {self.value}"}
 
     @contextmanager

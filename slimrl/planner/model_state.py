@@ -101,7 +101,7 @@ def gradient_bytes(trainer: TrainerConfig) -> int:
 
 
 def optimizer_bytes(trainer: TrainerConfig) -> int:
-    """Of one parameter: its main weight and both moments."""
+    """Bytes for one parameter: its main weight and both moments."""
     return sum(_optimizer_bytes(trainer, gradient_bytes(trainer))[:2])
 
 

@@ -32,7 +32,7 @@ SHARD_BYTES = 4
 
 
 def node_save_bytes(stage: Stage, trainer: TrainerConfig, ranks_per_node: int, adapters: Stage | None = None) -> int:
-    """Of all ranks of a pipeline stage on the node that holds its first ones.
+    """Bytes for all ranks of a pipeline stage on the node that holds its first ones.
 
     Megatron counts tensor-parallel ranks first, and in the layout of experts their tensor- and expert-parallel ranks.
     """
@@ -43,7 +43,7 @@ def node_save_bytes(stage: Stage, trainer: TrainerConfig, ranks_per_node: int, a
 
 
 def save_bytes(stage: Stage, trainer: TrainerConfig, first: tuple[bool, bool], adapters: Stage | None = None) -> int:
-    """Of a rank of the stage.
+    """Bytes for a rank of the stage.
 
     Args:
         first: whether it is the first of its data-parallel group for dense parameters, and for experts.

@@ -14,7 +14,7 @@ class Update:
     """One optimizer update."""
 
     batch: PackedBatch
-    """Of the trajectories that its passes need"""
+    """The trajectories that its passes need"""
     num_trajectories: int
     """All that it consists of"""
     num_tokens: int

@@ -137,24 +137,29 @@ def engine_arguments(
         values["disable_prefill_cuda_graph"] = rollout.colocated
         values["enable_deterministic_inference"] = deterministic
     else:
-        requests = -(-rollout.max_concurrency_per_engine // rollout.engine_attention_dp)
-        values |= {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            # Room for what other processes take while the engine loads, which SGLang counts as the engine's. The size
-            # of the KV cache is max_total_tokens.
-            "mem_fraction_static": 0.5,
-            "max_total_tokens": max(16384, requests * rollout.max_trajectory_tokens),
-        }
-        if linear_attention:
-            values |= {
-                # The other way to cache states needs a GPU.
-                "mamba_radix_cache_strategy": "no_buffer",
-                "disable_overlap_schedule": True,
-                # SGLang shares them out among the groups, and a group with fewer than a request takes starts no engine.
-                "max_mamba_cache_size": _STATES_PER_TRAJECTORY * requests * rollout.engine_attention_dp,
-            }
+        values |= _cpu_arguments(rollout, linear_attention=linear_attention)
     return [word for name, value in {**values, **rollout.sglang}.items() for word in _flag(name, value)]
+
+
+def _cpu_arguments(rollout: RolloutConfig, *, linear_attention: bool) -> dict[str, Any]:
+    requests = -(-rollout.max_concurrency_per_engine // rollout.engine_attention_dp)
+    values: dict[str, Any] = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        # Room for what other processes take while the engine loads, which SGLang counts as the engine's. The size of
+        # the KV cache is max_total_tokens.
+        "mem_fraction_static": 0.5,
+        "max_total_tokens": max(16384, requests * rollout.max_trajectory_tokens),
+    }
+    if linear_attention:
+        values |= {
+            # The other way to cache states needs a GPU.
+            "mamba_radix_cache_strategy": "no_buffer",
+            "disable_overlap_schedule": True,
+            # SGLang shares them out among the groups, and a group with fewer than a request takes starts no engine.
+            "max_mamba_cache_size": _STATES_PER_TRAJECTORY * requests * rollout.engine_attention_dp,
+        }
+    return values
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -38,7 +38,7 @@ _TICKS = 2
 
 
 class RunMemory:
-    """Of one run.
+    """The memory of one run.
 
     Args:
         given_bytes: what the run was given in memory of the host.

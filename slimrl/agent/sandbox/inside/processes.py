@@ -34,7 +34,7 @@ Key = tuple[str, str]
 
 
 class RunProcesses:
-    """Of one run. `close` it when the run has ended.
+    """The processes of one run. `close` it when the run has ended.
 
     Args:
         pid: of its first process, as seen from here.
@@ -94,7 +94,7 @@ class RunProcesses:
         return tmp.f_frsize * (tmp.f_blocks - tmp.f_bfree), tmp.f_files - tmp.f_ffree
 
     def num_sockets(self) -> int:
-        """Of its network namespace, also those that no process has open any more."""
+        """Sockets of its network namespace, also those that no process has open any more."""
         return int(os.pread(self._files[2], 4096, 0).split(maxsplit=3)[2])
 
     def kill(self) -> None:
@@ -141,7 +141,7 @@ class RunProcesses:
         return kept
 
     def entries(self, path: str) -> list[str]:
-        """Of a folder; none if the process has ended."""
+        """Names in a folder; none if the process has ended."""
         with _while_it_lives(os.path.dirname(path), self._files[0]):
             file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._files[0])
             try:
