@@ -6,11 +6,17 @@ import fcntl
 import mmap
 import socket
 import struct
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from slimrl.agent.sandbox.admission import Admission
 from slimrl.agent.sandbox.inside import seccomp
+from slimrl.agent.sandbox.inside.processes import share_memory
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxBusy
 from slimrl.agent.sandbox.outcome import out_of_cpu_time, why
 from slimrl.agent.sandbox.pool import SandboxPool
@@ -200,3 +206,32 @@ def test_the_tool_has_a_schema():
     function = make_tool(resolve("slimrl.agent.sandbox.tools:python")).schema["function"]
     assert function["name"] == "python"
     assert list(function["parameters"]["properties"]) == ["code"]
+
+
+ITS_FIRST_THREAD_ENDS = """
+import ctypes, threading, time
+def hold():
+    print("there", flush=True)
+    time.sleep(60)
+threading.Thread(target=hold).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+def test_processes_whose_first_threads_have_ended_share_no_memory():
+    """Of the threads that have ended, as of those of the kernel, the kernel says that they have the same: none."""
+    with ExitStack() as stack:
+        pids = []
+        for _ in range(2):
+            command = [sys.executable, "-c", ITS_FIRST_THREAD_ENDS]
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+            deadline = time.monotonic() + 10.0
+            while " Z " not in Path(f"/proc/{process.pid}/stat").read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            pids.append(process.pid)
+        assert not share_memory(*pids)
+        assert share_memory(pids[0], pids[0])

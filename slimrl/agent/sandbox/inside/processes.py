@@ -14,6 +14,8 @@ _OF_PROGRAMS: Any = {"errors": "replace", "newline": "\n"}
 """How to open files that hold a process's name, which its program chooses: of any bytes, some that would end a line."""
 _FLAGS, _EXITING = 6, 0x4
 """Where proc/PID/stat has a task's flags, behind its name, and that of a task that has begun to end (PF_EXITING)."""
+_ENDED = "ZX"
+"""States of a process or thread that has ended."""
 _LOWEST_PRIORITY = 19
 _KCMP, _KCMP_VM = 312, 1
 _libc = ctypes.CDLL(None)
@@ -24,6 +26,7 @@ class Process:
     path: str
     """Within the run's /proc, of a thread that has not ended."""
     state: str
+    """Of that thread."""
     faults: int
     cpu_ticks: int
     priority: int
@@ -69,14 +72,17 @@ class RunProcesses:
             fields = self._stat(name)
             if not fields:
                 continue
-            path = name
-            if fields[0] in "ZX" and int(fields[17]) > 1:
+            path, state = name, fields[0]
+            if state in _ENDED and int(fields[17]) > 1:
                 # Its first thread has ended, and shows nothing any more of what the others hold.
-                threads = (f"{name}/task/{thread}" for thread in self.entries(f"{name}/task"))
-                path = next((one for one in threads if (self._stat(one) or "Z")[0] not in "ZX"), name)
+                for thread in self.entries(f"{name}/task"):
+                    of_thread = self._stat(f"{name}/task/{thread}")
+                    if of_thread and of_thread[0] not in _ENDED:
+                        path, state = f"{name}/task/{thread}", of_thread[0]
+                        break
             found[name, fields[19]] = Process(
                 path=path,
-                state=fields[0],
+                state=state,
                 faults=int(fields[7]) + int(fields[9]),
                 cpu_ticks=int(fields[11]) + int(fields[12]),
                 priority=int(fields[16]),
@@ -136,7 +142,7 @@ class RunProcesses:
         kept: list[Key] = []
         for key, place in places.items():
             alike = [here.get(other[0]) for other in kept if places[other] == place]
-            if not any(_share_memory(here.get(key[0]), other) for other in alike):
+            if not any(share_memory(here.get(key[0]), other) for other in alike):
                 kept.append(key)
         return kept
 
@@ -186,9 +192,21 @@ class RunProcesses:
         return pids
 
 
-def _share_memory(pid: int | None, other: int | None) -> bool:
-    """False too if one has ended, or the kernel has no kcmp."""
-    return None not in (pid, other) and _libc.syscall(_KCMP, pid, other, _KCMP_VM, 0, 0) == 0
+def share_memory(pid: int | None, other: int | None) -> bool:
+    """False too if one has ended, or the kernel has no kcmp.
+
+    Asked of threads that live: those that have ended have no memory, which would be the same.
+    """
+    threads = _living_thread(pid), _living_thread(other)
+    return None not in threads and _libc.syscall(_KCMP, *threads, _KCMP_VM, 0, 0) == 0
+
+
+def _living_thread(pid: int | None) -> int | None:
+    for thread in _entries(f"/proc/{pid}/task"):
+        fields = _stat(f"/proc/{pid}/task/{thread}", None)
+        if fields and fields[0] not in _ENDED:
+            return int(thread)
+    return None
 
 
 def _descendants(pid: int) -> list[int]:
