@@ -153,8 +153,6 @@ def _refuse_early(
     from slimrl.config.problems import RecipeError
     from slimrl.observability.folder_lock import folder_lock
 
-    if path.is_fifo():
-        return  # It can be read once.
     loaded, problems = read_recipe(path, overrides, command)
     if loaded is None:
         raise RecipeError(problems)

@@ -39,6 +39,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import draft_violations
 from slimrl.config.stop_rules import stop_violations
 from slimrl.config.teacher_rules import teacher_model_violations, teacher_violations
+from slimrl.config.tracking_rules import tracking_warnings
 from slimrl.config.trainer_rules import (
     batch_violations,
     batch_warnings,
@@ -158,4 +159,7 @@ def check_loaded(loaded: LoadedRecipe) -> list[Problem]:
         except (ValueError, OSError) as error:
             problems.append(Problem(key="teacher.path", message=f"{error}."))
     problems += check_recipe(recipe, hf_config, loaded.command, teacher_config=teacher_config)
+    problems += [
+        Problem(key=key, message=message, warning=True) for key, message in tracking_warnings(recipe, loaded.command)
+    ]
     return [loaded.problem(problem.key, problem.message, warning=problem.warning) for problem in problems]

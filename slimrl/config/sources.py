@@ -1,6 +1,9 @@
 """The sources of a recipe's values: its file, the files that it extends, and the overrides of the command line."""
 
+import re
+import stat
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -16,6 +19,7 @@ def read_file(path: Path, chain: tuple[Path, ...], referrer: str, problems: list
     """Entries of a file, those that it inherits first.
 
     Args:
+        path: a pipe is read once in a process, and what it extends is relative to the working directory.
         chain: resolved paths of the files that led here by `extends`.
         referrer: `file:line` of the `extends` that named it; empty for the recipe itself.
         problems: what is wrong is appended here.
@@ -27,7 +31,7 @@ def read_file(path: Path, chain: tuple[Path, ...], referrer: str, problems: list
         problems.append(Problem(where=referrer, key=EXTENDS, message=f"{names} is a cycle."))
         return
     try:
-        source = YamlSource(path.read_text(), shown)
+        source = YamlSource(_text_of_pipe(path, path.stat().st_ino) if is_pipe(path) else path.read_text(), shown)
         root = source.root
         if root is not None and not isinstance(root, yaml.MappingNode):
             problems.append(
@@ -50,10 +54,22 @@ def read_file(path: Path, chain: tuple[Path, ...], referrer: str, problems: list
         if entry.key == EXTENDS:
             for base in entry.value if isinstance(entry.value, list) else [entry.value]:
                 if isinstance(base, str):
-                    yield from read_file(path.parent / base, (*chain, resolved), entry.where, problems)
+                    folder = Path() if is_pipe(path) else path.parent
+                    yield from read_file(folder / base, (*chain, resolved), entry.where, problems)
                 else:
                     problems.append(entry.problem(f"expected a path, got {base!r}."))
     yield from (entry for entry in entries if entry.key != EXTENDS)
+
+
+def is_pipe(path: Path) -> bool:
+    """Whether a recipe comes from a pipe, such as `<(COMMAND)` of a shell, and so can be read once."""
+    return path.exists() and stat.S_ISFIFO(path.stat().st_mode)
+
+
+@cache
+def _text_of_pipe(path: Path, inode: int) -> str:
+    """Kept, since a command looks at its recipe more than once."""
+    return path.read_text()
 
 
 def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Entry]:

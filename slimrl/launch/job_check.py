@@ -13,6 +13,8 @@ from slimrl.config.hub import hub_model
 from slimrl.config.load import Command, LoadedRecipe
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.sources import is_pipe
+from slimrl.config.tracking_rules import has_wandb_key, tracking_warnings
 from slimrl.launch.submit import MARGIN_S, SlurmJob, check_sbatch, nodes_needed
 from slimrl.launch.time_limit import check_time_limit
 from slimrl.models.offline_recipe import read_offline
@@ -30,6 +32,8 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
         RecipeError: the recipe is refused.
         ValueError: too few or too many nodes, contradictory settings, or a run that cannot start.
     """
+    if is_pipe(path):
+        raise ValueError(f"{path}: a pipe, which the job could not read. Write the recipe to a file.")
     command: Command = "sft" if job.sft else "train"
     planned = read_offline(path, overrides, command, files=files, model_needed=False)
     loaded = planned.loaded
@@ -47,6 +51,8 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
         warnings.append(("checkpoint.grace_s", message))
     if job.container:
         warnings += unmounted_paths(loaded.recipe, job.log_dir, job.container_mounts or "")
+        # Without a key here either, `planned` has the warning.
+        warnings += tracking_warnings(loaded.recipe, command, home=False) if has_wandb_key() else ()
     warnings += _check_files(loaded, job) if files else _missing_here(loaded, job)
     return (*planned.notes, *(loaded.problem(*warning, warning=True) for warning in warnings))
 

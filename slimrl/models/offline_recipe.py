@@ -21,6 +21,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import ResyncConfig
 from slimrl.config.schema.speculative import DraftMode
 from slimrl.config.speculative_rules import own_layer_violations
+from slimrl.config.tracking_rules import tracking_warnings
 from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import FP8_SUFFIX, SCALE_SUFFIX, config_for_planning, nearest_published
@@ -90,6 +91,7 @@ def read_offline(
         elif meant := nearest_published(folder):
             message = f"{folder}: no such folder. Did you mean {folder.parent / meant}?"
             problems.append(loaded.problem("model.path", message, warning=True))
+    problems += [loaded.problem(*violation, warning=True) for violation in tracking_warnings(loaded.recipe, command)]
     teacher_config = _teacher_config(loaded, problems) if is_needed("teacher", command) else None
     for problem in check_recipe(loaded.recipe, hf_config, command, teacher_config=teacher_config):
         problems.append(loaded.problem(problem.key, problem.message, warning=problem.warning))

@@ -1,23 +1,30 @@
 """Metrics go to metrics.jsonl, and to wandb as `tracking.wandb` says (offline by default)."""
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from slimrl.config.schema.run import TrackingConfig, WandbMode
+from slimrl.config.tracking_rules import has_wandb_key, missing_key_text
 from slimrl.observability.metrics import MetricsWriter, plain_number
 from slimrl.observability.run_folder import RunFolder
 
 STEP = "step"
 """The run's step, as in metrics.jsonl; the x-axis of all metrics in wandb."""
+CONNECT_TIMEOUT_S = 60
+"""How long wandb's server may take to answer before the run goes on offline"""
+
+log = logging.getLogger(__name__)
 
 
-def _start_wandb(run: RunFolder, tracking: TrackingConfig, config: Mapping[str, Any]) -> Any:
+def _start_wandb(
+    run: RunFolder, tracking: TrackingConfig, config: Mapping[str, Any], say: Callable[[str], None]
+) -> Any:
     """A wandb run inside the run folder; it prints nothing, and offline it opens no connection.
 
-    Raises:
-        wandb.Error: online mode without an account or a connection.
+    Online without an account or a connection it goes on offline, and says so.
     """
     run.wandb.mkdir(exist_ok=True)
     # wandb reads these variables at import: its caches lie in the run folder, and it reports no errors.
@@ -32,29 +39,52 @@ def _start_wandb(run: RunFolder, tracking: TrackingConfig, config: Mapping[str, 
     run_id = run.wandb / "run_id"
     if not run_id.exists():
         run_id.write_text(os.urandom(8).hex())
-    started = wandb.init(
-        project=tracking.wandb_project,
-        name=run.path.name,
-        id=run_id.read_text(),
-        resume="allow" if tracking.wandb is WandbMode.online else None,
-        dir=str(run.path),
-        mode=tracking.wandb.value,
-        config=dict(config),
-        settings=wandb.Settings(
-            init_timeout=60,
-            silent=True,
-            console="off",
-            disable_git=True,
-            disable_code=True,
-            disable_job_creation=True,
-            x_disable_stats=True,
-            x_disable_machine_info=True,
-        ),
-    )
+
+    def init(mode: WandbMode) -> Any:
+        return wandb.init(
+            project=tracking.wandb_project,
+            name=run.path.name,
+            id=run_id.read_text(),
+            resume="allow" if mode is WandbMode.online else None,
+            dir=str(run.path),
+            mode=mode.value,
+            config=dict(config),
+            settings=wandb.Settings(
+                init_timeout=CONNECT_TIMEOUT_S,
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                disable_job_creation=True,
+                x_disable_stats=True,
+                x_disable_machine_info=True,
+            ),
+        )
+
+    def init_offline(reason: str) -> Any:
+        say(f"wandb goes on offline: {reason}. Send it later: wandb sync {run.wandb}/offline-run-*")
+        return init(WandbMode.offline)
+
+    if tracking.wandb is WandbMode.online and not has_wandb_key():
+        # wandb would ask for one on a terminal.
+        started = init_offline(missing_key_text())
+    else:
+        try:
+            started = init(tracking.wandb)
+        except (wandb.Error, TimeoutError) as error:
+            if tracking.wandb is not WandbMode.online:
+                raise
+            log.warning("wandb does not go online", exc_info=error)
+            wandb.teardown()  # its process still holds the run's id
+            started = init_offline(_first_line(error))
     # wandb continues its own step count from the last process and drops metrics below it, but a resumed run starts
     # again after its checkpoint.
     started.define_metric("*", step_metric=STEP)
     return started
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 class Trackers:
@@ -67,13 +97,15 @@ class Trackers:
         config: Mapping[str, Any],
         *,
         keep_through_step: int | None = None,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
         """Args:
         config: the resolved recipe for wandb, as nested plain Python without secrets, see resolved_dict.
         keep_through_step: as for MetricsWriter.
+        say: shows the user a line.
         """
         self._metrics = MetricsWriter(run.metrics, keep_through_step=keep_through_step)
-        self._wandb = None if tracking.wandb is WandbMode.disabled else _start_wandb(run, tracking, config)
+        self._wandb = None if tracking.wandb is WandbMode.disabled else _start_wandb(run, tracking, config, say)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step, which may be before the last one."""

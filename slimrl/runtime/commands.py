@@ -124,7 +124,7 @@ def _train(
         with (
             _recorder(folder, profiled, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
-            _trackers(loaded, folder, checkpoint, state) as trackers,
+            _trackers(loaded, folder, checkpoint, state, progress) as trackers,
             started(
                 recipe,
                 folder,
@@ -209,7 +209,7 @@ def train_on_file(
         with (
             open_run(loaded, progress, overwrite=overwrite) as folder,
             _recorder(folder, profiled, progress) as recorder,
-            _trackers(loaded, folder, None, state) as trackers,
+            _trackers(loaded, folder, None, state, progress) as trackers,
             started(
                 recipe, folder, progress, with_critic=True, total_updates=updates, ray_address=ray_address
             ) as processes,
@@ -344,7 +344,9 @@ def _recorder(folder: RunFolder, profiled: Profiled | None, progress: Progress) 
             progress.say(f"trace: {trace}")
 
 
-def _trackers(loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, state: RunState) -> Trackers:
+def _trackers(
+    loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, state: RunState, progress: Progress
+) -> Trackers:
     """Trackers that continue after the checkpoint's step, or start empty."""
     keep = BEFORE_STEP_0 if checkpoint is None else state.step
-    return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded), keep_through_step=keep)
+    return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded), keep_through_step=keep, say=progress.say)

@@ -103,11 +103,18 @@ def test_a_run_that_lives_is_said_to_be_in_use(told, tmp_path):
     assert "is in use by process" in refused.output
 
 
-def test_a_recipe_from_a_pipe_is_left_to_the_command(told, tmp_path):
+def test_a_recipe_from_a_pipe_is_looked_at_and_handed_to_the_command(told, tmp_path):
     calls = told(commands, "train")
-    os.mkfifo(tmp_path / "pipe")
-    assert invoke("train", tmp_path / "pipe").exit_code == 0
-    assert len(calls) == 1
+    reading, writing = os.pipe()
+    base = f"{RECIPES.parent / 'base'}/"
+    os.write(writing, (RECIPES / "gspo_calculator.yaml").read_text().replace("../base/", base).encode())
+    os.close(writing)
+    pipe = f"/dev/fd/{reading}"
+    assert invoke("train", pipe, "model.path=x", f"run.dir={tmp_path}").exit_code == 0
+    wrong = invoke("train", pipe, "model.path=x", f"run.dir={tmp_path}", "steps=few")
+    os.close(reading)
+    assert (wrong.exit_code, len(calls)) == (2, 1)
+    assert "command line: steps: expected int, got 'few'." in wrong.output
 
 
 def test_training_on_a_file_is_told_which_and_how_often(told):

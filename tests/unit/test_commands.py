@@ -104,7 +104,7 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
         yield made
 
     @contextmanager
-    def trackers(folder, tracking, resolved, *, keep_through_step):
+    def trackers(folder, tracking, resolved, *, keep_through_step, say):
         made.keep = keep_through_step
         yield made
 

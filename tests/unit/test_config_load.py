@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import os
 import runpy
 from pathlib import Path
 
@@ -262,6 +263,22 @@ def test_a_value_of_a_wrong_type_is_not_judged_by_the_rules(folder):
     assert loaded is not None
     assert loaded.recipe.rollout.sglang == {"page_size": 1}
     assert check_recipe(loaded.recipe, None, "train") == []
+
+
+def test_a_recipe_from_a_pipe_is_read_as_often_as_the_command_looks_at_it(folder):
+    write("base.yaml", MINIMAL)
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"extends: base.yaml\nsft: {max_tokens: 9}\nseed: 4\n")
+        os.close(writing)
+        pipe = f"/dev/fd/{reading}"
+        assert intended_command(pipe) == "sft"
+        loaded = load_recipe(pipe)
+        assert (loaded.recipe.seed, loaded.recipe.sft.max_tokens, loaded.recipe.run.name) == (4, 9, "demo")
+        assert loaded.where("seed") == f"{pipe}:3"
+        assert load_recipe(pipe, ["seed=5"]).recipe.seed == 5
+    finally:
+        os.close(reading)
 
 
 def test_a_misspelt_extends_is_the_one_problem(folder):

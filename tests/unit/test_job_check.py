@@ -1,6 +1,7 @@
 """What `slimrl launch slurm` refuses before it submits."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -64,6 +65,34 @@ def test_a_grace_that_leaves_no_time_to_save_is_told():
     assert (
         "checkpoint.grace_s" not in launch(recipe, "checkpoint.grace_s=240", "--nodes", "1", "--signal-s", "900").stderr
     )
+
+
+def test_a_run_that_wandb_would_not_take_is_told_before_it_waits_in_the_queue(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    recipe, online = f"{FAMILY}/qwen3_30b_a3b_gspo.yaml", "tracking.wandb=online"
+    told = "command line: tracking.wandb: warning: online needs an API key of api.wandb.ai: WANDB_API_KEY is not set"
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert launch(recipe, online, "--nodes", "1").stderr.count(told) == 1
+    assert "tracking.wandb" not in launch(recipe, "--nodes", "1").stderr
+    assert "tracking.wandb" not in launch(recipe, "tracking.wandb=offline", "--nodes", "1").stderr
+    # A container does not see the home folder.
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'k' * 40}\n")
+    assert "tracking.wandb" not in launch(recipe, online, "--nodes", "1").stderr
+    assert launch(recipe, online, "--nodes", "1", "--container", "image.sqsh").stderr.count(told) == 1
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    assert "tracking.wandb" not in launch(recipe, online, "--nodes", "1", "--container", "image.sqsh").stderr
+
+
+def test_a_recipe_from_a_pipe_which_no_job_could_read_is_refused():
+    reading, writing = os.pipe()
+    os.close(writing)
+    refused = launch(f"/dev/fd/{reading}", "--nodes", "1")
+    os.close(reading)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == f"/dev/fd/{reading}: a pipe, which the job could not read. Write the recipe to a file.\n"
 
 
 def test_nodes_that_the_run_would_not_use_are_refused_but_as_spares():

@@ -14,6 +14,10 @@ from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
 
 
+class NotReached(Exception):
+    """As wandb.Error"""
+
+
 class Server:
     """Of wandb: rows by run id. What is logged below the last step is dropped; without a step each row is a new one."""
 
@@ -46,7 +50,9 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     served = Server()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=dict, init=served.init))
+    stand_in = SimpleNamespace(Settings=dict, init=served.init, Error=NotReached, teardown=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     return served
 
 
@@ -134,3 +140,59 @@ def test_without_wandb_the_file_is_all(tmp_path: Path, server: Server):
         trackers.log(1, {"reward/mean": 0.5})
     assert server.asked == []
     assert json.loads(run.metrics.read_text()) == {"step": 1, "reward/mean": 0.5}
+
+
+def test_a_run_that_wandb_does_not_take_goes_on_offline_and_says_so(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    def init(mode: str, **settings: Any) -> SimpleNamespace:
+        if mode == "online":
+            raise NotReached("Run initialization has timed out after 60.0 sec.\nmore")
+        return server.init(mode=mode, **settings)
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", init)
+    said: list[str] = []
+    run, online = open_run_folder(tmp_path, "demo", ""), TrackingConfig(wandb=WandbMode.online)
+    with Trackers(run, online, {}, say=said.append) as trackers:
+        trackers.log(1, {"reward/mean": 0.5})
+    assert said == [
+        "wandb goes on offline: Run initialization has timed out after 60.0 sec. "
+        f"Send it later: wandb sync {run.wandb}/offline-run-*"
+    ]
+    assert [(asked["mode"], asked["resume"]) for asked in server.asked] == [("offline", None)]
+    assert list(server.rows.values()) == [[{"step": 1, "reward/mean": 0.5}]]
+
+
+@pytest.mark.parametrize(
+    ("variables", "login", "found"),
+    [
+        ({}, "", False),
+        ({"WANDB_API_KEY": "k" * 40}, "", True),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "/token"}, "", True),
+        ({}, "machine api.wandb.ai\n  login user\n  password kkkk\n", True),
+        ({}, "machine github.com\n  login user\n  password kkkk\n", False),
+        ({}, "machine api.wandb.ai\n  login user\n  password kkkk\n  nonsense\n", False),
+        ({"WANDB_BASE_URL": "https://wandb.site:8080"}, "machine api.wandb.ai login u password k\n", False),
+        ({"WANDB_BASE_URL": "https://wandb.site:8080"}, "machine wandb.site:8080 login u password k\n", True),
+    ],
+)
+def test_without_a_key_wandb_is_not_asked_to_go_online(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], login: str, found: bool
+):
+    from wandb.sdk.lib.wbauth.host_url import HostUrl
+    from wandb.sdk.lib.wbauth.wbnetrc import read_netrc_auth_with_source
+
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "netrc").write_text(login.replace("kkkk", "k" * 40).replace("password k\n", f"password {'k' * 40}\n"))
+    if variables.keys() <= {"WANDB_BASE_URL"}:
+        host = HostUrl(variables.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+        assert (read_netrc_auth_with_source(host=host) is not None) is found
+    said: list[str] = []
+    run, online = open_run_folder(tmp_path, "demo", ""), TrackingConfig(wandb=WandbMode.online)
+    Trackers(run, online, {}, say=said.append).close()
+    assert server.asked[0]["mode"] == ("online" if found else "offline")
+    assert [line.split(":")[0] for line in said] == ([] if found else ["wandb goes on offline"])

@@ -10,7 +10,7 @@ class WandbMode(str, Enum):
     offline = "offline"
     """Written into the run folder, for a later `wandb sync`."""
     online = "online"
-    """Sent during the run."""
+    """Sent during the run, with the key in `WANDB_API_KEY` or of `wandb login`; without either, `offline`."""
     disabled = "disabled"
     """wandb is not used."""
 

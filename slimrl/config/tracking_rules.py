@@ -1,0 +1,56 @@
+"""Rules of the section `tracking`: who may send to wandb's server."""
+
+import netrc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from slimrl.config.problems import Violation
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.run import WandbMode
+
+TRACKED = ("train", "train --trajectories", "sft")
+"""Commands that write metrics"""
+KEY_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+def tracking_warnings(recipe: Recipe, command: str, *, home: bool = True) -> Iterator[Violation]:
+    """A run that is to send its metrics and has no account to do so; reads the environment and the login file.
+
+    Args:
+        home: the run sees the user's home folder, where `wandb login` writes the key.
+    """
+    if command in TRACKED and recipe.tracking.wandb is WandbMode.online and not has_wandb_key(home=home):
+        yield (
+            "tracking.wandb",
+            f"online needs an API key of {wandb_host()}: {missing_key_text(home=home)}. Without one the run is written "
+            "into its folder, for a later `wandb sync`.",
+        )
+
+
+def missing_key_text(*, home: bool = True) -> str:
+    where = "`wandb login` has left none" if home else "a container does not see what `wandb login` left in your home"
+    return f"WANDB_API_KEY is not set, and {where}"
+
+
+def wandb_host() -> str:
+    return urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+
+
+def has_wandb_key(*, home: bool = True) -> bool:
+    """Whether wandb finds a key for its server, in the environment or where `wandb login` writes it."""
+    return any(map(os.environ.get, KEY_VARIABLES)) or (home and _login_file_has_key())
+
+
+def _login_file_has_key() -> bool:
+    given = os.environ.get("NETRC")
+    files = [Path(given).expanduser()] if given else [Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return False
+    try:
+        found = netrc.netrc(file).authenticators(wandb_host())
+    except (netrc.NetrcParseError, OSError):
+        return False  # as wandb takes it
+    return found is not None and bool(found[2])
