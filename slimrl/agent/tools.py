@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import json
+import typing
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -23,6 +24,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.supplied import Supplied
+from slimrl.agent.tool_answer import answer_text
 from slimrl.agent.tool_schema import tool_schema
 from slimrl.data.import_path import parameters_of_type, resolve
 from slimrl.data.threads import ReusedThreads, reportable
@@ -30,6 +32,7 @@ from slimrl.data.trajectory import Prompt
 
 ELLIPSIS = " ... "
 """Replaces the middle of a result that is too long."""
+TYPES = "Use a text, a number, a boolean, a list, a dict, an enumeration, a dataclass, a TypedDict or a pydantic model"
 CACHED_ANSWERS = 10_000
 """Of pure tools, in a process."""
 
@@ -139,6 +142,7 @@ def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None 
     options = getattr(function, "tool_options", ToolOptions())
     try:
         info, sandbox = (parameters_of_type(function, kind) for kind in (EpisodeInfo, SandboxPool))
+        _refuse_open_parameters(function)
         fixed = {
             name: value for name, value in (arguments or {}).items() if name in inspect.signature(function).parameters
         }
@@ -147,9 +151,12 @@ def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None 
     except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error}") from error
     except pydantic.PydanticUserError as error:
-        raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error.message}") from error
+        said = _unknown_type(function) or error.message
+        raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {said}") from error
     if info and options.pure:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: is not pure, since it gets the episode")
+    if typing.get_type_hints(function).get("return") in (bytes, bytearray, memoryview):
+        raise ValueError(f"tool {function.__module__}:{function.__qualname__}: returns bytes, which are no text")
     return Tool(
         name=schema["function"]["name"],
         function=checked,
@@ -159,6 +166,26 @@ def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None 
         sandbox_parameters=sandbox,
         fixed=fixed,
     )
+
+
+def _unknown_type(function: Callable[..., Any]) -> str | None:
+    """Of the first parameter whose annotation is a class that no schema describes; None if there is none."""
+    for name, hint in typing.get_type_hints(function).items():
+        try:
+            pydantic.TypeAdapter(hint)
+        except pydantic.PydanticUserError:
+            kind = getattr(hint, "__name__", str(hint))
+            return f"its parameter {name} is annotated with {kind}, which no schema can describe to the model. {TYPES}"
+    return None
+
+
+def _refuse_open_parameters(function: Callable[..., Any]) -> None:
+    for each in inspect.signature(function).parameters.values():
+        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            raise ValueError(
+                f"tool {function.__module__}:{function.__qualname__}: has the parameter {each}, which no schema can "
+                "describe to the model"
+            )
 
 
 def tools_of(paths: Sequence[str], arguments: Mapping[str, Any] | None = None) -> list[Tool]:
@@ -233,14 +260,14 @@ class ToolBox:
     async def call(
         self, name: str, arguments: dict[str, Any], timeout_s: float, info: EpisodeInfo | None = None
     ) -> ToolAnswer:
-        """The tool's answer as text (`str` of what the function returns).
+        """The tool's answer as text, see `answer_text`.
 
         Args:
             timeout_s: deadline of each attempt.
 
         Raises:
             ToolError: an unknown tool, wrong arguments, the tool's own ToolError or ValueError, or no answer in time.
-            ToolCrash: the tool raised anything else, also in its last attempt.
+            ToolCrash: the tool raised anything else, or returned what is no text, also in its last attempt.
         """
         tool = self._tools.get(name)
         if tool is None:
@@ -308,7 +335,10 @@ def _answer(name: str, done: "asyncio.Future[Any]") -> str:
     error = done.exception()
     match error:
         case None:
-            return str(done.result())
+            try:
+                return answer_text(done.result())
+            except ValueError as unsayable:
+                raise ToolCrash(f"tool {name}: {unsayable}") from unsayable
         case pydantic.ValidationError():
             problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
             raise ToolError("; ".join(problems)) from error

@@ -2,8 +2,11 @@
 
 import asyncio
 import dataclasses
+import datetime
+import decimal
 import enum
 import functools
+import json
 import operator
 import random
 import re
@@ -11,7 +14,11 @@ import sys
 import time
 import typing
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pydantic
 import pytest
 from scripted_episode import END, PROMPT, call_text, played, runner_of
 
@@ -22,7 +29,7 @@ from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import EpisodeInfo, ToolAnswer, ToolBox, ToolCrash, ToolError, make_tool, tool
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.data.import_path import resolve
-from slimrl.data.trajectory import Prompt, Trajectory, to_json
+from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
 from slimrl.rollout.environment_metrics import environment_metrics
 
 
@@ -123,7 +130,7 @@ def takes_what_is_nowhere(value: "Nowhere") -> str:  # noqa: F821
         (Speaker("hi"), "Speaker.*: a tool is a function"),
         (functools.partial(scale, 2), "scale.*: a tool is a function"),
         (functools.cache(scale), "tool .*:scale: .*functions, not instances"),
-        (takes_a_speaker, "tool .*:takes_a_speaker: Unable to generate .* for .*Speaker"),
+        (takes_a_speaker, "tool .*:takes_a_speaker: its parameter speaker is annotated with Speaker, which no schema"),
         (takes_what_is_nowhere, "tool .*:takes_what_is_nowhere: name 'Nowhere' is not defined"),
     ],
 )
@@ -140,6 +147,109 @@ def test_two_tools_of_one_name_are_refused():
 async def test_synchronous_and_asynchronous_tools_answer_with_text():
     assert await TOOLS.call("scale", {"value": 4}, 5) == ToolAnswer(text="8.0")
     assert await TOOLS.call("slow_echo", {"text": "hi", "delay_s": 0}, 5) == ToolAnswer(text="hi")
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    tags: set[str]
+
+
+@dataclasses.dataclass
+class Found:
+    place: Point
+    at: datetime.date
+    ratio: decimal.Decimal
+    colour: "Colour"
+
+
+class Colour(enum.StrEnum):
+    red = "rot"
+
+
+class Size(enum.IntEnum):
+    big = 3
+
+
+FOUND = Found(Point(x=1, tags={"b", "a"}), datetime.date(2026, 5, 4), decimal.Decimal("0.10"), Colour.red)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("as it is: {'a': 1}\n", "as it is: {'a': 1}\n"),
+        (Colour.red, "rot"),
+        (None, None),
+        (True, True),
+        (7, 7),
+        (Size.big, 3),
+        (0.1, 0.1),
+        ({"a": True, "n": None, "ü": [1, (2.5, "x")]}, {"a": True, "n": None, "ü": [1, [2.5, "x"]]}),
+        ([], []),
+        ({3: "a", "b": {"c"}}, {"3": "a", "b": ["c"]}),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        (Path("a") / "b", "a/b"),
+        (
+            FOUND,
+            {"place": {"x": 1, "tags": ["a", "b"]}, "at": "2026-05-04", "ratio": "0.10", "colour": "rot"},
+        ),
+    ],
+)
+async def test_what_is_no_text_is_told_as_json(value: Any, told: Any):
+    def given() -> Any:
+        """Give."""
+        return value
+
+    answer = (await ToolBox([make_tool(given)]).call("given", {}, 5)).text
+    if isinstance(value, str):
+        assert answer == told
+    else:
+        assert json.loads(answer) == told
+    assert "\\u" not in answer
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (b"12", "returned bytes: bytes are no text; decode them"),
+        ({"a": [bytearray(b"12")]}, "returned dict: bytes are no text; decode them"),
+        (object(), "returned object: object is neither text nor JSON"),
+        ({(1, 2): 3}, "returned dict: keys must be str"),
+        (LOOP, "returned list: Circular reference"),
+        (functools.reduce(lambda inner, _: [inner], range(100_000), []), "returned list that is nested too deep"),
+        ((n for n in range(3)), "returned generator: generator is neither"),
+    ],
+)
+async def test_what_json_cannot_say_is_refused_by_the_tool_s_name(value: Any, why: str):
+    def given() -> Any:
+        """Give."""
+        return value
+
+    with pytest.raises(ToolCrash, match=rf"^tool given: {re.escape(why)}.*A tool returns a text, or what JSON can say"):
+        await ToolBox([make_tool(given)]).call("given", {}, 5)
+
+
+@pytest.mark.parametrize("answers", [call_text("broken"), call_text("broken") + call_text("scale", value=2)])
+async def test_the_log_has_the_place_where_a_tool_crashed(answers: str, caplog: pytest.LogCaptureFixture):
+    trajectory = await played(runner_of(answers, tools=TOOLS))
+    assert trajectory.status is Status.failed
+    assert trajectory.metadata["error"] == "tool broken: KeyError('inside')"
+    assert "t: tool broken: KeyError('inside')" in caplog.text
+    assert f'File "{__file__}", line {broken.__code__.co_firstlineno + 2}, in broken' in caplog.text
+
+
+def test_a_tool_that_says_it_returns_bytes_is_refused_before_it_is_called():
+    def raw() -> bytes:
+        """Read."""
+        return b""
+
+    with pytest.raises(ValueError, match=r"tool .*raw: returns bytes, which are no text"):
+        make_tool(raw)
 
 
 async def test_a_call_of_the_model_does_not_change_what_the_recipe_gives_a_tool():
