@@ -6,6 +6,7 @@ the engine does not answer or the environment or a tool crashes. It always keeps
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from slimrl.data.engine import Engine, EngineError
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.profiling.spans import SPANS
+
+log = logging.getLogger(__name__)
 
 RunSubagent = Callable[[Delegation, int, int], Awaitable[Trajectory]]
 """Runs a sub-agent within so many turns and tokens."""
@@ -188,7 +191,11 @@ class EpisodeRunner:
         except TimeoutError:
             trajectory.status = Status.aborted
             trajectory.metadata["error"] = f"not finished within {self.rollout.trajectory_timeout_s:g} s"
-        except (EngineError, ToolCrash, EnvironmentFailure) as error:
+        except EngineError as error:
+            trajectory.metadata["error"] = str(error)
+        except (ToolCrash, EnvironmentFailure) as error:
+            # Where in the task's own code it was raised.
+            log.warning("%s: %s", trajectory_id, error, exc_info=error)
             trajectory.metadata["error"] = str(error)
         finally:
             await host.close()

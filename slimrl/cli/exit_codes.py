@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import typer
 
+from slimrl.config.yaml_source import display_path
+from slimrl.observability.logs import log_folder
 from slimrl.observability.terminal import plain_console
 
 
@@ -26,6 +28,8 @@ def exit_codes() -> Iterator[None]:
     except (RunError, LaunchError) as error:
         logging.getLogger(__name__).error("failed: %s", getattr(error, "details", "") or error)
         errors.print(f"failed: {error}")
+        if (folder := log_folder()) is not None:
+            errors.print(f"logs: {display_path(folder)}")
         raise typer.Exit(1) from None
     except Preempted as error:
         errors.print(str(error))

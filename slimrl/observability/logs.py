@@ -24,6 +24,10 @@ class _Hiding(logging.Formatter):
         return visible(self._hide(super().format(record)))
 
 
+class _LogFile(logging.FileHandler):
+    """What `log_to_file` opens"""
+
+
 def log_to_file(path: Path, level: int = logging.INFO, hide: Callable[[str], str] = lambda text: text) -> None:
     """Send this process's log records to the file, replacing the root logger's handlers.
 
@@ -31,12 +35,18 @@ def log_to_file(path: Path, level: int = logging.INFO, hide: Callable[[str], str
         hide: removes secrets from a record, traceback included.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(_Hiding(hide))
     logging.basicConfig(handlers=[handler], level=level, force=True)
     logging.captureWarnings(True)
     # httpx logs each request: dozens a second while servers start.
     logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def log_folder() -> Path | None:
+    """The folder of the file that `log_to_file` has opened; None if it has not."""
+    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, _LogFile)]
+    return Path(files[0].baseFilename).parent if files else None
 
 
 def capture_output(path: Path, level: int = logging.INFO) -> None:

@@ -100,6 +100,11 @@ class RunFolder:
             shutil.rmtree(self.export)
         return self.export
 
+    @property
+    def failed_file(self) -> Path:
+        """Conversations of a rollout or an evaluation that ended the run since too many of them failed."""
+        return self.trajectories / "failed.jsonl"
+
     def sample_file(self, step: int) -> Path:
         return self.trajectories / f"step_{step:06d}.jsonl"
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,19 @@ def write_samples(path: Path, trajectories: Iterable[Trajectory], limit: int) ->
     for trajectory in trajectories:
         if len(chosen) < limit:
             chosen.setdefault(trajectory.group_id, trajectory)
-    lines = (json.dumps(readable(trajectory), ensure_ascii=False, default=str) for trajectory in chosen.values())
+    _write(path, chosen.values())
+
+
+def write_failed(path: Path, failed: Sequence[Trajectory], limit: int) -> None:
+    """Write at most `limit` trajectories that failed, in the same form; one of each cause before further ones."""
+    first: dict[str, Trajectory] = {}
+    for trajectory in failed:
+        first.setdefault(str(trajectory.metadata.get("error")), trajectory)
+    of_causes = list(first.values())
+    _write(path, [*of_causes, *(one for one in failed if one not in of_causes)][:limit])
+
+
+def _write(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    lines = (json.dumps(readable(trajectory), ensure_ascii=False, default=str) for trajectory in trajectories)
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(visible(line) + "\n" for line in lines))

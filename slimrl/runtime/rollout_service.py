@@ -32,12 +32,12 @@ from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import REPLAYED_TOKENS, Prompt, Status, Trajectory
 from slimrl.rollout.admission import Admission
 from slimrl.rollout.turn_logs import LoggedTurn, read_turns, write_turns
-from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.cluster.errors import TooManyFailed
 from slimrl.runtime.dynamic_sampling import StepRollout
 from slimrl.runtime.group_ledger import GroupLedger
 from slimrl.runtime.groups import GROUPS_FILE, Group, read_groups, write_groups
 from slimrl.runtime.preemption import Preemption
-from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.runtime.rollout_stage import RolloutStage, causes_text
 
 POLL_S = 1.0
 """Between two checks that engines are alive and the run goes on, while the driver waits."""
@@ -94,7 +94,7 @@ class RolloutService:
         """By the version of the engines' weights, the updates that made it"""
         self._num_ended = 0
         """Trajectories of groups that ended since the last batch, in whatever way"""
-        self._causes: list[str] = []
+        self._failed: list[Trajectory] = []
         """Of those among them that failed or were aborted"""
         self._left: list[dict[str, Any]] = []
         """Lines of the ledger for groups that left since the last batch"""
@@ -174,7 +174,7 @@ class RolloutService:
         shape_rewards(trajectories, self._recipe.algorithm)
         self._num_ended += len(trajectories)
         bad = (Status.failed, Status.aborted)
-        self._causes += [str(t.metadata.get("error")) for t in trajectories if t.status in bad]
+        self._failed += [t for t in trajectories if t.status in bad]
         if all(t.status is Status.failed for t in trajectories):
             self._leave(group, "failed")
         elif self._may_refill and not self._has_signal(group):
@@ -223,7 +223,7 @@ class RolloutService:
             check: called every second; an exception that it raises ends the wait, and nothing is taken.
 
         Raises:
-            RunError: too many of the trajectories that ended since the last batch failed; a batch may never come then.
+            TooManyFailed: too many that ended since the last batch did; a batch may never come then.
         """
         start = time.monotonic()
         while (batch := self._stage.run(self._take())) is None:
@@ -252,7 +252,7 @@ class RolloutService:
                 return None
             await asyncio.sleep(min(left, 0.02))
         self._refuse()
-        self._num_ended, self._causes = 0, []
+        self._num_ended, self._failed = 0, []
         groups = [self._forget(number, "taken") for number in self.admission.take()]
         # A synchronous step's engines wait for the trainer.
         self._held = self._recipe.rollout.mode is RolloutMode.sync
@@ -263,16 +263,17 @@ class RolloutService:
         return groups, self._counted | {name: self._counted[name] - before[name] for name in LOST}
 
     def _refuse(self) -> None:
-        """Raise the fault of a group, or RunError if more failed than may of those that ended, or than of a batch."""
+        """Raise the fault of a group, or TooManyFailed if more did than may of those that ended, or than of a batch."""
         if self._fault is not None:
             raise self._fault
         rollout = self._recipe.rollout
         of_batch = rollout.prompts_per_step * rollout.samples_per_prompt
-        if len(self._causes) > rollout.max_failed_fraction * max(self._num_ended, of_batch):
-            raise RunError(
-                f"{len(self._causes)} of the {self._num_ended} trajectories that ended since the last batch failed or "
+        if len(self._failed) > rollout.max_failed_fraction * max(self._num_ended, of_batch):
+            raise TooManyFailed(
+                f"{len(self._failed)} of the {self._num_ended} trajectories that ended since the last batch failed or "
                 f"were aborted, more than rollout.max_failed_fraction = {rollout.max_failed_fraction:g} allows (of a "
-                f"batch's {of_batch} at least): {'; '.join(sorted(set(self._causes))[:3])}"
+                f"batch's {of_batch} at least): {causes_text(self._failed)}",
+                self._failed,
             )
 
     def _ages(self, groups: Sequence[Group]) -> dict[str, float]:

@@ -40,7 +40,7 @@ from slimrl.rollout.start_order import StartOrder
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.rollout.turn_logs import LoggedTurn, TurnLogs
 from slimrl.runtime.checks.task import Task
-from slimrl.runtime.cluster.errors import RunError
+from slimrl.runtime.cluster.errors import RunError, TooManyFailed
 from slimrl.runtime.scored_episodes import ScoredEpisodes
 from slimrl.runtime.workers.pool import EpisodeWorkers
 
@@ -140,7 +140,7 @@ class RolloutStage:
             check_cancelled: called every second; an exception that it raises ends the rollout.
 
         Raises:
-            RunError: more than `rollout.max_failed_fraction` of the trajectories failed.
+            TooManyFailed: more than `rollout.max_failed_fraction` of the trajectories did.
         """
         if not earlier:
             self.scoring, self.lags_s = ScoringTimes(), []
@@ -170,7 +170,7 @@ class RolloutStage:
             The set's items by prompt and sample.
 
         Raises:
-            RunError: as `rollout`.
+            TooManyFailed: as `rollout`.
         """
         items = items or Items()
         self.lags_s = []
@@ -436,19 +436,24 @@ async def _watched[T](work: Coroutine[Any, Any, T], check: Callable[[], None]) -
 
 
 def refuse_failures(rollout: RolloutConfig, name: str, ended: Sequence[Trajectory], num_counted: int) -> None:
-    """Raises RunError if too many of `num_counted` trajectories failed, all of which are among `ended`."""
+    """Raises TooManyFailed if too many of `num_counted` trajectories failed, all of which are among `ended`."""
     failed = [t for t in ended if t.status in (Status.failed, Status.aborted)]
     limit = rollout.max_failed_fraction
     if len(failed) > limit * num_counted:
-        causes = sorted({str(t.metadata.get("error")) for t in failed})
-        raise RunError(
+        raise TooManyFailed(
             f"{name}: {len(failed)} of {num_counted} trajectories failed or were aborted, more than "
-            f"rollout.max_failed_fraction = {limit:g} allows: {'; '.join(causes[:3])}"
+            f"rollout.max_failed_fraction = {limit:g} allows: {causes_text(failed)}",
+            failed,
         )
 
 
 async def all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Their results; the first exception cancels the others and is raised."""
+def causes_text(failed: Sequence[Trajectory]) -> str:
+    """Why trajectories failed, at most three causes."""
+    return "; ".join(sorted({str(t.metadata.get("error")) for t in failed})[:3])
+
+
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in coroutines]

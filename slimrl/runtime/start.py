@@ -29,6 +29,7 @@ from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
 from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
+from slimrl.observability.samples import write_failed
 from slimrl.rewards.comparers import close_comparers
 from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.routing import RoutedEngines
@@ -39,7 +40,7 @@ from slimrl.runtime.checks.start_check import read_files
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import RunError, StageError
+from slimrl.runtime.cluster.errors import RunError, StageError, TooManyFailed
 from slimrl.runtime.cluster.placement import most_slots, place_what_fits
 from slimrl.runtime.cluster.processes import Processes, start_processes
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
@@ -221,6 +222,9 @@ def started(
         except RunError as error:
             for engines in (processes.engines, processes.teachers):
                 _raise_if_engine_ended(engines, error)
+            if isinstance(error, TooManyFailed) and (limit := recipe.tracking.trajectories_per_step):
+                write_failed(folder.failed_file, error.failed, limit)
+                raise RunError(f"{error}\nconversations that failed: {folder.failed_file}") from error
             raise
         finally:
             children.note()

@@ -19,6 +19,7 @@ from slimrl.launch.reports import LaunchError
 from slimrl.observability.folder_lock import folder_lock
 from slimrl.planner import command as planner_command
 from slimrl.planner.hardware import Hardware
+from slimrl.observability.logs import log_to_file
 from slimrl.resync.estimate.machine import Machine
 from slimrl.runtime import commands, evaluation
 from slimrl.runtime.checks import config_check
@@ -200,8 +201,9 @@ def test_every_option_of_a_job_is_in_what_is_checked_and_submitted(told, monkeyp
     job = submit.SlurmJob(**settings, sbatch=("--qos=high", "--hold"), sft=True)
     assert {field.name for field in fields(job)} == {*settings, "sbatch", "sft"}
     assert checked == [((Path("dir/r.yaml"), ["a=1"], job), {"files": True})]
-    assert written == [((Path("dir/r.yaml"), ["a=1"], job), {})]
-    assert submitted == [(("script\n", "r", Path("logs")), {})]
+    assert read == [((Path("dir/r.yaml"), ["a=1"], "sft"), {})]
+    assert written == [((Path("dir/r.yaml"), ["a=1"], replace(job, name="demo")), {})]
+    assert submitted == [(("script\n", "demo", Path("logs")), {})]
     dry = invoke("launch", "slurm", "r.yaml", "--nodes", 1, "--dry-run")
     assert (dry.exit_code, dry.stdout, len(submitted)) == (0, "script\n", 1)
     assert checked[1] == ((Path("r.yaml"), [], submit.SlurmJob(nodes=1)), {"files": False})
@@ -256,6 +258,23 @@ def test_each_way_to_end_has_its_exit_code_and_one_message(error, code, said, lo
 def test_what_is_a_fault_of_ours_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError), exit_codes():
         raise ZeroDivisionError
+
+def test_a_run_that_fails_names_the_folder_of_its_logs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = logging.root.handlers[:], logging.root.level
+    for error, code, said in (
+        (RunError("it broke"), 1, "failed: it broke\nlogs: runs/demo/logs\n"),
+        (ValueError("wrong key"), 2, "wrong key\n"),
+    ):
+        try:
+            log_to_file(Path("runs/demo/logs/driver.log"))
+            with pytest.raises(typer.Exit) as ended, exit_codes():
+                raise error
+        finally:
+            logging.basicConfig(handlers=before[0], level=before[1], force=True)
+            logging.captureWarnings(False)
+        assert (ended.value.exit_code, capsys.readouterr().err) == (code, said)
+
 
 
 def test_a_command_ends_by_its_code_where_a_call_of_the_task_hangs(monkeypatch):

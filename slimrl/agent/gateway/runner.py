@@ -11,6 +11,7 @@ deadline or by the engine, and failed if the agent or the engine did. It always 
 import asyncio
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,8 @@ from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import POSTED_REWARD, Prompt, Status, Trajectory
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -72,6 +75,7 @@ class GatewayRunner:
         except TimeoutError:
             status, error = Status.aborted, f"not finished within {self.rollout.trajectory_timeout_s:g} s"
         except AgentFailed as failure:
+            log.warning("%s: %s", trajectory_id, failure, exc_info=failure)
             status, error = Status.failed, str(failure)
         finally:
             self.server.end(connection)
