@@ -77,6 +77,8 @@ class JsonEndpoint:
             async with asyncio.timeout(self._timeout_s):
                 # In ASCII: half of a surrogate pair, which a policy may write in a call, has no other form.
                 response = await self._client.post(self.url + path, content=json.dumps(body), headers=_JSON)
+        except httpx.TransportError as error:
+            raise type(error)(f"{self.url}{path}: {error}") from error
         except TimeoutError:
             raise TimeoutError(f"{self.url}{path} did not answer within {self._timeout_s:g} s") from None
         if not response.is_success:

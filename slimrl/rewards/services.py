@@ -1,12 +1,14 @@
 """What rewards need while they are used: connections or processes, started before the first rollout and closed at the
 end.
 
-A reward that is a class may have `async start()` and `async close()`. Both run on the event loop of the rollouts.
+A reward that is a class may have `async start()` and `async close()`. Both run on the event loop of the rollouts. What
+a start returns, if it is a text, is shown to the user.
 """
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from slimrl.rewards.deadline import within
 from slimrl.rewards.parts import Part
@@ -21,9 +23,15 @@ class NotStarted(Exception):
 class RewardServices:
     """The rewards that are started and closed."""
 
-    def __init__(self, parts: Sequence[Part] = (), *, timeout_s: float = 120.0) -> None:
-        """`timeout_s` is the deadline of each start and of each close."""
-        self._parts, self._timeout_s = list(parts), timeout_s
+    def __init__(
+        self, parts: Sequence[Part] = (), *, timeout_s: float = 120.0, say: Callable[[str], None] = log.info
+    ) -> None:
+        """
+        Args:
+            timeout_s: deadline of each start and of each close.
+            say: shows the user a line.
+        """
+        self._parts, self._timeout_s, self._say = list(parts), timeout_s, say
         self._open: list[Part] = []
 
     async def start(self) -> None:
@@ -35,11 +43,13 @@ class RewardServices:
         for part in self._parts:
             self._open.append(part)
             try:
-                await self._call(part, "start")
+                said = await self._call(part, "start")
             except Exception as error:
                 # A task's own code may raise anything.
                 await self.close()
                 raise NotStarted(f"{part.title}: start failed: {_cause(error)}") from error
+            if isinstance(said, str):
+                self._say(f"{part.title}: {said}")
 
     async def close(self) -> None:
         """Close those that were started, the last one first. What fails is logged: the run's result stands."""
@@ -50,10 +60,11 @@ class RewardServices:
             except Exception as error:  # noqa: BLE001 - a task's own code may raise anything
                 log.warning("%s: close failed: %s", part.title, _cause(error))
 
-    async def _call(self, part: Part, name: str) -> None:
+    async def _call(self, part: Part, name: str) -> Any:
         method = getattr(part.function, name, None)
         if inspect.iscoroutinefunction(method):
-            await within(method(), self._timeout_s, "not done")
+            return await within(method(), self._timeout_s, "not done")
+        return None
 
 
 def _cause(error: Exception) -> str:

@@ -1,12 +1,11 @@
 """Verdicts of a judge behind an OpenAI-compatible endpoint (POST /chat/completions), each asked for once.
 
-The verdict is the last line of the answer, alone: what the judge quotes or thinks before it does not count. Answers are
-kept by a hash of the whole request, in memory or in a file of SQLite that several runs may share.
+The verdict is the last line of the answer, alone (verdict_line.py): what the judge quotes or thinks before it does not
+count. Verdicts are kept by a hash of the whole request, in memory or in a file of SQLite that several runs may share.
 """
 
 import hashlib
 import json
-import re
 import sqlite3
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -14,6 +13,7 @@ from typing import Any
 
 from slimrl.rewards.http import EndpointError, JsonEndpoint
 from slimrl.rewards.judge_text import INSTRUCTIONS
+from slimrl.rewards.verdict_line import VerdictForm, last_line
 
 BUSY_S = 30.0
 """How long another run may hold the file of verdicts."""
@@ -37,20 +37,26 @@ class Judges:
         self._held = ExitStack()
         self._request = {name: value for name, value in request.items() if value is not None}
 
-    async def start(self) -> None:
-        """Raises EndpointError, TimeoutError or httpx.TransportError if the endpoint does not have the model."""
+    async def start[V](self, example: str, form: VerdictForm[V]) -> str:
+        """Ask for the verdict on an example, which is not kept; returns its line.
+
+        Raises:
+            EndpointError, TimeoutError, httpx.TransportError: the endpoint does not have the model.
+            NoVerdict: the model does not give verdicts of this form.
+        """
         await self._endpoint.start()
-        await self._endpoint.post("/chat/completions", {**self._request, "messages": _messages("Say OK.")})
+        line, _ = await self._ask({**self._request, "messages": _messages(example)}, form)
         verdicts = sqlite3.connect(self._cache, timeout=BUSY_S, isolation_level=None)
         self._verdicts = self._held.enter_context(closing(verdicts))
         verdicts.execute("CREATE TABLE IF NOT EXISTS verdicts (request TEXT PRIMARY KEY, verdict TEXT)")
+        return line
 
     async def close(self) -> None:
         self._held.close()
         await self._endpoint.close()
 
-    async def verdict(self, text: str, form: re.Pattern[str]) -> str:
-        """The last line of the judge's answer, which has this form.
+    async def verdict[V](self, text: str, form: VerdictForm[V]) -> V:
+        """What the last line of the judge's answer says.
 
         Raises:
             NoVerdict: it has another form.
@@ -60,26 +66,33 @@ class Judges:
         key = hashlib.sha256(json.dumps([self._endpoint.url, request], sort_keys=True).encode()).hexdigest()
         with closing(self._verdicts.execute("SELECT verdict FROM verdicts WHERE request = ?", (key,))) as found:
             known = found.fetchone()
-        if known is not None:
-            return known[0]
-        line = _last_line(await self._endpoint.post("/chat/completions", request))
-        if not form.fullmatch(line):
-            raise NoVerdict(f"the judge's answer ends with {line[:200]!r}, which is no verdict")
-        self._verdicts.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", (key, line))
-        return line
+        if known is not None and (verdict := form.read(known[0])) is not None:
+            return verdict
+        line, verdict = await self._ask(request, form)
+        self._verdicts.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, line))
+        return verdict
+
+    async def _ask[V](self, request: Mapping[str, Any], form: VerdictForm[V]) -> tuple[str, V]:
+        """The last line of the judge's answer, and the verdict that it is."""
+        line = last_line(_content(await self._endpoint.post("/chat/completions", request)))
+        verdict = form.read(line)
+        if verdict is None:
+            ends = f"ends with {line[:200]!r}" if line else "is empty"
+            raise NoVerdict(f"the judge's answer {ends}, which is no verdict: its last line has to be {form.wanted}")
+        return line, verdict
 
 
 def _messages(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": text}]
 
 
-def _last_line(answer: Any) -> str:
+def _content(answer: Any) -> str:
     try:
         choice = answer["choices"][0]
-        lines = (choice["message"]["content"] or "").strip().splitlines()
+        content = str(choice["message"]["content"] or "")
         finished = choice["finish_reason"]
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError) as error:
         raise EndpointError(f"the judge's answer is no chat completion: {str(answer)[:200]}") from error
     if finished == "length":
-        raise NoVerdict("the judge ran out of max_tokens")
-    return lines[-1].strip(" *`") if lines else ""
+        raise NoVerdict("the judge ran out of max_tokens before its verdict; give more in options: {max_tokens: N}")
+    return content

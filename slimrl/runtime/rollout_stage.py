@@ -100,7 +100,9 @@ class RolloutStage:
         """Of the event loops of this process and the workers in the same rollouts; see LoopLag"""
         self._lag = LoopLag()
         self.pressure = CachePressure(recipe.rollout, engine_urls, engine_key)
-        self._services = RewardServices(task.rewards.parts, timeout_s=recipe.reward.startup_timeout_s)
+        self._services = RewardServices(
+            task.rewards.parts, timeout_s=recipe.reward.startup_timeout_s, say=lambda text: progress.say(text)
+        )
         self._service_tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.Runner() if loop is None else loop
         self._opened = AsyncExitStack()
@@ -447,13 +449,13 @@ def refuse_failures(rollout: RolloutConfig, name: str, ended: Sequence[Trajector
         )
 
 
-async def all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results; the first exception cancels the others and is raised."""
 def causes_text(failed: Sequence[Trajectory]) -> str:
     """Why trajectories failed, at most three causes."""
     return "; ".join(sorted({str(t.metadata.get("error")) for t in failed})[:3])
 
 
+async def all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results; the first exception cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in coroutines]

@@ -80,8 +80,6 @@ class JudgeModel:
             return order[1]
         if "ANSWER" in blocks:
             return f"**SCORE: {self.opinion(blocks['ANSWER'])}**"
-        if "A" not in blocks:
-            return "OK"
         lead = self.opinion(blocks["A"]) + self.prefers_first - self.opinion(blocks["B"])
         return "BETTER: " + ("TIE" if lead == 0 else "A" if lead > 0 else "B")
 

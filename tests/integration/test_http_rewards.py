@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sqlite3
 
 import httpx
@@ -155,7 +156,8 @@ async def test_a_judge_gives_a_score_by_the_rubric(monkeypatch):
     assert [text.index(part) for part in ("RUBRIC: Be long.", "How?", "label", "\nfour\n", "SCORE: ")] == sorted(
         text.index(part) for part in ("RUBRIC: Be long.", "How?", "label", "\nfour\n", "SCORE: ")
     )
-    assert start["messages"][1]["content"] == "Say OK."
+    first = start["messages"][1]["content"]
+    assert [text for text in ("RUBRIC: Be long.", "What is 1 + 1?", "\n2\n", "SCORE: ") if text not in first] == []
 
 
 async def test_a_verdict_is_asked_for_once_by_the_whole_request(tmp_path):
@@ -192,7 +194,7 @@ async def test_a_file_of_verdicts_that_cannot_be_opened_is_all_that_is_said(tmp_
 
 
 @pytest.mark.parametrize(
-    "line", ["SCORE: ten", "10", "SCORE: nan", "SCORE: 1e3", "SCORE: -1", "Their SCORE: 5", "SCORE: 5."]
+    "line", ["SCORE: ten", "10", "SCORE: nan", "SCORE: 1e3", "SCORE: -1", "Their SCORE: 5", "SCORE: 11", "SCORE: 4/5"]
 )
 async def test_an_answer_without_a_verdict_is_an_error_and_is_not_kept(line):
     model = JudgeModel(len)
@@ -201,16 +203,33 @@ async def test_an_answer_without_a_verdict_is_an_error_and_is_not_kept(line):
         Used(Judge(url=f"{url}/v1", model="judge", rubric="r")) as judge,
     ):
         model.last_line = line
-        with pytest.raises(NoVerdict):
+        with pytest.raises(NoVerdict, match=f"ends with '{line}', which is no verdict: .* a number from 0 to 10, and"):
             await judge(said("four"), asked())
-        model.last_line = "SCORE: 11"
-        with pytest.raises(ValueError, match="the highest score is 10"):
-            await judge(said("four!"), asked())
         model.last_line, model.finish_reason = "SCORE: 9", "length"
-        with pytest.raises(NoVerdict, match="ran out of max_tokens"):
+        with pytest.raises(NoVerdict, match="ran out of max_tokens before its verdict"):
             await judge(said("four"), asked())
         model.last_line, model.finish_reason = None, "stop"
         assert await judge(said("four"), asked()) == 0.4
+
+
+async def test_the_start_asks_for_a_verdict_and_shows_it(monkeypatch):
+    model = JudgeModel(len)
+    async with serving({"/v1/chat/completions": model}) as url:
+        for kind, last_line, wanted in (
+            (Judge, "SCORE: 1", "`SCORE: ` and a number from 0 to 10"),
+            (Pairwise, "BETTER: TIE", "`BETTER: A`, `BETTER: B` or `BETTER: TIE`"),
+        ):
+            part = Part(
+                name="judge", path=f"slimrl:{kind.__name__}", function=kind(url=f"{url}/v1", model="judge", rubric="r")
+            )
+            said_at_start, model.last_line = [], None
+            services = RewardServices([part], say=said_at_start.append)
+            await services.start()
+            await services.close()
+            assert said_at_start == [f"judge (slimrl:{kind.__name__}): verdict on an example: {last_line}"]
+            model.last_line = "I would rather not say."
+            with pytest.raises(NotStarted, match=re.escape(f"which is no verdict: its last line has to be {wanted}")):
+                await RewardServices([part]).start()
 
 
 ORDERS = [
